@@ -29,6 +29,7 @@ def main() -> None:
 def chat_and_live(browser: Any, folder: Path) -> None:
     with default_model("SmolLM2-135M-Instruct") as server:
         with visit(browser, server.url, color_scheme="light", viewport=SIZE) as page:
+            page.set_default_timeout(300_000)  # on a busy machine too
             set_fields(page, temperature="0", max_tokens="90")
             for question in ("Give me three tips for a good night's sleep.", "What is the capital of France?"):
                 say(page, question)

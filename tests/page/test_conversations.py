@@ -197,14 +197,20 @@ def test_two_tabs_that_go_on_with_one_conversation_at_a_time_lose_neither(browse
 
 def test_a_full_storage_is_said_and_the_chat_goes_on(browser: Any, server: Running) -> None:
     with visit(browser, server.url) as page:
-        page.evaluate(FULL)
-        reply(page, "one", "two")
+        reply(page, "one", "x" * 4000, "three")
         say(page, "abc")
-        assert answer(page) == "one"
-        assert "storage is full" in page.inner_text("#kept-note") and page.is_visible("#kept-note")
-        page.evaluate("localStorage.clear()")
+        answer(page)
+        page.evaluate(FULL)
         say(page, "more")
-        assert answer(page) == "two" and page.inner_text("#kept-note") == "" and len(kept(page)) == 1
+        answer(page)
+        assert "storage is full" in page.inner_text("#kept-note") and page.is_visible("#kept-note")
+        assert [len(talk["turns"]) for talk in kept(page)] == [2]
+        page.evaluate(
+            "Object.keys(localStorage).forEach((key) => key.startsWith('penstock') || localStorage.removeItem(key))"
+        )
+        say(page, "again")
+        assert answer(page) == "three" and page.inner_text("#kept-note") == ""
+        assert [len(talk["turns"]) for talk in kept(page)] == [6]
 
 
 def test_a_browser_that_allows_no_storage_has_a_chat_and_a_key_until_the_page_ends(browser: Any) -> None:

@@ -37,7 +37,6 @@ class Answer {
     this.counts = make("span", "counts");
     this.foot = make("div", "foot", this.counts);
     item.append(this.thinking, this.box, this.calls, this.foot);
-    this.isDrawn = true;
     this.draw();
   }
 

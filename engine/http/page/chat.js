@@ -34,7 +34,6 @@ class Chat {
   /** Show a conversation from its beginning. */
   open(talk) {
     this.talk = talk;
-    session.setItem(OPEN, talk.id);
     this.edit(null);
     this.show();
     if (byId("past").matches(":popover-open")) byId("past").hidePopover();
@@ -49,6 +48,7 @@ class Chat {
   }
 
   list() {
+    session.setItem(OPEN, this.talk.id);
     showTalks(this.talk.id, (id) => this.open(readTalk(id) ?? newTalk()), (id) => this.drop([id]));
     const [call] = openCalls(this.talk.turns);
     byId("say").placeholder = byId("say").ariaLabel = call ? `Result of ${call.function.name}` : "Message";
@@ -119,7 +119,6 @@ class Chat {
 
   keep() {
     keepTalk(this.talk);
-    session.setItem(OPEN, this.talk.id);
     this.list();
   }
 

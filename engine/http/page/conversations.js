@@ -34,29 +34,31 @@ function readTalks() {
 
 /** Keep it as it now stands; the oldest others make room. Where another tab went on with it, it becomes one more. */
 function keepTalk(talk) {
-  const text = () => JSON.stringify(talk);
   const there = readTalk(talk.id);
   if (there && there.version !== talk.version) talk.id = newId();
-  Object.assign(talk, { version: talk.version + 1, at: Date.now() });
-  let room = MOST_CHARACTERS - text().length;
+  const next = { version: talk.version + 1, at: Date.now() };
+  const text = JSON.stringify({ ...talk, ...next });
+  let room = MOST_CHARACTERS - text.length;
   if (room < 0) return noteKeeping("This conversation is too long to be kept.");
   const others = readTalks().filter((other) => other.id !== talk.id);
   others.forEach((other, i) => {
     room -= JSON.stringify(other).length;
     if (room < 0 || i >= MOST_KEPT - 1) dropTalk(other.id);
   });
-  store(KEPT + talk.id, text());
+  return store(KEPT + talk.id, text) && Object.assign(talk, next);
 }
 
 const dropTalk = (id) => local.removeItem(KEPT + id);
 
-/** Write to local storage, and say so where the browser refuses. */
+/** Write to local storage and return whether it was written; where the browser refuses, say so. */
 function store(name, text) {
   try {
     local.setItem(name, text);
     noteKeeping(local instanceof Storage ? "" : "This browser allows no storage: all of it ends with the page.");
+    return true;
   } catch {
     noteKeeping("The browser's storage is full: what is new is not kept. Delete conversations to make room.");
+    return false;
   }
 }
 
