@@ -184,7 +184,7 @@ def test_an_unknown_command_lists_the_known_ones() -> None:
     result = run("frob")
     assert (
         result.returncode == 2
-        and "'serve', 'route', 'deploy', 'top', 'bench', 'cache', 'models', 'export'" in result.stderr
+        and "'serve', 'route', 'deploy', 'top', 'bench', 'prove', 'cache', 'models', 'export'" in result.stderr
     )
 
 
