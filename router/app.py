@@ -6,6 +6,7 @@ may change the fleet holds another key, for a replica that a tenant could add wo
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -18,7 +19,8 @@ from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.http.page.document import document
 from penstock.engine.http.token_form import CONTENT_TYPE, REPORT_HEADER
-from penstock.router.config import Prefill, RouteError, RouterConfig, canonical_url
+from penstock.router.backend import Backend, RouteError
+from penstock.router.config import Prefill, RouterConfig
 from penstock.router.exchange import Exchange, Outgoing
 from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
@@ -71,7 +73,7 @@ class RouterApp:
         self._keys = Keys(config.api_keys)
         self._admin_keys = Keys(config.admin_api_keys)
         # What replicas get beside the client's headers.
-        self._own_lines = REPORT_HEADER + b": cached-tokens\r\n" + config.backend_lines
+        self._own_lines = REPORT_HEADER + b": cached-tokens\r\n"
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._started_s = int(time.time())
@@ -180,7 +182,7 @@ class RouterApp:
 
     def _begin(self, exchange: Exchange, group: ReplicaGroup, asked: Asked, prepared: Routable) -> None:
         request = exchange.request
-        lines = self._upstream_lines(request)
+        lines = request.lines + self._own_lines
         with_ids = None
         if prepared.body_with_ids is not None:
             with_ids = (lines + WITH_IDS, prepared.body_with_ids)
@@ -194,6 +196,7 @@ class RouterApp:
             request.session.decode("latin-1")[:256] if request.session else asked.session,
             prepared.prompt,
             prepared.num_tokens,
+            self._client_key(request),
         )
         try:
             exchange.start(group, outgoing)
@@ -211,12 +214,11 @@ class RouterApp:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a request failed in the router", exc_info=error)
 
-    def _upstream_lines(self, request: ClientRequest) -> bytes:
-        """The client's headers, cleaned. Its key passes only where the router has none of its own to ask for or to
-        give."""
-        if request.authorization and not self._keys and self.config.backend_api_key is None:
-            return b"%bauthorization: %b\r\n%b" % (request.lines, request.authorization[-1], self._own_lines)
-        return request.lines + self._own_lines
+    def _client_key(self, request: ClientRequest) -> bytes:
+        """Its header, written: it passes only where the router has no keys of its own, and to replicas without one."""
+        if request.authorization and not self._keys:
+            return b"authorization: %b\r\n" % request.authorization[-1]
+        return b""
 
     def _move_from(self, replica: Replica) -> None:
         for exchange in list(self.exchanges):
@@ -297,27 +299,27 @@ class RouterApp:
             raise HttpError(403, "changing the fleet needs the admin key")
         change = decode(msgspec.json.Decoder(ReplicaChange), request.body)
         try:
-            url = (
-                canonical_url(change.url, "url")
-                if change.peer is None
-                else Prefill(change.url, change.peer).check().url
-            )
+            backend = Backend.of(change.url, "url")
+            backend.lines(os.environ)
+            if change.peer is not None:
+                Prefill(change.url, change.peer).check()
         except RouteError as error:
             raise HttpError(400, str(error), param="url") from None
         method = request.method.decode()
-        self.apply(method, url, change.peer)
-        self.on_change(method, url, change.peer)
+        self.apply(method, backend.text, change.peer)
+        self.on_change(method, backend.text, change.peer)
         return 200, JSON, msgspec.json.encode({"replicas": list(self.fleet.views())})
 
-    def apply(self, method: str, url: str, peer: str | None) -> None:
+    def apply(self, method: str, text: str, peer: str | None) -> None:
         """Add or take out a replica. One that is taken out finishes what it has begun."""
+        url = Backend.of(text).url
         replica = self.fleet.replicas.get(url)
         if method == "POST":
             if replica is not None and replica.state != "removing":
                 raise HttpError(400, f"url: {url} is already a replica", param="url")
             if replica is not None:
                 self.fleet.detach(replica)
-            self.probe_now(self.fleet.add(url, peer))
+            self.probe_now(self.fleet.add(text, peer))
         elif replica is None:
             raise HttpError(404, f"url: {clip(url)} is not a replica", param="url")
         else:

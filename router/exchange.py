@@ -13,6 +13,7 @@ cost as much as all of its parsing.
 
 import asyncio
 import logging
+import re
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -40,6 +41,15 @@ STALLED_S = 10.0  # how long a stream may stand still when its replica is down
 BUSY = frozenset({429, 503})  # answers that another replica may better
 
 
+_CACHED = re.compile(rb'"cached_tokens": ?(\d{1,9})\b')
+
+
+def cached_tokens_in(data: bytes) -> int | None:
+    """What a piece of an answer's body says of its usage. (In a text of the model's the quotes would be escaped.)"""
+    found = _CACHED.findall(data)
+    return int(found[-1]) if found else None
+
+
 class Outgoing(msgspec.Struct, frozen=True, gc=False):
     """What is sent, and by what a replica is chosen. The body is the client's; `with_ids` has the token ids in it."""
 
@@ -52,6 +62,7 @@ class Outgoing(msgspec.Struct, frozen=True, gc=False):
     session: str | None
     prompt: Prompt | None
     num_tokens: int
+    client_key: bytes  # the header with the client's own key, for replicas that have none
 
 
 class Exchange:
@@ -64,7 +75,7 @@ class Exchange:
     """
 
     __slots__ = (
-        "_group", "_head", "_held", "_is_whole", "_num_data", "_num_data_then", "_num_lost", "_num_reported",
+        "_cached", "_group", "_head", "_held", "_is_whole", "_num_data", "_num_data_then", "_num_lost", "_num_reported",
         "_outgoing", "_plain", "_prefills_tried", "_quiet_since_s", "_reason", "_status", "_tried", "app", "attempt",
         "begun_s", "connection", "prefill", "request", "state",
     )  # fmt: skip
@@ -87,6 +98,7 @@ class Exchange:
         self._status = 0
         self._plain: Dechunker | None = None  # a client of HTTP/1.0 knows no chunks
         self._held: tuple[bytes, ...] = ()  # the body of a busy answer
+        self._cached: int | None = -1  # in the body, of an engine that says it there; -1: not looked for
         self._num_data = self._num_reported = self._num_data_then = 0
 
     def open(self) -> None:
@@ -143,7 +155,9 @@ class Exchange:
             lines, body = outgoing.with_ids
         if self.prefill is not None:
             body = self.prefill.hint(body, is_form=body is not outgoing.body)
-        attempt.start(outgoing.target, lines, body, self.request.method)
+        attempt.start(
+            outgoing.target, lines + (attempt.replica.key_line or outgoing.client_key), body, self.request.method
+        )
 
     def _split(self, prefills: ReplicaGroup, charge: Charge) -> None:
         """Have the prompt computed elsewhere, if enough of it is missing here and a replica is there to do it."""
@@ -250,10 +264,14 @@ class Exchange:
 
     def head(self, head: AnswerHead) -> None:
         self._head, self._status, self._held = head, head.status, ()
+        if head.cached_tokens is None and self.attempt is not None and self.attempt.replica.load is not None:
+            self._cached = None
         self._plain = Dechunker() if head.is_chunked and self.request.is_http10 else None
 
     def data(self, data: bytes) -> None:
         self._num_data += 1
+        if self._cached != -1 and b'"cached_tokens":' in data:
+            self._cached = cached_tokens_in(data)
         if self._plain is not None:
             data = self._plain.feed(data)
         if self.state == "relaying":
@@ -271,6 +289,8 @@ class Exchange:
         if self.state == "asking":
             self._begin(b"")
         self.connection.finish(self._keeps())
+        if self._cached is not None and self._cached >= 0 and self.attempt is not None:
+            self._group.placement.counted(self.attempt.charge, self._cached)
         self._settle("answered")
 
     def lost(self, reason: str) -> None:

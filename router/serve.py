@@ -19,7 +19,8 @@ from penstock.engine.options import Option, add_options, built, options_of
 from penstock.engine.text.model_text import load_text
 from penstock.executor.process_life import Stopping, stop_signals, wait_for
 from penstock.router.app import RouterApp
-from penstock.router.config import Prefill, RouteError, RouterConfig, replicas_of, resolve
+from penstock.router.backend import RouteError
+from penstock.router.config import Prefill, RouterConfig, replicas_of, resolve
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_link import KvLinks
 from penstock.router.fleet.probe import Prober, ServedModel
@@ -121,7 +122,7 @@ class RouterProcess:
         self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
         self.app = RouterApp(config, self.fleet, texts, __version__)
         self.prober = Prober(self.fleet, config, self._on_info)
-        self.links = KvLinks(self.fleet, config)
+        self.links = KvLinks(self.fleet)
         self.app.probe_now = self.prober.watch
         self._server: asyncio.Server | None = None
 

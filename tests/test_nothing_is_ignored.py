@@ -26,7 +26,7 @@ from penstock.engine.server import requests as schema
 from penstock.engine.text.prompt import RENDERING
 from penstock.executor.protocol import ExecutorConfig, ModelInfo
 from penstock.router import serve as route
-from penstock.router.config import RouteError
+from penstock.router.backend import RouteError
 from tests.support.fork_server import ROOT
 
 # Values for flags whose kind does not say one, and what a flag needs beside it.

@@ -15,7 +15,7 @@ from typing import Protocol
 import httptools
 
 from penstock.router.http.deadline import within
-from penstock.router.http.heads import AnswerHead, Headers, Heads, question_head
+from penstock.router.http.heads import AnswerHead, Headers, Heads, question_head, request_head
 
 MAX_HEAD_BYTES = 64 * 1024
 IDLE_S = 30.0  # a kept connection; engines close theirs after 75 s
@@ -291,15 +291,19 @@ class Collected:
         return Dechunker().feed(raw) if self.is_chunked else raw
 
 
-async def fetch(pool: Pool, path: str, lines: bytes, timeout_s: float) -> tuple[int, bytes]:
-    """GET from a replica: status and body; `lines` are headers, written. Raises ConnectFailed or TimeoutError."""
+async def fetch(pool: Pool, path: str, lines: bytes, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
+    """GET from a replica, or POST of a body in JSON: status and body of the answer; `lines` are headers, written. Raises
+    ConnectFailed or TimeoutError."""
     head = question_head(path, pool.host_header, lines)
+    if body is not None:
+        lines += b"content-type: application/json\r\n"
+        head = request_head(b"POST", path.encode(), pool.host_header, lines, len(body))
     async with within(timeout_s):
         while True:
             kept = pool.take_idle()
             upstream = kept or await pool.connect()
             answer = Collected()
-            upstream.send(head, b"", answer)
+            upstream.send(head, body or b"", answer)
             try:
                 await answer.future
                 return answer.status, answer.body

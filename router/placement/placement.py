@@ -103,6 +103,10 @@ class Placement:
     def set_available(self, name: str, available: bool) -> None:
         self.loads.is_open[self._replicas[name].load.row] = float(available)
 
+    def set_others(self, name: str, count: int) -> None:
+        """So many requests are in flight there that did not come through here."""
+        self._replicas[name].load.set_others(count)
+
     # -- a request -----------------------------------------------------------------------------------------
 
     def prepare(self, tokens: Any, salt: str | None = None, adapter: str | None = None) -> Prompt:
@@ -164,6 +168,13 @@ class Placement:
                 num_known = num_cached // space.block_size + 1
                 self.knowledge.expect(replica.cache, match.keys, min(num_known, len(match.keys)))
 
+    def counted(self, charge: Charge, cached_tokens: int) -> None:
+        """The answer said at its end how many tokens were cached."""
+        charge.counted(cached_tokens)
+        replica = self._replicas.get(charge.replica)
+        if replica is not None:
+            self.knowledge.compare(replica.cache, charge.predicted_cached_tokens, cached_tokens)
+
     def _look_up(self, prompt: Prompt | None) -> None:
         """What of the prompt is cached where, into the fleet's column."""
         cached = self.loads.cached
@@ -202,13 +213,14 @@ class Placement:
         row, cache = replica.load.row, replica.cache
         return {
             "available": bool(self.loads.is_open[row]),
-            "active_requests": int(self.loads.active[row]),
+            "active_requests": replica.load.num_active,
+            "others_requests": replica.load.num_others,
             "queued_tokens": round(self.loads.backlog_of(row, now_s)),
             "held_tokens": int(self.loads.held[row]),
             "capacity_tokens": replica.info.num_blocks * replica.info.block_size or None,
             "prefill_tokens_per_s": round(float(self.loads.speed[row]), 1),
             "cached_blocks": self.knowledge.num_held(cache),
-            "knowledge": "approximate" if cache.is_guess else "events",
+            "knowledge": cache.kind,
             "events_seq": cache.seq,
             "events_age_s": round(now_s - cache.heard_s, 3),
             "events_gaps": cache.counts["event_gaps_total"],
@@ -221,6 +233,7 @@ class Placement:
         return {
             **msgspec.structs.asdict(self.ledger),
             "approximate_replicas": sum(replica.cache.is_guess for replica in self._replicas.values()),
+            "answers_replicas": sum(replica.cache.kind == "answers" for replica in self._replicas.values()),
             **{name: self.knowledge.totals[name] for name in STREAM_COUNTS},
             **{f"index_{name}": value for name, value in self.knowledge.index.stats().items()},
             "sessions": len(self._sessions),
