@@ -28,6 +28,8 @@ from penstock.router.http.edge import ClientConnection, Edge
 from penstock.router.http.heads import ClientRequest, Headers
 from penstock.router.metrics import KEPT, RouterMetrics
 from penstock.router.placement.prompts import Asked, Routable, Texts
+from penstock.router.preview import preview
+from penstock.router.tokenizing import tokens_at_replica
 
 log = logging.getLogger("penstock.router")
 
@@ -37,7 +39,8 @@ PROXIED = frozenset(
         *("/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/v1/conversations"),
     }
 )
-OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/v1/models"})
+OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/route", "/v1/models"})
+METHODS = {"/replicas": (b"GET", b"HEAD", b"POST", b"DELETE"), "/route": (b"POST",)}  # where not to be read only
 OPEN = frozenset({(b"GET", "/health"), (b"HEAD", "/health"), (b"GET", "/"), (b"HEAD", "/")})
 LOOK_S = 0.5  # how often running requests and the loop's lag are looked at
 JSON = [(b"content-type", b"application/json")]
@@ -102,7 +105,7 @@ class RouterApp:
             return HttpError(401, message, headers={"www-authenticate": "Bearer"})
         if is_proxied(path):
             return self._objection(request)
-        allowed = (b"GET", b"HEAD") if path != "/replicas" else (b"GET", b"HEAD", b"POST", b"DELETE")
+        allowed = METHODS.get(path, (b"GET", b"HEAD"))
         method = request.method.decode("latin-1")
         if path not in OWN:
             return HttpError(404, f"{method[:16]} {clip(path)}: there is no such route")
@@ -115,6 +118,9 @@ class RouterApp:
         try:
             if is_proxied(path):
                 self._proxy(request, connection)
+                return
+            if path == "/route":
+                self.spawn(self._preview(request, connection))
                 return
             status, headers, body = self._own(request, path)
         except HttpError as error:
@@ -162,8 +168,9 @@ class RouterApp:
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
             raise HttpError(400, message, param="kv_transfer_params")
         exchange = Exchange(self, request, connection)
-        if not self.texts.is_long(request.path, request.body):
-            prepared = self.texts.prepare(request.path, request.body, asked, group.placement)
+        if not self.config.tokenize_at_replica and not self.texts.is_long(request.path, request.body):
+            adapter = group.adapter(asked.model)
+            prepared = self.texts.prepare(request.path, request.body, asked, group.placement, adapter)
             exchange.open()
             self._begin(exchange, group, asked, prepared)
         else:
@@ -173,12 +180,32 @@ class RouterApp:
         request = exchange.request
         exchange.open()
         try:
-            prepared = await self.texts.prepare_aside(request.path, request.body, asked, group.placement)
+            prepared = await self.prepare(request.path, request.body, asked, group)
         except Exception as error:  # as in `handle`
             exchange.fail(error)
             return
         if exchange.state == "preparing":  # the client has not left meanwhile
             self._begin(exchange, group, asked, prepared)
+
+    async def prepare(self, path: str, body: bytes, asked: Asked, group: ReplicaGroup) -> Routable:
+        """Where that takes longer than an event loop should be held up."""
+        adapter = group.adapter(asked.model)
+        if self.config.tokenize_at_replica:
+            packed = await tokens_at_replica(self.fleet, group, path, body)
+            self.metrics.counts["tokenized", "no" if packed is None else "yes"] += 1
+            if packed is not None:
+                return Routable(group.placement.prepare(packed, asked.cache_salt, adapter), len(packed) // 4)
+        return await self.texts.prepare_aside(path, body, asked, group.placement, adapter)
+
+    async def _preview(self, request: ClientRequest, connection: ClientConnection) -> None:
+        try:
+            reply = await preview(self, request)
+        except HttpError as error:
+            self.refuse(request, connection, error)
+            return
+        self.metrics.count(request, 200)
+        if connection.current is request:
+            connection.answer(200, JSON, msgspec.json.encode(reply))
 
     def _begin(self, exchange: Exchange, group: ReplicaGroup, asked: Asked, prepared: Routable) -> None:
         request = exchange.request

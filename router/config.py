@@ -110,11 +110,6 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
     _check_once([each.url for each in backends], prefills)
     for each in backends:
         each.lines(environment)
-        if each.events is not None and config.tokenizer is None and not config.tokenize_at_replica:
-            raise RouteError(
-                f"backend: {each.url} has events=…, which name blocks by their tokens; --tokenizer MODEL or "
-                "--tokenize-at-replica is needed to know a prompt's"
-            )
     return replace(
         config,
         backends=tuple(each.text for each in backends),

@@ -19,7 +19,7 @@ from penstock.engine.options import Option, add_options, built, options_of
 from penstock.engine.text.model_text import load_text
 from penstock.executor.process_life import Stopping, stop_signals, wait_for
 from penstock.router.app import RouterApp
-from penstock.router.backend import RouteError
+from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig, replicas_of, resolve
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_link import KvLinks
@@ -28,6 +28,7 @@ from penstock.router.fleet.replica import Replica
 from penstock.router.placement.placement import Placement
 from penstock.router.placement.policy import PolicyConfig
 from penstock.router.placement.prompts import Texts
+from penstock.router.tokenizing import agrees
 
 log = logging.getLogger("penstock.router")
 
@@ -86,7 +87,20 @@ def _say_if_empty(config: RouterConfig) -> None:
 
 def check(args: argparse.Namespace) -> RouterConfig:
     """What will run; RouteError for what cannot."""
-    return resolve(_config(args), os.environ)
+    config = resolve(_config(args), os.environ)
+    check_tokens(config)
+    return config
+
+
+def check_tokens(config: RouterConfig) -> None:
+    if config.tokenizer is not None and config.tokenize_at_replica:
+        raise RouteError("tokenize_at_replica: not with --tokenizer, which makes the tokens here; give one of them")
+    for each in map(Backend.of, config.backends):
+        if each.events is not None and config.tokenizer is None and not config.tokenize_at_replica:
+            raise RouteError(
+                f"backend: {each.url} has events=…, which name blocks by their tokens; --tokenizer MODEL or "
+                "--tokenize-at-replica is needed to know a prompt's"
+            )
 
 
 def _config(args: argparse.Namespace) -> RouterConfig:
@@ -165,6 +179,25 @@ class RouterProcess:
                 "cached is only guessed",
                 replica.url,
             )
+        if replica.backend.events is None:
+            self.links.watch(replica)
+        else:
+            self.app.spawn(self._follow_engine(replica))
+
+    async def _follow_engine(self, replica: Replica) -> None:
+        """Its events name blocks by their tokens: they serve where the router makes the same ones."""
+        is_same: bool | None = True
+        if not self.config.tokenize_at_replica:
+            is_same = await agrees(replica, self.texts, self.config.patience.response_s)
+        if is_same is False:
+            log.warning(
+                "%s makes other tokens of a text than --tokenizer does: its cache events are not used, and what it has "
+                "cached is only guessed",
+                replica.url,
+            )
+            return
+        if is_same is None:
+            log.warning("%s has no /tokenize: that it makes the tokens of --tokenizer is not checked", replica.url)
         self.links.watch(replica)
 
 

@@ -32,6 +32,7 @@ class ReplicaGroup:
         self.root = root
         self.placement = placement
         self.replicas: dict[str, Replica] = {}
+        self.adapters: frozenset[str] = frozenset()  # of the names, those of adapters
         self.is_mixed = False  # whether some replica does not know a name that another answers to
         self.full: set[str] = set()  # replicas that have as many requests as they may
         self.prefills: ReplicaGroup | None = None  # who computes long prompts of this model, if others do
@@ -39,6 +40,10 @@ class ReplicaGroup:
     @property
     def names(self) -> list[str]:
         return list(dict.fromkeys(name for replica in self.replicas.values() for name in replica.models))
+
+    def adapter(self, name: str | None) -> str | None:
+        """The adapter that this name of a model stands for: blocks under it are no others'."""
+        return name if self.adapters and name in self.adapters else None
 
     def lacking(self, name: str | None) -> frozenset[str]:
         """Replicas of the group that do not serve the model under this name."""
@@ -231,6 +236,7 @@ class Fleet:
     def _name_groups(self) -> None:
         self._by_name = {name: group for group in self.groups.values() for name in group.names}
         for _, group in self.all_groups():
+            group.adapters = frozenset().union(*(replica.adapters for replica in group.replicas.values()))
             group.is_mixed = len({replica.models for replica in group.replicas.values()}) > 1
         for root, group in self.groups.items():
             group.prefills = self.prefills.get(root)

@@ -28,6 +28,7 @@ class ServedModel(msgspec.Struct):
 
     id: str
     root: str | None = None
+    parent: str | None = None  # of an adapter: the model that it belongs to
     max_model_len: int | None = None
     block_size: int | None = None
     fingerprint: str | None = None
@@ -122,6 +123,7 @@ class Prober:
             return
         watched.said = said
         replica.text_digest = first.text_digest
+        replica.adapters = frozenset(model.id for model in served if model.parent)
         if first.fingerprint is None:
             await self._look(replica)
         self._fleet.introduce(replica, first.root or first.id, names, replica_info(first, replica.load))

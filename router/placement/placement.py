@@ -156,6 +156,31 @@ class Placement:
             self._expect(replica, prompt, int(cached))
         return Charge(replica.load, replica.name, num_tokens, cached, backlog, ttft)
 
+    def preview(
+        self, prompt: Prompt | None, num_tokens: int, session: str | None, exclude: frozenset[str]
+    ) -> tuple[str | None, list[dict[str, Any]]]:
+        """What `choose` would do now, and what it goes by; nothing is charged, remembered or expected."""
+        self._look_up(prompt)
+        sticky = self._replicas.get(self._sessions.get(session, "")) if session is not None else None
+        excluded = [self._replicas[name].load.row for name in exclude if name in self._replicas]
+        fleet = self.loads.c
+        kept = fleet.turn, fleet.random
+        row = self.loads.choose(num_tokens, self._clock(), -1 if sticky is None else sticky.load.row, excluded)
+        fleet.turn, fleet.random = kept
+        rows = []
+        for name, replica in self._replicas.items():
+            cached, backlog, ttft = self.loads.prediction(replica.load.row)
+            rows.append(
+                {
+                    "url": name,
+                    "cached_tokens": int(cached),
+                    "queued_tokens": round(backlog),
+                    "predicted_first_token_s": round(ttft, 6),
+                    "knowledge": replica.cache.kind,
+                }
+            )
+        return (None if row < 0 else self._rows[row].name), rows
+
     def expect(self, charge: Charge, prompt: Prompt) -> None:
         """The prompt is in its replica's cache now, or about to be."""
         replica = self._replicas.get(charge.replica)

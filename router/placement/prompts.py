@@ -128,28 +128,32 @@ class Texts:
         """Whether preparing it would hold up the event loop: then it is done aside, in a thread."""
         return len(body) > INLINE_CHARS and path in PROMPTS
 
-    async def prepare_aside(self, path: str, body: bytes, asked: Asked, placement: Placement) -> Routable:
+    async def prepare_aside(
+        self, path: str, body: bytes, asked: Asked, placement: Placement, adapter: str | None
+    ) -> Routable:
         return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self.prepare, path, body, asked, placement
+            self._threads, self.prepare, path, body, asked, placement, adapter
         )
 
-    def prepare(self, path: str, body: bytes, asked: Asked, placement: Placement) -> Routable:
+    def prepare(
+        self, path: str, body: bytes, asked: Asked, placement: Placement, adapter: str | None = None
+    ) -> Routable:
         """Raises HttpError for a body that no replica would take. Safe in any thread."""
         if path not in PROMPTS:
             return Routable(None, len(body) // BYTES_PER_TOKEN)
-        ids = self._ids(path, body, asked) if path in (CHAT, COMPLETIONS) else None
+        ids = self.ids(path, body, asked) if path in (CHAT, COMPLETIONS) else None
         if ids is None:
             text = b"".join(bytes(getattr(asked, name)) for name in PROMPTS[path])
             whole = text[: len(text) // BYTES_PER_TOKEN * BYTES_PER_TOKEN]
-            return Routable(placement.prepare(whole, asked.cache_salt, None), len(text) // BYTES_PER_TOKEN)
-        prompt = placement.prepare(ids.packed, asked.cache_salt, None)
+            return Routable(placement.prepare(whole, asked.cache_salt, adapter), len(text) // BYTES_PER_TOKEN)
+        prompt = placement.prepare(ids.packed, asked.cache_salt, adapter)
         num_tokens = len(ids.packed) // 4
         if not ids.is_exact:
             return Routable(prompt, num_tokens)
         form = token_form.pack(ids.fields, PROMPTS[path][0], ids.packed)
         return Routable(prompt, num_tokens, form)
 
-    def _ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
+    def ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
         """None: no tokenizer, several prompts, or something that only the replica can judge."""
         if path == COMPLETIONS and bytes(asked.prompt)[:1] == b"[":
             return _given_ids(asked.prompt, split_object(body))

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import RouterConfig, resolve
+from penstock.router.serve import check_tokens
 from tests.support.engine_publisher import StandIn, answer_with, names_of, removed, stand_in, stored
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.router_fleet import RunningRouter, running_router, until
@@ -28,6 +29,10 @@ def predicted(router: RunningRouter, engine: StandIn, text: str = TEXT, **fields
     """Tokens of a prompt that are thought to be cached there."""
     found = router.http.post("/route", json={"prompt": text, **fields}).json()
     return int(next(each["cached_tokens"] for each in found["replicas"] if each["url"] == engine.http.url))
+
+
+def completions(engine: StandIn) -> int:
+    return sum(b"/v1/completions" in seen.line for seen in engine.http.seen)
 
 
 def is_followed(router: RunningRouter, engine: StandIn) -> bool:
@@ -56,7 +61,7 @@ def test_a_gap_is_filled_from_the_replay_endpoint(says_topic: bool) -> None:
         engine.publisher.publish(stored(IDS[:64]))
         until(lambda: blocks(router, engine) == 4)
         engine.publisher.publish(removed(names_of(IDS[:64], 16)[3:]), is_lost=True)
-        engine.publisher.publish(stored(IDS[:64] + IDS[100:116], start=4), is_lost=True)
+        engine.publisher.publish(stored(IDS[:48] + IDS[100:116], start=3), is_lost=True)
         engine.publisher.publish(stored(IDS[:32] + [7] * 16, start=2))
         until(lambda: blocks(router, engine) == 5)
         assert view(router, engine)["events"]["lost"] == 0
@@ -106,7 +111,7 @@ def test_requests_go_where_their_beginning_is_cached() -> None:
             until(lambda: predicted(router, other) > 0)
             for _ in range(4):
                 assert router.complete(TEXT, model="m").status_code == 200
-        assert (len(one.http.seen), len(other.http.seen)) == (0, 4)
+        assert (completions(one), completions(other)) == (0, 4)
 
 
 def test_answers_that_count_their_cached_tokens_correct_a_guess() -> None:
@@ -133,9 +138,10 @@ def test_requests_of_others_count_at_a_choice() -> None:
 
 def test_each_replica_is_given_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONE_KEY", "sk-one")
+    headers = {"authorization": "Bearer mine"}
     with stand_in() as one, stand_in() as other:
-        with running_router(f"{one.http.url},key=ONE_KEY", other.http.url, policy="round-robin") as router:
-            headers = {"authorization": "Bearer mine"}
+        backends = f"{one.http.url},key=ONE_KEY", other.http.url
+        with running_router(*backends, policy="round-robin") as router:
             for _ in range(2):
                 httpx.post(router.url + "/v1/completions", json={"model": "m", "prompt": "x"}, headers=headers)
     assert [seen.header(b"authorization") for seen in one.http.seen] == [[b"Bearer sk-one"]]
@@ -168,4 +174,4 @@ def test_a_backend_is_read_and_written() -> None:
     with pytest.raises(RouteError, match="A_KEY is not set"):
         resolve(RouterConfig(backends=("http://h:1,key=A_KEY",)), {})
     with pytest.raises(RouteError, match="--tokenizer"):
-        resolve(RouterConfig(backends=("http://h:1,events=1",)), {})
+        check_tokens(RouterConfig(backends=("http://h:1,events=1",)))
