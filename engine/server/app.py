@@ -60,7 +60,8 @@ class ServerApp:
 
     def __init__(self, service: Service, keys: Keys, allowed_origins: Sequence[str] = ()) -> None:
         self.service = service
-        routes = _routes(service)
+        self.kv_events = KvEvents(service)
+        routes = _routes(service, self.kv_events)
         handlers = dict.fromkeys(REFUSALS, _refuse) | {HTTPException: _refuse_route, Exception: _fail}
         self.templates = frozenset(route.path for route in routes)
         self._patterns = [route for route in routes if "{" in route.path]
@@ -109,7 +110,7 @@ def build_app(
     return ServerApp(Service(engine, tokenizer, template, config), Keys(config.api_keys), config.allowed_origins)
 
 
-def _routes(service: Service) -> list[Route]:
+def _routes(service: Service, kv_events: KvEvents) -> list[Route]:
     started = int(time.time())
 
     async def models(request: Request) -> Response:
@@ -160,7 +161,7 @@ def _routes(service: Service) -> list[Route]:
         "/version": _json(reply.Version(penstock.__version__)),
         "/v1/models": models,
         "/v1/models/{model:path}": models,
-        "/kv_events": KvEvents(service),
+        "/kv_events": kv_events,
         "/openapi.json": unchanging,
         "/docs": unchanging,
     }

@@ -168,7 +168,8 @@ class EngineBlocks:
         if root is None:
             return
         names = names[: _num_plain(event)]
-        self.counts["not_text"] += len(event.block_hashes) - len(names)
+        if len(names) < len(event.block_hashes):
+            self.counts["not_text"] += len(event.block_hashes) - len(names)
         tier = _tier(event.medium)
         held, changed = self._held.setdefault(tier, set()), changes.setdefault(tier, {})
         try:

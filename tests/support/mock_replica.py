@@ -22,7 +22,7 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.client import AsyncEngine, EngineDead
 from penstock.engine.messages import Abort, Heartbeat, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache
 from penstock.engine.server.lifetime import serve
-from penstock.engine.server.server_config import Keeping, ServerConfig, resolve
+from penstock.engine.server.server_config import Keeping, KvEventsConfig, ServerConfig, resolve
 from penstock.executor.oracle import OracleExecutor
 from tests.support.fake_engine import byte_tokenizer, line_template
 
@@ -152,11 +152,23 @@ def main() -> int:
     parser.add_argument("--model", nargs="+", default=[MODEL])
     parser.add_argument("--api-key", action="append", default=[])
     parser.add_argument("--response-store", default=None)
+    parser.add_argument("--kv-events", default="", help="publish them as vLLM does, at two sockets of this name")
     add_engine_arguments(parser)
     options = parser.parse_args()
     keys = tuple(options.api_key)
     keeping = Keeping(response_store=options.response_store)
-    server = ServerConfig(port=options.port, served_model_names=tuple(options.model), api_keys=keys, keeping=keeping)
+    published = options.kv_events and KvEventsConfig(
+        enable_kv_cache_events=True,
+        endpoint=f"ipc://{options.kv_events}.events",
+        replay_endpoint=f"ipc://{options.kv_events}.replay",
+    )
+    server = ServerConfig(
+        port=options.port,
+        served_model_names=tuple(options.model),
+        api_keys=keys,
+        keeping=keeping,
+        kv_events_config=published or None,
+    )
     return uvloop.run(replica(options, resolve(server, {}), report))
 
 
