@@ -29,6 +29,7 @@ from penstock.router.http.heads import ClientRequest, Headers
 from penstock.router.metrics import KEPT, RouterMetrics
 from penstock.router.placement.prompts import Asked, Routable, Texts
 from penstock.router.preview import preview
+from penstock.router.quota import Accounts, Quotas
 from penstock.router.tokenizing import tokens_at_replica
 
 log = logging.getLogger("penstock.router")
@@ -65,6 +66,8 @@ class RouterApp:
         self.texts = texts
         self.version = version
         self.edge = Edge(self, config.limits)
+        self.accounts = None if config.quotas is None else Accounts(Quotas.read(config.quotas))
+        self.num_shadows = 0
         self.metrics = RouterMetrics(fleet, self.edge.refused)
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
@@ -157,7 +160,7 @@ class RouterApp:
                 f"{limit} requests are in flight, which is the limit (--max-requests)",
                 headers={"retry-after": "1"},
             )
-        return None
+        return None if self.accounts is None else self.accounts.objection(request.key)
 
     # A request for a replica.
 

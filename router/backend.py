@@ -48,6 +48,11 @@ class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.convert({"url": url, **given}, cls)
 
     @property
+    def is_aside(self) -> bool:
+        """It does not take its turn."""
+        return self.canary is not None or self.shadow is not None
+
+    @property
     def text(self) -> str:
         words = [f"{name}={value}" for name in WORDS if (value := getattr(self, name)) is not None]
         return ",".join([self.url, *words])

@@ -77,6 +77,12 @@ class RouterConfig:
     admin_api_keys: tuple[str, ...] = flag("a client with this key may change the fleet", "KEY", default=())
     backend_api_key: str | None = flag("the key that the replicas ask for", "KEY")
     max_requests: Count = flag("in flight at one replica", "N", default=512)
+    discover: tuple[str, ...] = flag(
+        "find replicas: file:PATH, dns:HOST:PORT, srv:NAME or k8s:NAMESPACE/SERVICE[:PORT]; repeat for each",
+        "SOURCE",
+        default=(),
+    )
+    quotas: str | None = flag("requests and tokens a minute of each client's key", "FILE")
     limits: Limits = Limits()
     patience: Patience = Patience()
 

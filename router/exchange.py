@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from penstock.engine.http.errors import HttpError, error_body
+from penstock.router.aside import cast_shadows, drawn
 from penstock.router.attempt import Attempt
 from penstock.router.fleet.fleet import ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
@@ -29,6 +30,7 @@ from penstock.router.http.upstream import Dechunker
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import NO_NAMES, Prompt
 from penstock.router.prefill import PrefillLeg, place
+from penstock.router.quota import Account
 
 if TYPE_CHECKING:
     from penstock.router.app import RouterApp
@@ -75,9 +77,9 @@ class Exchange:
     """
 
     __slots__ = (
-        "_cached", "_group", "_head", "_held", "_is_whole", "_num_data", "_num_data_then", "_num_lost", "_num_reported",
-        "_outgoing", "_plain", "_prefills_tried", "_quiet_since_s", "_reason", "_status", "_tried", "app", "attempt",
-        "begun_s", "connection", "prefill", "request", "state",
+        "_aside", "_cached", "_group", "_head", "_held", "_is_whole", "_num_data", "_num_data_then", "_num_lost", "_num_reported",
+        "_outgoing", "_plain", "_prefills_tried", "_quiet_since_s", "_reason", "_status", "_tried", "account",
+        "app", "attempt", "begun_s", "connection", "prefill", "request", "state",
     )  # fmt: skip
     _group: ReplicaGroup
     _outgoing: Outgoing
@@ -98,6 +100,8 @@ class Exchange:
         self._status = 0
         self._plain: Dechunker | None = None  # a client of HTTP/1.0 knows no chunks
         self._held: tuple[bytes, ...] = ()  # the body of a busy answer
+        self._aside = NO_NAMES  # replicas that stand aside for this request
+        self.account: Account | None = None  # what its client may ask for
         self._cached: int | None = -1  # in the body, of an engine that says it there; -1: not looked for
         self._num_data = self._num_reported = self._num_data_then = 0
 
@@ -105,9 +109,17 @@ class Exchange:
         """From now on it hears of its client and of replicas that go down."""
         self.connection.reader = self
         self.app.exchanges.add(self)
+        if self.app.accounts is not None:
+            self.account = self.app.accounts.of(self.request.key)
+            self.account.begin()
 
     def start(self, group: ReplicaGroup, outgoing: Outgoing) -> None:
         self._group, self._outgoing = group, outgoing
+        if group.aside:
+            self._aside = drawn(group)
+            cast_shadows(self.app, group, outgoing)
+        if self.account is not None:
+            self.account.charge(outgoing.num_tokens)
         self.app.fleet.budget.deposit(self.app.fleet.num_in_flight)
         self._next()
 
@@ -131,18 +143,26 @@ class Exchange:
     def _close(self) -> None:
         self.state = "over"
         self.app.exchanges.discard(self)
+        if self.account is not None:
+            self.account.end()
+            self.account = None
 
     # One replica after the other.
 
     def _next(self) -> None:
         group, outgoing = self._group, self._outgoing
+        exclude = group.not_for(outgoing.model, self._tried)
         charge = group.placement.choose(
             outgoing.prompt,
             num_tokens=outgoing.num_tokens,
             session=outgoing.session,
-            exclude=group.not_for(outgoing.model, self._tried),
+            exclude=exclude | self._aside if self._aside else exclude,
             expects=group.prefills is None,
         )
+        if charge is None and self._aside != group.aside:  # the canary is full or gone
+            self._aside = group.aside
+            self._next()
+            return
         if charge is None:
             self._give_up(self.app.fleet.refusal(group, outgoing.model))
             return
@@ -215,6 +235,7 @@ class Exchange:
     def _go_on(self, replica: Replica, outcome: Outcome, reason: str) -> None:
         """Nothing is out yet: ask another replica, within reason."""
         self._tried |= {replica.url}
+        self._aside = self._group.aside
         self._num_lost += outcome == "lost"
         self._reason = reason
         if outcome == "late":
@@ -392,6 +413,8 @@ class Exchange:
     def _report_progress(self) -> None:
         if self.attempt is not None and self._num_data > self._num_reported:
             self.attempt.charge.tokens(self._num_data - self._num_reported)
+            if self.account is not None:
+                self.account.charge(self._num_data - self._num_reported)
             self._num_reported = self._num_data
 
     def check(self) -> None:

@@ -21,6 +21,7 @@ from penstock.executor.process_life import Stopping, stop_signals, wait_for
 from penstock.router.app import RouterApp
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig, replicas_of, resolve
+from penstock.router.discovery import Discovery, check_source
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_link import KvLinks
 from penstock.router.fleet.probe import Prober, ServedModel
@@ -28,6 +29,7 @@ from penstock.router.fleet.replica import Replica
 from penstock.router.placement.placement import Placement
 from penstock.router.placement.policy import PolicyConfig
 from penstock.router.placement.prompts import Texts
+from penstock.router.quota import Quotas
 from penstock.router.tokenizing import agrees
 
 log = logging.getLogger("penstock.router")
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say_if_empty(config: RouterConfig) -> None:
-    if config.backends:
+    if config.backends or config.discover:
         return
     if not config.admin_api_keys:
         raise RouteError(
@@ -89,7 +91,15 @@ def check(args: argparse.Namespace) -> RouterConfig:
     """What will run; RouteError for what cannot."""
     config = resolve(_config(args), os.environ)
     check_tokens(config)
+    check_files(config)
     return config
+
+
+def check_files(config: RouterConfig) -> None:
+    for source in config.discover:
+        check_source(source)
+    if config.quotas is not None:
+        Quotas.read(config.quotas)
 
 
 def check_tokens(config: RouterConfig) -> None:
@@ -137,6 +147,7 @@ class RouterProcess:
         self.app = RouterApp(config, self.fleet, texts, __version__)
         self.prober = Prober(self.fleet, config, self._on_info)
         self.links = KvLinks(self.fleet)
+        self.discovery = Discovery(config.discover, lambda method, text: self.app.apply(method, text, None))
         self.app.probe_now = self.prober.watch
         self._server: asyncio.Server | None = None
 
@@ -147,6 +158,7 @@ class RouterProcess:
             self.prober.watch(self.fleet.add(url))
         for prefill in self.config.prefills:
             self.prober.watch(self.fleet.add(prefill.url, prefill.peer))
+        self.discovery.start()
         await self._know_the_fleet()
         self._server = await loop.create_server(self.app.edge.connection, sock=sock, backlog=BACKLOG)
 
@@ -164,6 +176,7 @@ class RouterProcess:
             self._server.close()
         self.app.edge.shutdown()
         await asyncio.sleep(0)
+        await self.discovery.close()
         await self.links.close()
         await self.prober.close()
         self.app.close()

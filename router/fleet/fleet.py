@@ -32,6 +32,7 @@ class ReplicaGroup:
         self.root = root
         self.placement = placement
         self.replicas: dict[str, Replica] = {}
+        self.aside: frozenset[str] = NO_NAMES  # canaries and shadows: router/aside.py
         self.adapters: frozenset[str] = frozenset()  # of the names, those of adapters
         self.is_mixed = False  # whether some replica does not know a name that another answers to
         self.full: set[str] = set()  # replicas that have as many requests as they may
@@ -236,6 +237,7 @@ class Fleet:
     def _name_groups(self) -> None:
         self._by_name = {name: group for group in self.groups.values() for name in group.names}
         for _, group in self.all_groups():
+            group.aside = frozenset(url for url, each in group.replicas.items() if each.backend.is_aside)
             group.adapters = frozenset().union(*(replica.adapters for replica in group.replicas.values()))
             group.is_mixed = len({replica.models for replica in group.replicas.values()}) > 1
         for root, group in self.groups.items():

@@ -320,11 +320,11 @@ class Dechunker:
     def __init__(self) -> None:
         self._left = 0  # of the current chunk, its line end included
         self._line = b""
-        self._is_over = False
+        self.is_over = False
 
     def feed(self, data: bytes) -> bytes:
         parts = []
-        while data and not self._is_over:
+        while data and not self.is_over:
             if self._left:
                 piece, data = data[: self._left], data[self._left :]
                 parts.append(piece[: max(self._left - 2, 0)])
@@ -336,6 +336,6 @@ class Dechunker:
                 size = int(self._line.partition(b";")[0], 16)
                 self._line = b""
                 if size == 0:
-                    self._is_over = True
+                    self.is_over = True
                 self._left = size + 2
         return b"".join(parts)

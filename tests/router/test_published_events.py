@@ -60,7 +60,7 @@ def test_what_is_published_and_what_is_streamed_are_the_same(tmp_path: Path, kv_
 def sockets(name: Path) -> Iterator[tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]]:
     context = zmq.Context()
     try:
-        events, replay = context.socket(zmq.SUB), context.socket(zmq.REQ)
+        events, replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
         events.setsockopt(zmq.SUBSCRIBE, b"")
         events.connect(f"ipc://{name}.events")
         replay.connect(f"ipc://{name}.replay")
@@ -78,8 +78,8 @@ def test_messages_have_the_layout_of_vllm(tmp_path: Path) -> None:
                 if events.poll(20):
                     break
             topic, first, payload = events.recv_multipart()
-            replay.send(first)
-            assert replay.recv_multipart() == [topic, first, payload] and topic == b""
+            replay.send_multipart([b"", first])
+            assert replay.recv_multipart() == [b"", topic, first, payload] and topic == b""
             while (message := replay.recv_multipart())[-1]:
                 assert int.from_bytes(message[-2], "big") > int.from_bytes(first, "big")
             assert message[-2] == b"\xff" * 8
