@@ -26,6 +26,7 @@ struct index {
     uint64_t seed, version, num_evicted;
     uint32_t num_slots;             /* slots ever handed out lie below it */
     uint64_t live[MAX_GROUPS];      /* the slots in use */
+    uint64_t at_ends[MAX_GROUPS];   /* those whose keys stand for all before them */
     uint64_t limits[MAX_SLOTS], held[MAX_SLOTS];
     uint8_t fades_left[MAX_SLOTS];  /* of a retired slot: until no hope can carry its bit */
     uint32_t num_retired, num_dead; /* not in use again yet; of those, what no sweep has begun to clear */
@@ -97,6 +98,7 @@ static int take_slot(struct index *index, uint32_t slot, uint64_t limit) {
     else
         index->num_retired--;
     index->live[slot / SLOTS_PER_GROUP] |= bit_of(slot);
+    index->at_ends[slot / SLOTS_PER_GROUP] &= ~bit_of(slot);
     index->limits[slot] = limit;
     index->version++;
     return (int)slot;
@@ -142,9 +144,25 @@ struct range {
     uint64_t mask;
 };
 
-static void match_group(const struct index *index, const uint64_t *keys, size_t num_keys, uint32_t group,
-                        int32_t *counts, size_t num_slots) {
-    uint64_t first = holders(index, keys[0], group) & index->live[group];
+/* The last key that each slot of `mask` holds. */
+static void match_ends(const struct index *index, const uint64_t *keys, size_t num_keys, uint32_t group,
+                       uint64_t mask, int32_t *counts, size_t num_slots) {
+    for (size_t i = num_keys; i > 0 && mask; i--) {
+        if (i > FAR) {
+            fetch_bucket(&index->facts, index->seed, keys[i - 1 - FAR], group);
+            fetch_entry(&index->facts, index->seed, keys[i - 1 - NEAR], group);
+        }
+        uint64_t there = holders(index, keys[i - 1], group) & mask;
+        count(there, (int32_t)i, counts, num_slots);
+        mask &= ~there;
+    }
+}
+
+static void match_group(const struct index *index, const uint64_t *keys, size_t num_keys, size_t num_ends,
+                        uint32_t group, int32_t *counts, size_t num_slots) {
+    uint64_t at_ends = index->live[group] & index->at_ends[group];
+    match_ends(index, keys, num_ends, group, at_ends, counts, num_slots);
+    uint64_t first = holders(index, keys[0], group) & index->live[group] & ~at_ends;
     if (!first) return;
     uint64_t all = holders(index, keys[num_keys - 1], group) & first; /* a repeated prompt is common: ask the end first */
     count(all, (int32_t)num_keys, counts, num_slots);
@@ -164,13 +182,13 @@ static void match_group(const struct index *index, const uint64_t *keys, size_t 
     }
 }
 
-static uint64_t match(const struct index *index, const uint64_t *keys, size_t num_keys, int32_t *counts,
-                      size_t num_slots) {
+static uint64_t match(const struct index *index, const uint64_t *keys, size_t num_keys, size_t num_ends,
+                      int32_t *counts, size_t num_slots) {
     memset(counts, 0, num_slots * sizeof *counts);
     for (uint32_t group = 0; num_keys && group < num_groups(index); group++) {
         size_t before = (size_t)group * SLOTS_PER_GROUP;
         if (before >= num_slots) break;
-        match_group(index, keys, num_keys, group, counts + before, num_slots - before);
+        match_group(index, keys, num_keys, num_ends, group, counts + before, num_slots - before);
     }
     return index->version;
 }
@@ -218,6 +236,13 @@ int penstock_route_add_slot(void *opened, uint64_t limit) {
     }
     unlock(index);
     return slot;
+}
+
+void penstock_route_match_at_ends(void *opened, uint32_t slot) {
+    struct index *index = locked(opened);
+    if (is_live(index, slot)) index->at_ends[slot / SLOTS_PER_GROUP] |= bit_of(slot);
+    index->version++;
+    unlock(index);
 }
 
 void penstock_route_retire_slot(void *opened, uint32_t slot) {
@@ -314,10 +339,10 @@ void penstock_route_fade(void *opened) {
     unlock(index);
 }
 
-uint64_t penstock_route_match(void *opened, const uint64_t *keys, size_t num_keys, int32_t *counts,
+uint64_t penstock_route_match(void *opened, const uint64_t *keys, size_t num_keys, size_t num_ends, int32_t *counts,
                               size_t num_slots) {
     struct index *index = locked(opened);
-    uint64_t version = match(index, keys, num_keys, counts, num_slots);
+    uint64_t version = match(index, keys, num_keys, num_ends, counts, num_slots);
     unlock(index);
     return version;
 }
@@ -351,7 +376,8 @@ uint64_t penstock_route_keys_and_match(void *opened, const uint8_t *root, const 
         low_keys(root, tokens, num_keys, block_size, keys);
     else
         penstock_block_keys_v1(tokens, num_tokens, block_size, NULL, NULL, keys);
-    return penstock_route_match(opened, keys, num_keys, counts, num_slots);
+    size_t num_ends = num_tokens ? (num_tokens - 1) / block_size : 0; /* the last token is computed in any case */
+    return penstock_route_match(opened, keys, num_keys, num_ends < num_keys ? num_ends : num_keys, counts, num_slots);
 }
 
 uint64_t penstock_route_num_held(void *opened, uint32_t slot) {

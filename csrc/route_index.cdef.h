@@ -9,6 +9,9 @@ void penstock_route_close(void *index);
 /* A slot that holds nothing, for at most `limit` blocks; -1: all are in use. */
 int penstock_route_add_slot(void *index, uint64_t limit);
 
+/* A key of this slot stands for all before it: what counts is the last one of a prompt, with or without those before. */
+void penstock_route_match_at_ends(void *index, uint32_t slot);
+
 /* Forget a slot at once. Its bits are swept up bit by bit, and then its number is handed out again. */
 void penstock_route_retire_slot(void *index, uint32_t slot);
 
@@ -22,8 +25,10 @@ void penstock_route_hope(void *index, uint32_t slot, const uint64_t *keys, size_
 void penstock_route_fade(void *index);
 
 /* counts[slot] = how many leading blocks it holds, by facts or hopes, for slots below `num_slots`. Returns the index's
- * version, which moves with every change. Takes it that a slot with a block has those before it. */
-uint64_t penstock_route_match(void *index, const uint64_t *keys, size_t num_keys, int32_t *counts, size_t num_slots);
+ * version, which moves with every change. Takes it that a slot with a block has those before it, unless it matches at
+ * ends: then the last of the first `num_ends` keys counts. */
+uint64_t penstock_route_match(void *index, const uint64_t *keys, size_t num_keys, size_t num_ends, int32_t *counts,
+                              size_t num_slots);
 uint64_t penstock_route_version(void *index);
 
 /* Hash and match in one call. `root`: 32 bytes for the SHA-256 chain, NULL for v1. `keys` receives the low 64 bits. */

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.executor.protocol import ExpertUpdate, ModelInfo, Sampling, TokenLogprobs
+from penstock.executor.protocol import ExpertUpdate, ModelInfo, Pooled, Sampling, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -23,7 +23,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     priority: int = 0  # smaller runs first
     cache_salt: str | None = None
     adapter: str | None = None
-    pooling: Literal["last", "mean"] | None = None
+    pooling: Pooled | None = None
     grammar: str | None = None  # what the answer must match, as engine/grammar/source.py wrote it
     peer: str | None = None  # the store that has the prompt's blocks …
     peer_wait_s: float = 0.0  # … or will have them so many seconds from now

@@ -7,7 +7,7 @@ Every limit lives here, so the server, the offline API and the router answer the
 import math
 import secrets
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -94,7 +94,43 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return [n for n, value in values.items() if value is not None and not (n == "json_object" and value is False)]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Unserved(NamedTuple):
+    """Why a known field is refused, and the values with which it changes nothing."""
+
+    reason: str
+    neutral: tuple[Any, ...] = ()
+
+
+_BEAM = "beam search is not supported; n choices are sampled"
+UNSERVED_SAMPLING: dict[str, Unserved] = {
+    "best_of": Unserved("n choices are sampled and all returned; compare their cumulative_logprob", (1,)),
+    "use_beam_search": Unserved(_BEAM, (False,)),
+    "num_beams": Unserved(_BEAM, (1,)),
+    "length_penalty": Unserved(_BEAM, (1, 1.0)),
+    "early_stopping": Unserved(_BEAM, (False,)),
+    "bad_words": Unserved("words cannot be banned; banned_token_ids bans tokens", ([],)),
+    "logits_processors": Unserved("use logit_bias, allowed_token_ids, banned_token_ids or structured_outputs", ([],)),
+    "guided_decoding": Unserved("use structured_outputs"),
+    "logprob_token_ids": Unserved("log-probabilities of chosen tokens cannot be asked for", ([],)),
+    "truncate_prompt_tokens": Unserved("cut the prompt's token ids before; over HTTP it is a field of the request"),
+    "spaces_between_special_tokens": Unserved("no spaces are added", (False, True)),
+    "thinking_token_budget": Unserved("reasoning has no budget of its own; use max_tokens"),
+    "repetition_detection": Unserved("repetition is not detected"),
+}
+
+
+class _Advising(msgspec.StructMeta):
+    """Says of a keyword that vLLM has and that is not served here what to use."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        for name in given.keys() & UNSERVED_SAMPLING.keys():
+            reason, neutral = UNSERVED_SAMPLING[name]
+            if (value := given.pop(name)) is not None and value not in neutral:
+                raise InvalidRequest(name, reason)
+        return super().__call__(*args, **given)
+
+
+class SamplingParams(msgspec.Struct, metaclass=_Advising, kw_only=True, forbid_unknown_fields=True):
     """How to sample a completion. The names and defaults are those of vLLM."""
 
     n: int = 1
@@ -106,7 +142,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16  # None: as many as the context allows
+    max_tokens: int | None = 16  # None: as many as the context allows; 0: the prompt alone is computed
     min_tokens: int = 0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -151,7 +187,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
+            _integer("max_tokens", self.max_tokens, 0, MAX_COUNT)
         _integer("min_tokens", self.min_tokens, 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise InvalidRequest("stop", f"{len(self.stop_strings)} strings; at most {MAX_STOP_STRINGS} are allowed")

@@ -27,8 +27,15 @@ TAKEN = {
     "async_scheduling": "always on here",
     "tokenizer_mode": "there is one kind here",
     "max_seq_len_to_capture": "graphs serve every length here",
+    "task": "each call does here what its name says",
+    "runner": "each call does here what its name says",
+    "convert": "each call does here what its name says",
+    "compilation_config": "kernels are compiled at the start, without settings",
 }
-FLAGS = frozenset(TAKEN) - {"uvicorn_log_level", "tokenizer_mode", "max_seq_len_to_capture"}
+FLAGS = frozenset(TAKEN) - {
+    *("uvicorn_log_level", "tokenizer_mode", "max_seq_len_to_capture"),
+    *("task", "runner", "convert", "compilation_config"),
+}
 
 REFUSED = {
     "quantization": "leave it out: the checkpoint says how its weights are stored",
@@ -48,7 +55,39 @@ REFUSED = {
     "response_role": "the role is always assistant",
     "kv_transfer_config": "use kv_host_bytes, kv_disk_path and kv_peers",
     "max_num_partial_prefills": "prompts share a step by its budget, max_num_batched_tokens",
+    "pooler_config": "embed() takes pooling and normalize",
+    "override_pooler_config": "embed() takes pooling and normalize",
+    "logits_processors": "requests have logit_bias, allowed_token_ids, banned_token_ids and structured_outputs",
 }
+
+# Methods of vLLM's LLM, and keywords of them, and what to use here.
+METHODS = {
+    "beam_search": "beam search is not served; sample n choices and compare their cumulative_logprob",
+    "encode": "use embed() for vectors, classify() for labels, score() for pairs",
+    "reward": "use classify(), with a model that has a classification head",
+    "llm_engine": "the model is described by info, its figures are in get_metrics()",
+    "sleep": "there is none; shutdown() frees the memory",
+    "collective_rpc": "no code is run within the ranks",
+    "start_profile": "there is none; get_metrics() and a result's metrics have times",
+}
+KEYWORDS = {
+    "lora_request": "adapters are not served yet",
+    "prompt_token_ids": "give token ids as prompts",
+    "priority": "the prompts of a call run in their order; over HTTP there is a priority",
+    "pooling_params": "embed() takes pooling and normalize",
+    "tokenization_kwargs": "tokenize with get_tokenizer() and give token ids as prompts",
+    "truncate_prompt_tokens": "tokenize with get_tokenizer() and give the ids to keep as prompts",
+    "mm_processor_kwargs": "images and audio are not served",
+    "guided_options_request": "use structured_outputs of SamplingParams",
+    "chat_template_content_format": "templates get their content as text here",
+}
+
+
+def refuse_keywords(given: Mapping[str, Any]) -> None:
+    """Those of vLLM's that do not say anything are let by."""
+    for name, value in given.items():
+        if name not in KEYWORDS or (value is not None and value != "auto"):
+            raise TypeError(f"{name}: {KEYWORDS.get(name) or 'there is no such keyword'}")
 
 
 def sort_out(options: dict[str, Any], known: Iterable[str]) -> tuple[dict[str, Any], list[str], str | None]:

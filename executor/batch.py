@@ -29,11 +29,20 @@ KvPages = list[LayerPages]
 
 
 class StateBatch(NamedTuple):
-    """The pages of each row's state. Rows that share pages only read them; padding reads and writes page 0."""
+    """The pages of each row's state, or of each chain's. Those that share pages only read them; padding reads and writes
+    page 0."""
 
     read: torch.Tensor  # [R, pages] int32
     write: torch.Tensor  # [R, pages] int32; may be those of `read`
     is_new: torch.Tensor  # [R] bool: nothing is read, the state before the first token is zero
+
+
+class Chains(NamedTuple):
+    """How recurrent layers see a batch with drafts: a request's rows are one, for its state goes through all of them."""
+
+    query_starts: torch.Tensor  # as a batch has them, of fewer rows
+    num_single_rows: int
+    query_lens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,7 @@ class ForwardBatch:
     other_groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     group_of: tuple[int, ...] = ()  # each layer's group; (): all are in the first
     states: StateBatch | None = None
+    chains: Chains | None = None  # None: there are no drafts, or no states
     # What the kernels of one layer found out about the rows, for those of the next (kernels/cuda/work.py).
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -63,6 +73,8 @@ class ForwardBatch:
             return (self,) * num_layers
         views = [self, *(replace(self, kv_slots=slots, block_tables=tables) for slots, tables in self.other_groups)]
         # A recurrent layer has no blocks, and takes any.
+        if self.chains is not None:
+            views.append(replace(self, **self.chains._asdict()))
         return [views[min(group, len(views) - 1)] for group in self.group_of]
 
     def first_rows(self, count: int) -> "ForwardBatch":

@@ -201,22 +201,25 @@ class OracleExecutor:
         return table[index]
 
     def _check_states(self, rows: Sequence[Row]) -> None:
-        """Takes in the rows' pages. What one row writes, no other may touch: the order would be chance."""
+        """Takes in the rows' pages. What one slot's rows write, no other's may touch: the order would be chance."""
         if not self._num_pages:
             return
         touched: dict[int, int] = {}
         for row in rows:
             slot = self._slots[row.slot]
             slot.states_in, slot.states_out = row.states_in or slot.states_in, row.states_out or slot.states_out
+        slots = {row.slot: self._slots[row.slot] for row in rows}.values()
+        for slot in slots:
             assert len(slot.states_in) == len(slot.states_out) == self._num_pages and 0 not in slot.states_out
             for page in {*slot.states_in, *slot.states_out}:
                 touched[page] = touched.get(page, 0) + 1
-        for row in rows:
-            assert all(touched[page] == 1 for page in self._slots[row.slot].states_out), "a state is written twice"
+        for slot in slots:
+            assert all(touched[page] == 1 for page in slot.states_out), "a state is written twice"
 
     def _write_state(self, slot: "_Slot", row: Row) -> None:
-        """Every page has a chain of its own over all tokens so far."""
-        for number, (source, target) in enumerate(zip(slot.states_in, slot.states_out, strict=True)):
+        """Every page has a chain of its own over all tokens so far. A draft's row goes on where the row before it ended."""
+        sources = slot.states_out if slot.drafts and row.start >= slot.first_draft else slot.states_in
+        for number, (source, target) in enumerate(zip(sources, slot.states_out, strict=True)):
             state = int(self._kv[source, 0]) if row.start else xxhash.xxh3_64_intdigest(b"state", slot.root ^ number)
             for position in range(row.start, row.start + row.count):
                 state = xxhash.xxh3_64_intdigest(slot.tokens[position].to_bytes(4, "little"), state)
@@ -269,7 +272,8 @@ class _Slot:
         self.tables: list[list[int]] = [[] for _ in range(num_tables)]  # of each attention group
         self.states_in: tuple[int, ...] = ()
         self.states_out: tuple[int, ...] = ()
-        self.drafts: list[int] = []  # that a step computes …
+        self.first_draft = 0  # the position of the first …
+        self.drafts: list[int] = []  # … that a step computes …
         self.sampled: list[int] = []  # … and what it samples
 
     def begin(self, rows: list[Row]) -> None:
@@ -277,7 +281,11 @@ class _Slot:
         first, *others = rows
         if self.sampled:
             num_right = first.start - (len(self.tokens) - len(self.sampled))
-            assert 0 <= num_right <= len(self.drafts), "a row does not go on where the last step ended"
+            if self.states_out and self.drafts and num_right == -1:
+                num_right = 0  # it goes back to the state before
+            else:
+                assert 0 <= num_right <= len(self.drafts), "a row does not go on where the last step ended"
+                assert not self.states_out or num_right == len(self.drafts), "a state has passed a wrong draft"
             assert self.sampled[:num_right] == self.drafts[:num_right], "a wrong draft counts as computed"
             del self.tokens[first.start + 1 :]
         self.drafts, self.sampled = [], []
@@ -285,6 +293,7 @@ class _Slot:
             assert first.sample and first.count == 1 and first.first_token == first.start + 1
             assert others == [Row(first.slot, first.first_token + i, 1, True) for i in range(len(first.tokens))]
             self.drafts += first.tokens
+            self.first_draft = first.first_token
 
     def end(self) -> None:
         """Not before all rows have run: until then the drafts stand in the history."""

@@ -23,6 +23,9 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 KvDType = Literal["auto", "fp8", "fp8_e4m3"]  # auto: the model's; the other two are one
+# In place of tokens: a vector of the last position or the mean over all, or the numbers of a classifier's labels.
+Pooled = Literal["last", "mean", "labels"]
+Activation = Literal["identity", "sigmoid", "softmax"]  # from a label's number to what is shown
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -62,7 +65,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     tokens: bytes  # int32 little-endian: the prompt, then what was sampled before a preemption
     num_prompt: int
     sampling: Sampling
-    pooling: Literal["last", "mean"] | None = None  # an embedding instead of tokens
+    pooling: Pooled | None = None  # an embedding instead of tokens; "labels" without a head: logits of `allowed_ids`
     adapter: str | None = None
 
 
@@ -118,15 +121,19 @@ class Transfers(msgspec.Struct, frozen=True, array_like=True):
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass. Within it, every key and value is written before any is read, layer by layer, so a
-    later row may read a block that an earlier row of the same step fills. Not so with states: no row reads or writes
-    pages of a state that another row of the step writes. A step without rows is legal: it carries transfers, or asks for
+    later row may read a block that an earlier row of the same step fills. Not so with states: no slot's rows read or write
+    pages of a state that another slot's rows write. A step without rows is legal: it carries transfers, or asks for
     the completions there are.
 
     A slot has one row, or several with *drafts*: a row of one position that samples and brings n tokens along, and
     somewhere behind it n rows of one position each, in order, that compute those tokens and sample as well. Each
     samples as if all tokens before it were right, and after the step the slot's history holds what was sampled. The
     slot's next row starts behind the last position that was computed with what has been sampled for it. What the
-    history and the blocks hold beyond is forgotten: it is written again before it is read."""
+    history and the blocks hold beyond is forgotten: it is written again before it is read.
+
+    A state goes through a slot's rows in order: the first reads it, the last one writes it. Where a draft was wrong, that
+    is of no use, and the slot's next row starts where the first of these rows did, reads the state from before it and
+    brings the tokens after its first position along."""
 
     step_id: int
     admissions: list[Admission]
@@ -211,6 +218,15 @@ class GroupInfo(msgspec.Struct, frozen=True):
         return min(num_blocks, (self.window - 1 + chunk + block_size - 2) // block_size + 1)
 
 
+class LabelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model says of a text that it classifies."""
+
+    names: tuple[str, ...]
+    activation: Activation
+    # The model has no head for labels: it says yes (the second) rather than no (the first) as its answer's first token.
+    tokens: tuple[str, str] | None = None
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine needs to know about the loaded model and the memory it was given."""
 
@@ -229,8 +245,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     host_slots: int = 0  # blocks that the host tier holds; 0: no tiers
     stores: tuple[str, ...] = ()  # what lies beneath the host tier, nearest first
     serves_peers: bool = False
+    labels: LabelInfo | None = None  # of a model that classifies; without `tokens` it writes no text
     # At least one for attention; full ones come first, then those with windows, and last one for states if there are any.
     groups: tuple[GroupInfo, ...] = (GroupInfo(),)
+
+    @property
+    def hits_at_ends(self) -> bool:
+        """A cached prefix is of use at checkpoints of states alone. (With windows, the last one may lack blocks.)"""
+        return self.groups[-1].kind == "state" and all(group.kind != "window" for group in self.groups)
 
 
 class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -38,6 +38,7 @@ PROXIED = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/responses"),
         *("/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/v1/conversations"),
+        *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
     }
 )
 OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/route", "/v1/models"})

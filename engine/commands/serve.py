@@ -110,7 +110,8 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
 
             def announce(url: str) -> None:
                 _say(f"Ready after {time.monotonic() - started_s:.1f} s: {url}")
-                _say_curl(url, server, has_template=template is not None)
+                labels = engine.info.labels
+                _say_curl(url, server, template is not None, classifies=labels is not None and labels.tokens is None)
 
             return await serve(engine, tokenizer, template, server, sock=sock, on_listening=announce)
         except asyncio.CancelledError:
@@ -136,16 +137,18 @@ def _say_memory(info: ModelInfo) -> None:
     )
 
 
-def _say_curl(url: str, server: ServerConfig, has_template: bool) -> None:
+def _say_curl(url: str, server: ServerConfig, has_template: bool, classifies: bool = False) -> None:
     """Short enough for a small model on a CPU, and streamed, so that it is seen to work."""
     body: dict[str, Any] = {"model": server.served_model_names[0], "max_tokens": 60, "stream": True}
-    if has_template:
-        path = "chat/completions"
+    if classifies:
+        path, body = "classify", {"model": server.served_model_names[0], "input": "It was a lovely day."}
+    elif has_template:
+        path = "v1/chat/completions"
         body["messages"] = [{"role": "user", "content": "Explain gravity in one sentence."}]
     else:
-        path = "completions"
+        path = "v1/completions"
         body["prompt"] = "The capital of France is"
     key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if server.api_keys else ""
-    _say(f"Try:\n  curl -N {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'")
+    _say(f"Try:\n  curl -N {url}/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'")
     if server.api_keys:
         _say(f"  with the key in {API_KEY_VARIABLE}")

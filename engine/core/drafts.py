@@ -7,7 +7,7 @@ So drafts change what a step costs and how many tokens it brings, never which. T
 
 from array import array
 from itertools import takewhile
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -17,6 +17,9 @@ from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.request import Request
 from penstock.engine.messages import Stats
 from penstock.executor.protocol import Row, StepResult
+
+if TYPE_CHECKING:
+    from penstock.engine.core.groups import Groups
 
 WINDOW = 1 << 15  # tokens at a request's end that are searched
 LEAST_TRUST = -2
@@ -47,10 +50,16 @@ class Drafter:
     """
 
     def __init__(
-        self, config: SpeculativeConfig, pool: BlockPool, block_size: int, max_rows: int, stats: Stats
+        self,
+        config: SpeculativeConfig,
+        pool: BlockPool,
+        block_size: int,
+        max_rows: int,
+        stats: Stats,
+        states: "Groups | None" = None,
     ) -> None:
-        """`max_rows`: of a step, with drafts and all."""
-        self._stats = stats
+        """`max_rows`: of a step, with drafts and all. `states`: who keeps those of recurrent layers, where there are any."""
+        self._stats, self._states = stats, states
         self._config, self._pool, self._block_size, self._max_rows = config, pool, block_size, max_rows
         self._most_trust = 1 + (config.num_speculative_tokens - 1).bit_length()
 
@@ -104,15 +113,19 @@ class Drafter:
         for place, (index, request) in enumerate(eager):
             row, held = planned[request], len(request.blocks) * self._block_size
             drafts = request.drafts[: -(-room // (len(eager) - place))] if row.count == 1 else ()
+            num_pages = 0  # of another state
+            if self._states is not None:
+                num_pages = self._states.num_pages
+                drafts = drafts[: self._states.draft_room(request)] if spare >= num_pages else ()
             missing = -(-max(0, row.start + 1 + len(drafts) - held) // self._block_size)
             num_tables = 1 + len(request.others)
-            if missing * num_tables > spare:
+            if num_pages + missing * num_tables > spare:
                 drafts, missing = drafts[: held - row.start - 1], 0
             request.drafts = drafts
             if not drafts:
                 continue
             room -= len(drafts)
-            spare -= missing * num_tables
+            spare -= num_pages + missing * num_tables
             blocks = self._pool.allocate(missing)
             if request.num_sent_blocks == len(request.blocks):  # else an entry has changed since, and is sent again
                 request.num_sent_blocks += missing
@@ -120,6 +133,8 @@ class Drafter:
             row = msgspec.structs.replace(row, blocks=(*row.blocks, *blocks), first_token=row.start + 1, tokens=drafts)
             if missing and request.others:
                 row = msgspec.structs.replace(row, groups=self._extend_others(request, row, missing))
+            if self._states is not None:
+                row = msgspec.structs.replace(row, states_out=self._states.begin_drafts(request))
             planned[request] = row
             sent[index] = Sent(len(planned) + len(rows), drafts)
             rows += [Row(request.slot, row.start + 1 + i, 1, True) for i in range(len(drafts))]

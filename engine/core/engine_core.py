@@ -43,13 +43,15 @@ class EngineCore:
         self._make_compiler = make_compiler
         self._compiler: Compiler | None = None
         self._constraints: Constraints | None = None
-        pools: dict[str, CachedKeys] = {"device": self.scheduler.pool}
+        tiers = {"device": self.scheduler.pool}
         if self.scheduler.tiers is not None:  # what a store has passes through the host first
-            pools["host"] = self.scheduler.tiers.index.host
+            tiers["host"] = self.scheduler.tiers.index.host
+        pools: Mapping[str, CachedKeys] = tiers
         if self.scheduler.groups is not None:
             from penstock.engine.core.usable import UsableKeys
 
-            pools = {"device": UsableKeys(self.scheduler.pool, self.scheduler.groups)}
+            groups = self.scheduler.groups
+            pools = {tier: UsableKeys(pool, groups) for tier, pool in tiers.items()}
         self.cache_log = CacheLog(pools)
         self._clock = clock
         self.last_step_tokens = 0  # of the step that `step` collected

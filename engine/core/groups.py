@@ -23,18 +23,18 @@ class Groups:
     def __init__(self, pool: BlockPool, info: ModelInfo, chunk: int) -> None:
         """`chunk`: the most positions that a row has."""
         self._pool, self._size, self._chunk, self._groups = pool, info.block_size, chunk, info.groups
-        self.registered: list[bytes] | None = None  # blocks, by their keys, while it is listened to
+        self.listeners: list[Callable[[bytes], None]] = []  # hear the keys of blocks that may be hit from now on
         self.offer: Callable[[bytes], None] = lambda _key: None  # to the tiers, where there are any
         self._full = [index for index, group in enumerate(info.groups) if group.kind == "full"]
         self._windows = [(index, group.window) for index, group in enumerate(info.groups) if group.kind == "window"]
         self.num_attention = len(self._full) + len(self._windows)
-        self._state, self._num_pages = self.num_attention, info.groups[-1].pages
+        self._state, self.num_pages = self.num_attention, info.groups[-1].pages
         # Checkpoints this many blocks apart cost about as much as the blocks between them.
-        self._interval = -(-self._num_pages // self.num_attention)
+        self._interval = -(-self.num_pages // self.num_attention)
 
     @property
     def has_state(self) -> bool:
-        return self._num_pages > 0
+        return self.num_pages > 0
 
     # -- what is cached ------------------------------------------------------------------------------------
 
@@ -42,12 +42,12 @@ class Groups:
         """`find` says for a key whether, or where, it is. No more than `most` blocks."""
         keys = request.keys[:most]
         # A state is that behind all tokens: the last one's logits need the state before it.
-        num = min(len(keys), (len(request.tokens) - 1) // self._size) if self._num_pages else len(keys)
+        num = min(len(keys), (len(request.tokens) - 1) // self._size) if self.num_pages else len(keys)
         for group in self._full:
             num = next((block for block in range(num) if not find(self._key(request, block, group))), num)
         seen = num
         while num:
-            if self._num_pages and not self._has_state(request, num, find):
+            if self.num_pages and not self._has_state(request, num, find):
                 num -= 1
             elif (lacking := self._lacking(request, num, find)) >= 0:
                 num = lacking
@@ -84,11 +84,16 @@ class Groups:
         return self._pages_of(request.keys[num - 1])
 
     def _pages_of(self, key: bytes) -> list[bytes]:
-        return [page_key(key, self._state, page) for page in range(self._num_pages)]
+        return [page_key(key, self._state, page) for page in range(self.num_pages)]
 
-    def keys_at(self, key: bytes) -> list[bytes]:
+    def keys_at(self, key: bytes) -> Iterator[bytes]:
         """Of what groups after the first keep at the block of this key."""
-        return [*(page_key(key, group) for group in range(1, self.num_attention)), *self._pages_of(key)]
+        yield from (page_key(key, group) for group in range(1, self.num_attention))
+        yield from (page_key(key, self._state, page) for page in range(self.num_pages))
+
+    def _tell(self, key: bytes) -> None:
+        for listener in self.listeners:
+            listener(key)
 
     def keys(self, request: Request, num: int) -> list[list[bytes]]:
         """Of each attention group what a cached prefix of `num` blocks needs, up to its end; then of the state."""
@@ -96,7 +101,7 @@ class Groups:
         for group, info in enumerate(self._groups[: self.num_attention]):
             first = self._first_seen(request, num, info.window) if info.window else 0
             tables.append([self._key(request, block, group) for block in range(first, num)])
-        return [*tables, self.state_keys(request, num) if num and self._num_pages else []]
+        return [*tables, self.state_keys(request, num) if num and self.num_pages else []]
 
     # -- what a request holds ------------------------------------------------------------------------------
 
@@ -113,7 +118,7 @@ class Groups:
         found = [[place(key) for key in keys] for keys in self.keys(request, num)]
         cached = [page for pages in found for page in pages if page > 0]
         num_new = sum(map(len, found)) - len(cached)
-        needed = sum(group.most_pages(num_tokens, self._chunk, self._size) for group in self._groups) - self._num_pages
+        needed = sum(group.most_pages(num_tokens, self._chunk, self._size) for group in self._groups) - self.num_pages
         if max(num_new, needed - len(cached)) + pool.num_idle(cached) + reserve > pool.num_free:
             return None
         pool.hold(cached)
@@ -154,7 +159,7 @@ class Groups:
                 self._pool.release([block for block in table[left:first] if block])
                 table[left:first] = [0] * len(table[left:first])
                 request.num_left[group] = first
-        return min(count, self._next_checkpoint(request) - start) if self._num_pages else count
+        return min(count, self._next_checkpoint(request) - start) if self.num_pages else count
 
     def _next_checkpoint(self, request: Request) -> int:
         """The first position behind those that were scheduled: one every few blocks, at the last full block of the prompt,
@@ -169,7 +174,7 @@ class Groups:
         """How many pages the next row takes if it goes up to `end`."""
         blocks = -(-end // self._size)
         missing = sum(max(0, blocks - len(table)) for table in request.tables)
-        return missing + (self._num_pages if request.is_state_shared else 0)
+        return missing + (self.num_pages if request.is_state_shared else 0)
 
     def extend(self, request: Request, end: int) -> list[int]:
         """Take what the next row needs, up to `end`. Returns pages that only this row still reads."""
@@ -177,30 +182,68 @@ class Groups:
         for table in request.tables:
             if blocks > len(table):
                 table += pool.allocate(blocks - len(table))
-        if not self._num_pages:
+        if not self.num_pages:
             return []
         due, read = self._next_checkpoint(request), request.state
         left: list[int] = []
         if request.is_state_shared:
-            left, request.state = read, pool.allocate(self._num_pages)
+            left, request.state = read, pool.allocate(self.num_pages)
         wanted = read or request.state, request.state
         reads, writes = (
             tuple(new) if new != sent else () for new, sent in zip(wanted, request.sent_state, strict=True)
         )
         request.new_state, request.sent_state = (reads, writes), wanted
-        request.is_state_shared = end == due
+        request.is_state_shared = False
         if end == due:
-            pool.hold(request.state)
-            request.checkpoints[end // self._size] = request.state
+            self._keep_state(request, end)
         return left
+
+    # -- drafts --------------------------------------------------------------------------------------------
+    # A state cannot take a wrong token back. So the rows of drafts write another one, and the one before them stays until
+    # their result is there. If some were wrong, it is gone back to: the next row computes the right ones once more, all but
+    # their keys and values.
+
+    def draft_room(self, request: Request) -> int:
+        """How many drafts may follow the row of one position that was just planned: as far as the next checkpoint, and none
+        where the row reads or writes one."""
+        if request.is_state_shared or request.sent_state[0] != request.state:
+            return 0
+        return self._next_checkpoint(request) - request.num_scheduled
+
+    def begin_drafts(self, request: Request) -> tuple[int, ...]:
+        """The pages that the row and its drafts write."""
+        request.draft_state = self._pool.allocate(self.num_pages)
+        request.sent_state = request.state, request.draft_state
+        return tuple(request.draft_state)
+
+    def end_drafts(self, request: Request, num_right: int, num_sent: int) -> None:
+        """The right ones count as scheduled."""
+        behind, request.draft_state = request.draft_state, []
+        if num_right < num_sent:
+            self._pool.release(behind)
+            request.write_from = request.num_scheduled
+            request.num_scheduled -= 1 + num_right
+            request.num_known = request.num_scheduled + 1  # what follows is sent with the row
+            return
+        self._pool.release(request.state)
+        request.state, end = behind, request.num_scheduled
+        request.num_scheduled -= num_right
+        if end == self._next_checkpoint(request):
+            self._keep_state(request, end)
+        request.num_scheduled = end
+
+    def _keep_state(self, request: Request, end: int) -> None:
+        """It is a checkpoint from now on, known to the pool when its key is."""
+        self._pool.hold(request.state)
+        request.checkpoints[end // self._size], request.is_state_shared = request.state, True
 
     def register(self, request: Request, end: int) -> list[int]:
         """Give the pool the keys of the blocks up to block `end`. Where it has the same content already, the request moves
         over; returns what it leaves, which the step being planned may still write to."""
         replaced = []
         for block in range(request.num_registered, end):
-            if self.registered is not None:
-                self.registered.append(request.keys[block])
+            if not self.num_pages:
+                self._tell(request.keys[block])
             for group, table in enumerate(request.tables):
                 page = table[block]
                 if not page:  # it has left the window before its key was known
@@ -223,8 +266,7 @@ class Groups:
         for num in [num for num in request.checkpoints if num <= len(request.keys)]:
             pages = request.checkpoints.pop(num)
             keys = self.state_keys(request, num)
-            if self.registered is not None:
-                self.registered.append(request.keys[num - 1])
+            self._tell(request.keys[num - 1])
             known = [self._pool.register(*pair) for pair in zip(pages, keys, strict=True)]
             for key in keys:
                 self.offer(key)
@@ -239,8 +281,9 @@ class Groups:
             self._pool.hold(pages)
             self._pool.release(pages)
         self._pool.release([page for pages in zip_longest(*request.tables, fillvalue=0) for page in pages if page])
-        self._pool.release([*request.state, *chain.from_iterable(request.checkpoints.values())])
-        request.others, request.num_left, request.num_sent_others, request.state = [], [], [], []
+        self._pool.release([*request.state, *request.draft_state, *chain.from_iterable(request.checkpoints.values())])
+        request.others, request.num_left, request.num_sent_others = [], [], []
+        request.state, request.draft_state = [], []
         request.sent_state, request.new_state = ([], []), ((), ())
         request.checkpoints.clear()
         request.kept.clear()
@@ -256,12 +299,13 @@ class Groups:
 
     def held(self, request: Request) -> Iterator[int]:
         """Every page as often as it is held."""
-        return filter(None, chain(*request.tables, request.state, *request.checkpoints.values()))
+        return filter(None, chain(*request.tables, request.state, request.draft_state, *request.checkpoints.values()))
 
     def check(self, request: Request) -> None:
         """Assert that a running request has what its next row reads."""
         for group, window in self._windows:
             seen = request.tables[group][max(0, request.num_scheduled + 1 - window) // self._size :]
             assert all(seen), "a block that is still seen was given back"
-        assert len(request.state) in (0, self._num_pages)
-        assert request.state or request.is_state_shared or not self._num_pages
+        assert len(request.state) in (0, self.num_pages)
+        assert request.state or request.is_state_shared or not self.num_pages
+        assert not request.draft_state or request.num_pending == 1, "drafts without a row in flight"

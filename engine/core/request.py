@@ -63,6 +63,7 @@ class Request:
     num_left: list[int] = field(default_factory=list)  # of all attention groups: leading entries behind the window
     state: list[int] = field(default_factory=list)  # pages of the state behind the last position that was scheduled
     is_state_shared: bool = False  # others may read it, so the next row writes another one
+    draft_state: list[int] = field(default_factory=list)  # behind the drafts in flight, whose rows read `state`
     sent_state: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # what the slot reads, and writes
     new_state: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # for the next row to send
     branch: int = 0  # blocks of a prefix that others share, and no checkpoint at its end
@@ -106,7 +107,12 @@ class Request:
 
     @property
     def wants_more(self) -> bool:
-        return self.num_ready - self.num_prompt < self.max_tokens or self.message.pooling is not None
+        return self.num_ready - self.num_prompt < self.max_tokens or self.is_prompt_only
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """It ends where its prompt is computed, and nothing is sampled."""
+        return self.max_tokens == 0 or self.message.pooling is not None
 
     def admission(self) -> Admission:
         """What the executor must know before the first row of this stay in its slot."""
@@ -122,7 +128,7 @@ class Request:
 
     def row(self, count: int, samples: bool) -> Row:
         """The next `count` positions as a step's row; they count as scheduled from now on."""
-        samples = samples and self.message.pooling is None
+        samples = samples and not self.is_prompt_only
         first, tokens = self.num_sent_blocks, self.unknown
         row = Row(
             self.slot,

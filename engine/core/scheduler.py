@@ -24,7 +24,6 @@ from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.executor.protocol import (
     NOTHING_LEFT,
     Admission,
-    ExecutorError,
     GroupInfo,
     ModelInfo,
     Row,
@@ -65,10 +64,6 @@ class Scheduler:
         if info.groups != (GroupInfo(),):
             from penstock.engine.core import groups
 
-            if config.speculative_config is not None and info.groups[-1].pages:
-                raise ExecutorError(
-                    "speculative_config: given; this model's recurrent layers cannot take back a draft that was wrong"
-                )
             self.groups = groups.Groups(self.pool, info, config.max_num_batched_tokens)
         self.tiers: Tiering | None = None
         if info.host_slots:
@@ -84,7 +79,10 @@ class Scheduler:
         if (speculative := config.speculative_config) is not None:
             from penstock.engine.core import drafts
 
-            self._drafter = drafts.Drafter(speculative, self.pool, info.block_size, config.max_num_seqs, self._stats)
+            states = self.groups if self.groups is not None and self.groups.has_state else None
+            self._drafter = drafts.Drafter(
+                speculative, self.pool, info.block_size, config.max_num_seqs, self._stats, states
+            )
         self._clock = clock
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._num_submitted = 0
@@ -299,9 +297,10 @@ class Scheduler:
             if index in result.prompt_logprobs:
                 # By position: a preempted request computes its prompt again, and reports what it had reported.
                 request.prompt_logprobs[row.start :] = result.prompt_logprobs[index]
-            if index in result.embeddings:
+            if request.is_prompt_only and row.start + row.count == request.num_prompt:
                 self._retire(request)
-                outputs.append(request.output([], "stop", embedding=result.embeddings[index]))
+                reason: FinishReason = "length" if request.message.pooling is None else "stop"
+                outputs.append(request.output([], reason, embedding=result.embeddings.get(index)))
             elif row.sample:
                 sent = plan.sent.get(index)
                 indices = [index] if sent is None else sent.taken(result, index)
@@ -320,6 +319,9 @@ class Scheduler:
         if request.slot >= 0:  # drafts that were right are computed
             request.num_scheduled += len(sampled) - 1
             request.num_known += len(sampled) - 1
+            if sent is not None and request.draft_state:
+                assert self.groups is not None
+                self.groups.end_drafts(request, len(sampled) - 1, len(sent.tokens))
         self._holdings.append(request, tokens)
         matcher = request.matcher
         if matcher is not None and not matcher.advance(tokens):

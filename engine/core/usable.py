@@ -1,8 +1,9 @@
 """Which block keys are reported to those who route by them, where layers keep different things.
 
 A pool has keys of pages that no router can name, and a block of one group is of no use without those of the others. So a
-key is reported while every group has what lies at its block: then a run of keys from the first block on can be hit, up to its end.
-That says too little rather than too much: windows need fewer blocks, and a state only the last checkpoint.
+key is reported while the pool has what every group keeps at its block. Where layers keep states, that is so at checkpoints
+alone, and each of these can be hit (`ModelInfo.hits_at_ends`). With windows a run of keys from the first block on can be
+hit, up to its end; that says too little rather than too much, for windows need fewer blocks.
 """
 
 from penstock.cache.pool import BlockPool
@@ -10,28 +11,35 @@ from penstock.engine.core.groups import Groups
 
 
 class UsableKeys:
-    """Stands for the pool where its changes are listened to."""
+    """Stands for one tier's pool where its changes are listened to."""
 
     def __init__(self, pool: BlockPool, groups: Groups) -> None:
         self._pool, self._groups = pool, groups
-        self._needs: dict[bytes, list[bytes]] = {}  # what is reported now → the keys of the other groups' pages
+        self._needs: dict[bytes, list[bytes]] = {}  # what may be reported → the keys of the other groups' pages
         self._needed: dict[bytes, bytes] = {}  # the other way round
+        self._usable: set[bytes] = set()  # what is reported now
+        self._heard: list[bytes] = []  # since the last look
         self._net: dict[bytes, bool] | None = None
 
     @property
     def changes(self) -> dict[bytes, bool] | None:
-        if self._net is None or self._pool.changes is None or self._groups.registered is None:
+        if self._net is None or self._pool.changes is None:
             return None
-        gone = [key for key, is_cached in self._pool.changes.items() if not is_cached]
-        new, self._groups.registered, self._pool.changes = self._groups.registered, [], {}
+        heard, self._heard = self._heard, []
+        changed, self._pool.changes = self._pool.changes, {}
+        for key in heard:
+            if key not in self._needs:
+                self._add(key)
+        for key in dict.fromkeys([*(self._needed.get(key, key) for key in changed), *heard]):
+            if key in self._needs:
+                self._look(key)
+        gone = [key for key, is_cached in changed.items() if not is_cached]
+        if len(self._needs) > 2 * self._pool.num_blocks:  # the oldest of these have never come here
+            gone += list(self._needs)[: self._pool.num_blocks]
         for key in gone:
-            if (block := self._needed.get(key, key)) in self._needs:
-                for other in self._needs.pop(block):
-                    del self._needed[other]
-                self._note(block, is_usable=False)
-        for key in new:
-            if key not in self._needs and self._add(key):
-                self._note(key, is_usable=True)
+            if key in self._needs and key not in self._usable:
+                for page in self._needs.pop(key):
+                    del self._needed[page]
         return self._net
 
     @changes.setter
@@ -39,27 +47,37 @@ class UsableKeys:
         """None: the changes are not asked for any more. Else those that have been taken."""
         if changes is None or self._net is None:
             self._pool.changes = changes
-            self._groups.registered = None if changes is None else []
             self._needs.clear()
             self._needed.clear()
+            self._usable.clear()
+            self._heard.clear()
+            listeners = self._groups.listeners
+            listeners[:] = [each for each in listeners if each != self._hear]
+            if changes is not None:
+                listeners.append(self._hear)
         self._net = changes
 
     def cached_keys(self) -> list[bytes]:
-        for key in self._pool.cached_keys():
-            if key not in self._needs:
+        find = self._pool.find
+        for key in self._pool.cached_keys():  # most are not a block's, which the first key asked for shows
+            if key not in self._usable and all(map(find, self._groups.keys_at(key))):
                 self._add(key)
-        return list(self._needs)
+                self._usable.add(key)
+        return list(self._usable)
 
-    def _add(self, key: bytes) -> bool:
-        needs = self._groups.keys_at(key)
-        if not all(map(self._pool.find, (key, *needs))):
-            return False
-        self._needs[key] = needs
-        self._needed.update(dict.fromkeys(needs, key))
-        return True
+    def _hear(self, key: bytes) -> None:
+        self._heard.append(key)
 
-    def _note(self, key: bytes, is_usable: bool) -> None:
+    def _add(self, key: bytes) -> None:
+        self._needs[key] = pages = list(self._groups.keys_at(key))
+        self._needed.update(dict.fromkeys(pages, key))
+
+    def _look(self, key: bytes) -> None:
         assert self._net is not None
+        is_usable = all(map(self._pool.find, (key, *self._needs[key])))
+        if is_usable == (key in self._usable):
+            return
+        (self._usable.add if is_usable else self._usable.remove)(key)
         if self._net.get(key, is_usable) != is_usable:
             del self._net[key]  # there and gone again
         else:

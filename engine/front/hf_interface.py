@@ -9,6 +9,12 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 
 
+class Encoded(dict[str, Any]):
+    """Its entries are attributes, too."""
+
+    __getattr__ = dict.__getitem__
+
+
 class FamiliarTokenizer:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer, self._template = tokenizer, template
@@ -20,9 +26,16 @@ class FamiliarTokenizer:
     def __len__(self) -> int:
         return self.vocab_size
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        ids = self.encode(text, add_special_tokens)
-        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> "Encoded":
+        texts = [text] if isinstance(text, str) else text
+        many = self._tokenizer.encode_batch(texts, add_special_tokens)
+        masks = [[1] * len(ids) for ids in many]
+        if isinstance(text, str):
+            return Encoded(input_ids=many[0], attention_mask=masks[0])
+        return Encoded(input_ids=many, attention_mask=masks)
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens)

@@ -6,6 +6,7 @@ No server, no sockets: `generate` drives the engine core itself, in the calling 
 import contextlib
 import random
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -21,33 +22,55 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.front.hf_interface import FamiliarTokenizer
-from penstock.engine.front.results import EmbeddingRequestOutput, RequestOutput, completed, embedded
+from penstock.engine.front.results import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PooledRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    Shown,
+    completed,
+    embedded,
+    pooled,
+)
 from penstock.engine.front.submit import Pooling, begin_answer
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Output
 from penstock.engine.model_files import recommended_sampling, resolve_model
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.prompt import chat_prompt
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
-from penstock.executor.protocol import ModelInfo, open_executor
+from penstock.engine.vllm_options import METHODS, nearest, refuse_keywords
+from penstock.executor.protocol import ModelInfo, Pooled, open_executor
 
 Prompt = str | list[int] | dict[str, Any]  # a dictionary has "prompt" or "prompt_token_ids", and maybe "cache_salt"
 Messages = list[dict[str, Any]]
+Bar = bool | Callable[..., Any]  # whether to show progress, or what makes the bar in place of tqdm
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class LLM:
     """A model for batches of prompts. `with LLM() as llm:` frees its memory at the end."""
 
-    def __init__(self, model: str | None = None, *, skip_tokenizer: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        skip_tokenizer: bool = False,
+        max_logprobs: int = MAX_LOGPROBS,
+        **options: Any,
+    ) -> None:
         """Load `model`: a hub name, a folder, a .gguf file, or the default model when left out.
 
         The options are those of `penstock serve`, with underscores: dtype, device, load_format, max_model_len,
         max_num_seqs, max_num_batched_tokens, block_size, kv_cache_bytes, enable_prefix_caching,
         tensor_parallel_size, executor, enforce_eager, seed, … Unknown ones are errors.
         """
+        self._core: EngineCore | None = None
+        self._grammars: GrammarCheck | None = None
+        self._max_logprobs = max_logprobs
         files = resolve_model(model, need_weights=options.get("load_format") != "dummy")
         config = engine_config(str(files.path), options)
         self._files = files
@@ -55,8 +78,6 @@ class LLM:
         self._seeds = None if seed is None else random.Random(seed)  # for requests without a seed of their own
         self.tokenizer: Tokenizer | None = None if skip_tokenizer else load_tokenizer(files)
         self.template: ChatTemplate | None = load_template(self.tokenizer) if self.tokenizer else None
-        self._core: EngineCore | None = None
-        self._grammars: GrammarCheck | None = None
         self._start(config)
         if self.info.device == "cpu" and options.get("gpu_memory_utilization") is not None:
             remark = "gpu_memory_utilization: without effect: the model runs on the CPU; use kv_cache_bytes"
@@ -72,17 +93,19 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: Bar = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete the prompts, in their order. `sampling_params` is one for all, or one for each; without any, as the
         model's authors recommend."""
+        refuse_keywords(others)
         return self._generate(_as_list(prompts), sampling_params, use_tqdm, is_continuation=True)
 
     def chat(
         self,
         messages: Messages | list[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: Bar = True,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -90,9 +113,11 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         documents: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
+        refuse_keywords(others)
         template = self.template
         if chat_template is not None and self.tokenizer is not None:
             template = load_template(self.tokenizer, chat_template)
@@ -121,18 +146,58 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling: Pooling = "last",
-        use_tqdm: bool = True,
+        use_tqdm: Bar = True,
         *,
         normalize: bool = True,
-    ) -> list[EmbeddingRequestOutput]:
+        **others: Any,
+    ) -> list[PooledRequestOutput[EmbeddingOutput]]:
         """One vector for each prompt: the hidden state of its last token, or the mean over all; of unit length, unless
         `normalize` is false."""
+        refuse_keywords(others)
         if pooling not in ("last", "mean"):
             raise InvalidRequest("pooling", f"{pooling!r} given; 'last' or 'mean' is expected")
         params = SamplingParams(max_tokens=1, detokenize=False)
-        begun = [self._begin(prompt, params, pooling=pooling) for prompt in _as_list(prompts)]
-        self._run([each.answer for each in begun], use_tqdm)
-        return [embedded(each.answer, each.prompt, normalize) for each in begun]
+        begun = self._pool(_as_list(prompts), params, pooling, use_tqdm)
+        return [pooled(each.answer, each.prompt, lambda numbers: embedded(numbers, normalize)) for each in begun]
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True, **others: Any
+    ) -> list[PooledRequestOutput[ClassificationOutput]]:
+        """Of each prompt the labels' probabilities. The model has a classification head."""
+        refuse_keywords(others)
+        return self._label(_as_list(prompts), use_tqdm, ClassificationOutput)
+
+    def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], use_tqdm: Bar = True, **others: Any
+    ) -> list[PooledRequestOutput[ScoringOutput]]:
+        """How well two texts go together: one with each of several, or each with its own. The model has a head of one
+        label, or tokens for no and yes."""
+        from penstock.engine.front.labels import labels_of, pair_prompts
+
+        refuse_keywords(others)
+        labels_of(self.info, is_scored=True)
+        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        texts, adds_special = pair_prompts(self.template, first, second, ("data_1", "data_2"))
+        prompts: list[Prompt] = [*self.get_tokenizer()(texts, adds_special)["input_ids"]]
+        return self._label(prompts, use_tqdm, lambda values: ScoringOutput(values[0]))
+
+    def _label(
+        self, prompts: list[Prompt], use_tqdm: Bar, show: Callable[[list[float]], Shown]
+    ) -> list[PooledRequestOutput[Shown]]:
+        from penstock.engine.front.labels import asking_for, labels_of, shown
+
+        labels = labels_of(self.info)
+        begun = self._pool(prompts, asking_for(labels, self.tokenizer), "labels", use_tqdm)
+        return [pooled(each.answer, each.prompt, lambda numbers: show(shown(labels, numbers))) for each in begun]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in METHODS:
+            raise AttributeError(f"LLM.{name}: {METHODS[name]}")
+        raise AttributeError(f"LLM has no attribute {name!r}{nearest(name, dir(type(self)))}")
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # else the operating system does it
+            self.shutdown()
 
     def get_tokenizer(self) -> FamiliarTokenizer:
         """The model's tokenizer, with the names that transformers gives to what it does."""
@@ -191,7 +256,7 @@ class LLM:
         self,
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
+        use_tqdm: Bar,
         is_continuation: bool,
     ) -> list[RequestOutput]:
         if sampling_params is None:
@@ -207,13 +272,18 @@ class LLM:
         text = None if self.tokenizer is None else self.tokenizer.token_text
         return [completed(each.answer, each.prompt, text) for each in begun]
 
+    def _pool(self, prompts: list[Prompt], params: SamplingParams, pooling: Pooled, use_tqdm: Bar) -> "list[_Begun]":
+        begun = [self._begin(prompt, params, pooling=pooling) for prompt in prompts]
+        self._run([each.answer for each in begun], use_tqdm)
+        return begun
+
     def _begin(
         self,
         prompt: Prompt,
         params: SamplingParams,
         *,
         is_continuation: bool = True,
-        pooling: Pooling | None = None,
+        pooling: Pooled | None = None,
         like: Answer | None = None,
     ) -> "_Begun":
         info = self._running().info
@@ -239,6 +309,7 @@ class LLM:
             like=like,
             cache_salt=cache_salt,
             pooling=pooling,
+            max_logprobs=self._max_logprobs,
             grammar=self._grammar(params),
         )
         return _Begun(text, answer)
@@ -250,13 +321,13 @@ class LLM:
             raise InvalidRequest("structured_outputs", "needs a tokenizer, but skip_tokenizer=True")
         return self._grammars.now(params.structured_outputs)
 
-    def _run(self, answers: list[Answer], use_tqdm: bool) -> None:
+    def _run(self, answers: list[Answer], use_tqdm: Bar) -> None:
         """Until all of them are finished; raises what ended one of them."""
         core, self._open = self._running(), OpenAnswers()
         for answer in answers:
             self._open.add(answer)
         backlog = iter([message for answer in answers for message in answer.messages])
-        progress = _Progress(len(answers)) if use_tqdm else None
+        progress = _Progress(len(answers), use_tqdm) if use_tqdm else None
         try:
             with _interrupts_between_steps() as check_interrupt:
                 while self._open:
@@ -298,10 +369,10 @@ class _Begun(NamedTuple):
 class _Progress:
     """A bar over the requests, with the tokens read and written per second."""
 
-    def __init__(self, num_requests: int) -> None:
+    def __init__(self, num_requests: int, make: Bar) -> None:
         from tqdm import tqdm
 
-        self._bar = tqdm(total=num_requests, desc="Requests", dynamic_ncols=True)
+        self._bar = (make if callable(make) else tqdm)(total=num_requests, desc="Requests", dynamic_ncols=True)
         self._started_s = time.monotonic()
         self._num_input = self._num_output = 0
 
@@ -368,7 +439,8 @@ def _plain(prompt: Prompt) -> tuple[str | list[int], str | None]:
 
 def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
-        return [params] * count
+        return [msgspec.structs.replace(params)] * count  # the caller's may have been changed since it was made
     if len(params) != count:
         raise InvalidRequest("sampling_params", f"{len(params)} given for {count} prompts; give one, or one for each")
-    return list(params)
+    copies = {id(each): msgspec.structs.replace(each) for each in params}
+    return [copies[id(each)] for each in params]

@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -10,6 +11,7 @@ from penstock.engine.front.answer import Answer, RequestMetrics, Update
 from penstock.engine.messages import FinishReason
 from penstock.executor.protocol import TokenLogprobs
 
+Shown = TypeVar("Shown")
 TokenText = Callable[[int], str]  # how a token reads
 
 
@@ -44,6 +46,9 @@ class CompletionOutput(msgspec.Struct):
     logprobs: list[Candidates] | None = None
     cumulative_logprob: float | None = None
 
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
 
 class RequestOutput(msgspec.Struct):
     """A finished request, as `LLM.generate` returns it."""
@@ -55,6 +60,7 @@ class RequestOutput(msgspec.Struct):
     num_cached_tokens: int = 0
     prompt_logprobs: list[Candidates | None] | None = None  # None for the first token, which nothing predicts
     metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
+    finished: bool = True
 
 
 def unit_length(vector: "array[float]") -> "array[float]":
@@ -67,19 +73,28 @@ class EmbeddingOutput(msgspec.Struct):
     embedding: list[float]
 
 
-class EmbeddingRequestOutput(msgspec.Struct):
-    """An embedded prompt, as `LLM.embed` returns it."""
+class ClassificationOutput(msgspec.Struct):
+    probs: list[float]  # one for each label
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+class ScoringOutput(msgspec.Struct):
+    score: float
+
+
+class PooledRequestOutput(msgspec.Struct, Generic[Shown]):
+    """A prompt that was computed and not continued, as `LLM.embed`, `classify` and `score` return it."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    outputs: EmbeddingOutput
+    outputs: Shown
     num_cached_tokens: int = 0
     metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
-
-    @property
-    def embedding(self) -> list[float]:
-        return self.outputs.embedding
+    finished: bool = True
 
 
 def completed(answer: Answer, prompt: str | None, text: TokenText | None) -> RequestOutput:
@@ -96,17 +111,21 @@ def completed(answer: Answer, prompt: str | None, text: TokenText | None) -> Req
     )
 
 
-def embedded(answer: Answer, prompt: str | None, normalize: bool) -> EmbeddingRequestOutput:
+def pooled(answer: Answer, prompt: str | None, show: Callable[[bytes], Shown]) -> PooledRequestOutput[Shown]:
     assert answer.embedding is not None
-    vector = array("f", answer.embedding)
-    return EmbeddingRequestOutput(
+    return PooledRequestOutput(
         request_id=answer.request_id,
         prompt=prompt,
         prompt_token_ids=answer.prompt_token_ids,
-        outputs=EmbeddingOutput((unit_length(vector) if normalize else vector).tolist()),
+        outputs=show(answer.embedding),
         num_cached_tokens=answer.num_cached_tokens or 0,
         metrics=answer.metrics,
     )
+
+
+def embedded(numbers: bytes, normalize: bool) -> EmbeddingOutput:
+    vector = array("f", numbers)
+    return EmbeddingOutput((unit_length(vector) if normalize else vector).tolist())
 
 
 def _completion(update: Update, text: TokenText | None) -> CompletionOutput:

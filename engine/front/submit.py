@@ -15,7 +15,7 @@ from penstock.engine.messages import Submit
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.detokenize import TextStream
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.executor.protocol import ModelInfo, Sampling
+from penstock.executor.protocol import ModelInfo, Pooled, Sampling
 
 Pooling = Literal["last", "mean"]
 
@@ -25,7 +25,7 @@ class SubmitFields(TypedDict, total=False):
 
     priority: int
     cache_salt: str | None
-    pooling: Pooling | None
+    pooling: Pooled | None
     grammar: str | None
 
 
@@ -143,6 +143,8 @@ def begin_answer(
     `like`: an answer to the same `params` but for seed and length: lists of thousands of ids take milliseconds to check
     and to sort, and a call may have a thousand prompts.
     """
+    if fields.get("pooling") is None and info.labels is not None and info.labels.tokens is None:
+        raise InvalidRequest("model", "it classifies texts and writes none; ask it to classify, to score or to rerank")
     if like is None:
         params.check(info.vocab_size, max_logprobs)
     if not isinstance(prompt, bytes):

@@ -26,6 +26,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
     fingerprint: bytes
     block_size: int
     num_blocks: int
+    # A key stands for all blocks up to its own, and fewer of them are of no use: what is cached of a prompt ends at the
+    # last of its keys that is known. Else a run of keys from the first one on counts.
+    hits_at_ends: bool = False
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", array_like=True):

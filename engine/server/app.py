@@ -33,6 +33,7 @@ from penstock.engine.server.completions import completions
 from penstock.engine.server.embeddings import embeddings
 from penstock.engine.server.endpoint import Endpoint, PostRoute
 from penstock.engine.server.kv_events import KvEvents
+from penstock.engine.server.scoring import classify, rerank, score
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
 from penstock.engine.server.tokens import detokenize, reset_prefix_cache, tokenize
@@ -49,6 +50,12 @@ POSTS = (
     PostRoute("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk),
     PostRoute("/v1/completions", completions, schema.CompletionRequest, reply.Completion, reply.Completion),
     PostRoute("/v1/embeddings", embeddings, schema.EmbeddingRequest, reply.Embeddings),
+    PostRoute("/classify", classify, schema.ClassifyRequest, reply.Labelled[reply.Classified]),
+    *(PostRoute(path, score, schema.ScoreRequest, reply.Labelled[reply.Score]) for path in ("/score", "/v1/score")),
+    *(
+        PostRoute(path, rerank, schema.RerankRequest, reply.Reranked)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
     PostRoute("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
     PostRoute("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
     PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status),
@@ -130,6 +137,11 @@ def _routes(service: Service, kv_events: KvEvents) -> list[Route]:
             return _json(reply.Status("the server is shutting down"), 503)
         return _json(reply.Status(state.reason), 200 if state.alive and state.ready else 503)
 
+    async def tokenizer_info(_request: Request) -> Response:
+        """For clients that tokenize here and render themselves, under the names of tokenizer_config.json."""
+        sources = {} if service.template is None else service.template.sources
+        return _json({**service.tokenizer.special_tokens, "chat_template": sources.get("default")})
+
     async def metrics(_request: Request) -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
@@ -158,6 +170,7 @@ def _routes(service: Service, kv_events: KvEvents) -> list[Route]:
         "/ping": health,
         "/ready": ready,
         "/metrics": metrics,
+        "/tokenizer_info": tokenizer_info,
         "/version": _json(reply.Version(penstock.__version__)),
         "/v1/models": models,
         "/v1/models/{model:path}": models,
@@ -193,7 +206,7 @@ def _model(service: Service, name: str, started: int) -> reply.Model:
     )
 
 
-def _json(body: msgspec.Struct, status: int = 200) -> Response:
+def _json(body: msgspec.Struct | dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 

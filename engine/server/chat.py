@@ -37,6 +37,8 @@ async def ask(service: Service, call: Call, request: ChatRequest, size_bytes: in
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    if max_tokens == 0:
+        raise InvalidRequest("max_tokens", "0 is out of range; it must be at least 1")
     wanted = wanted_outputs(request, service.config.coerce_one_of)
     calls = service.tools.calls(request)
     special: dict[str, Any] = {"structured_outputs": wanted.outputs}

@@ -2,6 +2,7 @@
 
 import base64
 from array import array
+from collections.abc import Sequence
 
 import msgspec
 
@@ -10,9 +11,10 @@ from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.answers import gather, usage
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import decode_inputs, in_thread_if, to_ids
-from penstock.engine.server.requests import EmbeddingRequest
+from penstock.engine.server.requests import EmbeddingRequest, PromptRequest
 from penstock.engine.server.responses import Embedding, Embeddings
 from penstock.engine.server.service import Service
+from penstock.executor.protocol import Pooled
 
 MAX_INPUTS = 2048  # as at OpenAI
 INLINE_FLOATS = 16 * 1024  # a millisecond's; 2048 vectors of 4096 would hold up the event loop for a second
@@ -29,13 +31,10 @@ async def embeddings(service: Service, call: Call, body: bytes) -> Embeddings:
         what = f"{request.dimensions} given; this model has {size}, and they are not cut"
         raise InvalidRequest("dimensions", what)
     inputs = decode_inputs("input", request.input, MAX_INPUTS, service.info)
-    with service.admit(len(inputs)):
-        prompts = await to_ids("input", inputs, service, request.add_special_tokens, request.truncate_prompt_tokens)
-        service.generate(call, request, prompts, _PARAMS, pooling=request.pooling or service.config.pooling)
-    for answer in call.answers:
-        await gather(service, answer)
+    pooling = request.pooling or service.config.pooling
+    found = await pooled(service, call, request, "input", inputs, _PARAMS, pooling)
     shown = await in_thread_if(
-        size * len(inputs) > INLINE_FLOATS, lambda: [_shown(answer.embedding, request) for answer in call.answers]
+        size * len(inputs) > INLINE_FLOATS, lambda: [_shown(embedding, request) for embedding in found]
     )
     return Embeddings(
         data=[Embedding(index, vector) for index, vector in enumerate(shown)],
@@ -45,9 +44,26 @@ async def embeddings(service: Service, call: Call, body: bytes) -> Embeddings:
     )
 
 
-def _shown(embedding: bytes | None, request: EmbeddingRequest) -> list[float] | str:
+async def pooled(
+    service: Service,
+    call: Call,
+    request: PromptRequest,
+    field: str,
+    inputs: Sequence[str | list[int]],
+    params: SamplingParams,
+    pooling: Pooled,
+) -> list[bytes]:
+    """What the model makes of every input: float32 little-endian."""
+    with service.admit(len(inputs)):
+        prompts = await to_ids(field, inputs, service, request.add_special_tokens, request.truncate_prompt_tokens)
+        service.generate(call, request, prompts, params, pooling=pooling)
+    for answer in call.answers:
+        await gather(service, answer)
+    return [answer.embedding or b"" for answer in call.answers]  # there is one, or an error would have been raised
+
+
+def _shown(embedding: bytes, request: EmbeddingRequest) -> list[float] | str:
     """The vector at unit length unless asked otherwise, as numbers or as base64 of little-endian float32."""
-    assert embedding is not None  # an error would have been raised
     vector = array("f", embedding)
     if request.normalize is not False:
         vector = unit_length(vector)

@@ -57,7 +57,8 @@ class KvEvents:
             self._service.engine.watch_cache(True)
         try:
             info = self._service.info
-            yield pack(Hello(self._engine_id, "sha256", info.fingerprint, info.block_size, info.num_blocks - 1))
+            numbers = info.block_size, info.num_blocks - 1, info.hits_at_ends
+            yield pack(Hello(self._engine_id, "sha256", info.fingerprint, *numbers))
             while not self._service.is_draining and self._service.engine.health().alive:
                 if listener.is_behind and self._mirror is not None:
                     listener.is_behind = False

@@ -134,6 +134,11 @@ class KvPublisher:
 
     def start(self) -> None:
         """Raises ValueError for an endpoint that cannot be had."""
+        if self._service.info.hits_at_ends:
+            raise ValueError(
+                "kv_events_config: this model's recurrent states are cached at some ends of prompts alone, which vLLM's "
+                "events cannot say; GET /kv_events can"
+            )
         self._socket = self._bind(zmq.PUB, "endpoint", self._config.endpoint, self._config.hwm)
         if self._config.replay_endpoint is not None:
             # No limit of its own: what is repeated is bounded by the buffer.

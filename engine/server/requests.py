@@ -5,7 +5,7 @@ the one that was asked. Values are checked by SamplingParams and the engine; her
 """
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Raw
@@ -13,10 +13,16 @@ from msgspec import Meta, Raw
 from penstock.engine.front.submit import KvTransfer, Pooling
 from penstock.engine.http.body import decode, split_object
 from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
+from penstock.engine.sampling_params import (
+    UNSERVED_SAMPLING,
+    InvalidRequest,
+    SamplingParams,
+    StructuredOutputs,
+    Unserved,
+)
 
 MAX_FIELD_BYTES = 256 * 1024  # of JSON in any one field, those that carry the text aside
-TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens"})
+TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens", "query", "queries", "documents", "text_1", "text_2"})
 # Those of SamplingParams that a request has under the same name, with the same meaning.
 SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in ("logprobs", "detokenize")]
 
@@ -190,6 +196,41 @@ class EmbeddingRequest(PromptRequest, kw_only=True):
     normalize: bool | None = None
 
 
+class TextObject(msgspec.Struct, forbid_unknown_fields=True):
+    text: str
+
+
+Texts = str | TextObject | list[str | TextObject]
+
+
+class LabelRequest(PromptRequest, kw_only=True):
+    use_activation: bool | None = None  # false: the model's numbers as they are, not probabilities
+
+
+class ClassifyRequest(LabelRequest, kw_only=True):
+    """POST /classify"""
+
+    input: Inputs
+
+
+class ScoreRequest(LabelRequest, kw_only=True):
+    """POST /score, /v1/score: `text_1` and `text_2`, or `queries` and `documents`"""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+
+
+class RerankRequest(LabelRequest, kw_only=True):
+    """POST /rerank, /v1/rerank, /v2/rerank"""
+
+    query: str
+    documents: list[str | TextObject]
+    top_n: Annotated[int, Meta(ge=0)] = 0  # 0: all
+    return_documents: bool | None = None
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """POST /tokenize: of `prompt` or of `messages`"""
 
@@ -218,13 +259,6 @@ class ResetRequest(msgspec.Struct, kw_only=True):
     """POST /reset_prefix_cache"""
 
 
-class Unserved(NamedTuple):
-    """Why a known field is refused, and the values with which it changes nothing."""
-
-    reason: str
-    neutral: tuple[Any, ...] = ()
-
-
 # Accepted and not used, where no struct has them: who asks, what for and how to bill it do not change the answer.
 HARMLESS = frozenset(
     {
@@ -234,9 +268,9 @@ HARMLESS = frozenset(
 )
 _CHAT = "only a chat has it; use /v1/chat/completions"
 _FUNCTIONS = "the older form of tools; use tools and tool_choice"
-_BEAM = "beam search is not supported"
 _GUIDED = ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
 UNSERVED: dict[str, Unserved] = {
+    **UNSERVED_SAMPLING,
     "tools": Unserved(_CHAT, ([],)),
     "tool_choice": Unserved(_CHAT, ("none", "auto")),
     "include_reasoning": Unserved(_CHAT, (True,)),
@@ -245,13 +279,6 @@ UNSERVED: dict[str, Unserved] = {
     **{f"guided_{name}": Unserved("use structured_outputs") for name in _GUIDED},
     "echo": Unserved("messages are not repeated in the answer", (False,)),
     "suffix": Unserved("text cannot be inserted before a suffix", ("",)),
-    "best_of": Unserved("only n choices are sampled, all of them are returned", (1,)),
-    "use_beam_search": Unserved(_BEAM, (False,)),
-    "length_penalty": Unserved(_BEAM, (1, 1.0)),
-    "early_stopping": Unserved(_BEAM, (False,)),
-    "bad_words": Unserved("words cannot be banned; banned_token_ids bans tokens", ([],)),
-    "logprob_token_ids": Unserved("log-probabilities of chosen tokens cannot be asked for", ([],)),
-    "spaces_between_special_tokens": Unserved("no spaces are added", (False, True)),
     "return_tokens_as_token_ids": Unserved("use return_token_ids", (False,)),
     "modalities": Unserved("only text is generated", (["text"],)),
     "audio": Unserved("only text is generated"),
@@ -263,8 +290,6 @@ UNSERVED: dict[str, Unserved] = {
     "prompt_embeds": Unserved("embeddings cannot be given as a prompt"),
     "kv_transfer_params": Unserved("the cache finds blocks by content; no transfer is asked for", ({},)),
     "vllm_xargs": Unserved("there are no extra arguments", ({},)),
-    "thinking_token_budget": Unserved("reasoning has no budget of its own; use max_tokens"),
-    "repetition_detection": Unserved("repetition is not detected"),
 }
 
 

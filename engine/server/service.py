@@ -19,10 +19,10 @@ from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams, Unserved
 from penstock.engine.server.call import Call, clean_id
 from penstock.engine.server.metrics import ServerMetrics
-from penstock.engine.server.requests import UNSERVED, PromptRequest, Unserved, parse
+from penstock.engine.server.requests import UNSERVED, PromptRequest, parse
 from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.tool_choice import Tools

@@ -49,6 +49,7 @@ class ChatTemplate:
         """`sources`: one template, or several by name: "default", and "tool_use" where tools are given."""
         named = {"default": sources} if isinstance(sources, str) else sources
         environment = Sandbox()
+        self.sources = named
         self._templates = {name: _compile(environment, name, source) for name, source in named.items()}
         self._special_tokens = special_tokens or {}
         said = json.dumps([named, self._special_tokens], sort_keys=True)

@@ -1,6 +1,7 @@
 """Which weights that are stored as codes are computed as codes, and the layers that do so."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -36,11 +37,11 @@ class CodeLayers:
         has_eight_bits: bool,
         dtype: torch.dtype,
         device: torch.device,
-        count: Callable[[int], None],
     ) -> None:
-        """`count` gets the bytes of every layer's codes and scales."""
         self._kept, self._ops, self._has_eight_bits = kept, ops, has_eight_bits
-        self._dtype, self._device, self._count = dtype, device, count
+        self._dtype, self._device = dtype, device
+        self.num_bytes = 0  # of codes and their scales
+        self._lock = threading.Lock()
 
     def layer(
         self, parts: Sequence[Part], bias: Tensor | None, plain: Callable[[Sequence[Part], Tensor | None], Linear]
@@ -90,7 +91,7 @@ class CodeLayers:
         if grouped:
             assert self._ops is not None
             weight = pack(grouped, self._device)
-            self._count(sum(tensor.nbytes for tensor in weight.tensors()))
+            self._count(weight.tensors())
             return GroupedLinear(weight, bias, self._ops, self._dtype)
         coded, order = [form.part for form in run if isinstance(form.part, Coded)], run[0].order
         layer: CodedLinear | FourBitLinear
@@ -98,5 +99,9 @@ class CodeLayers:
             layer = FourBitLinear(coded, self._dtype, self._device, bias)
         else:
             layer = CodedLinear(coded, self._dtype, bias)
-        self._count(sum(tensor.nbytes for tensor in layer.tensors() if tensor.dtype is torch.uint8))
+        self._count([tensor for tensor in layer.tensors() if tensor.dtype is torch.uint8])
         return Reordered(layer, order) if isinstance(layer, CodedLinear) and order is not None else layer
+
+    def _count(self, tensors: Iterable[Tensor]) -> None:
+        with self._lock:
+            self.num_bytes += sum(tensor.nbytes for tensor in tensors)

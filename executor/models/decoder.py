@@ -31,7 +31,7 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self._spec, self._ops = spec, ops
         self.num_layers = len(spec.layers)
-        self.caches, self.unit_bytes = _caches_of(spec, weights.dtype)
+        self.caches, self.unit_bytes = _caches_of(spec, weights.dtype, weights.group.world)
         self.kv_parts = 2 if spec.latent is None else 1
         self.kv_width = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)[1] * spec.head_dim
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
@@ -85,13 +85,14 @@ class Decoder:
         )
 
 
-def _caches_of(spec: DecoderSpec, dtype: torch.dtype) -> tuple[tuple[LayerCache, ...], int]:
+def _caches_of(spec: DecoderSpec, dtype: torch.dtype, world: int) -> tuple[tuple[LayerCache, ...], int]:
     """What each layer keeps of a request, and the bytes of the largest unit of a state."""
     if not any(layer.recurrent for layer in spec.layers):
         return tuple(LayerCache(layer.window) for layer in spec.layers), 0
     from penstock.executor.models.recurrent_layers import state_of
 
-    states = [None if layer.recurrent is None else state_of(spec, layer.recurrent, dtype) for layer in spec.layers]
+    kinds = [layer.recurrent for layer in spec.layers]
+    states = [None if kind is None else state_of(spec, kind, dtype, world) for kind in kinds]
     caches = [
         LayerCache(layer.window) if state is None else LayerCache(units=state[0])
         for state, layer in zip(states, spec.layers, strict=True)

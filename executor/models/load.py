@@ -16,11 +16,12 @@ from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.fields import Fields
 from penstock.executor.loading.packed_weights import PackedCheckpoint
 from penstock.executor.models.code_layers import KeptCodes
+from penstock.executor.models.labels import HEAD, without_head
 from penstock.executor.models.registry import CausalModel, Spec, find_architecture, text_of
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import DTYPES, CheckpointReader, Weights
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType, LabelInfo
 
 if TYPE_CHECKING:
     from penstock.eplb import Plan
@@ -37,6 +38,8 @@ class LoadedModel:
     fingerprint: bytes
     memory: dict[str, int]  # what the weights take
     placement: "Plan | None"  # of experts, where ranks share out whole ones
+    labels: LabelInfo | None  # of a model that classifies …
+    label_head: torch.Tensor | None  # … [labels, hidden], float32
 
 
 def load_model(
@@ -46,8 +49,9 @@ def load_model(
     checkpoint = open_checkpoint(path, config)
     is_packed = isinstance(checkpoint, PackedCheckpoint)
     where = str(path / "config.json" if path.is_dir() else path)
-    text = text_of(checkpoint.config, where)
-    if text is not checkpoint.config and "tie_word_embeddings" not in text and config.load_format != "dummy":
+    config_of_all, labels = without_head(checkpoint.config, where)
+    text = text_of(config_of_all, where)
+    if text is not config_of_all and "tie_word_embeddings" not in text and config.load_format != "dummy":
         text["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in checkpoint.names())
     fields = Fields(text, where)
     name, architecture = find_architecture(fields)
@@ -72,7 +76,7 @@ def load_model(
         if any(layer.rope.long_divisors and num_positions > layer.rope.original_length for layer in spec.layers):
             progress("Positions beyond the original length: contexts of any length rotate as long ones (max_model_len)")
         spec = spec.for_positions(num_positions)
-        if (spec.arrangement != AS_LLAMA or text is not checkpoint.config) and config.load_format != "dummy":
+        if (spec.arrangement != AS_LLAMA or text is not config_of_all) and config.load_format != "dummy":
             checkpoint = arranged(checkpoint, spec.arrangement)
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     placement = first_placement(config, spec, group.world)
@@ -83,6 +87,9 @@ def load_model(
     )
     weights = Weights(read, dtype, device, group, progress, placement, ops.blocks, kept_codes, group_ops)
     model = architecture.build(spec, weights, ops, num_positions, device)
+    head = None
+    if labels is not None and labels.tokens is None:
+        head = weights.float32(HEAD, (len(labels.names), spec.hidden_size))
     if isinstance(read, CheckpointReader):
         # Layers after the last, which guess tokens ahead (DeepSeek-V3 has one), are not computed.
         ahead = range(model.num_layers, model.num_layers + fields.integer("num_nextn_predict_layers", 0, low=0))
@@ -94,7 +101,7 @@ def load_model(
     computed += ["codes"] if weights.num_code_bytes else []
     fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed)
     memory = _memory(weights, dtype, "coded" if checkpoint.has_codes else "FP8")
-    return LoadedModel(name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement)
+    return LoadedModel(name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement, labels, head)
 
 
 def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> KeptCodes:
@@ -109,7 +116,7 @@ def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.de
 def _memory(weights: Weights, dtype: torch.dtype, narrow: str) -> dict[str, int]:
     widened, kept = weights.num_widened_bytes, weights.num_code_bytes
     parts = {f"{narrow} weights as {str(dtype).removeprefix('torch.')}": widened, "weights as codes": kept}
-    return {"weights": weights.num_bytes - widened - kept} | {name: size for name, size in parts.items() if size}
+    return {"weights": weights.num_bytes - widened} | {name: size for name, size in parts.items() if size}
 
 
 def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> "Plan | None":

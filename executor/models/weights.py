@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
@@ -33,6 +34,9 @@ Layer = TypeVar("Layer")
 # Which dimension of a weight the ranks share out: output rows (then each has part of the result), input
 # columns (then the results are summed), or none.
 Split = Literal["rows", "columns"] | None
+# Into how many indivisible parts the dimension falls that is shared out, heads for instance: None, into single ones. Or
+# the sizes of sections, each of which is shared out by itself.
+Units = int | tuple[int, ...] | None
 
 # Buffers that old versions of transformers saved; they follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -102,22 +106,21 @@ class Weights:
         self._read, self.dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
-        self.num_bytes = 0  # as stored in memory, by this rank …
+        self.num_bytes = 0  # as stored in memory, by this rank, without codes …
         self.num_widened_bytes = 0  # … of which these were eight bits or codes, and are not here
-        self.num_code_bytes = 0  # … and these are codes
         self._block_ops = block_ops
-        self._codes = CodeLayers(kept_codes, group_ops, block_ops is not None, dtype, device, self._count_codes)
+        self._codes = CodeLayers(kept_codes, group_ops, block_ops is not None, dtype, device)
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
-    def tensor(self, name: str, shape: tuple[int, ...], split: Split = None, units: int | None = None) -> Tensor:
-        part = self._cut(self._fetch(name, shape), split, units)
+    def tensor(self, name: str, shape: tuple[int, ...], split: Split = None, units: Units = None) -> Tensor:
+        parts = self._cut(self._fetch(name, shape), split, units)
         # A copy also where nothing is converted: the original may be a view of a mapped file.
-        return self._count(self._numbers(part, copy=True))
+        return self._count(_join([self._numbers(part, copy=True) for part in parts]))
 
     def table(self, name: str, shape: tuple[int, ...]) -> Tensor | CodedLinear | GroupedLinear:
         """The rank's rows of an embedding; kept as codes a layer that has them."""
-        part = self._cut(self._fetch(name, shape), "rows", None)
+        (part,) = self._cut(self._fetch(name, shape), "rows", None)
         layer = self._codes.table(part)
         if layer is not None:
             return layer
@@ -127,9 +130,10 @@ class Weights:
         """A norm's weight, float32 as the kernels want it; `offset` is what the file leaves out."""
         return self._count(self._fetch(name, (size,)).numbers(self._device, torch.float32) + offset)
 
-    def float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """What is computed in float32 whatever the model's dtype, whole on every rank."""
-        return self._count(self._fetch(name, shape).numbers(self._device, torch.float32, copy=True))
+    def float32(self, name: str, shape: tuple[int, ...], split: Split = None, units: Units = None) -> Tensor:
+        """What is computed in float32 whatever the model's dtype."""
+        parts = self._cut(self._fetch(name, shape), split, units)
+        return self._count(_join([part.numbers(self._device, torch.float32, copy=True) for part in parts]))
 
     def pass_over(self, name: str, shape: tuple[int, ...]) -> None:
         """A tensor of the model that this rank has no part in: checked and hashed, not kept."""
@@ -142,24 +146,24 @@ class Weights:
         columns: int,
         bias: bool | tuple[bool, ...] = False,
         split: Split | tuple[Split, ...] = None,
-        units: tuple[int | None, ...] | None = None,
+        units: tuple[Units, ...] | None = None,
         pieces: tuple[tuple[int, ...] | None, ...] | None = None,
     ) -> Linear:
         """One linear layer from one or several (their outputs side by side), by names without '.weight'.
 
-        `bias` and `split` are everyone's, or each one's own. `units` says into how many indivisible parts each one's
-        split dimension falls, heads for instance; every row or column is one by default. `pieces`: the rows are stored
+        `bias` and `split` are everyone's, or each one's own; `units` is each one's. `pieces`: the rows are stored
         in turns of so many of one kind, then so many of the next; the layer has all of a kind together.
         """
         biases = bias if isinstance(bias, tuple) else (bias,) * len(names)
         splits = split if isinstance(split, tuple) else (split,) * len(names)
         named = list(zip(names, rows, splits, units or (None,) * len(names), strict=True))
-        parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), of, unit) for name, size, of, unit in named]
+        own = [self._cut(self._fetch(f"{name}.weight", (size, columns)), of, unit) for name, size, of, unit in named]
+        parts = [part for each in own for part in each]
         for index, kinds in enumerate(pieces or ()):
             if kinds is not None:
                 assert not biases[index]
                 parts[index] = self._sorted(parts[index], kinds)
-        added = self._bias(named, parts, biases) if any(biases) else None
+        added = self._bias(named, own, biases) if any(biases) else None
         layer = self._codes.layer(parts, added, self._plain)
         if layer is not None:
             return layer
@@ -174,20 +178,19 @@ class Weights:
     def _plain(self, parts: Sequence[Part], bias: Tensor | None) -> Linear:
         return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), bias)
 
-    def _count_codes(self, size: int) -> None:
-        with self._lock:
-            self.num_bytes += size
-            self.num_code_bytes += size
+    @property
+    def num_code_bytes(self) -> int:
+        return self._codes.num_bytes
 
     def _bias(
-        self, named: list[tuple[str, int, Split, int | None]], parts: list[Part], given: tuple[bool, ...]
+        self, named: list[tuple[str, int, Split, Units]], own: list[list[Part]], given: tuple[bool, ...]
     ) -> Tensor | None:
         """The biases side by side, zero where one of several layers has none."""
         biases = [
             self.tensor(f"{name}.bias", (size,), "rows" if split == "rows" else None, units)
             if is_given
-            else torch.zeros(part.shape[0], dtype=self.dtype, device=self._device)
-            for (name, size, split, units), part, is_given in zip(named, parts, given, strict=True)
+            else torch.zeros(sum(part.shape[0] for part in parts), dtype=self.dtype, device=self._device)
+            for (name, size, split, units), parts, is_given in zip(named, own, given, strict=True)
         ]
         if named[0][2] == "columns" and not self.group.is_first:
             return None  # the sum over ranks has the bias once
@@ -244,14 +247,21 @@ class Weights:
                 self.num_widened_bytes += numbers.numel() * numbers.element_size()
         return numbers
 
-    def _cut(self, part: Part, split: Split, units: int | None) -> Part:
-        if split is None:
-            return part
+    def _cut(self, part: Part, split: Split, units: Units) -> list[Part]:
+        """The rank's part, one for each section."""
+        if split is None or self.group.world == 1:
+            return [part]
         dim = 0 if split == "rows" else 1
-        size = part.shape[dim]
+        if not isinstance(units, tuple):
+            return [self._share(part, dim, 0, part.shape[dim], units)]
+        starts = accumulate(units, initial=0)
+        return [self._share(part, dim, start, size, None) for start, size in zip(starts, units, strict=False)]
+
+    def _share(self, part: Part, dim: int, begin: int, size: int, units: int | None) -> Part:
+        """The rank's, of `size` rows or columns from `begin` on."""
         first, end = self.group.share(units or size)
         unit_size = size // (units or size)
-        start, size = first * unit_size, (end - first) * unit_size
+        start, size = begin + first * unit_size, (end - first) * unit_size
         cut = part.narrow(dim, start, size)
         if cut is None:  # through blocks or groups
             cut = WeightPart(part.numbers(self._device, torch.float32)).narrow(dim, start, size)
@@ -263,3 +273,7 @@ class Weights:
         with self._lock:
             self.num_bytes += tensor.numel() * tensor.element_size()
         return tensor
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

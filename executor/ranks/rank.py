@@ -86,6 +86,7 @@ class Rank:
             stores=self._tiers.stores,
             serves_peers=self._tiers.serves_peers,
             groups=layout.groups,
+            labels=loaded.labels,
         )
         progress(f"Loaded and {plan.num_blocks} KV blocks allocated in {time.monotonic() - started_s:.1f} s")
 
@@ -153,7 +154,8 @@ class Rank:
         if buckets:
             assert ops is not None and isinstance(inputs, DeviceInputs)
             graphs = DecodeGraphs(inputs, model, pages, ops, buckets, CudaGraphs, self._group)
-        return ModelRunner(model, pages, sampler, inputs, device, self._group, transfers, rebalancer, graphs)
+        head = self._loaded.label_head
+        return ModelRunner(model, pages, sampler, inputs, device, self._group, transfers, rebalancer, graphs, head)
 
     def _allocate(self, num_blocks: int) -> torch.Tensor:
         model, size, dtype = self._loaded.model, self._config.block_size, self._loaded.kv_dtype

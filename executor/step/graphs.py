@@ -91,11 +91,13 @@ class DecodeGraphs:
             self._captured[bucket] = self._capture(bucket)
 
     def takes(self, layout: Layout) -> bool:
-        """Whether the step is one of those: one token in every row, and every row samples."""
+        """Whether the step is one of those: one token in every row, and every row samples. Not where a state goes through
+        several of them."""
         return (
             layout.num_tokens == len(layout.slots)
             and len(layout.slots) <= self._buckets[-1]
             and bool(layout.samples.all())
+            and not (layout.has_drafts and self._inputs.has_states)
         )
 
     def forward(self, layout: Layout) -> tuple[Tensor, RowTensors]:

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.executor.batch import ForwardBatch, StateBatch
+from penstock.executor.batch import Chains, ForwardBatch, StateBatch
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels import InputOps, RowTensors
 from penstock.executor.kernels.state import HEADER, MAX_RUN, DeviceState
 from penstock.executor.protocol import Row, Sampling
+from penstock.executor.staging import send
 from penstock.executor.step.layout import Layout
 
 PAYLOAD = 4 * MAX_RUN  # numbers of runs in one copy; more of them take several
@@ -108,8 +109,9 @@ class HostInputs:
     def _state_batch(self, layout: Layout) -> StateBatch | None:
         if not self._states.shape[2]:
             return None
-        read, write = (_tensor(self._states[layout.slots, place], np.int32) for place in range(2))
-        return StateBatch(read, write, _tensor(layout.starts == 0, np.bool_))
+        rows = layout.chains()[0] if layout.has_drafts else slice(None)
+        read, write = (_tensor(self._states[layout.slots[rows], place], np.int32) for place in range(2))
+        return StateBatch(read, write, _tensor(layout.starts[rows] == 0, np.bool_))
 
 
 class DeviceInputs:
@@ -167,7 +169,11 @@ class DeviceInputs:
         longest, width = int(layout.counts.max()), -(-int(layout.context_lens.max()) // self.block_size)
         made, others = self._prepare(rows, layout.num_tokens, longest, width)
         drawn = tuple(tensor.index_select(0, sampled) for tensor in made.draw())
-        batch = _make_batch(layout, self._tensors(made), asked, others, self._group_of, self._state_batch(rows))
+        states = self._state_batch(rows)
+        if states is not None and layout.has_drafts:
+            firsts = send(layout.chains()[0], self.tokens.device)
+            states = StateBatch(*(each.index_select(0, firsts) for each in states))
+        batch = _make_batch(layout, self._tensors(made), asked, others, self._group_of, states)
         return batch, Ends(made.targets.index_select(0, sampled), drawn)
 
     def send_singles(self, layout: Layout, bucket: int) -> None:
@@ -200,9 +206,13 @@ class DeviceInputs:
         others = [self._ops.prepare(self._packed, self._state.flat, places, *sizes) for places in rest]
         return made, tuple((other.kv_slots, other.block_tables) for other in others)
 
+    @property
+    def has_states(self) -> bool:
+        return self._state.states.shape[2] > 0
+
     def _state_batch(self, rows: int) -> StateBatch | None:
         """Of the block sent last. Padding reads and writes page 0."""
-        if not self._state.states.shape[2]:
+        if not self.has_states:
             return None
         slots, starts = self._packed[HEADER + 1 + rows :][: 2 * rows].view(2, rows)
         is_real = torch.arange(rows, device=slots.device) < self._packed[0]
@@ -286,6 +296,12 @@ def _make_batch(
     states: StateBatch | None,
 ) -> ForwardBatch:
     singles, contexts = layout.num_single_rows, layout.context_lens.tolist()
+    chains = None
+    if states is not None and layout.has_drafts:
+        starts = layout.chains()[1]
+        counts = np.diff(starts)
+        alone = int(np.count_nonzero(counts == 1))
+        chains = Chains(send(starts.astype(np.int32), tensors[0].device), alone, tuple(counts[alone:].tolist()))
     return ForwardBatch(
         *tensors,
         wanted=wanted,
@@ -296,4 +312,5 @@ def _make_batch(
         other_groups=others,
         group_of=group_of,
         states=states,
+        chains=chains,
     )

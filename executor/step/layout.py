@@ -15,9 +15,13 @@ class Layout:
     def __init__(self, rows: list[Row]) -> None:
         columns = np.array([(r.slot, r.start, r.count, r.write_from, r.sample) for r in rows], dtype=np.int64)
         columns = columns.reshape(-1, 5)
-        self.order = np.argsort(columns[:, 2], kind="stable")
+        slots, counts = columns[:, 0], columns[:, 2]
+        is_drafted = np.bincount(slots)[slots] > 1
+        # A slot's rows with drafts stand side by side, behind the single rows that stand alone.
+        self.order = np.lexsort((slots * is_drafted, is_drafted, counts))
         self.slots, self.starts, self.counts, self.write_from, samples = columns[self.order].T
         self.samples = samples.astype(bool)
+        self.has_drafts = bool(is_drafted.any())
         self.num_single_rows = int(np.count_nonzero(self.counts == 1))
         self.context_lens = self.starts + self.counts
         self.query_starts = np.zeros(len(rows) + 1, dtype=np.int64)
@@ -28,3 +32,8 @@ class Layout:
         else:
             self.row_of = np.repeat(np.arange(len(rows)), self.counts)  # [T]
             self.positions = np.arange(self.num_tokens) - (self.query_starts[:-1] - self.starts)[self.row_of]
+
+    def chains(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first row of each slot, and where their tokens begin, with the end of all."""
+        firsts = np.flatnonzero(np.diff(self.slots, prepend=-1))
+        return firsts, np.append(self.query_starts[firsts], self.num_tokens)

@@ -60,11 +60,12 @@ class ModelRunner:
         transfers: RankTransfers | None = None,
         rebalancer: "Rebalancer | None" = None,
         graphs: DecodeGraphs | None = None,
+        label_head: torch.Tensor | None = None,  # [labels, hidden], float32
     ) -> None:
         self._model, self._pages, self._sampler, self._device = model, pages, sampler, device
         self._inputs = inputs
         self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
-        self._graphs = graphs
+        self._graphs, self._label_head = graphs, label_head
         self._pooler, self._outbox = Pooler(), Outbox(device)
         self._admissions: dict[int, Admission] = {}  # by slot
         self._asks_more = np.zeros(inputs.num_slots, dtype=bool)  # prompt log-probabilities or an embedding …
@@ -196,10 +197,19 @@ class ModelRunner:
                 embedding = self._pooler.mean(admission, hidden, end)
             elif admission.pooling == "last" and end == num_prompt:
                 embedding = self._pooler.last(hidden[-1:])
+            elif admission.pooling == "labels" and end == num_prompt:
+                embedding = self._find_labels(admission.sampling.allowed_ids, hidden[-1:])
             if embedding is not None:
                 launched.result.embeddings[index] = embedding
         except ValueError as error:
             launched.result.errors[index] = str(error)
+
+    def _find_labels(self, tokens: tuple[int, ...], hidden: torch.Tensor) -> bytes | None:
+        """The head's numbers, or the logits of `tokens`, which the first rank alone has. hidden [1, hidden]"""
+        if self._label_head is not None:
+            return self._pooler.last(hidden.float() @ self._label_head.T)
+        logits = self._model.logits(hidden)
+        return None if logits is None else self._pooler.last(logits[:, list(tokens)])
 
     def _find_prompt_logprobs(
         self, index: int, slot: int, start: int, hidden: torch.Tensor, num: int, launched: Launched

@@ -37,9 +37,11 @@ class KeySpace(NamedTuple):
 
 
 class Match(msgspec.Struct, frozen=True, gc=False):
-    """Per slot, how many leading keys it holds; by `version` one sees whether the index has moved since."""
+    """Per slot, how many leading keys it holds; by `version` one sees whether the index has moved since. `num_ends`: behind
+    so many keys there are tokens of the prompt, where a cached state may be of use."""
 
     keys: Keys
+    num_ends: int
     counts: Counts
     version: int
 
@@ -58,10 +60,13 @@ class RouteIndex:
         self._index = ffi.gc(opened, lib.penstock_route_close)
         self.num_slots = 0
 
-    def add_slot(self, limit: int) -> int:
+    def add_slot(self, limit: int, at_ends: bool = False) -> int:
+        """`at_ends`: a key that it holds stands for all of a prompt before it, which it need not hold."""
         slot: int = lib.penstock_route_add_slot(self._index, limit)
         if slot < 0:
             raise RuntimeError(f"the index has no slot left: {MAX_SLOTS} are in use")
+        if at_ends:
+            lib.penstock_route_match_at_ends(self._index, slot)
         self.num_slots = max(self.num_slots, slot + 1)
         return slot
 
@@ -87,16 +92,18 @@ class RouteIndex:
     def fade(self) -> None:
         lib.penstock_route_fade(self._index)
 
-    def match(self, keys: Keys) -> Match:
+    def match(self, keys: Keys, num_ends: int | None = None) -> Match:
+        num_ends = len(keys) if num_ends is None else num_ends
         counts = np.empty(self.num_slots, dtype=np.int32)
         version = lib.penstock_route_match(
             self._index,
             ffi.from_buffer(U64S, keys),
             len(keys),
+            num_ends,
             ffi.from_buffer(I32S, counts),
             len(counts),
         )
-        return Match(keys, counts, version)
+        return Match(keys, num_ends, counts, version)
 
     def hash_and_match(self, tokens: bytes, space: KeySpace, root: bytes) -> Match:
         """Keys of a prompt (little-endian int32) and who holds them, in one call without the GIL."""
@@ -117,7 +124,7 @@ class RouteIndex:
             ffi.from_buffer(I32S, counts),
             num_slots,
         )
-        return Match(keys, counts, version)
+        return Match(keys, min(num_keys, max(0, len(tokens) // 4 - 1) // space.block_size), counts, version)
 
     def version(self) -> int:
         version: int = lib.penstock_route_version(self._index)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from penstock._csrc import ffi, lib
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.placement.index import Keys, KeySpace, Match, RouteIndex
+from penstock.router.placement.index import KeySpace, Match, RouteIndex
 from penstock.router.placement.load import Column
 from penstock.router.placement.policy import PolicyConfig
 
@@ -39,6 +39,7 @@ class ReplicaCache:
         self.engine_id: str | None = None
         self.seq: int | None = None  # of the last frame taken in; None: no snapshot yet
         self.heard_s = now_s
+        self.hits_at_ends = False  # as its hello says
         self.is_guess = True  # until the first snapshot
         self.wants_snapshot = True
         self.is_counted = False  # answers say how much was cached
@@ -76,7 +77,7 @@ class Knowledge:
         cache = ReplicaCache(row, space, num_blocks, self._clock())
         self._caches[row] = cache
         self._slots[:, row] = EMPTY
-        self._slots[0, row] = self.index.add_slot(self._limit(cache))
+        self._slots[0, row] = self._add_slot(cache)
         return cache
 
     def remove(self, cache: ReplicaCache) -> None:
@@ -103,6 +104,9 @@ class Knowledge:
         if cache.engine_id not in (None, hello.engine_id):  # a new process: it has nothing
             self._forget(cache)
         cache.engine_id = hello.engine_id
+        if cache.hits_at_ends != hello.hits_at_ends:  # what was guessed at meant something else
+            cache.hits_at_ends = hello.hits_at_ends
+            self._forget(cache)
 
     def _take_snapshot(self, cache: ReplicaCache, part: Snapshot) -> None:
         if part.is_first:
@@ -141,7 +145,7 @@ class Knowledge:
         if layer is None or not keys:
             return
         if self._slots[layer, cache.row] == EMPTY:
-            self._slots[layer, cache.row] = self.index.add_slot(self._limit(cache) * (16 if layer else 1))
+            self._slots[layer, cache.row] = self._add_slot(cache, 16 if layer else 1)
             self._num_deep += layer in (1, 2)
         self._count(cache, "keys_refused_total", self.index.store(int(self._slots[layer, cache.row]), keys))
 
@@ -160,16 +164,20 @@ class Knowledge:
             self._num_deep -= layer in (1, 2)
             self.index.retire_slot(slot)
 
-    def _limit(self, cache: ReplicaCache) -> int:
-        return 2 * cache.most_blocks + 1024  # twice what it can hold: room for changes on their way
+    def _add_slot(self, cache: ReplicaCache, times: int = 1) -> int:
+        limit = 2 * cache.most_blocks + 1024  # twice what it can hold: room for changes on their way
+        return self.index.add_slot(limit * times, cache.hits_at_ends)
 
     # -- what the router thinks itself ---------------------------------------------------------------------
 
-    def expect(self, cache: ReplicaCache, keys: Keys, num_known: int) -> None:
+    def expect(self, cache: ReplicaCache, match: Match, num_known: int) -> None:
         """A request with these keys goes there now; the first `num_known` it should have."""
+        keys, last = match.keys, match.num_ends
         slot = int(self._slots[0, cache.row])
         if slot == EMPTY:
-            slot = self._slots[0, cache.row] = self.index.add_slot(self._limit(cache))
+            slot = self._slots[0, cache.row] = self._add_slot(cache)
+        if cache.hits_at_ends:  # the last checkpoint of a prompt is before its last token
+            keys, num_known = keys[max(0, last - 1) : last], int(num_known >= last)
         if not cache.is_guess:
             self.index.hope(slot, keys, num_known)
             return
@@ -177,7 +185,7 @@ class Knowledge:
         if self.index.num_held(slot) >= max(cache.num_blocks // 2, 1):
             self._drop(cache, OLDER)
             self._slots[OLDER, cache.row] = slot
-            self._slots[0, cache.row] = self.index.add_slot(self._limit(cache))
+            self._slots[0, cache.row] = self._add_slot(cache)
 
     def compare(self, cache: ReplicaCache, predicted: int, actual: int) -> None:
         """An answer said how much of its prompt was cached. Its own blocks are there now, whatever was thought; but a guess
@@ -212,7 +220,7 @@ class Knowledge:
         part."""
         # A slot may have come between sizing the counts and filling them, in the thread that prepared.
         if match.version != self.index.version() or len(match.counts) < self.index.num_slots:
-            match = self.index.match(match.keys)
+            match = self.index.match(match.keys, match.num_ends)
         lib.penstock_cached_tokens(
             self._c,
             ffi.from_buffer(I32S, match.counts),

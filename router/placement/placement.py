@@ -123,7 +123,10 @@ class Placement:
     def adopt(self, prompt: Prompt) -> Prompt:
         """A prompt that another placement has prepared: its keys are the same here, who holds them is not."""
         index = self.knowledge.index
-        return Prompt(prompt.num_tokens, tuple((space, index.match(match.keys)) for space, match in prompt.matches))
+        return Prompt(
+            prompt.num_tokens,
+            tuple((space, index.match(match.keys, match.num_ends)) for space, match in prompt.matches),
+        )
 
     def choose(
         self,
@@ -191,7 +194,7 @@ class Placement:
         for space, match in prompt.matches:
             if space == replica.cache.space and len(match.keys):
                 num_known = num_cached // space.block_size + 1
-                self.knowledge.expect(replica.cache, match.keys, min(num_known, len(match.keys)))
+                self.knowledge.expect(replica.cache, match, min(num_known, len(match.keys)))
 
     def counted(self, charge: Charge, cached_tokens: int) -> None:
         """The answer said at its end how many tokens were cached."""

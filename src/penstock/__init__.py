@@ -9,8 +9,11 @@ if TYPE_CHECKING:
     from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
     from penstock.engine.sampling_params import StructuredOutputs as StructuredOutputsParams
 
+    TextPrompt = TokensPrompt = dict[str, Any]
+
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "StructuredOutputsParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ += ["StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"]
 
 _HOMES = {
     "LLM": ("penstock.engine.front.llm", "LLM"),
@@ -18,6 +21,8 @@ _HOMES = {
     "SamplingParams": ("penstock.engine.sampling_params", "SamplingParams"),
     "StructuredOutputs": ("penstock.engine.sampling_params", "StructuredOutputs"),
     "StructuredOutputsParams": ("penstock.engine.sampling_params", "StructuredOutputs"),  # vLLM's name for it
+    "TextPrompt": ("builtins", "dict"),  # of vLLM: prompts in dictionaries
+    "TokensPrompt": ("builtins", "dict"),
 }
 
 

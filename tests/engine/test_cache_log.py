@@ -12,15 +12,16 @@ from penstock.cache.pool import BlockPool
 from penstock.engine.core.engine_core import CacheLog, shortened
 from penstock.engine.core.request import Request
 from penstock.engine.core.usable import UsableKeys
-from penstock.engine.messages import CacheUpdate
-from penstock.executor.protocol import GroupInfo
+from penstock.engine.messages import CacheUpdate, Submit
+from penstock.executor.protocol import GroupInfo, ModelInfo
 from tests.engine.test_groups import SHAPES
 from tests.support.simulation import BLOCK_SIZE, World, random_request, submit
 
 
-def apply(known: set[bytes], updates: list[CacheUpdate]) -> None:
+def apply(known: set[bytes], updates: list[CacheUpdate], tier: str = "device") -> None:
     for each in updates:
-        assert each.tier == "device"
+        if each.tier != tier:
+            continue
         stored, removed = ({run[at : at + 8] for at in range(0, len(run), 8)} for run in (each.stored, each.removed))
         assert not stored & removed
         if each.is_snapshot:
@@ -51,17 +52,33 @@ def test_whoever_applies_the_news_knows_the_pool_after_every_step() -> None:
         assert known == {key[:8] for key in world.scheduler.pool.cached_keys()} != set()
 
 
+def promised(message: Submit, known: set[bytes], info: ModelInfo) -> tuple[Request, int]:
+    """How many blocks of its prompt a router takes to be cached. (One more token, so that all of them may be found.)"""
+    root = namespace_root(model=info.fingerprint, adapter=message.adapter, salt=message.cache_salt)
+    tokens = array("i", message.tokens + bytes(4))
+    request = Request(message, 0, 0.0, tokens, 1, root, False)
+    request.keys = block_keys(memoryview(tokens), BLOCK_SIZE, root=root)
+    is_known = [key[:8] in known for key in request.keys]
+    if info.hits_at_ends:
+        return request, max((index + 1 for index, each in enumerate(is_known) if each), default=0)
+    return request, len(list(takewhile(bool, is_known)))
+
+
+@pytest.mark.parametrize("host_slots", [0, 200])
 @pytest.mark.parametrize("groups", SHAPES[2:])
-def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, ...]) -> None:
-    """Whatever run of keys from the first block on a router knows, a request finds at least as much."""
-    num_found = 0
-    for seed in range(6):
+def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, ...], host_slots: int) -> None:
+    """Whatever a router knows of a tier, a request finds at least as much in it and those above; with states alone, all."""
+    num_promised = num_found = 0
+    for seed in range(4):
         rng = random.Random(seed)
         least = sum(group.most_pages(64, 16, BLOCK_SIZE) for group in groups)
-        world = World(num_blocks=least + 30, groups=groups)
+        world = World(num_blocks=least + 30, groups=groups, host_slots=host_slots)
         own = world.scheduler.groups
         assert own is not None
-        log = CacheLog({"device": UsableKeys(world.scheduler.pool, own)})
+        pools, find, tier = {"device": world.scheduler.pool}, world.scheduler.pool.find, "device"
+        if host_slots:
+            pools["host"], find, tier = world.tiers.index.host, world.tiers.place, "host"
+        log = CacheLog({name: UsableKeys(pool, own) for name, pool in pools.items()})
         known: set[bytes] = set()
         prompts = []
         for number in range(50):
@@ -74,20 +91,53 @@ def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, 
                 world.step()
             if number < 10:
                 continue
-            apply(known, log.updates())
+            apply(known, log.updates(), tier)
             for message in prompts[-8:]:
-                root = namespace_root(
-                    model=world.executor.info.fingerprint, adapter=message.adapter, salt=message.cache_salt
-                )
-                tokens = array("i", message.tokens + bytes(4))  # one more, so that all blocks may be found
-                request = Request(message, 0, 0.0, tokens, 1, root, False)
-                request.keys = block_keys(memoryview(tokens), BLOCK_SIZE, root=root)
-                promised = len(list(takewhile(lambda key: key[:8] in known, request.keys)))  # noqa: B023
-                assert promised <= own.find(request, world.scheduler.pool.find).num_blocks
-                num_found += promised
+                request, count = promised(message, known, world.executor.info)
+                found = own.find(request, find).num_blocks
+                assert count <= found
+                num_promised += count
+                num_found += found
         log.watch(False)
-        assert own.registered is None and world.scheduler.pool.changes is None
-    assert num_found > 0 or groups[-1].pages
+        assert not own.listeners and all(pool.changes is None for pool in pools.values())
+        world.run()
+        world.executor.close()
+    has_both = groups[-1].pages and any(group.kind == "window" for group in groups)
+    assert has_both or num_promised > (0.7 * num_found if world.executor.info.hits_at_ends else 0)
+
+
+def test_checkpoints_of_the_host_are_reported_when_all_their_pages_are_there_and_no_longer() -> None:
+    world = World(num_blocks=40, groups=(GroupInfo(), GroupInfo("state", pages=3)), host_slots=90)
+    assert world.scheduler.groups is not None
+    pools = {"device": world.scheduler.pool, "host": world.tiers.index.host}
+    log = CacheLog({name: UsableKeys(pool, world.scheduler.groups) for name, pool in pools.items()})
+    log.watch(True)
+    known: dict[str, set[bytes]] = {"device": set(), "host": set()}
+
+    def blocks_of(tier: str, message: Submit) -> int:
+        for name in known:
+            apply(known[name], updates, name)
+        return promised(message, known[tier], world.executor.info)[1]
+
+    first = submit("first", list(range(21)), max_tokens=1)
+    world.submit(first)
+    world.run()
+    updates = log.updates()
+    assert blocks_of("device", first) == 5
+    world.settle()
+    updates = log.updates()
+    assert blocks_of("host", first) == 5 and len(known["host"]) == 2, "at the third block, and at the prompt's last one"
+    for number in range(6):
+        world.submit(submit(f"other{number}", [30 + number] * 21, max_tokens=1))
+        world.settle()
+    updates = log.updates()
+    assert blocks_of("device", first) == 0 and blocks_of("host", first) == 5
+    for number in range(6, 20):
+        world.submit(submit(f"other{number}", [30 + number] * 21, max_tokens=1))
+        world.settle()
+    updates = log.updates()
+    assert blocks_of("host", first) == 0
+    world.executor.close()
 
 
 def test_nothing_is_kept_while_nobody_watches() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.cache.keys import block_keys, namespace_root, page_key
-from penstock.executor.protocol import ExecutorError, GroupInfo
+from penstock.executor.protocol import GroupInfo
 from tests.engine.test_tiers import tier_storm
 from tests.support.flaky_store import FlakyStore
 from tests.support.simulation import BLOCK_SIZE, World, random_drafts, submit
@@ -117,11 +117,6 @@ def test_a_state_stays_in_place_and_is_sent_once() -> None:
     assert changes <= 5
 
 
-def test_drafts_are_refused_where_layers_keep_states() -> None:
-    with pytest.raises(ExecutorError, match="speculative_config: given; .*recurrent"):
-        World(groups=(FULL, STATE), drafts=random_drafts(random.Random(1)))
-
-
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE)])
 def test_all_groups_come_back_from_the_host_and_from_the_disk_of_an_earlier_engine(
     groups: tuple[GroupInfo, ...],
@@ -196,8 +191,6 @@ def storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str, int]
     rng = random.Random(seed)
     shape: dict[str, Any] = {"vocab_size": 50, "max_model_len": 64}
     groups = SHAPES[seed % len(SHAPES)]
-    if has_drafts:
-        groups = tuple(group for group in groups if group.kind != "state")
     chunk = rng.choice([8, 16, 64])
     least = sum(group.most_pages(64, chunk, BLOCK_SIZE) for group in groups) + 1
     world = World(
@@ -228,8 +221,7 @@ def test_random_worlds_of_several_groups_with_failing_tiers() -> None:
     total: dict[str, int] = {}
     for seed in range(48):
         groups = SHAPES[seed % len(SHAPES)]
-        has_drafts = seed % 3 == 0 and all(group.kind != "state" for group in groups)
-        for name, count in tier_storm(seed, 250, has_drafts, groups).items():
+        for name, count in tier_storm(seed, 250, seed % 3 == 0, groups).items():
             total[name] = total.get(name, 0) + count
     wanted = ("preempted", "aborted", "finished", "hits_host", "hits_disk", "restores", "saves", "failed_reads_disk")
     assert {name: total.get(name, 0) for name in wanted if total.get(name, 0) < 30} == {}
@@ -245,4 +237,4 @@ def test_thousands_of_random_worlds_of_several_groups_with_failing_tiers() -> No
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_a_million_random_steps_of_several_groups() -> None:
-    assert sum(storm(seed, 2_000, seed % 4 == 3)["steps"] for seed in range(1000, 1500)) >= 1_000_000
+    assert sum(storm(seed, 2_000, seed % 3 == 2)["steps"] for seed in range(1000, 1500)) >= 1_000_000

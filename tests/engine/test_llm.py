@@ -103,11 +103,10 @@ def test_logprobs_come_with_their_tokens_and_add_up(llm: LLM) -> None:
 
 def test_an_embedding_has_the_width_of_the_model(llm: LLM) -> None:
     first, second = llm.embed([[1, 2, 3], [1, 2, 4]], use_tqdm=False)
-    assert len(first.embedding) == llm.info.hidden_size and first.embedding != second.embedding
-    assert sum(value * value for value in first.embedding) == pytest.approx(1.0)
-    assert first.outputs.embedding == first.embedding
+    assert len(first.outputs.embedding) == llm.info.hidden_size and first.outputs != second.outputs
+    assert sum(value * value for value in first.outputs.embedding) == pytest.approx(1.0)
     (plain,) = llm.embed([1, 2, 3], use_tqdm=False, normalize=False)
-    assert sum(value * value for value in plain.embedding) != pytest.approx(1.0)
+    assert sum(value * value for value in plain.outputs.embedding) != pytest.approx(1.0)
     with pytest.raises(InvalidRequest, match="pooling"):
         llm.embed([[1]], pooling=cast(Any, "max"))
 

@@ -192,6 +192,24 @@ def test_prompt_logprobs_cover_the_prompt_across_chunks_and_skip_the_cache() -> 
         assert [len(output.logprobs or ()) for output in world.outputs[name]] == [1, 1]
 
 
+def test_a_length_of_nothing_ends_where_the_prompt_does() -> None:
+    world = World(max_num_batched_tokens=7, max_in_flight=2)
+    sampling = Sampling(temperature=0.0, prompt_logprobs=1)
+    world.submit(submit("scored", list(range(20)), max_tokens=0, sampling=sampling))
+    world.run()
+    world.submit(submit("warmed", list(range(20)), max_tokens=0))
+    step = world.plan()
+    assert rows(step) == [(0, 19, 1, False)], "the rest is cached"
+    world.executor.submit(step)
+    for output in world.scheduler.apply(world.executor.collect()):
+        world.outputs["warmed"].append(output)
+    for name in ("scored", "warmed"):
+        (output,) = world.outputs[name]
+        assert output.tokens == [] and output.finish_reason == "length"
+    assert [entry.ids[0] for entry in world.outputs["scored"][0].prompt_logprobs or ()] == list(range(1, 20))
+    assert world.scheduler.stats().generation_tokens == 0 and world.scheduler.stats().num_used_blocks == 0
+
+
 def test_the_prefix_cache_is_reset_only_when_idle() -> None:
     world = World()
     world.submit(submit("a", list(range(20))))

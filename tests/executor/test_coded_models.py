@@ -1,6 +1,7 @@
 """Models whose weights are codes of every type, mixed in one file, against transformers over the values that the gguf
 package reads."""
 
+import gc
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,18 @@ def test_tokens_are_those_of_transformers_however_the_prompt_is_cut(file: Path, 
     assert driver.generate(driver.admit(PROMPT), count=24) == [expected]
     crowd = [driver.admit(PROMPT), *(driver.admit([7 + i, *PROMPT[i:]]) for i in range(6))]
     assert driver.generate(*crowd, count=24, chunk=5)[0] == expected
+
+
+def test_the_file_is_let_go_as_soon_as_it_is_loaded(file: Path) -> None:
+    """Held by a cycle until the collector came by, it took its size in memory once more."""
+    gc.collect()
+    gc.disable()
+    try:
+        executor = UniprocExecutor(config(file))
+        assert str(file) not in Path("/proc/self/maps").read_text()
+        del executor
+    finally:
+        gc.enable()
 
 
 def test_ranks_whose_parts_cut_through_blocks_compute_with_numbers(file: Path, expected: list[int]) -> None:

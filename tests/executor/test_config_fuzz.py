@@ -18,7 +18,7 @@ import transformers
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
-from tests.support.small_models import CASES, folder, randomize
+from tests.support.small_models import CASES, RECURRENT, folder, randomize
 
 PROMPT = [5, 17, 93, 3, 41, 77, 150, 8, 23, 64, 12, 99, 131, 2, 71, 45, 30, 6, 88, 19]
 # Fields that say nothing about what is computed, or that both sides are given by other ways.
@@ -98,7 +98,7 @@ def check_each(case: str, some: list[tuple[str, Any]], tmp_path: Path, recorded:
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *RECURRENT])
 @pytest.mark.filterwarnings("ignore")
 def test_a_config_with_another_field_is_computed_as_by_transformers_or_refused(
     case: str, tmp_path: Path, recorded: list[torch.Tensor]
@@ -108,7 +108,7 @@ def test_a_config_with_another_field_is_computed_as_by_transformers_or_refused(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *RECURRENT])
 @pytest.mark.filterwarnings("ignore")
 def test_each_field_of_each_config(case: str, tmp_path: Path, recorded: list[torch.Tensor]) -> None:
     check_each(case, list(alterations(case)), tmp_path, recorded)

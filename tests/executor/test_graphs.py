@@ -5,6 +5,7 @@ On the CPU a made-up graph calls what it was made of. Its results are garbage un
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -189,9 +190,13 @@ def test_all_buckets_are_captured_at_the_start_the_largest_first(monkeypatch: py
 def test_graphs_take_only_steps_of_single_tokens_that_all_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = object.__new__(DecodeGraphs)
     taken._buckets = np.array([1, 2])
+    taken._inputs = SimpleNamespace(has_states=False)  # type: ignore[assignment]
     one, two = Row(0, 3, 1, True), Row(1, 3, 1, True)
     assert taken.takes(Layout([one, two]))
-    assert taken.takes(Layout([Row(0, 3, 1, True, first_token=4, tokens=(9,)), Row(0, 4, 1, True)]))  # with a draft
+    drafted = Layout([Row(0, 3, 1, True, first_token=4, tokens=(9,)), Row(0, 4, 1, True)])
+    assert taken.takes(drafted)
+    taken._inputs = SimpleNamespace(has_states=True)  # type: ignore[assignment]
+    assert taken.takes(Layout([one, two])) and not taken.takes(drafted), "a state goes through one row after the other"
     assert not taken.takes(Layout([one, Row(1, 3, 2, True)]))
     assert not taken.takes(Layout([one, Row(1, 3, 1, False)]))
     assert not taken.takes(Layout([one, two, Row(2, 3, 1, True)]))

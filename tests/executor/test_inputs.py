@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.batch import StateBatch
+from penstock.executor.batch import Chains, StateBatch
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels import torch_inputs
 from penstock.executor.kernels.state import OPTIONS
@@ -139,12 +139,37 @@ def assert_equal(name: str, ours: object, theirs: object, contexts: torch.Tensor
         assert int(ours.min()) >= 0 and int(ours.max()) < NUM_BLOCKS
     elif isinstance(theirs, torch.Tensor):
         assert isinstance(ours, torch.Tensor) and ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
-    elif isinstance(theirs, StateBatch):
-        assert isinstance(ours, StateBatch)
-        for mine, other in zip(ours, theirs, strict=True):
-            assert mine.dtype == other.dtype and torch.equal(mine, other)
+    elif isinstance(theirs, StateBatch | Chains):
+        assert isinstance(ours, type(theirs))
+        for field, mine, other in zip(theirs._fields, ours, theirs, strict=True):
+            assert_equal(field, mine, other, contexts)
     elif name != "other_groups":  # the views have them
         assert ours == theirs, name
+
+
+@pytest.mark.parametrize("is_device", [False, True])
+def test_a_recurrent_layer_sees_a_row_and_its_drafts_as_one_row(is_device: bool) -> None:
+    inputs = device_side(1 << 10, MANY) if is_device else HostInputs(NUM_SLOTS, LENGTH, BLOCK, MANY)
+    for slot in range(4):
+        admit(inputs, admission(slot, np.random.default_rng(slot)))
+    given = {"blocks": tuple(range(1, 13)), "groups": ((0, tuple(range(1, 13))),) * 2}
+    firsts = [Row(slot, 9, 1, True, states_in=(slot,) * 3, states_out=(10 + slot,) * 3, **given) for slot in range(4)]  # type: ignore[arg-type]
+    firsts[1] = msgspec.structs.replace(firsts[1], start=2, count=3)
+    drafted = {2: (70, 71), 0: (72, 73, 74)}
+    for slot, tokens in drafted.items():
+        firsts[slot] = msgspec.structs.replace(firsts[slot], first_token=10, tokens=tokens)
+    rows = firsts + [Row(slot, 10 + i, 1, True) for slot, tokens in drafted.items() for i in range(len(tokens))]
+    inputs.take(rows)
+    layout = Layout(rows)
+    batch, _ = inputs.prepare(layout, np.arange(layout.num_tokens))
+    *attends, recurs = (batch.by_layer(4)[layer] for layer in (0, 1, 2))
+    assert [len(view.query_starts) - 1 for view in attends] == [9, 9] and batch.num_single_rows == 8
+    assert layout.slots[layout.row_of].tolist() == [3, 0, 0, 0, 0, 2, 2, 2, 1, 1, 1]
+    assert batch.positions.tolist() == [9, 9, 10, 11, 12, 9, 10, 11, 2, 3, 4]
+    assert batch.tokens[2:5].tolist() == [72, 73, 74] and batch.tokens[6:8].tolist() == [70, 71]
+    assert recurs.query_starts.tolist() == [0, 1, 5, 8, 11] and recurs.query_starts.dtype == torch.int32
+    assert recurs.num_single_rows == 1 and recurs.query_lens == (4, 3, 3) and recurs.states is not None
+    assert recurs.states.read[:, 0].tolist() == [3, 0, 2, 1] and recurs.states.write[:, 2].tolist() == [13, 10, 12, 11]
 
 
 def test_padding_has_no_blocks_in_any_group_and_no_state() -> None:

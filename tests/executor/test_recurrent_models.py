@@ -4,6 +4,7 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine.front.llm import LLM
 from penstock.engine.sampling_params import SamplingParams
+from penstock.executor.models.recurrent_layers import state_of
+from penstock.executor.models.spec import ConvSpec, DeltaSpec
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
@@ -123,9 +126,24 @@ def test_settings_that_are_not_computed_are_refused_by_name(change: dict[str, An
         UniprocExecutor(ExecutorConfig(model=str(folder("qwen3.5")), hf_overrides=change))
 
 
-def test_ranks_do_not_share_out_states() -> None:
-    with (
-        pytest.raises(Exception, match="tensor_parallel_size: 2 given; recurrent layers"),
-        llm(folder("qwen3.5"), tensor_parallel_size=2),
-    ):
-        pass
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3-next", 2), ("qwen3.5", 2), ("lfm2", 4)])
+def test_ranks_share_out_heads_and_channels_and_give_the_tokens_of_one(name: str, ranks: int) -> None:
+    """In chunks, from the cache, and with drafts: the prompt says what the model itself would go on with."""
+    prompt = [*PROMPTS[0][:20], *greedy(name, PROMPTS[0][:20], 10)[0], *PROMPTS[0][:20]]
+    expected, drafts = [greedy(name, prompt, COUNT)[0]], {"method": "ngram", "prompt_lookup_min": 1}
+    sizes = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "tensor_parallel_size": ranks}
+    with llm(folder(name), **sizes, speculative_config=drafts) as model:
+        assert answers(model, [prompt]) == expected
+        assert answers(model, [prompt]) == expected
+        assert model.get_metrics()["accepted_tokens"] > 0 and model.get_metrics()["prefix_hits"] > 0
+
+
+def test_what_ranks_cannot_share_out_is_refused_by_its_number() -> None:
+    delta, conv = DeltaSpec(2, 4, 16, 24, 4, False), ConvSpec(3, False)
+    spec: Any = SimpleNamespace(hidden_size=62)
+    with pytest.raises(ExecutorError, match="^tensor_parallel_size: 4 given; it must divide the model's 2 key heads"):
+        state_of(spec, delta, torch.float32, 4)
+    with pytest.raises(ExecutorError, match="^tensor_parallel_size: 4 given; it must divide the model's 62 channels"):
+        state_of(spec, conv, torch.float32, 4)
+    assert state_of(spec, delta, torch.float32, 2) == (1 + 2, max(16 * 24 * 4, 3 * (2 * 16 + 2 * 24) * 4))

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from playwright.sync_api import sync_playwright
 
-from tests.page.test_browser import CHROMIUM, answer, say, visit
 from tests.support.default_model import default_model
+from tests.support.page_browser import answer, say, set_fields, started, visit
 from tests.support.router_fleet import mock_replicas, running_router
 from tests.support.running_server import until
 
@@ -22,20 +21,19 @@ TALE = "Write a long story about a river, a bridge and the people who built it."
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with started() as browser:
         chat_and_live(browser, folder)
         fleet(browser, folder)
-        browser.close()
 
 
 def chat_and_live(browser: Any, folder: Path) -> None:
     with default_model("SmolLM2-135M-Instruct") as server:
         with visit(browser, server.url, color_scheme="light", viewport=SIZE) as page:
-            page.fill("[data-field=temperature]", "0")
-            page.fill("[data-field=max_tokens]", "60")
-            say(page, "Give me three tips for a good night's sleep.")
-            answer(page)
+            set_fields(page, temperature="0", max_tokens="90")
+            for question in ("Give me three tips for a good night's sleep.", "What is the capital of France?"):
+                say(page, question)
+                answer(page)
+                page.click("#new")
             say(page, "Write a Python function that adds two numbers.")
             answer(page)
             page.screenshot(path=folder / "page-chat.png")

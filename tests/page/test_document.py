@@ -74,8 +74,12 @@ def test_nothing_comes_from_elsewhere(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_makes_html_or_code_of_text_or_writes_the_key_where_it_stays(kind: Kind) -> None:
-    forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|Function\(|localStorage|\.cookie"
+    forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|Function\(|\.cookie"
     assert re.findall(forbidden, html(kind)) == []
+    assert re.findall(r"localStorage.|(?<=local\.setItem\()\w+|\w+(?=\.setItem\(\"key\")", html(kind)) == [
+        *('localStorage"', "session", "name")  # the one place that has it; where the key goes; what `store` is given
+    ]
+    assert set(re.findall(r"\bstore\((\w+)", html(kind))) == {"name", "SETTINGS", "KEPT"}
     assert re.findall(r"\son\w+=|style=\"", re.sub(r"<(script|style).*?</\1>", "", html(kind), flags=re.DOTALL)) == []
 
 

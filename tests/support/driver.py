@@ -7,12 +7,11 @@ size, share blocks, preempt, and mix.
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 import numpy as np
 
-from penstock.executor.protocol import Admission, Executor, Row, Sampling, Step, StepResult
+from penstock.executor.protocol import Admission, Executor, Pooled, Row, Sampling, Step, StepResult
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -27,7 +26,7 @@ class Sequence:
     state: list[list[int]] = field(default_factory=list)  # two sets of pages: where the next row reads, and writes
     computed: int = 0  # positions whose keys and values are in the blocks
     sampling: Sampling = GREEDY
-    pooling: Literal["last", "mean"] | None = None
+    pooling: Pooled | None = None
     unsent_blocks: int = 0  # the executor knows the first so many blocks
 
     @property
@@ -44,9 +43,7 @@ class Driver:
         self._next_slot = 0
         self._admissions: list[Admission] = []
 
-    def admit(
-        self, prompt: list[int], sampling: Sampling = GREEDY, pooling: Literal["last", "mean"] | None = None
-    ) -> Sequence:
+    def admit(self, prompt: list[int], sampling: Sampling = GREEDY, pooling: Pooled | None = None) -> Sequence:
         sequence = Sequence(self._next_slot, list(prompt), len(prompt), sampling=sampling, pooling=pooling)
         self._next_slot += 1
         self._announce(sequence)

@@ -153,12 +153,17 @@ class FakeEngine:
     async def _run(
         self, name: str, answer: Answer, index: int, prompt: list[int], params: SamplingParams, options: Any
     ) -> None:
-        max_tokens = params.max_tokens or (self.info.max_model_len - len(prompt) if self.reply is None else len(prompt))
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = self.info.max_model_len - len(prompt) if self.reply is None else len(prompt)
         try:
             if options.get("pooling"):
                 await self._step()
                 vector = array("f", [float(len(prompt)), float(prompt[0]), 2.0, 4.0])
                 answer.take(index, Output(name, [], finish_reason="length", embedding=vector.tobytes()))
+                return
+            if max_tokens == 0:
+                answer.take(index, Output(name, [], finish_reason="length"))
                 return
             for position in range(max_tokens):
                 await self._step()

@@ -2,12 +2,13 @@
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.config import EngineConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.matcher import Matcher
@@ -16,7 +17,7 @@ from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Output, Submit
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.oracle import OracleExecutor
-from penstock.executor.protocol import ExecutorConfig, Sampling
+from penstock.executor.protocol import ExecutorConfig, GroupInfo, Sampling
 from tests.support.fake_engine import EOS, byte_tokenizer
 
 VOCAB_SIZE = 300  # more logits than tokens, as models often have
@@ -61,6 +62,8 @@ class Core:
     max_num_seqs: int = 8
     vocab_size: int = VOCAB_SIZE
     compiler: Compiler | None = field(default_factory=lambda: COMPILER)
+    groups: Sequence[GroupInfo] = (GroupInfo(),)
+    drafts: SpeculativeConfig | None = None
     outputs: dict[str, list[Output]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,9 +74,11 @@ class Core:
             kv_cache_bytes=self.num_blocks * BLOCK_SIZE * 8,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=16,
-            hf_overrides={"vocab_size": self.vocab_size},
+            hf_overrides={"vocab_size": self.vocab_size, "groups": list(self.groups)},
         )
-        scheduler = SchedulerConfig(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=16)
+        scheduler = SchedulerConfig(
+            max_num_seqs=self.max_num_seqs, max_num_batched_tokens=16, speculative_config=self.drafts
+        )
         oracle = OracleExecutor(executor, self.max_in_flight)
         compiler = self.compiler
         make_compiler = None if compiler is None else lambda: compiler

@@ -217,6 +217,8 @@ def alone(
             return [], result.embeddings[0], None
         if step_id == 1:
             prompt_logprobs = result.prompt_logprobs.get(0) or None
+        if message.max_tokens == 0:
+            return [], None, prompt_logprobs
         tokens += result.tokens
         length = num_prompt + len(tokens)
         if tokens[-1] in message.sampling.stop_ids or len(tokens) == message.max_tokens or length == max_model_len:
@@ -247,10 +249,11 @@ def random_request(
     tokens = shared[:keep] + rng.choices(range(vocab_size), k=length - keep) if rng.random() < 0.7 else shared[:length]
     stop_ids = (3,) if rng.random() < 0.3 else ()
     allowed = rng.choice([(7,), (7,), (8, 9), (3, 8, 9)]) if repeats else ()
+    max_tokens = rng.randint(1, max_model_len - length - 1)
     return submit(
         f"r{number}",
         tokens,
-        max_tokens=rng.randint(1, max_model_len - length - 1),
+        max_tokens=0 if random.Random(-1 - number).random() < 0.05 else max_tokens,
         sampling=Sampling(
             temperature=0.0,
             stop_ids=stop_ids,

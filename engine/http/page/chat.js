@@ -1,205 +1,150 @@
-// The chat: one conversation, one answer at a time, streamed from /v1/chat/completions.
+// The chat: the open conversation, one answer at a time, streamed from /v1/chat/completions.
 
 const MAX_TOKENS = 1024; // of an answer where the settings give no limit: small models may never end one
+const OPEN = "penstock-open"; // the key of this tab's conversation in session storage
 
-/** The text of an answer: what stands between fences is code, all else is prose. */
-function showText(box, text) {
-  const parts = text.split(/^```[^\n]*\n?/m);
-  box.replaceChildren(
-    ...parts.flatMap((part, i) => {
-      if (i % 2) return [make("pre", "", make("code", "", part))];
-      const prose = i > 0 ? part.replace(/^\n+/, "") : part;
-      return prose === "" && i > 0 ? [] : [make("div", "prose", prose)];
-    }),
-  );
+/** The turns as messages of a request; an answer that never came is left out. */
+function messagesOf(turns) {
+  const system = byId("system").value.trim();
+  const messages = system ? [{ role: "system", content: system }] : [];
+  for (const { role, content, calls = [], callId } of turns) {
+    if (role === "user") messages.push({ role, content });
+    else if (role === "tool") messages.push({ role, content, tool_call_id: callId });
+    else if (calls.length) messages.push({ role, content: content || null, tool_calls: calls });
+    else if (content) messages.push({ role, content });
+  }
+  return messages;
 }
 
-/** The payloads of a stream of server-sent events, wherever its chunks begin and end. */
-async function* events(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const pieces = (rest + value).split("\n\n");
-    rest = pieces.pop();
-    for (const piece of pieces) {
-      if (piece.startsWith("data: ") && piece !== "data: [DONE]") yield JSON.parse(piece.slice(6));
-    }
-  }
+/** The calls of the last answer that have no result yet. */
+function openCalls(turns) {
+  const calls = turns.findLast((turn) => turn.role === "assistant")?.calls ?? [];
+  return turns.at(-1)?.role === "user" ? [] : calls.filter(({ id }) => !turns.some((turn) => turn.callId === id));
 }
 
-/** What the settings say, as fields of a request; null where a field cannot be sent. */
-function readSettings() {
-  const fields = { model: byId("model").value || undefined };
-  for (const input of document.querySelectorAll("[data-field]")) {
-    if (!valid(input)) return null;
-    if (input.value !== "") fields[input.dataset.field] = Number(input.value);
-  }
-  const form = byId("form").value;
-  if (form === "json_object") fields.response_format = { type: form };
-  if (form === "json_schema") {
-    const schema = readSchema();
-    if (schema === null) return null;
-    fields.response_format = { type: form, json_schema: { name: "answer", schema, strict: true } };
-  }
-  return fields;
-}
-
-function readSchema() {
-  const box = byId("schema");
-  let schema = null;
-  box.setCustomValidity("");
-  try {
-    schema = JSON.parse(box.value);
-    if (typeof schema !== "object") throw new Error("a schema is an object");
-  } catch (error) {
-    box.setCustomValidity(`This is not a JSON schema: ${error.message}`);
-  }
-  return valid(box) ? schema : null;
-}
-
-function valid(input) {
-  if (input.checkValidity()) return true;
-  byId("settings").open = true;
-  input.reportValidity();
-  return false;
-}
-
-/** One answer as it arrives: its text, its counts, and when its first and last tokens came. */
-class Answer {
-  constructor(item) {
-    this.item = item;
-    this.text = this.thoughts = this.error = "";
-    this.usage = this.finish = null;
-    this.askedAt = performance.now();
-    this.firstAt = this.lastAt = null;
-    this.thinking = make("div", "thinking prose");
-    this.thinking.hidden = true;
-    this.box = make("div", "text");
-    this.counts = make("span", "counts");
-    this.foot = make("div", "foot", this.counts);
-    item.append(this.thinking, this.box, this.foot);
-    this.isDrawn = true;
-    this.draw();
+class Chat {
+  constructor() {
+    this.talk = newTalk();
+    this.inFlight = null; // the AbortController of the answer that is being written
+    this.answer = null; // that answer
+    this.editing = null; // the index of the turn that the message box will replace
+    this.draft = ""; // what stood in the box before
   }
 
-  take(event) {
-    if (event.error) throw new Error(event.error.message);
-    const [choice] = event.choices;
-    this.usage = event.usage ?? this.usage;
-    if (!choice) return;
-    this.finish = choice.finish_reason ?? this.finish;
-    const { content = "", reasoning_content: thoughts = "" } = choice.delta;
-    if (content || thoughts) {
-      this.lastAt = performance.now();
-      this.firstAt ??= this.lastAt;
-      this.text += content;
-      this.thoughts += thoughts;
-      this.soon();
-    }
+  /** Show a conversation from its beginning. */
+  open(talk) {
+    this.talk = talk;
+    session.setItem(OPEN, talk.id);
+    this.edit(null);
+    this.show();
+    if (byId("past").matches(":popover-open")) byId("past").hidePopover();
+    byId("say").focus();
   }
 
-  /** Draw with the next frame: a stream can be quicker than the screen. */
-  soon() {
-    if (!this.isDrawn) return;
-    this.isDrawn = false;
-    requestAnimationFrame(() => {
-      this.isDrawn = true;
-      this.draw();
-    });
+  show() {
+    byId("talk").replaceChildren();
+    byId("empty").hidden = this.talk.turns.length > 0;
+    this.talk.turns.forEach((turn, index) => this.add(turn, index));
+    this.list();
   }
 
-  draw() {
-    const scroll = byId("scroll");
-    const isAtEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
-    this.thinking.hidden = this.thoughts === "";
-    this.thinking.textContent = this.thoughts;
-    showText(this.box, this.text);
-    this.counts.textContent = this.figures().join(" · ");
-    if (isAtEnd) scroll.scrollTop = scroll.scrollHeight;
+  list() {
+    showTalks(this.talk.id, (id) => this.open(readTalk(id) ?? newTalk()), (id) => this.drop([id]));
+    const [call] = openCalls(this.talk.turns);
+    byId("say").placeholder = byId("say").ariaLabel = call ? `Result of ${call.function.name}` : "Message";
   }
 
-  figures() {
-    const words = [];
-    if (this.usage) {
-      const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
-      const number = this.usage.completion_tokens ?? 0;
-      words.push(`${figure(this.usage.prompt_tokens)} tokens in${cached ? `, ${figure(cached)} cached` : ""}`);
-      words.push(`${figure(number)} out`);
-      const seconds = (this.lastAt - this.firstAt) / 1000;
-      if (number > 1 && seconds > 0) words.push(`${figure((number - 1) / seconds, 1)} tok/s`);
-    }
-    if (this.firstAt !== null) words.push(`first token ${brief((this.firstAt - this.askedAt) / 1000)}`);
-    if (this.finish === "length") words.push("cut at its length");
-    if (this.finish === "stopped") words.push("stopped");
-    if (this.finish === "abort") words.push("ended by the server");
-    return words;
-  }
-
-  close() {
-    this.item.classList.remove("busy");
-    this.draw();
-    if (this.error) {
-      const box = make("div", "error", this.error);
-      box.setAttribute("role", "alert");
-      this.foot.before(box);
-    }
-  }
-}
-
-function startChat() {
-  const messages = []; // as they are sent, without the system prompt
-  let underWay = null; // the AbortController of the answer that is being written
-
-  function addItem(role, ...children) {
+  /** One more turn at the end of what is shown. */
+  add(turn, index) {
+    const names = { user: "You", tool: `Result of ${turn.name}`, assistant: turn.model };
+    const item = make("li", turn.role, make("div", "who", names[turn.role] ?? turn.role));
     byId("empty").hidden = true;
-    const item = make("li", role, make("div", "who", role === "user" ? "You" : byId("model").value), ...children);
     byId("talk").append(item);
     byId("scroll").scrollTop = byId("scroll").scrollHeight;
-    return item;
+    if (turn.role === "assistant") {
+      const answer = new Answer(turn, item);
+      if (turn.figures) answer.close(() => this.regenerate());
+      return answer;
+    }
+    const edit = button("Edit", () => this.edit(index));
+    edit.dataset.does = "edit";
+    edit.setAttribute("aria-keyshortcuts", "Alt+E");
+    item.append(make("div", "prose", turn.content), make("div", "foot", edit));
   }
 
-  function setBusy(isBusy) {
+  setBusy(isBusy) {
     byId("send").hidden = isBusy;
     byId("stop").hidden = !isBusy;
-    byId("new").disabled = isBusy;
+    byId("new").disabled = byId("past").inert = isBusy;
   }
 
-  function offerAgain(answer) {
-    const again = make("button", "quiet", answer.error ? "Try again" : "Regenerate");
-    const copy = make("button", "quiet", "Copy");
-    again.type = copy.type = "button";
-    again.addEventListener("click", regenerate);
-    copy.addEventListener("click", async () => {
-      await navigator.clipboard.writeText(answer.text);
-      copy.textContent = "Copied";
-    });
-    again.dataset.does = "again";
-    copy.hidden = answer.text === "" || !navigator.clipboard; // which only a secure origin has
-    for (const old of document.querySelectorAll("[data-does=again]")) old.remove();
-    answer.foot.append(again, copy);
+  /** Take a turn into the message box: sending replaces it and all behind it. Null takes it back. */
+  edit(index) {
+    if (this.inFlight) return;
+    if (this.editing === null) this.draft = byId("say").value;
+    byId("say").value = index === null ? this.draft : this.talk.turns[index].content;
+    this.editing = index;
+    byId("editing").hidden = index === null;
+    byId("talk").childNodes.forEach((item, i) => item.classList.toggle("replaced", index !== null && i >= index));
+    byId("say").focus();
   }
 
-  async function write(fields) {
-    const system = byId("system").value.trim();
+  send() {
+    const text = byId("say").value.trim();
+    const fields = this.inFlight || text === "" ? null : readSettings();
+    if (fields === null) return;
+    const { turns } = this.talk;
+    const edited = this.editing === null ? null : turns[this.editing];
+    if (edited) turns.length = this.editing;
+    const [call] = openCalls(turns);
+    byId("say").value = "";
+    this.edit(null);
+    const result = call && { role: "tool", name: call.function.name, callId: call.id, content: text };
+    turns.push(result ?? { role: "user", content: text });
+    if (edited) this.show();
+    else this.add(turns.at(-1), turns.length - 1);
+    if (openCalls(turns).length) this.keep(); // a result for each of them, before the model goes on
+    else this.write(fields);
+  }
+
+  regenerate() {
+    const fields = this.inFlight ? null : readSettings();
+    if (fields === null) return;
+    this.edit(null);
+    this.talk.turns.pop();
+    byId("talk").lastElementChild.remove();
+    byId("say").focus();
+    this.write(fields);
+  }
+
+  keep() {
+    keepTalk(this.talk);
+    session.setItem(OPEN, this.talk.id);
+    this.list();
+  }
+
+  async write(fields) {
     const body = {
       ...fields,
-      messages: system ? [{ role: "system", content: system }, ...messages] : messages,
+      messages: messagesOf(this.talk.turns),
       stream: true,
       stream_options: { include_usage: true, continuous_usage_stats: true },
     };
-    const answer = new Answer(addItem("assistant"));
+    const isJson = "response_format" in fields;
+    const turn = { role: "assistant", model: byId("model").value, content: "", thoughts: "", calls: [], isJson };
+    this.talk.turns.push(turn);
+    const answer = (this.answer = this.add(turn));
     answer.item.classList.add("busy");
-    underWay = new AbortController();
-    setBusy(true);
+    answer.item.setAttribute("aria-busy", "true");
+    const control = (this.inFlight = new AbortController());
+    this.setBusy(true);
     byId("said").textContent = "Answering";
     try {
       const response = await ask("/v1/chat/completions", {
         method: "POST",
         headers: { "content-type": "application/json" },
         body: JSON.stringify(body),
-        signal: underWay.signal,
+        signal: control.signal,
       });
       if (!response.ok) throw new Error(await complaint(response));
       for await (const event of events(response.body)) {
@@ -207,80 +152,72 @@ function startChat() {
         // Ended here and not by asking for a length, which is refused where the context has no room for it.
         if (fields.max_tokens === undefined && answer.usage?.completion_tokens >= MAX_TOKENS) {
           answer.finish ??= "length";
-          underWay.abort();
+          control.abort();
         }
       }
       if (answer.finish === null) throw new Error("The answer broke off.");
     } catch (error) {
       if (error.name === "AbortError") answer.finish ??= "stopped";
-      else answer.error = error instanceof TypeError ? `The connection broke: ${error.message}` : error.message;
+      else turn.error = error instanceof TypeError ? `The connection broke: ${error.message}` : error.message;
     }
-    underWay = null;
-    if (answer.text) messages.push({ role: "assistant", content: answer.text });
-    answer.close();
-    offerAgain(answer);
-    setBusy(false);
-    byId("said").textContent = answer.error || `Answer complete: ${answer.figures().join(", ")}`;
+    this.inFlight = this.answer = null;
+    turn.figures = answer.figures();
+    answer.close(() => this.regenerate());
+    this.setBusy(false);
+    this.keep();
+    const said = `${turn.content.slice(0, 1000)} Answer complete: ${turn.figures.join(", ")}`;
+    byId("said").textContent = turn.error || said;
   }
 
-  function regenerate() {
-    const fields = readSettings();
-    if (underWay || fields === null) return;
-    if (messages.at(-1)?.role === "assistant") messages.pop();
-    byId("talk").lastElementChild.remove();
-    byId("say").focus();
-    write(fields);
+  drop(ids) {
+    const what = ids.length === 1 ? `“${titleOf(readTalk(ids[0]))}”` : `all ${ids.length} conversations`;
+    if (!confirm(`Delete ${what}?`)) return;
+    ids.forEach(dropTalk);
+    if (ids.includes(this.talk.id)) this.open(newTalk());
+    else this.list();
   }
 
-  function send() {
-    const text = byId("say").value.trim();
-    if (underWay || text === "") return;
-    const fields = readSettings();
-    if (fields === null) return;
-    byId("say").value = "";
-    messages.push({ role: "user", content: text });
-    addItem("user", make("div", "prose", text));
-    write(fields);
+  /** Another tab wrote or deleted conversations. */
+  follow(key) {
+    if (this.inFlight || (key !== null && !key.startsWith(KEPT))) return;
+    const there = readTalk(this.talk.id);
+    if (this.talk.version > 0 && there?.version !== this.talk.version) {
+      this.edit(null);
+      this.talk = there ?? newTalk();
+      this.show();
+    } else this.list();
   }
+}
 
+function startChat() {
+  const chat = new Chat();
   byId("compose").addEventListener("submit", (event) => {
     event.preventDefault();
-    send();
+    chat.send();
   });
   byId("say").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    send();
+    chat.send();
   });
   byId("stop").addEventListener("click", () => {
-    underWay?.abort();
+    chat.inFlight?.abort();
     byId("say").focus();
   });
   addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !byId("key").open) underWay?.abort();
+    if (event.key !== "Escape" || document.querySelector("dialog[open], :popover-open")) return;
+    if (chat.inFlight) chat.inFlight.abort();
+    else if (chat.editing !== null) chat.edit(null);
   });
-  byId("new").addEventListener("click", () => {
-    messages.length = 0;
-    byId("talk").replaceChildren();
-    byId("empty").hidden = false;
-    byId("say").focus();
+  byId("new").addEventListener("click", () => chat.open(newTalk()));
+  byId("past-clear").addEventListener("click", () => chat.drop(readTalks().map(({ id }) => id)));
+  addEventListener("storage", (event) => chat.follow(event.key));
+  addEventListener("pagehide", () => {
+    if (chat.answer === null) return;
+    chat.answer.finish = "left";
+    chat.answer.turn.figures = chat.answer.figures();
+    chat.keep();
   });
-  byId("form").addEventListener("change", () => {
-    byId("schema-field").hidden = byId("form").value !== "json_schema";
-  });
-  const properties = { name: { type: "string" }, year: { type: "integer" } };
-  const schema = { type: "object", properties, required: ["name", "year"], additionalProperties: false };
-  byId("schema").value = JSON.stringify(schema, null, 2);
-  byId("settings").open = matchMedia("(min-width: 781px)").matches;
-}
-
-/** The served names, for the list of models. The watch says what is wrong where there is no answer. */
-async function learnModels() {
-  try {
-    const { data } = await bodyOf(await ask("/v1/models"), "json");
-    const chosen = byId("model").value;
-    byId("model").replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === chosen)));
-  } catch {
-    byId("model").replaceChildren(); // a request without a model still has an answer
-  }
+  chat.talk = readTalk(session.getItem(OPEN)) ?? chat.talk;
+  chat.show();
 }

@@ -12,9 +12,10 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["live", "fleet"]
 
+COMMON = ("page.js", "metrics.js", "charts.js", "markdown.js", "conversations.js", "settings.js", "answer.js", "chat.js")
 SCRIPTS: dict[Kind, tuple[str, ...]] = {
-    "live": ("page.js", "metrics.js", "charts.js", "chat.js", "live.js", "start.js"),
-    "fleet": ("page.js", "metrics.js", "charts.js", "chat.js", "fleet.js", "start.js"),
+    "live": (*COMMON, "live.js", "start.js"),
+    "fleet": (*COMMON, "fleet.js", "start.js"),
 }
 NAMES: dict[Kind, tuple[str, str]] = {"live": ("Live", "chat"), "fleet": ("Fleet", "watch")}  # and what is shown first
 

@@ -1,4 +1,4 @@
-// What all views share: making elements, asking the server, the key, and which view is shown.
+// What all views share: making elements, asking the server, the key, shortcuts, and which view is shown.
 //
 // Text that a model or a user wrote only ever becomes a text node. The key stays in this tab's session storage and
 // leaves it only in the header of requests to this origin.
@@ -11,6 +11,44 @@ function make(tag, className = "", ...children) {
   element.className = className;
   element.append(...children);
   return element;
+}
+
+/** The browser's storage of this name; where it allows none, one that ends with the page. */
+function storage(name) {
+  try {
+    return window[name];
+  } catch {
+    return Object.create({
+      getItem(key) { return this[key] ?? null; },
+      setItem(key, text) { this[key] = text; },
+      removeItem(key) { delete this[key]; },
+    });
+  }
+}
+
+const local = storage("localStorage");
+const session = storage("sessionStorage");
+
+function button(text, act, className = "quiet") {
+  const element = make("button", className, text);
+  element.type = "button";
+  element.addEventListener("click", () => act(element));
+  return element;
+}
+
+/** A button that copies; over plain HTTP, where the clipboard is closed to scripts, by selecting. */
+function copyButton(read) {
+  return button("Copy", async (element) => {
+    const box = make("textarea", "unseen");
+    box.value = read();
+    element.after(box);
+    box.select();
+    const write = navigator.clipboard?.writeText(box.value).then(() => true, () => false);
+    const isCopied = (await write) || document.execCommand("copy");
+    box.remove();
+    element.textContent = isCopied ? "Copied" : "Not allowed";
+    element.focus();
+  });
 }
 
 function setState(kind, text) {
@@ -42,25 +80,25 @@ function startKey() {
   const dialog = byId("key");
   dialog.querySelector("form").addEventListener("submit", (event) => {
     event.preventDefault();
-    sessionStorage.setItem("key", byId("key-value").value);
+    session.setItem("key", byId("key-value").value);
     dialog.close("use");
     learnModels();
   });
   byId("key-cancel").addEventListener("click", () => dialog.close(""));
   byId("key-forget").addEventListener("click", () => {
-    sessionStorage.removeItem("key");
+    session.removeItem("key");
     location.reload();
   });
   byId("key-open").addEventListener("click", () => {
     wantKey("The key stays in this tab and is forgotten when the tab is closed.").catch(() => {});
   });
-  byId("key-open").hidden = sessionStorage.getItem("key") === null;
+  byId("key-open").hidden = session.getItem("key") === null;
 }
 
 /** fetch with the key. A 401 asks for one, unless `mayAsk` says not to. */
 async function ask(path, options = {}, mayAsk = true) {
   for (;;) {
-    const key = sessionStorage.getItem("key");
+    const key = session.getItem("key");
     const headers = { ...options.headers };
     if (key !== null) headers.authorization = `Bearer ${key}`;
     const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
@@ -130,6 +168,26 @@ function showView() {
   }
   if (name === "chat") learnModels(); // a router's may have changed
   if (name === "chat" && matchMedia("(min-width: 781px)").matches) byId("say").focus();
+}
+
+/**
+ * Alt and a letter press, or go to, what names them in `aria-keyshortcuts` and can be seen; the last of several. A
+ * drawer that opens takes the focus, and the browser gives it back when it is closed.
+ */
+function startKeyboard() {
+  addEventListener("keydown", (event) => {
+    if (!event.altKey || event.ctrlKey || event.metaKey || document.querySelector("dialog[open]")) return;
+    const name = `Alt+${event.code.replace(/^Key/, "")}`;
+    const named = [...document.querySelectorAll("[aria-keyshortcuts]")].filter((each) => each.ariaKeyShortcuts === name);
+    const target = named.findLast((each) => each.checkVisibility() && !each.disabled);
+    if (!target) return;
+    event.preventDefault();
+    target.focus();
+    target.click();
+  });
+  for (const drawer of document.querySelectorAll("[popover]")) {
+    drawer.addEventListener("toggle", ({ newState }) => newState === "open" && drawer.querySelector("button")?.focus());
+  }
 }
 
 function startViews() {

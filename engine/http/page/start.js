@@ -2,5 +2,7 @@
 
 startKey();
 startViews();
+startKeyboard();
+startSettings();
 startChat();
 startWatch();

@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw
 
+from penstock.engine.sampling_params import Unserved
 from penstock.engine.server.agents.items_schema import Id, Strict
-from penstock.engine.server.requests import PromptRequest, Unserved
+from penstock.engine.server.requests import PromptRequest
 
 
 class ContentBlock(Strict, frozen=True, tag_field="type", kw_only=True):

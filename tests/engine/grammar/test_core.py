@@ -9,14 +9,16 @@ import msgspec
 import pytest
 from llguidance import LLParserLimits
 
+from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core import process as core_process
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Shutdown
 from penstock.engine.sampling_params import StructuredOutputs
-from penstock.executor.protocol import Sampling
+from penstock.executor.protocol import GroupInfo, Sampling
+from tests.engine.test_groups import FULL, STATE, WINDOW
 from tests.support.fake_engine import EOS
-from tests.support.grammar_rig import COMPILER, Core, random_request, submit, text_of, vocabulary
+from tests.support.grammar_rig import BLOCK_SIZE, COMPILER, Core, random_request, submit, text_of, vocabulary
 
 DIGITS = StructuredOutputs(regex="[0-9]{3,5}")
 LETTERS = StructuredOutputs(regex="[a-z]{30}")
@@ -260,6 +262,50 @@ def test_forced_tokens_are_those_that_would_have_been_sampled(seed: int, max_in_
     for name in jumping.outputs:
         assert jumping.tokens(name) == walking.tokens(name)
         assert jumping.last(name).finish_reason == walking.last(name).finish_reason
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("groups", [(FULL, STATE), (FULL, WINDOW, GroupInfo("state", pages=5))])
+def test_what_is_forced_or_drafted_changes_no_answer_where_layers_keep_states(
+    groups: tuple[GroupInfo, ...], max_in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against each request alone, whose every token is sampled in a row of its own."""
+    monkeypatch.setattr("penstock.engine.core.drafts.LEAST_TRUST", 1)
+    least = sum(group.most_pages(128, 16, BLOCK_SIZE) for group in groups)
+    num_wrong = num_preempted = 0
+    for seed in range(3):
+        rng = random.Random(seed)
+        world = Core(least + 12, max_in_flight, groups=groups, drafts=SpeculativeConfig(method="ngram"))
+        shared = rng.choices(range(32, 120), k=30)
+        messages = []
+        for number in range(24):
+            allowed = () if number % 2 else rng.choice([(65, 66), (65, 66), (65,)])
+            sampling = Sampling(temperature=1.0, seed=number % 5, stop_ids=(EOS,), allowed_ids=allowed)
+            prompt, length = shared[: rng.randint(1, 30)], rng.choice([6, 30, 80])
+            messages.append(submit(f"r{number}", prompt, None if allowed else CALL, length, sampling=sampling))
+        waiting, aborted = list(messages), set()
+        while waiting or world.core.has_work():
+            if waiting and rng.random() < 0.4:
+                world.submit(waiting.pop())
+            if rng.random() < 0.02 and world.core.scheduler.running:
+                aborted.add(next(iter(world.core.scheduler.running)).message.request_id)
+                for name in aborted:
+                    world.abort(name)
+            world.step()
+        stats = world.core.stats()
+        assert stats.forced_tokens and stats.prefix_hits and stats.accepted_tokens and stats.num_used_blocks == 0
+        num_wrong += stats.draft_tokens - stats.accepted_tokens
+        num_preempted += stats.num_preemptions
+        for message in messages:
+            alone = Core(max_in_flight=1, groups=groups)
+            alone.submit(
+                msgspec.structs.replace(message, sampling=msgspec.structs.replace(message.sampling, logprobs=0))
+            )
+            alone.run()
+            got, expected = world.tokens(message.request_id), alone.tokens(message.request_id)
+            assert alone.core.stats().forced_tokens == 0
+            assert got == (expected[: len(got)] if message.request_id in aborted else expected)
+    assert num_wrong > 0 and num_preempted > 0
 
 
 def test_a_stop_token_of_the_user_ends_an_answer_in_the_middle_of_what_is_forced() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from penstock.engine.server.app import POSTS
 from penstock.engine.server.requests import HARMLESS, UNSERVED
-from tests.support.fake_engine import FakeEngine
+from penstock.executor.protocol import LabelInfo
+from tests.support.fake_engine import INFO, FakeEngine
 from tests.support.running_server import MODEL, Running, running, until
 
 PATHS = {post.path: post.takes.__struct_fields__ or ("model",) for post in POSTS}
@@ -80,6 +81,10 @@ class Generator:
         match field:
             case "prompt" | "input":
                 return choose.choice(["hello", ["a", "b"], [1, 2, 256], [[1], [2, 3]]])
+            case "query":
+                return choose.choice(["", "hello"])
+            case "documents" | "text_1" | "text_2" | "queries":
+                return choose.choice(["hello", ["a"], ["a", {"text": "b"}], ["", "b"], None])
             case "messages":
                 return [self.message() for _ in range(choose.randint(1, 3))]
             case "tokens":
@@ -95,7 +100,9 @@ class Generator:
 
     def body(self, path: str) -> dict[str, Any]:
         body: dict[str, Any] = {
-            field: self.likely(field) for field in ("prompt", "messages", "input", "tokens") if field in PATHS[path]
+            field: self.likely(field)
+            for field in ("prompt", "messages", "input", "tokens", "query", "documents", "text_1", "text_2")
+            if field in PATHS[path]
         }
         if "max_tokens" in PATHS[path]:
             body["max_tokens"] = 3
@@ -137,14 +144,20 @@ def fuzz(server: Running, seed: int, count: int) -> None:
     assert server.engine.num_open == 0
 
 
+def labelling() -> FakeEngine:
+    """It writes text, and has tokens for no and yes, so that every route is open."""
+    labels = LabelInfo(names=("LABEL_0",), activation="sigmoid", tokens=("a", "b"))
+    return FakeEngine(info=msgspec.structs.replace(INFO, labels=labels))
+
+
 def test_two_thousand_random_requests_are_answered_or_refused() -> None:
-    with running(FakeEngine()) as server:
+    with running(labelling()) as server:
         fuzz(server, seed=1, count=2000)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_hundred_thousand_random_requests_are_answered_or_refused() -> None:
-    with running(FakeEngine()) as server:
+    with running(labelling()) as server:
         for seed in range(2, 52):
             fuzz(server, seed, 2000)

@@ -1,0 +1,63 @@
+"""What the server and the offline LLM share for models that classify: what they are asked, and what their numbers mean."""
+
+import math
+from array import array
+
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.text.prompt import chat_prompt
+from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.executor.protocol import LabelInfo, ModelInfo
+
+
+def labels_of(info: ModelInfo, is_scored: bool = False) -> LabelInfo:
+    """Those of the model. One that has none is refused; so is, where texts are to be scored, one that has several."""
+    if info.labels is None:
+        raise InvalidRequest(
+            "model",
+            f"{info.architecture} has no labels: classifying and scoring take a model with a classification head, or "
+            "classifier_from_token in its config or in hf_overrides; of others there are embeddings to compare",
+        )
+    if is_scored and len(info.labels.names) != 1:
+        raise InvalidRequest("model", f"it has {len(info.labels.names)} labels, and a score needs one alone; classify")
+    return info.labels
+
+
+def asking_for(labels: LabelInfo, tokenizer: Tokenizer | None) -> SamplingParams:
+    """What goes with `pooling="labels"`."""
+    if labels.tokens is None:
+        return SamplingParams(max_tokens=1, detokenize=False)
+    ids = [None if tokenizer is None else tokenizer.backend.token_to_id(text) for text in labels.tokens]
+    if None in ids:
+        missing = labels.tokens[ids.index(None)]
+        raise InvalidRequest("model", f"classifier_from_token: {missing!r} is no token of the model's vocabulary")
+    return SamplingParams(max_tokens=1, detokenize=False, allowed_token_ids=[id_ for id_ in ids if id_ is not None])
+
+
+def shown(labels: LabelInfo, numbers: bytes, activates: bool = True) -> list[float]:
+    """From the model's numbers to one for each label: probabilities, unless they are asked for as they are."""
+    values = array("f", numbers).tolist()
+    if labels.tokens is not None:
+        values = [values[1] - values[0]]  # of the two tokens alone, yes has the probability of its sigmoid
+    if not activates or labels.activation == "identity":
+        return values
+    if labels.activation == "sigmoid":
+        return [1 / (1 + math.exp(-value)) if value > -700 else 0.0 for value in values]
+    powers = [math.exp(value - max(values)) for value in values]
+    return [power / sum(powers) for power in powers]
+
+
+def pair_prompts(
+    template: ChatTemplate | None, first: list[str], second: list[str], fields: tuple[str, str]
+) -> tuple[list[str], bool]:
+    """The prompts of one text with each of several, or of each with its own; and whether they want special tokens. A
+    template for pairs has messages of the roles query and document; without it the texts stand behind each other."""
+    if len(first) not in (1, len(second)) or not second:
+        what = f"{len(first)} texts for {len(second)} of {fields[1]}; one, or as many, and at least one, are expected"
+        raise InvalidRequest(fields[0] if second else fields[1], what)
+    pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+    source = "" if template is None else template.source.replace("'", '"')
+    if template is None or '"query"' not in source or '"document"' not in source:
+        return ["".join(pair) for pair in pairs], True
+    chats = ([{"role": "query", "content": one}, {"role": "document", "content": other}] for one, other in pairs)
+    return [chat_prompt(template, chat, add_generation_prompt=False) for chat in chats], False

@@ -1,0 +1,126 @@
+// One answer: read from its stream into a turn, and drawn, as it comes or as it was kept.
+
+const PAUSE = 4; // after drawing, this many times what it took belong to the user's own presses
+const ENDS = { length: "cut at its length", stopped: "stopped", abort: "ended by the server", left: "left unfinished" };
+
+/** The payloads of a stream of server-sent events, wherever its chunks begin and end. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const pieces = (rest + value).split("\n\n");
+    rest = pieces.pop();
+    for (const piece of pieces) {
+      if (piece.startsWith("data: ") && piece !== "data: [DONE]") yield JSON.parse(piece.slice(6));
+    }
+  }
+}
+
+/** A part of an answer that is shown when asked for. */
+function fold(title, className = "prose") {
+  return make("details", "", make("summary", "", title), make("div", className));
+}
+
+class Answer {
+  constructor(turn, item) {
+    this.turn = Object.assign(turn, { thoughts: turn.thoughts ?? "", calls: turn.calls ?? [] });
+    this.item = item;
+    this.usage = this.finish = null;
+    this.askedAt = performance.now();
+    this.firstAt = this.lastAt = null;
+    this.thinking = fold("Reasoning");
+    this.box = make("div", "text");
+    this.markdown = new Markdown(this.box);
+    this.calls = make("div");
+    this.counts = make("span", "counts");
+    this.foot = make("div", "foot", this.counts);
+    item.append(this.thinking, this.box, this.calls, this.foot);
+    this.isDrawn = true;
+    this.draw();
+  }
+
+  take(event) {
+    if (event.error) throw new Error(event.error.message);
+    const [choice] = event.choices;
+    this.usage = event.usage ?? this.usage;
+    if (!choice) return;
+    this.finish = choice.finish_reason ?? this.finish;
+    const { content, reasoning_content: thoughts, tool_calls: calls = [] } = choice.delta;
+    if (!content && !thoughts && calls.length === 0) return;
+    this.lastAt = performance.now();
+    this.firstAt ??= this.lastAt;
+    this.turn.content += content ?? "";
+    this.turn.thoughts += thoughts ?? "";
+    for (const call of calls) this.takeCall(call);
+    this.soon();
+  }
+
+  takeCall({ index, id, function: part }) {
+    const call = (this.turn.calls[index] ??= { id, type: "function", function: { name: "", arguments: "" } });
+    call.function.name += part.name ?? "";
+    call.function.arguments += part.arguments ?? "";
+  }
+
+  /** Draw with the next frame, or later where drawing takes long: a stream can be quicker than the screen. */
+  soon() {
+    if (!this.isDrawn) return;
+    this.isDrawn = false;
+    setTimeout(() => requestAnimationFrame(() => this.draw()), this.pause);
+  }
+
+  draw() {
+    const start = performance.now();
+    const { content, thoughts, calls, isJson, figures } = this.turn;
+    const scroll = byId("scroll");
+    const isAtEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
+    this.isDrawn = true;
+    this.thinking.hidden = thoughts === "";
+    showPlain(this.thinking.lastChild, thoughts);
+    if (isJson) showBlocks(this.box, [{ kind: "code", info: "json", text: content }]);
+    else this.markdown.show(content);
+    calls.forEach(({ function: call }, i) => {
+      if (!this.calls.children[i]) this.calls.append(fold("", "prose mono"));
+      const [summary, box] = this.calls.children[i].children;
+      summary.textContent = `Call of ${call.name}`;
+      showPlain(box, call.arguments);
+    });
+    this.counts.textContent = (figures ?? this.figures()).join(" · ");
+    if (isAtEnd) scroll.scrollTop = scroll.scrollHeight;
+    this.pause = PAUSE * (performance.now() - start);
+  }
+
+  figures() {
+    const words = [];
+    if (this.usage) {
+      const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
+      const number = this.usage.completion_tokens ?? 0;
+      words.push(`${figure(this.usage.prompt_tokens)} tokens in${cached ? `, ${figure(cached)} cached` : ""}`);
+      words.push(`${figure(number)} out`);
+      const seconds = (this.lastAt - this.firstAt) / 1000;
+      if (number > 1 && seconds > 0) words.push(`${figure((number - 1) / seconds, 1)} tok/s`);
+    }
+    if (this.firstAt !== null) words.push(`first token ${brief((this.firstAt - this.askedAt) / 1000)}`);
+    if (this.finish in ENDS) words.push(ENDS[this.finish]);
+    return words;
+  }
+
+  /** Its end, or that of a kept one: what was wrong, and what can be done with it. */
+  close(again) {
+    const { content, error } = this.turn;
+    this.item.classList.remove("busy");
+    this.item.removeAttribute("aria-busy");
+    this.draw();
+    if (error) {
+      const box = make("div", "error", error);
+      box.setAttribute("role", "alert");
+      this.foot.before(box);
+    }
+    const retry = button(error ? "Try again" : "Regenerate", again);
+    retry.dataset.does = "again";
+    retry.setAttribute("aria-keyshortcuts", "Alt+R");
+    this.foot.append(retry);
+    if (content !== "") this.foot.append(copyButton(() => content));
+  }
+}

@@ -1,0 +1,77 @@
+// The conversations that this browser keeps, in its local storage and nowhere else.
+//
+// Each has a key of its own, so that two tabs write beside each other. A conversation is {id, version, at, turns}; a
+// turn is {role, content} and what is shown with it. What is read back may be from another version of this page.
+
+const KEPT = "penstock-chat:"; // begins the keys
+const MOST_KEPT = 50; // conversations
+const MOST_CHARACTERS = 2_000_000; // of them all as JSON, less than half of what browsers give
+
+const newId = () => `${Date.now().toString(36)}${Math.random().toString(36).slice(2)}`;
+const newTalk = () => ({ id: newId(), version: 0, at: 0, turns: [] });
+const titleOf = (talk) => talk.turns.find((turn) => turn.role === "user")?.content.trim().slice(0, 80) || "Untitled";
+
+/** What local storage has under a key; null where there is nothing that can be read. */
+function readKept(key) {
+  try {
+    return JSON.parse(local.getItem(key));
+  } catch {
+    return null;
+  }
+}
+
+function readTalk(id) {
+  const talk = readKept(KEPT + id);
+  const isTurn = (turn) => typeof turn?.role === "string" && typeof turn.content === "string";
+  return talk?.id === id && Array.isArray(talk.turns) && talk.turns.every(isTurn) ? talk : null;
+}
+
+/** The kept conversations, the newest first. */
+function readTalks() {
+  const ids = Object.keys(local).filter((key) => key.startsWith(KEPT)).map((key) => key.slice(KEPT.length));
+  return ids.map(readTalk).filter((talk) => talk !== null).sort((a, b) => b.at - a.at);
+}
+
+/** Keep it as it now stands; the oldest others make room. Where another tab went on with it, it becomes one more. */
+function keepTalk(talk) {
+  const text = () => JSON.stringify(talk);
+  const there = readTalk(talk.id);
+  if (there && there.version !== talk.version) talk.id = newId();
+  Object.assign(talk, { version: talk.version + 1, at: Date.now() });
+  let room = MOST_CHARACTERS - text().length;
+  if (room < 0) return noteKeeping("This conversation is too long to be kept.");
+  const others = readTalks().filter((other) => other.id !== talk.id);
+  others.forEach((other, i) => {
+    room -= JSON.stringify(other).length;
+    if (room < 0 || i >= MOST_KEPT - 1) dropTalk(other.id);
+  });
+  store(KEPT + talk.id, text());
+}
+
+const dropTalk = (id) => local.removeItem(KEPT + id);
+
+/** Write to local storage, and say so where the browser refuses. */
+function store(name, text) {
+  try {
+    local.setItem(name, text);
+    noteKeeping(local instanceof Storage ? "" : "This browser allows no storage: all of it ends with the page.");
+  } catch {
+    noteKeeping("The browser's storage is full: what is new is not kept. Delete conversations to make room.");
+  }
+}
+
+const noteKeeping = (text) => (byId("kept-note").textContent = text);
+
+/** Show the list, the open one marked. */
+function showTalks(openId, pick, drop) {
+  const rows = readTalks().map((talk) => {
+    const open = button(titleOf(talk), () => pick(talk.id), "quiet title");
+    if (talk.id === openId) open.setAttribute("aria-current", "true");
+    open.title = new Date(talk.at).toLocaleString();
+    const remove = button("×", () => drop(talk.id), "quiet title");
+    remove.setAttribute("aria-label", `Delete ${titleOf(talk)}`);
+    return make("li", "", open, remove);
+  });
+  byId("past-list").replaceChildren(...rows);
+  byId("past-clear").hidden = rows.length === 0;
+}

@@ -1,0 +1,92 @@
+"""POST /classify, /score and /rerank: what a model with labels says of texts, or of pairs of them."""
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET
+
+from penstock.engine.front.labels import asking_for, labels_of, pair_prompts, shown
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.server.answers import usage
+from penstock.engine.server.call import Call
+from penstock.engine.server.embeddings import MAX_INPUTS, pooled
+from penstock.engine.server.prompts import decode_inputs, in_thread_if
+from penstock.engine.server.requests import ClassifyRequest, LabelRequest, RerankRequest, ScoreRequest, TextObject
+from penstock.engine.server.responses import Classified, Labelled, Ranked, Reranked, Score
+from penstock.engine.server.service import Service
+from penstock.engine.text.prompt import INLINE_CHARS
+from penstock.executor.protocol import LabelInfo
+
+MAX_CHARS = 1 << 24  # of all pairs: a text that stands in each of them grows by their number
+
+_CLASSIFY = msgspec.json.Decoder(ClassifyRequest)
+_SCORE = msgspec.json.Decoder(ScoreRequest)
+_RERANK = msgspec.json.Decoder(RerankRequest)
+
+
+async def classify(service: Service, call: Call, body: bytes) -> Labelled[Classified]:
+    """The labels of every input, with their probabilities."""
+    request = service.accept(call, body, _CLASSIFY)
+    labels = labels_of(service.info)
+    inputs = decode_inputs("input", request.input, MAX_INPUTS, service.info)
+    found = await _numbers(service, call, request, "input", inputs, labels)
+    data = [
+        Classified(index, labels.names[values.index(max(values))], values, len(values))
+        for index, values in enumerate(found)
+    ]
+    return Labelled(f"classify-{call.id}", call.created, call.model, data, usage(call.answers, 0))
+
+
+async def score(service: Service, call: Call, body: bytes) -> Labelled[Score]:
+    """How well the two texts of every pair go together: one text with each of many, or each with its own."""
+    request = service.accept(call, body, _SCORE)
+    ones, others = (request.text_1, request.queries), (request.text_2, request.documents)
+    given = [_texts(each) for pair in (ones, others) for each in pair if each is not None]
+    if None not in ones or None not in others or len(given) != 2:
+        raise InvalidRequest("text_1", "one of text_1 and queries, and one of text_2 and documents, are expected")
+    found = await _of_pairs(service, call, request, *given, ("text_1", "text_2"))
+    data = [Score(index, value) for index, value in enumerate(found)]
+    return Labelled(f"score-{call.id}", call.created, call.model, data, usage(call.answers, 0))
+
+
+async def rerank(service: Service, call: Call, body: bytes) -> Reranked:
+    """The documents, those that go best with the query first."""
+    request = service.accept(call, body, _RERANK)
+    texts = _texts(request.documents)
+    found = await _of_pairs(service, call, request, [request.query], texts, ("query", "documents"))
+    order = sorted(range(len(found)), key=lambda index: -found[index])[: request.top_n or None]
+    shows = request.return_documents is not False
+    results = [Ranked(index, found[index], TextObject(texts[index]) if shows else UNSET) for index in order]
+    return Reranked(f"rerank-{call.id}", call.model, results, usage(call.answers))
+
+
+async def _of_pairs(
+    service: Service, call: Call, request: LabelRequest, first: list[str], second: list[str], fields: tuple[str, str]
+) -> list[float]:
+    labels, template = labels_of(service.info, is_scored=True), service.template
+    size = sum(map(len, first)) * (len(second) if len(first) == 1 else 1) + sum(map(len, second))
+    if len(second) > MAX_INPUTS or size > MAX_CHARS:
+        what = f"{len(second)} pairs of {size} characters in all; at most {MAX_INPUTS} of {MAX_CHARS} are allowed"
+        raise InvalidRequest(fields[1], what)
+    is_long = size > INLINE_CHARS
+    texts, adds_special = await in_thread_if(is_long, lambda: pair_prompts(template, first, second, fields))
+    if request.add_special_tokens is None:
+        request.add_special_tokens = adds_special
+    return [value for (value,) in await _numbers(service, call, request, fields[1], texts, labels)]
+
+
+async def _numbers(
+    service: Service,
+    call: Call,
+    request: LabelRequest,
+    field: str,
+    inputs: Sequence[str | list[int]],
+    labels: LabelInfo,
+) -> list[list[float]]:
+    found = await pooled(service, call, request, field, inputs, asking_for(labels, service.tokenizer), "labels")
+    return [shown(labels, numbers, request.use_activation is not False) for numbers in found]
+
+
+def _texts(given: str | TextObject | Sequence[str | TextObject]) -> list[str]:
+    many = [given] if isinstance(given, str | TextObject) else given
+    return [each if isinstance(each, str) else each.text for each in many]

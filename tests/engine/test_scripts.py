@@ -1,0 +1,262 @@
+"""What scripts written for vLLM call, with the import changed: each runs, or is refused by name with what to use. Over the
+oracle executor, with a tokenizer of bytes; what the answers say is the business of other tests."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tqdm import tqdm
+
+import penstock
+from penstock import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
+from penstock.engine.config import ConfigError
+from penstock.engine.sampling_params import InvalidRequest
+from tests.support.fake_engine import byte_tokenizer
+
+PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is"]
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "You are a helpful assistant"},
+    {"role": "user", "content": "Hello"},
+]
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_templates, tokenizer.special_tokens = {"default": TEMPLATE}, {"eos_token": "<eos>"}
+    tokenizer.save(folder)
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "eos_token_id": 256}')
+    return folder
+
+
+def loaded(folder: Path, **options: Any) -> LLM:
+    options = {"hf_overrides": {"vocab_size": 257}, "max_model_len": 512, **options}
+    return LLM(model=str(folder), executor="oracle", load_format="dummy", **options)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with loaded(folder) as llm:
+        yield llm
+
+
+def basic(llm: LLM) -> None:
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+    outputs = llm.generate(PROMPTS, sampling_params)
+    for output, prompt in zip(outputs, PROMPTS, strict=True):
+        assert output.prompt == prompt and isinstance(output.outputs[0].text, str)
+        assert output.finished and output.request_id and output.outputs[0].finished()
+        assert output.prompt_token_ids == list(prompt.encode())
+
+
+def single_prompt(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 5 and output.outputs[0].finish_reason == "length"
+
+
+def token_ids(llm: LLM) -> None:
+    ids = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
+    one = llm.generate(ids[0], SamplingParams(temperature=0))
+    many = llm.generate(
+        prompts=[{"prompt_token_ids": each} for each in ids], sampling_params=SamplingParams(temperature=0)
+    )
+    assert one[0].outputs[0].token_ids == many[0].outputs[0].token_ids and len(many) == 3
+
+
+def dictionaries(llm: LLM) -> None:
+    outputs = llm.generate([{"prompt": PROMPTS[0]}, {"prompt_token_ids": [1, 2, 3]}, "plain"])
+    assert [len(output.outputs) for output in outputs] == [1, 1, 1]
+    assert len(llm.generate({"prompt": PROMPTS[0], "multi_modal_data": None})) == 1
+    assert len(llm.generate(TokensPrompt(prompt_token_ids=[1, 2, 3]))) == 1
+    assert len(llm.generate([TextPrompt(prompt="a"), TextPrompt(prompt="b")])) == 2
+
+
+def parameters_for_each(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=number, ignore_eos=True) for number in (1, 2, 3)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3]
+
+
+def several_choices(llm: LLM) -> None:
+    params = SamplingParams(n=3, best_of=None, temperature=1.0, top_k=40, min_p=0.0, seed=1, max_tokens=4)  # type: ignore[call-arg]
+    (output,) = llm.generate(PROMPTS[0], params)
+    assert [choice.index for choice in output.outputs] == [0, 1, 2]
+
+
+def log_probabilities(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    (output,) = llm.generate(PROMPTS[0], params)
+    choice = output.outputs[0]
+    assert choice.logprobs is not None and choice.cumulative_logprob is not None and output.prompt_logprobs is not None
+    for place, token_id in enumerate(choice.token_ids):
+        found = choice.logprobs[place][token_id]
+        assert found.logprob < 0 and found.rank == 1 and found.decoded_token is not None
+    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    scored = llm.generate(PROMPTS[0], SamplingParams(max_tokens=0, prompt_logprobs=1))[0]
+    assert scored.prompt_logprobs == output.prompt_logprobs and scored.outputs[0].token_ids == []
+
+
+def stops(llm: LLM) -> None:
+    params = SamplingParams(
+        stop=["\n\n", "###"], stop_token_ids=[0, 1], include_stop_str_in_output=True, max_tokens=500
+    )
+    for output in llm.generate(PROMPTS, params):
+        assert output.outputs[0].finish_reason in ("stop", "length") or output.outputs[0].stop_reason is not None
+
+
+def chat(llm: LLM) -> None:
+    outputs = llm.chat(CHAT, sampling_params=SamplingParams(max_tokens=4), use_tqdm=False)
+    assert bytes(outputs[0].prompt_token_ids).decode() == "system: You are a helpful assistant\nuser: Hello\n"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    several = llm.chat([CHAT, parts], SamplingParams(max_tokens=4), use_tqdm=True, lora_request=None)
+    assert len(several) == 2
+
+
+def defaults(llm: LLM) -> None:
+    sampling_params = llm.get_default_sampling_params()
+    assert sampling_params.temperature == 0.6
+    sampling_params.max_tokens, sampling_params.top_k = 3, 5
+    sampling_params.structured_outputs = {"choice": ["aa", "bb"]}  # type: ignore[assignment]
+    assert llm.generate(PROMPTS[0], sampling_params)[0].outputs[0].text in ("aa", "bb")
+    other = sampling_params.clone()
+    other.seed = 4
+    assert sampling_params.seed is None
+
+
+def own_template(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert llm.generate([text], SamplingParams(max_tokens=3))[0].prompt == text
+    assert tokenizer.eos_token == "<eos>" and len(tokenizer) == tokenizer.vocab_size
+    assert tokenizer("ab").input_ids == tokenizer("ab")["input_ids"] == [97, 98]
+    assert tokenizer(["ab", "c"]).input_ids == [[97, 98], [99]]
+    assert tokenizer.batch_decode([[97, 98], [99]], skip_special_tokens=True) == ["ab", "c"]
+
+
+def structured(llm: LLM) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["Positive", "Negative"]))
+    assert llm.generate("Is it?", sampling_params=params)[0].outputs[0].text in ("Positive", "Negative")
+    params = SamplingParams(structured_outputs={"regex": r"\d{4}"}, max_tokens=10)  # type: ignore[arg-type]
+    assert llm.generate("A year:", params)[0].outputs[0].text.isdigit()
+
+
+def prefix_caching(llm: LLM) -> None:
+    prefix = "You are an expert school principal, skilled in effectively managing faculty and staff. " * 2
+    llm.generate(prefix + PROMPTS[0], SamplingParams(max_tokens=1))
+    outputs = llm.generate([prefix + prompt for prompt in PROMPTS], SamplingParams(max_tokens=1))
+    assert all(output.num_cached_tokens >= 160 for output in outputs)
+    assert llm.reset_prefix_cache()
+
+
+def embeddings(llm: LLM) -> None:
+    (output,) = llm.embed(PROMPTS[0], use_tqdm=False)
+    assert output.finished and len(output.outputs.embedding) == 4
+
+
+def progress(llm: LLM) -> None:
+    bars: list[Any] = []
+
+    def make(**settings: Any) -> Any:
+        bars.append(tqdm(**settings))
+        return bars[-1]
+
+    llm.generate(PROMPTS, SamplingParams(max_tokens=2), use_tqdm=partial(make, leave=False))
+    assert bars[0].n == len(PROMPTS)
+
+
+def penalties(llm: LLM) -> None:
+    params = SamplingParams(
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        min_tokens=2,
+        logit_bias={65: 5.0},
+        allowed_token_ids=[65, 66, 67],
+        skip_special_tokens=False,
+        spaces_between_special_tokens=True,
+        detokenize=True,
+        length_penalty=1.0,
+        early_stopping=False,
+    )  # type: ignore[call-arg]
+    assert set(llm.generate(PROMPTS[0], params)[0].outputs[0].text) <= set("ABC")
+
+
+def timings(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))
+    assert output.metrics.finished_s is not None and llm.get_metrics()["num_steps"] > 0
+
+
+SCRIPTS = (
+    *(basic, single_prompt, token_ids, dictionaries, parameters_for_each, several_choices, log_probabilities, stops),
+    *(chat, defaults, own_template, structured, prefix_caching, embeddings, progress, penalties, timings),
+)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_a_script_runs_with_its_import_changed(llm: LLM, script: Callable[[LLM], None]) -> None:
+    script(llm)
+
+
+# What they call that is not served, and a word of the advice.
+REFUSED: dict[str, tuple[Callable[[LLM], Any], type[Exception], str]] = {
+    "beam search": (lambda llm: llm.beam_search([{"prompt": "a"}], None), AttributeError, "n choices"),
+    "encode": (lambda llm: llm.encode(PROMPTS, pooling_task="token_embed"), AttributeError, "embed"),
+    "reward": (lambda llm: llm.reward(PROMPTS), AttributeError, "classify"),
+    "the engine within": (lambda llm: llm.llm_engine.model_config, AttributeError, "info"),
+    "sleep": (lambda llm: llm.sleep(level=1), AttributeError, "shutdown"),
+    "a misspelt method": (lambda llm: llm.genrate(PROMPTS), AttributeError, "did you mean generate"),
+    "scores of a chat model": (lambda llm: llm.score("a", ["b"]), InvalidRequest, "classification head"),
+    "labels of a chat model": (lambda llm: llm.classify("a"), InvalidRequest, "embeddings"),
+    "adapters": (lambda llm: llm.generate("a", lora_request=object()), TypeError, "adapters"),
+    "ids beside prompts": (lambda llm: llm.generate("a", prompt_token_ids=[[1]]), TypeError, "as prompts"),
+    "pooling parameters": (lambda llm: llm.embed("a", pooling_params=object()), TypeError, "normalize"),
+    "a misspelt keyword": (lambda llm: llm.chat(CHAT, smapling_params=None), TypeError, "smapling_params"),
+    "images": (lambda llm: llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}}), InvalidRequest, "multi"),
+    "best of": (lambda _: SamplingParams(n=1, best_of=4), InvalidRequest, "cumulative_logprob"),  # type: ignore[call-arg]
+    "bad words": (lambda _: SamplingParams(bad_words=["no"]), InvalidRequest, "banned_token_ids"),  # type: ignore[call-arg]
+    "processors": (lambda _: SamplingParams(logits_processors=[print]), InvalidRequest, "logit_bias"),  # type: ignore[call-arg]
+    "guided decoding": (lambda _: SamplingParams(guided_decoding={}), InvalidRequest, "structured_outputs"),  # type: ignore[call-arg]
+    "a misspelt parameter": (lambda _: SamplingParams(temprature=1), TypeError, "temprature"),  # type: ignore[call-arg]
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_served_is_refused_by_name_with_what_to_use(llm: LLM, case: str) -> None:
+    call, kind, advice = REFUSED[case]
+    with pytest.raises(kind, match=advice):
+        call(llm)
+
+
+def test_options_of_a_script_are_taken_or_refused_by_name(folder: Path) -> None:
+    with pytest.warns(UserWarning, match="runner: without effect"):
+        loaded(folder, runner="pooling").shutdown()
+    with pytest.raises(ConfigError, match="pooler_config"):
+        loaded(folder, pooler_config={})
+    with loaded(folder, max_logprobs=30) as llm:
+        assert llm.generate("a", SamplingParams(logprobs=30, max_tokens=1))[0].outputs[0].logprobs is not None
+        with pytest.raises(InvalidRequest, match="30"):
+            llm.generate("a", SamplingParams(logprobs=31, max_tokens=1))
+
+
+def test_a_deleted_model_is_gone(folder: Path) -> None:
+    llm = loaded(folder)
+    llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+    core = weakref.ref(llm._core)
+    del llm
+    gc.collect()
+    assert core() is None
+
+
+def test_parameters_changed_later_do_not_reach_requests_that_ran(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    first = llm.generate("a", params, use_tqdm=False)
+    params.max_tokens = 3
+    assert [len(each[0].outputs[0].token_ids) for each in (first, llm.generate("a", params, use_tqdm=False))] == [2, 3]
+    assert {"LLM", "SamplingParams", "StructuredOutputsParams", "RequestOutput"} <= set(penstock.__all__)

@@ -1,0 +1,149 @@
+"""Drafts where layers keep a state: one that was wrong leaves nothing behind, whatever else happens."""
+
+import random
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from penstock.engine.config import SpeculativeConfig
+from penstock.executor.protocol import GroupInfo, Sampling, Step
+from tests.engine.test_groups import FULL, STATE, WINDOW, cached
+from tests.engine.test_tiers import tier_storm
+from tests.support.simulation import BLOCK_SIZE, World, alone, random_drafts, submit
+
+NGRAM = SpeculativeConfig(method="ngram")
+GROUPS = (FULL, STATE)
+ALWAYS_7 = Sampling(temperature=0.0, allowed_ids=(7,))
+EITHER = Sampling(temperature=0.0, allowed_ids=(7, 8))
+
+
+def steps_of(world: World) -> list[Step]:
+    """What is left is computed; every step that it takes."""
+    steps = []
+    while world.scheduler.has_work():
+        steps.append(world.plan())
+        world.executor.submit(steps[-1])
+        for output in world.scheduler.apply(world.executor.collect()):
+            world.outputs[output.request_id].append(output)
+        world.scheduler.check()
+    return steps
+
+
+def test_right_drafts_bring_several_tokens_a_step_and_the_state_moves_from_pages_to_pages() -> None:
+    world = World(max_in_flight=1, drafts=NGRAM, groups=GROUPS)
+    message = submit("a", [1, 2, 3], max_tokens=40, sampling=ALWAYS_7)
+    world.submit(message)
+    drafted = [step.rows[0] for step in steps_of(world) if len(step.rows) > 1]
+    assert world.tokens("a") == alone(message, groups=GROUPS)[0] == [7] * 40
+    stats = world.scheduler.stats()
+    assert stats.draft_tokens == stats.accepted_tokens == 40 - stats.num_steps and stats.num_steps < 25
+    assert all(row.states_out and row.states_out != row.states_in for row in drafted)
+
+
+def test_a_wrong_draft_is_gone_back_behind_and_what_was_right_is_sent_and_not_stored_again() -> None:
+    world = World(max_in_flight=1, drafts=NGRAM, groups=GROUPS)
+    message = submit("a", [7] * 6, max_tokens=50, sampling=EITHER)
+    world.submit(message)
+    rows = [step.rows[0] for step in steps_of(world)]
+    assert world.tokens("a") == alone(message, groups=GROUPS)[0]
+    again = [(before, row) for before, row in pairwise(rows) if row.start == before.start]
+    assert again, "no draft was wrong"
+    for before, row in again:
+        assert row.count >= 2 and row.first_token == row.start + 1 and len(row.tokens) == row.count - 1
+        assert row.write_from == row.start + row.count - 1, "the last token alone is new"
+        assert row.states_out and row.states_out != before.states_out, "it writes the state that the drafts' row read"
+
+
+def test_drafts_end_where_a_checkpoint_is_due_and_it_is_found() -> None:
+    """Every third block: the answer's checkpoints, some of them behind drafts, are as without them."""
+    found = []
+    for drafts in (None, msgspec.structs.replace(NGRAM, num_speculative_tokens=5)):
+        world = World(max_in_flight=1, drafts=drafts, groups=GROUPS)
+        world.submit(submit("a", [1, 2, 3], max_tokens=50, sampling=ALWAYS_7))
+        drafted = [step.rows[0] for step in steps_of(world) if len(step.rows) > 1]
+        ends = [row.start + 1 + len(row.tokens) for row in drafted]
+        assert all((row.start + 1) // 12 == (end - 1) // 12 for row, end in zip(drafted, ends, strict=True))
+        assert drafts is None or any(end % 12 == 0 for end in ends), "none behind drafts"
+        found.append([cached(world, f"{length}", [1, 2, 3, *[7] * length, 9]) for length in range(1, 50)])
+    assert found[0] == found[1] and {0, 12, 24, 36, 48} <= set(found[1])
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_an_abort_and_a_preemption_with_drafts_in_flight_leave_nothing(in_flight: int) -> None:
+    for steps in range(1, 16):
+        for is_aborted in (True, False):
+            world = World(max_in_flight=in_flight, drafts=NGRAM, groups=GROUPS)
+            message = submit("a", [7] * 5, max_tokens=40, sampling=EITHER)
+            world.submit(message)
+            for _ in range(steps):
+                world.step()
+            if is_aborted:
+                world.scheduler.schedule()
+                world.abort("a")
+                world.scheduler.check()
+                assert world.scheduler.stats().num_used_blocks == 0
+                continue
+            step = world.scheduler.schedule()
+            if step is not None:
+                world.executor.submit(step)
+            (request,) = world.scheduler.running
+            world.scheduler._preempt(request)
+            world.scheduler.check()
+            assert world.scheduler.stats().num_used_blocks == 0
+            while len(world.scheduler.in_flight) > 0:
+                for output in world.scheduler.apply(world.executor.collect()):
+                    world.outputs["a"].append(output)
+            world.run()
+            assert world.tokens("a") == alone(message, groups=GROUPS)[0]
+
+
+def test_drafts_take_no_pages_that_a_waiting_prompt_could_have() -> None:
+    most = sum(group.most_pages(64, 16, BLOCK_SIZE) for group in GROUPS)
+    world = World(num_blocks=most + 1, max_in_flight=1, drafts=NGRAM, groups=GROUPS)
+    world.submit(submit("a", [7] * 20, max_tokens=30, sampling=ALWAYS_7))
+    for _ in range(5):
+        world.step()
+    world.submit(submit("b", list(range(50)), max_tokens=4))
+    num_drafts, steps = world.scheduler.stats().num_drafts, 0
+    while world.scheduler.waiting:
+        world.step()
+        steps += 1
+    assert num_drafts == world.scheduler.stats().num_drafts > 0 and steps > 5
+    world.run()
+    assert world.tokens("a") == [7] * 30
+
+
+SHAPES: list[tuple[GroupInfo, ...]] = [
+    (FULL, STATE),
+    (FULL, GroupInfo("state", pages=1)),
+    (FULL, WINDOW, GroupInfo("state", pages=5)),
+    (WINDOW, STATE),
+]
+
+
+@pytest.mark.timeout(900)
+def test_random_worlds_of_states_and_drafts_keep_every_invariant_and_every_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wrong drafts do not make them rarer here."""
+    monkeypatch.setattr("penstock.engine.core.drafts.LEAST_TRUST", 1)
+    total: dict[str, int] = {}
+    for seed in range(12):
+        rng = random.Random(seed)
+        groups, chunk = SHAPES[seed % len(SHAPES)], rng.choice([8, 16, 64])
+        least = sum(group.most_pages(64, chunk, BLOCK_SIZE) for group in groups) + 1
+        world = World(
+            num_blocks=least + rng.choice([0, 10, 30, 100]),
+            max_in_flight=rng.choice([1, 2, 3]),
+            max_num_seqs=rng.choice([2, 3, 8]),
+            max_num_batched_tokens=chunk,
+            drafts=random_drafts(rng),
+            groups=groups,
+        )
+        runs = world.storm(rng, 300, f"seed {seed}", 50, 64, repeats=True), tier_storm(seed, 150, True, groups)
+        for name, count in [pair for run in runs for pair in run.items()]:
+            total[name] = total.get(name, 0) + count
+    wanted = {"accepted": 250, "preempted": 100, "aborted": 100, "finished": 400, "hits_host": 40, "hits": 60}
+    assert {name: total.get(name, 0) for name, least in wanted.items() if total.get(name, 0) < least} == {}
+    assert total["drafted"] - total["accepted"] > 40

@@ -1,0 +1,212 @@
+"""The page for those who use a keyboard, a telephone, a screen reader or dark colours."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.page_browser import MARKS, answer, answer_with, begun, say, started, streamed, visit, wait_for
+from tests.support.router_fleet import running_router
+from tests.support.running_server import Running, running, until
+
+pytestmark = MARKS
+TELEPHONE = {"width": 375, "height": 667}
+RICH = (
+    f"# A title\n\n{'wide' * 60}\n\n- one\n  - {'two' * 60}\n\n```python\n{'x = 1; ' * 60}\n```\n\n"
+    f"|{'a heading|' * 12}\n|{'---|' * 12}\n|{'cell|' * 12}\n\n> said\n\n[a link](https://example.org) and `code`\n\n---\n"
+)
+ANSWER = streamed({"reasoning_content": "hm " * 200}, {"content": RICH})
+# Of every text that can be seen: how much lighter the lighter one of its colour and what is behind it is.
+CONTRASTS = """() => {
+  const shade = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgba = (colour) => {
+    shade.clearRect(0, 0, 1, 1);
+    shade.fillStyle = colour;
+    shade.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = shade.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
+  };
+  const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3])).concat(1);
+  const behind = (element) => {
+    const below = element.parentElement ? behind(element.parentElement) : [255, 255, 255, 1];
+    return over(rgba(getComputedStyle(element).backgroundColor), below);
+  };
+  const light = (colour) => colour.slice(0, 3).map((part) => part / 255)
+    .map((part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
+  const seen = [...document.querySelectorAll("body *")].filter((element) => element.checkVisibility()
+    && !element.disabled && (element.placeholder || [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim())));
+  return seen.map((element) => {
+    const back = behind(element);
+    const [a, b] = [light(over(rgba(getComputedStyle(element).color), back)), light(back)];
+    return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), element.outerHTML.slice(0, 60)];
+  });
+}"""
+UNNAMED = """[...document.querySelectorAll("button, input, select, textarea, summary, [role=region], a, [popover], dialog")]
+  .filter((e) => !(e.ariaLabel || e.getAttribute("aria-labelledby") || e.labels?.length || e.textContent.trim()))
+  .map((e) => e.outerHTML)"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with started() as browser:
+        yield browser
+
+
+@pytest.fixture
+def slow() -> Iterator[Running]:
+    with running(FakeEngine(delay_s=0.02)) as server:
+        yield server
+
+
+def wider_than_the_screen(page: Any) -> list[str]:
+    """Elements that stand out to the right, but for those within a box that is moved sideways on its own."""
+    assert page.evaluate("document.documentElement.scrollWidth") == 375
+    wide = "[...document.querySelectorAll('main:not([hidden]) *')].filter(e => e.getBoundingClientRect().right > 376 && !e.closest('pre, .table'))"
+    found: list[str] = page.evaluate(f"{wide}.map(e => e.outerHTML.slice(0, 80))")
+    return found
+
+
+@pytest.mark.parametrize("view", ["chat", "watch"])
+@pytest.mark.parametrize("kind", ["server", "router"])
+def test_it_fits_a_telephone_and_both_colour_schemes(browser: Any, slow: Running, view: str, kind: str) -> None:
+    with running_router(slow.url) as router:
+        url = slow.url if kind == "server" else f"http://127.0.0.1:{router.port}"
+        lightness = {}
+        for scheme in ("light", "dark"):
+            size = {"width": 375, "height": 667}
+            with visit(browser, f"{url}/#{view}", color_scheme=scheme, viewport=size) as page:
+                page.wait_for_selector("#state .dot.good")
+                assert page.evaluate("document.documentElement.scrollWidth") == 375
+                wide = "[...document.querySelectorAll('main:not([hidden]) *')].filter(e => e.getBoundingClientRect().right > 376)"
+                assert page.evaluate(f"{wide}.map(e => e.outerHTML.slice(0, 80))") == []
+                paper, ink = page.evaluate(
+                    "(style => [style.backgroundColor, style.color])(getComputedStyle(document.documentElement))"
+                )
+                lightness[scheme] = [sum(map(int, re.findall(r"\d+", colour)[:3])) / 765 for colour in (paper, ink)]
+        assert lightness["light"][0] > 0.9 and lightness["light"][1] < 0.2
+        assert lightness["dark"][0] < 0.2 and lightness["dark"][1] > 0.8
+
+
+def test_the_keyboard_reaches_everything_in_order(browser: Any, slow: Running) -> None:
+    with visit(browser, slow.url) as page:
+        page.wait_for_selector("#model option", state="attached")
+        page.click("h1")
+
+
+def test_a_conversation_and_its_drawers_fit_a_telephone(browser: Any, slow: Running) -> None:
+    with visit(browser, slow.url, viewport=TELEPHONE) as page:
+        answer_with(page, ANSWER)
+        say(page, "wide " * 3 + "w" * 200)
+        answer(page)
+        page.click("#talk summary")
+        assert wider_than_the_screen(page) == []
+        for drawer in ("past", "settings"):
+            page.click(f"#{drawer}-open")
+            assert page.is_visible(f"#{drawer}") and wider_than_the_screen(page) == []
+            page.keyboard.press("Escape")
+            assert page.is_hidden(f"#{drawer}")
+            assert page.evaluate("document.activeElement.id") == f"{drawer}-open"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_stands_out_from_what_is_behind_it(browser: Any, slow: Running, scheme: str) -> None:
+    with visit(browser, slow.url, color_scheme=scheme) as page:
+        answer_with(page, ANSWER, streamed({"content": "half"}, finish=None))
+        say(page, "abc")
+        answer(page)
+        page.click("#talk summary")
+        say(page, "abc")
+        page.wait_for_selector("#talk .error")
+        page.click("#settings-open")
+        found = page.evaluate(CONTRASTS)
+        assert len(found) > 40 and [each for each in found if each[0] < 4.5] == []
+
+
+def test_colours_that_were_chosen_go_before_those_of_the_system(browser: Any, slow: Running) -> None:
+    with visit(browser, slow.url, color_scheme="light") as page:
+        page.click("#settings-open")
+        page.select_option("#colours", "dark")
+        page.reload()
+        colour = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+        assert sum(map(int, re.findall(r"\d+", colour)[:3])) / 765 < 0.2
+
+
+def test_everything_has_a_name_and_what_happens_is_announced(browser: Any, slow: Running) -> None:
+    with visit(browser, slow.url) as page:
+        say(page, "abc")
+        begun(page)
+        assert page.inner_text("#said") == "Answering"
+        assert page.get_attribute("#talk > li:last-child", "aria-busy") == "true"
+        page.keyboard.press("Escape")
+        said = answer(page)
+        assert page.inner_text("#said").startswith(said[:9]) and "Answer complete: " in page.inner_text("#said")
+        assert page.get_attribute("#said", "role") == "status"
+        assert page.get_attribute("#talk > li:last-child", "aria-busy") is None
+        assert page.evaluate(UNNAMED) == []
+
+
+def test_the_keyboard_reaches_everything_in_order_and_it_is_seen_where_it_is(browser: Any, slow: Running) -> None:
+    name = "(e => e.id || e.dataset.field || e.ariaLabel || e.textContent.trim())(document.activeElement)"
+    seen = "(s => s.outlineStyle !== 'none' || s.boxShadow !== 'none')(getComputedStyle(document.activeElement))"
+
+    def reached(number: int) -> list[str]:
+        names = []
+        for _ in range(number):
+            page.keyboard.press("Tab")
+            names.append(page.evaluate(name))
+            assert page.evaluate(seen), names
+        return names
+
+    with visit(browser, slow.url) as page:
+        answer_with(page, streamed({"content": "```c\nx\n```"}))
+        page.wait_for_selector("#model option", state="attached")
+        say(page, "abc")
+        answer(page)
+        page.click("h1")
+        assert reached(14) == [
+            *("Chat", "Live", "abc", "Delete abc", "past-clear", "scroll", "Edit", "Copy", "Code, c"),
+            *("Regenerate", "Copy", "say", "new", "settings-open"),
+        ]
+        page.focus("#settings-open")
+        page.keyboard.press("Enter")
+        wait_for(page, f"{name} === 'Close'")
+        assert reached(11) == [
+            *("model", "system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "tools", "form"),
+            "colours",
+        ]
+
+
+def test_a_conversation_needs_no_mouse(browser: Any, slow: Running) -> None:
+    with visit(browser, slow.url, viewport=TELEPHONE) as page:
+        page.wait_for_selector("#model option", state="attached")
+        page.keyboard.press("Alt+m")
+        page.keyboard.type("abc\n")
+        begun(page)
+        page.keyboard.press("Escape")
+        answer(page)
+        page.keyboard.press("Alt+r")
+        page.wait_for_selector("#talk > li.busy")
+        page.keyboard.press("Escape")
+        answer(page)
+        page.keyboard.press("Alt+e")
+        assert page.input_value("#say") == "abc"
+        page.keyboard.type("d\n")
+        begun(page)
+        page.keyboard.press("Escape")
+        assert answer(page) and page.inner_text("#talk .prose") == "abcd" and page.locator("#talk > li").count() == 2
+        page.keyboard.press("Alt+n")
+        assert page.is_visible("#empty")
+        page.keyboard.press("Alt+l")
+        assert page.is_visible("#past")
+        wait_for(page, "document.activeElement.textContent === 'abcd'")
+        page.keyboard.press("Enter")
+        assert page.is_hidden("#past") and page.locator("#talk > li").count() == 2
+        page.keyboard.press("Alt+s")
+        listed = page.locator("#settings dd").all_inner_texts()
+        named = page.evaluate("[...document.querySelectorAll('[aria-keyshortcuts]')].map(e => e.ariaKeyShortcuts)")
+        assert {key.replace(" ", "+") for each in listed for key in each.split(", ") if "Alt" in key} == set(named)
+        page.keyboard.press("Escape")
+        until(lambda: slow.engine.num_open == 0)

@@ -1,0 +1,232 @@
+"""What the page makes of Markdown, of models that mean well and of others."""
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.page_browser import MARKS, scripts, started
+
+pytestmark = MARKS
+SCRIPTS = ("page.js", "charts.js", "markdown.js", "answer.js")
+SHOW = """(texts) => texts.map((text) => {
+  const box = document.createElement("div");
+  new Markdown(box).show(text);
+  return box.outerHTML;
+})"""
+# Texts with where they are cut: shown piece by piece and at once, and the names of what they became.
+STREAM = """(cases) => cases.map(([text, cuts]) => {
+  const boxes = [document.createElement("div"), document.createElement("div")];
+  const markdown = new Markdown(boxes[0]);
+  for (const cut of cuts) markdown.show(text.slice(0, cut));
+  markdown.show(text);
+  new Markdown(boxes[1]).show(text);
+  const all = [...boxes[1].querySelectorAll("*")];
+  const attributes = all.flatMap((element) => element.getAttributeNames());
+  const [streamed, whole] = boxes.map((box) => box.outerHTML);
+  const tags = all.map((element) => element.localName);
+  return { streamed, whole, said: boxes[1].textContent, tags: [...new Set(tags)], attributes: [...new Set(attributes)] };
+})"""
+EXAMPLES = [
+    ("plain", "<p>plain</p>"),
+    ("one\ntwo\n\nthree", "<p>one\ntwo</p><p>three</p>"),
+    ("# A #\n###### B", "<h3>A</h3><h6>B</h6>"),
+    ("#hashtag", "<p>#hashtag</p>"),
+    ("**b** *i* ***both*** ~~d~~", "<p><strong>b</strong> <em>i</em> <strong><em>both</em></strong> <del>d</del></p>"),
+    ("**a *b* c**", "<p><strong>a <em>b</em> c</strong></p>"),
+    ("*a **b** c*", "<p><em>a <strong>b</strong> c</em></p>"),
+    ("2 * 3 * 4, snake_case_name, __init__", "<p>2 * 3 * 4, snake_case_name, <strong>init</strong></p>"),
+    ("open **bold and *more", "<p>open **bold and *more</p>"),
+    ("**a *b** c", "<p><strong>a *b</strong> c</p>"),
+    (r"\*no\* \# 1\. C:\dir", r"<p>*no* # 1. C:\dir</p>"),
+    ("`a*b*` `` ` `` `open", "<p><code>a*b*</code> <code>`</code> `open</p>"),
+    ("- a\n- b", "<ul><li><p>a</p></li><li><p>b</p></li></ul>"),
+    (
+        "- a\n  - b\n    - c\n- d",
+        "<ul><li><p>a</p><ul><li><p>b</p><ul><li><p>c</p></li></ul></li></ul></li><li><p>d</p></li></ul>",
+    ),
+    (
+        "1. a\n\n   more\n\n   - x\n2. b",
+        "<ol><li><p>a</p><p>more</p><ul><li><p>x</p></li></ul></li><li><p>b</p></li></ol>",
+    ),
+    ("1. a\n  - x\n2. b", "<ol><li><p>a</p><ul><li><p>x</p></li></ul></li><li><p>b</p></li></ol>"),
+    ("1. a\n\t- x", "<ol><li><p>a</p><ul><li><p>x</p></li></ul></li></ol>"),
+    ("7) seven", '<ol start="7"><li><p>seven</p></li></ol>'),
+    ("- a\nlazy\n\nafter", "<ul><li><p>a\nlazy</p></li></ul><p>after</p>"),
+    ("text\n- a\n1. b", "<p>text</p><ul><li><p>a</p></li></ul><ol><li><p>b</p></li></ol>"),
+    ("It was\n1984. A year.", "<p>It was\n1984. A year.</p>"),
+    ("```py\nx = 1\n\n# y\n```\nend", "<pre>py|x = 1\n\n# y</pre><p>end</p>"),
+    ("~~~\n```\n~~~", "<pre>|```</pre>"),
+    ("```\nnever closed\n\n- x", "<pre>|never closed\n\n- x</pre>"),
+    ("````\n```\n````", "<pre>|```</pre>"),
+    ("- a\n  ```sh\n  ls\n    -l\n  ```", "<ul><li><p>a</p><pre>sh|ls\n  -l</pre></li></ul>"),
+    ("```x``` in a line", "<p><code>x</code> in a line</p>"),
+    ("> a\n> > b\n\nc", "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote><p>c</p>"),
+    ("a\n\n---\n***\nb", "<p>a</p><hr><hr><p>b</p>"),
+    ("|a|b|\n|-|:-:|\n|1\\|2|**3**|\nend", "<table>a,b;1|2,<strong>3</strong></table><p>end</p>"),
+    ("a | b\n--|--\n1 | 2 | 3", "<table>a,b;1,2,3</table>"),
+    ("a | b\nnot", "<p>a | b\nnot</p>"),
+    ('[x](https://a.org/b_(c) "t")', '<p><a href="https://a.org/b_(c)">x</a></p>'),
+    ("(https://a.org/b).", '<p>(<a href="https://a.org/b">https://a.org/b</a>).</p>'),
+    ("**https://a.org**", '<p><strong><a href="https://a.org/">https://a.org</a></strong></p>'),
+    ("[**x** https://b.org](mailto:a@b.org)", '<p><a href="mailto:a@b.org"><strong>x</strong> https://b.org</a></p>'),
+    ("![a cat](https://a.org/cat.png)", '<p><a href="https://a.org/cat.png">a cat</a></p>'),
+    ("[](https://a.org)", '<p><a href="https://a.org/">https://a.org</a></p>'),
+    (
+        "<b>x</b> &amp; <https://a.org>",
+        '<p>&lt;b&gt;x&lt;/b&gt; &amp;amp; &lt;<a href="https://a.org/">https://a.org</a>&gt;</p>',
+    ),
+    ("", ""),
+    ("\n \n", ""),
+]
+NO_LINKS = [
+    "[x](javascript:alert(1))",
+    "[x](JaVaScRiPt:alert)",
+    "[x](java\tscript:alert)",
+    "[x](data:text/html,<script>alert(1)</script>)",
+    "[x](vbscript:x)",
+    "[x](file:///etc/passwd)",
+    "[x](/metrics)",
+    "[x](//a.org)",
+    "[x](blob:https://a.org/1)",
+    "![x](javascript:alert)",
+    "[x](\x01javascript:alert)",
+    "[x](https://)",
+    "<javascript:alert>",
+    '[x](" onclick="alert)',
+    "[a]: javascript:alert\n\n[a]",
+]
+HOSTILE = [
+    '<script>window.broken=1</script><img src=x onerror="window.broken=1"><svg onload=alert(1)>',
+    '```"><img src=x onerror=alert(1)>\n</code></pre><script>alert(1)</script>\n```',
+    '[<img src=x onerror=alert(1)>](https://a.org/"onmouseover="alert(1))',
+    "|<script>|\n|-|\n|<iframe src=javascript:alert(1)>|",
+    "# <style>*{display:none}</style>\n\n- <form action=//a.org><input name=__proto__>",
+]
+PIECES = [
+    *(
+        "*",
+        "**",
+        "***",
+        "_",
+        "__",
+        "~~",
+        "`",
+        "``",
+        "```",
+        "```py\n",
+        "~~~",
+        "\n",
+        "\n\n",
+        "\n  ",
+        "\n\t",
+        " ",
+        "  ",
+        "> ",
+    ),
+    *("- ", "* ", "1. ", "12) ", "# ", "### ", "---", "|", "|-|-|\n", "\\", "[", "]", "](", ")", "[x](https://a.org)"),
+    *("https://b.org/c", "<b>", "&lt;", "word", "a b", "é", "𝄞", "constructor", "__proto__", ":", "!", "(", '"'),
+]
+WORD = r"word|constructor|é|𝄞"
+TAGS = {
+    *("div", "p", "h3", "h4", "h5", "h6", "strong", "em", "del", "code", "pre", "ul", "ol", "li", "blockquote", "hr"),
+    *("table", "tr", "th", "td", "a", "span", "button"),
+}
+ATTRIBUTES = {"class", "href", "title", "target", "rel", "type", "start", "scope", "tabindex", "role", "aria-label"}
+PATHOLOGICAL = [
+    *("*a " * 40_000, "**" * 40_000, "*a**b" * 20_000, "_" * 100_000, "`" * 100_000, "` `` ```" * 12_000),
+    *("[" * 100_000, "[a](" * 25_000, "[a](b" * 20_000, "![" * 50_000, "(" * 100_000, "[x](" + "(a" * 40_000),
+    *(">" * 100_000, "> " * 50_000, "- " * 50_000, "1. " * 33_000, "\n".join(" " * i + "- a" for i in range(400))),
+    *("#" * 100_000, "# " * 50_000, "-" * 100_000, "- - -a" * 16_000, "- " * 3 + "-" * 100_000 + "a", "|" * 100_000),
+    *("|a" * 20_000 + "|\n" + "|-" * 20_000 + "|\n" + "|\n" * 5_000, "|-" * 50_000 + "x", "a|b\n" * 25_000),
+    *("```" + "a" * 100_000 + "`", "```\n" * 25_000, "~" * 100_000, " " * 100_000 + "x", ("#" + " " * 500) * 200 + "x"),
+    *("https://" + "." * 100_000 + "a(", "https://a" + ")" * 100_000, "\\" * 100_000, "\n" * 100_000, "a\n" * 50_000),
+    *("` " + "a" * 100_000 + "`", "# a" + " #" * 40_000 + "x", '[x](a "' * 15_000, "x" * 1_000_000, "- a\n" * 20_000),
+]
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Any]:
+    with started() as browser, scripts(browser, *SCRIPTS) as page:
+        yield page
+
+
+def simple(html: str) -> str:
+    """Without what every element of its kind has."""
+    html = re.sub(r' (?:class="[^"]*"|start="1"|scope="col"|rel="[^"]*"|target="_blank"|title="[^"]*")', "", html)
+    box = r'<div><div><span>([^<]*)</span><button type="button">Copy</button></div><pre [^>]*><code>(.*?)</code></pre></div>'
+    html = re.sub(box, r"<pre>\1|\2</pre>", html, flags=re.DOTALL)
+    rows = re.sub(r"</t[hd]><t[hd]>", ",", html).replace("</tr><tr>", ";")
+    rows = re.sub(r"<div>(<table>.*?</table>)</div>", r"\1", re.sub(r"</?t[rhd]>", "", rows))
+    return rows.removeprefix("<div>").removesuffix("</div>")
+
+
+def test_what_models_write_comes_out_as_they_mean_it(page: Any) -> None:
+    shown = page.evaluate(SHOW, [text for text, _ in EXAMPLES])
+    found = {text: simple(html) for (text, _), html in zip(EXAMPLES, shown, strict=True)}
+    assert {text: html for text, html in found.items() if html != dict(EXAMPLES)[text]} == {}
+
+
+def test_only_the_web_and_mail_addresses_become_links_and_all_else_stays_as_written(page: Any) -> None:
+    read = "(text) => { const box = make('div'); new Markdown(box).show(text); return [box.textContent, box.querySelector('a')?.href]; }"
+    for text in NO_LINKS:
+        said, href = page.evaluate(read, text)
+        assert href is None and said in (text, text.replace("\n\n", "")), text
+    for link in page.evaluate(SHOW, ["[x](https://a.org)"]):
+        assert 'target="_blank" rel="noopener noreferrer"' in link
+
+
+def test_hostile_text_becomes_no_element_and_no_attribute_of_its_own(page: Any) -> None:
+    for text, found in zip(HOSTILE, page.evaluate(STREAM, [[text, [9]] for text in HOSTILE]), strict=True):
+        assert set(found["tags"]) <= TAGS and set(found["attributes"]) <= ATTRIBUTES, text
+        assert found["said"] != "" and re.findall(r"<\w+", found["said"]) == re.findall(r"<\w+", text)
+    assert page.evaluate("window.broken") is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_text_loses_no_word_and_is_the_same_streamed_and_whole(page: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    texts = ["".join(rng.choices(PIECES, k=rng.randint(1, 60))) for _ in range(200)]
+    cases = [(text, sorted(rng.choices(range(len(text)), k=rng.choice([3, 30, 300])))) for text in texts]
+    for text, found in zip(texts, page.evaluate(STREAM, cases), strict=True):
+        assert set(found["tags"]) <= TAGS and set(found["attributes"]) <= ATTRIBUTES, json.dumps(text)
+        assert found["streamed"] == found["whole"], json.dumps(text)
+        assert re.findall(WORD, found["said"].replace("Copy", "")) == re.findall(WORD, text), json.dumps(text)
+
+
+@pytest.mark.parametrize("number", range(len(PATHOLOGICAL)))
+def test_huge_text_is_shown_without_a_halt(page: Any, number: int) -> None:
+    text = PATHOLOGICAL[number]
+    shown = page.evaluate(
+        "(text) => { const box = make('div'); new Markdown(box).show(text); return box.textContent.length; }", text
+    )
+    assert shown <= len(text) + 30_000
+
+
+def test_a_long_stream_leaves_alone_what_stands_and_touches_little(page: Any) -> None:
+    """20,000 tokens, each shown: the elements that change with a token are those of its own paragraph."""
+    block = (
+        "## Part\n\nSome **bold** words and `code` of it.\n\n- one\n- two\n  - three\n\n```py\nx = 1\ny = 2\n```\n\n"
+    )
+    text = block * (20_000 * 4 // len(block))
+    changes, same = page.evaluate(
+        """async (text) => {
+          const box = make("div");
+          document.body.replaceChildren(box);
+          const markdown = new Markdown(box);
+          let changes = 0;
+          const count = (records) => records.forEach((r) => (changes += r.addedNodes.length + r.removedNodes.length));
+          const observer = new MutationObserver(count);
+          observer.observe(box, { childList: true, subtree: true });
+          markdown.show(text.slice(0, 400));
+          const early = [...box.children].slice(0, 4);
+          for (let end = 404; end < text.length; end += 4) markdown.show(text.slice(0, end));
+          count(observer.takeRecords());
+          return [changes, early.every((element, i) => box.children[i] === element)];
+        }""",
+        text,
+    )
+    assert same and changes < 20_000 * 12
