@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from penstock.cache.keys import block_keys, namespace_root
+from penstock.engine.config import ConfigError
 from penstock.engine.http.kv_stream import KEY_BYTES, Changes, FrameReader, Hello, Snapshot
 from penstock.engine.messages import Outputs, Submit
 from penstock.engine.server.kv_events import KvEvents
@@ -133,9 +134,9 @@ class KvPublisher:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Raises ValueError for an endpoint that cannot be had."""
+        """Raises ConfigError for an endpoint that cannot be had."""
         if self._service.info.hits_at_ends:
-            raise ValueError(
+            raise ConfigError(
                 "kv_events_config: this model's recurrent states are cached at some ends of prompts alone, which vLLM's "
                 "events cannot say; GET /kv_events can"
             )
@@ -263,7 +264,7 @@ class KvPublisher:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ValueError(f"kv_events_config: {name} {endpoint!r}: {error.strerror}") from None
+            raise ConfigError(f"kv_events_config: {name} {endpoint!r}: {error.strerror}") from None
         return socket
 
 

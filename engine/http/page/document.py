@@ -12,7 +12,16 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["live", "fleet"]
 
-COMMON = ("page.js", "metrics.js", "charts.js", "markdown.js", "conversations.js", "settings.js", "answer.js", "chat.js")
+COMMON = (
+    "page.js",
+    "metrics.js",
+    "charts.js",
+    "markdown.js",
+    "conversations.js",
+    "settings.js",
+    "answer.js",
+    "chat.js",
+)
 SCRIPTS: dict[Kind, tuple[str, ...]] = {
     "live": (*COMMON, "live.js", "start.js"),
     "fleet": (*COMMON, "fleet.js", "start.js"),
