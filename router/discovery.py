@@ -24,6 +24,7 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.engine.http.errors import HttpError
 from penstock.router.backend import Backend, RouteError
 from penstock.router.http.upstream import Dechunker
 
@@ -106,7 +107,7 @@ class Discovery:
     def _change(self, method: str, text: str) -> None:
         try:
             self._apply(method, text)
-        except Exception as error:  # of one replica: the operator has named it too, or its key is not set
+        except (HttpError, RouteError) as error:  # the operator has named it too, or its key is not set
             log.warning("discover: %s: %s", text, error)
 
 

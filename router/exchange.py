@@ -285,7 +285,7 @@ class Exchange:
 
     def head(self, head: AnswerHead) -> None:
         self._head, self._status, self._held = head, head.status, ()
-        if head.cached_tokens is None and self.attempt is not None and self.attempt.replica.load is not None:
+        if head.cached_tokens is None and self.attempt is not None and self.attempt.replica.text_digest is None:
             self._cached = None
         self._plain = Dechunker() if head.is_chunked and self.request.is_http10 else None
 

@@ -37,7 +37,7 @@ async def preview(app: "RouterApp", request: ClientRequest) -> dict[str, Any]:
     prepared = await app.prepare(path, request.body, asked, group)
     session = request.session.decode("latin-1")[:256] if request.session else asked.session
     name, rows = group.placement.preview(
-        prepared.prompt, prepared.num_tokens, session, group.not_for(asked.model, frozenset())
+        prepared.prompt, prepared.num_tokens, session, group.not_for(asked.model, group.aside)
     )
     if name is None:
         raise app.fleet.refusal(group, asked.model)

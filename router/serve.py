@@ -199,12 +199,12 @@ class RouterProcess:
 
     async def _follow_engine(self, replica: Replica) -> None:
         """Its events name blocks by their tokens: they serve where the router makes the same ones."""
-        is_same: bool | None = True
-        if not self.config.tokenize_at_replica:
+        is_same: bool | None = self.texts.tokenizer is not None or self.config.tokenize_at_replica
+        if is_same and not self.config.tokenize_at_replica:
             is_same = await agrees(replica, self.texts, self.config.patience.response_s)
         if is_same is False:
             log.warning(
-                "%s makes other tokens of a text than --tokenizer does: its cache events are not used, and what it has "
+                "%s makes other tokens of a text than --tokenizer does, or none is given: its cache events are not used, and what it has "
                 "cached is only guessed",
                 replica.url,
             )

@@ -70,9 +70,9 @@ class KvLinks:
         except OtherBlockSize as error:
             log.info("%s: %s", replica.url, error)
             info = msgspec.structs.replace(info, block_size=error.block_size)
-            if replica.root is not None:
+            if replica.root is not None and self._is_ours(replica):
                 self._fleet.introduce(replica, replica.root, replica.models, info)
-            asyncio.get_running_loop().call_soon(self.watch, replica)
+                asyncio.get_running_loop().call_soon(self.watch, replica)
 
     async def _watch_stream(self, replica: Replica) -> None:
         pause_s = FIRST_PAUSE_S

@@ -118,31 +118,34 @@ class Prober:
             raise ValueError("/v1/models lists no model")
         first = served[0]
         names = tuple(model.id for model in served)
-        said = (*names, str(first))
+        if first.fingerprint is None:
+            await self._look(replica)
+        load = replica.load
+        said = (*names, str(first), "" if load is None else f"{load.num_blocks} blocks of {load.block_size}")
         if replica.root is not None and watched.said == said:
             return
         watched.said = said
         replica.text_digest = first.text_digest
         replica.adapters = frozenset(model.id for model in served if model.parent)
-        if first.fingerprint is None:
-            await self._look(replica)
-        self._fleet.introduce(replica, first.root or first.id, names, replica_info(first, replica.load))
+        self._fleet.introduce(replica, first.root or first.id, names, replica_info(first, load))
         self._on_info(replica, first)
 
     async def _look(self, replica: Replica) -> None:
         """At the load of an engine of another kind, and how much of it is not ours."""
         before = replica.num_in_flight
         timeout_s = self._config.patience.probe_timeout_s
-        replica.load = load = await ask_load(replica.pool, replica.key_line, timeout_s)
+        load = await ask_load(replica.pool, replica.key_line, timeout_s)
+        if load is None:  # it has no such metrics, or no time for them now
+            return
+        replica.load = load
         group = self._fleet.home(replica)
         if group is not None and replica.url in group.replicas:
-            in_flight = 0.0 if load is None else load.running + load.waiting
-            others = in_flight - max(before, replica.num_in_flight)
+            others = load.running + load.waiting - max(before, replica.num_in_flight)
             group.placement.set_others(replica.url, max(round(others), 0))
 
     async def _keep_looking(self, replica: Replica) -> None:
         """Beside the probes, for these must not wait."""
-        while replica.load is not None:
+        while replica.state != "removing":
             await asyncio.sleep(LOOK_S)
             await self._look(replica)
 
