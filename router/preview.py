@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from penstock.router.app import RouterApp
 
 
-class Wanted(msgspec.Struct):
+class RouteQuestion(msgspec.Struct):
     """The body of a completion, a chat or an agents' API; `path` where the body does not say which."""
 
     path: str | None = None
     messages: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
-_WANTED = msgspec.json.Decoder(Wanted)
+_QUESTION = msgspec.json.Decoder(RouteQuestion)
 _ASKED = msgspec.json.Decoder(Asked)
 
 
 async def preview(app: "RouterApp", request: ClientRequest) -> dict[str, Any]:
     """Raises HttpError as for the request itself."""
-    wanted, asked = decode(_WANTED, request.body), decode(_ASKED, request.body)
+    wanted, asked = decode(_QUESTION, request.body), decode(_ASKED, request.body)
     path = wanted.path or (CHAT if bytes(wanted.messages) else COMPLETIONS)
     if path not in PROMPTS:
         path = COMPLETIONS

@@ -58,7 +58,7 @@ class AllBlocksCleared(Event):
     pass
 
 
-class Block(NamedTuple):
+class KnownBlock(NamedTuple):
     """What a key stands for. `parent`: the key before it, b"" where it is the first; then the salt counts."""
 
     parent: bytes
@@ -80,7 +80,7 @@ class Known:
 
     def __init__(self, fingerprint: bytes, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
-        self.blocks: dict[bytes, Block] = {}
+        self.blocks: dict[bytes, KnownBlock] = {}
         self._fingerprint, self._most = fingerprint, 2 * num_blocks + SPARE
         self._open: dict[str, OpenRequest] = {}
 
@@ -115,7 +115,7 @@ class Known:
         for at, key in zip(range(first, full, size), keys, strict=True):
             tokens = request.tokens[at : at + size].tobytes()
             short = key[:KEY_BYTES]
-            self.blocks[short] = Block(parent, tokens, message.adapter, None if at else message.cache_salt)
+            self.blocks[short] = KnownBlock(parent, tokens, message.adapter, None if at else message.cache_salt)
             parent = short
         request.last_key, request.num_keyed = keys[-1], full
 
