@@ -1,5 +1,5 @@
 """Replicas that do not take their turn: a canary gets a share of its model's requests in place of the others, a shadow
-gets a share beside them, and its answers are read by nobody."""
+gets a share beside them, and its answers are dropped."""
 
 import random
 from typing import TYPE_CHECKING

@@ -104,7 +104,7 @@ class Accounts:
         digest = _digest(authorization[len(BEARER) :].strip() if authorization[:7].lower() == BEARER else b"")
         account = self._accounts.get(digest)
         if account is None:
-            if len(self._accounts) > 2**16:  # of keys that nobody asked for
+            if len(self._accounts) > 2**16:  # of keys that were made up
                 self._accounts = {each: account for each, account in self._accounts.items() if account.num_open}
             quota = self._known.get(digest, self._quotas.default)
             account = self._accounts[digest] = Account(quota, self._clock())

@@ -1,7 +1,7 @@
 """Follows the cache events of one engine that publishes them over ZMQ, as vLLM and SGLang do.
 
-Messages are (topic, number, batch), the number 8 bytes big-endian and rising by one. What is lost while nobody was
-connected is gone for the subscriber, and says nothing; so after every connection, and at every gap, the engine's replay
+Messages are (topic, number, batch), the number 8 bytes big-endian and rising by one. What is published while none is
+connected is lost to the subscriber, which does not hear of it; so after every connection, and at every gap, the engine's replay
 endpoint is asked for what follows the last batch. Whether that is still the same process is seen by the last batch
 itself, which comes once more: it bears the time of its making. An engine without a replay endpoint is believed only in
 what it says from the connection on.

@@ -48,7 +48,7 @@ class ClientRequest(msgspec.Struct, gc=False):
 
     @property
     def key(self) -> bytes:
-        """By which a client is told from others; empty where it has none."""
+        """By which a client is known; empty where it has none."""
         return self.authorization[-1] if self.authorization else b""
 
     @classmethod

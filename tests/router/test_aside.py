@@ -22,7 +22,7 @@ def test_a_canary_gets_its_share_and_no_turn() -> None:
             assert router.complete(model="m").status_code == 200
 
 
-def test_a_shadow_sees_what_the_others_see_and_its_answers_are_read_by_nobody() -> None:
+def test_a_shadow_sees_what_the_others_see_and_its_answers_are_dropped() -> None:
     failing = stub(lambda seen, sock: whole(b"no", b"500 Oh"))
     with stub() as real, failing as shadow, running_router(real.url, f"{shadow.url},shadow=1") as router:
         for number in range(5):

@@ -1,5 +1,5 @@
-"""Our own engine's cache events as vLLM would publish them, read by the router's half of the same: whoever listens, by
-whichever way, knows the same."""
+"""Our own engine's cache events as vLLM would publish them, read by the router's half of the same: a router that listens,
+by either way, knows the same."""
 
 import contextlib
 import json

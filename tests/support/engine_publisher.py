@@ -79,7 +79,7 @@ class Publisher:
         assert self._is_up.wait(10)
 
     def publish(self, *events: Any, is_lost: bool = False) -> None:
-        """`is_lost`: the message reaches nobody, as when the network is away."""
+        """`is_lost`: the message reaches no subscriber, as when the network is away."""
         self._wanted.put((batch(*events, time_s=id(self) + self._number), is_lost))
         self._wanted.join()
 
