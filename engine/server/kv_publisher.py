@@ -247,7 +247,7 @@ class KvPublisher:
     def _repeat(self) -> None:
         """Answer all questions that are there: the descriptor signals a change, not a state."""
         topic = self._config.topic.encode()
-        while self._replay.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+        while self._replay.poll(0):
             who, *rest = self._replay.recv_multipart(zmq.NOBLOCK)
             if len(rest) != 2 or len(rest[1]) != 8:
                 continue
