@@ -4,17 +4,21 @@
                                             blocks written to the disk by the caller, as connectors once did
     python benchmarks/bench_tiers.py ttft   time to first token of a prompt found on the disk, and of one found at a peer,
                                             against computing it
+    python benchmarks/bench_tiers.py prefix time to first token behind a long prefix of a model with recurrent layers (the
+                                            shape of Qwen3.5-0.8B): computed, found in memory, and on the disk after a
+                                            restart; all answers must be the same
     python benchmarks/bench_tiers.py disk   the disk tier alone: what storing costs its caller; look-up; restart
 
 All engines of a run live side by side in this process and take turns, so that a busy machine meets them all. Floors:
 host / none ≤ 1.03, host+disk / host ≤ 1.01; found / computed ≤ 1.05 always and ≤ 0.3 at 2,000 tokens on the default
-model. Disks are temporary directories under --disk-path.
+model, ≤ 0.2 for `prefix`. Disks are temporary directories under --disk-path.
 
 `disk`: a store of 2,048 tokens is eight chunks of 8 MiB. Its cost on the calling thread is taken on an empty disk and with
 20,000 resident chunks where every further one evicts, in turn; writing and unlinking are left out. A restart opens 100,000
 records.
 """
 
+import json
 import os
 import random
 import socket
@@ -28,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpu.shapes import HYBRID
 from pairs import main, quantile, rounded, rounds, summary
 
 from penstock import LLM, SamplingParams
@@ -187,6 +192,36 @@ def wait_for_keys(llm: LLM, count: int) -> None:
         time.sleep(0.001)
 
 
+# -- prefix ------------------------------------------------------------------------------------------------------
+
+
+def prefix(disk_path: str | None = None, pairs: int = 3, length: int = 2000, output_len: int = 16) -> dict[str, Any]:
+    rng = random.Random(0)
+    prompts = [rng.choices(range(FIRST_ID, HYBRID["vocab_size"]), k=length + 8) for _ in range(pairs)]
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    seconds: dict[str, list[float]] = {"computed": [], "memory": [], "disk": []}
+    answers: dict[str, list[list[int]]] = {way: [] for way in seconds}
+    with tempfile.TemporaryDirectory(prefix="tiers-", dir=disk_path) as folder:
+        Path(folder, "config.json").write_text(json.dumps(HYBRID))
+        Path(folder, "disk").mkdir()
+        options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer": True, "kv_cache_bytes": 2**30}
+        options |= {"kv_host_bytes": "1GiB", "kv_disk_path": f"{folder}/disk", "kv_disk_bytes": "8GiB"}
+        for ways in (("computed", "memory"), ("disk",)):  # an engine each
+            with LLM(folder, max_model_len=length + 64, **options) as llm:
+                llm.generate([prompts[0][-64:]], params, use_tqdm=False)  # warms up
+                for prompt in prompts:
+                    for way in ways:
+                        (result,) = llm.generate([prompt], params, use_tqdm=False)
+                        llm._running().settle()
+                        assert (result.num_cached_tokens or 0) == (0 if way == "computed" else length)
+                        seconds[way].append(result.metrics.first_token_s or 0.0)
+                        answers[way].append(result.outputs[0].token_ids)
+    assert answers["computed"] == answers["memory"] == answers["disk"], "an answer has changed"
+    found = {way: {"found": seconds[way], "computed": seconds["computed"]} for way in ("memory", "disk")}
+    figures = {way: ratio(f"{length} tokens, {way}", both) for way, both in found.items()}
+    return figures | {"seconds": seconds, "same_tokens": pairs * output_len}
+
+
 # -- disk --------------------------------------------------------------------------------------------------------
 
 CHUNK = 8 * 2**20
@@ -286,4 +321,4 @@ def disk(disk_path: str | None = None, pairs: int = 10) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(__doc__, "tiers", cost, ttft, disk)
+    main(__doc__, "tiers", cost, ttft, prefix, disk)

@@ -1,10 +1,12 @@
-"""One engine in a process of its own, asked by `peers.py` to run one batch after the other.
+"""One engine in a process of its own, asked by `peers.py` to run one batch after the other, or by `bench_agreement.py`
+for answers.
 
-The same file runs under Penstock's interpreter and under the peer's (vLLM), so both get the same prompts, the same
-sampling and the same clock. Its argument is a job as JSON; a question is a number of tokens to generate for each prompt
-of a batch, the answer the seconds that it took.
+The same file runs under Penstock's interpreter and under the peer's (vLLM, llama.cpp's binding), so both get the same
+prompts, the same sampling and the same clock. Its argument is a job as JSON. A question is [prompts, their length, tokens to
+generate for each], the answer the seconds that it took; or it is a list of prompts, the answer a list of answers.
 """
 
+import itertools
 import json
 import random
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 from pairs import answer_questions
 
 FIRST_ID = 100  # the lowest ids are often special tokens
+Ids = list[int]
 
 
 class Engine:
@@ -23,7 +26,7 @@ class Engine:
         if job["engine"] == "penstock":
             import penstock as engine
 
-            self._llm = engine.LLM(job["model"], skip_tokenizer=True, **job["options"])
+            self._llm: Any = engine.LLM(job["model"], skip_tokenizer=True, **job["options"])
         else:
             import vllm as engine  # type: ignore[import-not-found, no-redef]
 
@@ -31,21 +34,54 @@ class Engine:
         self._params = engine.SamplingParams
         self.load_s = time.perf_counter() - started
 
-    def run(self, max_tokens: int) -> float:
+    def __call__(self, question: Any) -> Any:
+        return self._seconds(*question) if isinstance(question[0], int) else self._answers(question)
+
+    def _seconds(self, num_prompts: int, input_len: int, max_tokens: int) -> float:
         """Fresh prompts every time: no prefix cache can help."""
-        job, vocabulary = self._job, range(FIRST_ID, self._job["vocab_size"])
-        prompts: list[Any] = [self._rng.choices(vocabulary, k=job["input_len"]) for _ in range(job["num_prompts"])]
-        if job["engine"] == "vllm":
-            prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
-        params = self._params(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        vocabulary = range(FIRST_ID, self._job["vocab_size"])
+        prompts = [self._rng.choices(vocabulary, k=input_len) for _ in range(num_prompts)]
         started = time.perf_counter()
-        results = self._llm.generate(prompts, params, use_tqdm=False)
+        answers = self._generate(prompts, max_tokens=max_tokens, ignore_eos=True)
         elapsed_s = time.perf_counter() - started
-        num_tokens = sum(len(result.outputs[0].token_ids) for result in results)
-        assert num_tokens == max_tokens * job["num_prompts"], f"{num_tokens} tokens were generated"
+        num_tokens = sum(map(len, answers))
+        assert num_tokens == max_tokens * num_prompts, f"{num_tokens} tokens were generated"
         return elapsed_s
+
+    def _answers(self, prompts: list[Ids]) -> list[Ids]:
+        return self._generate(
+            prompts, max_tokens=self._job["max_tokens"], ignore_eos=True, stop_token_ids=self._job["ends"]
+        )
+
+    def _generate(self, prompts: list[Any], **options: Any) -> list[Ids]:
+        if self._job["engine"] == "vllm":
+            prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
+        params = self._params(temperature=0.0, detokenize=False, **options)
+        return [list(each.outputs[0].token_ids) for each in self._llm.generate(prompts, params, use_tqdm=False)]
+
+
+def llama_cpp(job: dict[str, Any]) -> Any:
+    """Prompt after prompt, with the library's own defaults."""
+    import llama_cpp as library  # type: ignore[import-not-found]
+
+    llm = library.Llama(job["model"], verbose=False, **job["options"])
+
+    def answer(prompt: Ids) -> Ids:
+        tokens = itertools.islice(llm.generate(prompt, temp=0.0, repeat_penalty=1.0), job["max_tokens"])
+        found: Ids = []
+        for token in tokens:
+            found.append(token)
+            if token in job["ends"]:
+                break
+        return found
+
+    return lambda prompts: [answer(prompt) for prompt in prompts]
 
 
 if __name__ == "__main__":
-    asked = Engine(json.loads(sys.argv[1]))
-    answer_questions(asked.run, asked.load_s)
+    job = json.loads(sys.argv[1])
+    if job["engine"] == "llama.cpp":
+        answer_questions(llama_cpp(job))
+    else:
+        asked = Engine(job)
+        answer_questions(asked, asked.load_s)

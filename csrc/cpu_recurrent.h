@@ -51,13 +51,6 @@ struct delta_run {
     float decay[RUN], beta[RUN], product[RUN]; /* of q and k */
 };
 
-INLINE float one_of(uintptr_t base, int64_t index, enum element type) {
-    if (type == FLOAT32) return ((const float *)base)[index];
-    uint32_t bits = (uint32_t)((const uint16_t *)base)[index] << 16;
-    float x;
-    return memcpy(&x, &bits, sizeof x), x;
-}
-
 /* x / |x| * scale */
 INLINE void direction(const void *x, int64_t width, float scale, float *y, enum element type) {
     vec sum = {0};

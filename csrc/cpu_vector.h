@@ -146,6 +146,13 @@ INLINE const void *element_at(const void *base, int64_t index, enum element type
     return (const char *)base + index * (type == BFLOAT16 ? 2 : 4);
 }
 
+INLINE float one_of(uintptr_t base, int64_t index, enum element type) {
+    if (type == FLOAT32) return ((const float *)base)[index];
+    uint32_t bits = (uint32_t)((const uint16_t *)base)[index] << 16;
+    float x;
+    return memcpy(&x, &bits, sizeof x), x;
+}
+
 /* The LANES elements from `index` on, of which `left` exist; the others are 0. */
 INLINE vec load(const void *base, int64_t index, int64_t left, enum element type) {
     const void *from = element_at(base, index, type);

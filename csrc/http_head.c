@@ -49,8 +49,9 @@ static enum kind kind_of(const uint8_t *name, size_t size) {
     case 'h': return is_name(name, size, "host") ? HOST : PASSES;
     case 'k': return is_name(name, size, "keep-alive") ? UNUSUAL : PASSES;
     case 'p': return begins(name, size, "proxy-") ? UNUSUAL : PASSES;
-    case 't': /* te, trailer, transfer-encoding */
-        return begins(name, size, "te") || begins(name, size, "tr") ? UNUSUAL : PASSES;
+    case 't': /* not traceparent and tracestate, which pass */
+        if (is_name(name, size, "te") || begins(name, size, "transfer-")) return UNUSUAL;
+        return is_name(name, size, "trailer") ? UNUSUAL : PASSES;
     case 'u': return is_name(name, size, "upgrade") ? UNUSUAL : PASSES;
     case 'x':
         if (is_name(name, size, "x-session-id")) return SESSION;

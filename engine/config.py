@@ -41,6 +41,7 @@ DTYPES = {
     "float": "float32",
     "fp32": "float32",
 }  # by nicknames
+EXECUTORS = {"mp": "multiproc", "uni": "uniproc"}  # as vLLM calls them
 MAX_PEERS = 16  # each takes a handful of threads and connections
 
 
@@ -96,7 +97,7 @@ class EngineOptions:
     max_num_seqs: Count | None = flag("sequences computed at a time (default: 256)", "N")
     max_num_batched_tokens: Count | None = flag("tokens computed per step (default: 2048)", "N")
     max_queued_requests: Annotated[int, Meta(ge=0)] | None = flag(
-        "beyond this many, requests get 429 (default: 4096)", "N"
+        "beyond this many, requests get 429 (default: 4096)", "N", ("--max-queued-requests", "--max-num-queued-reqs")
     )
     patience_s: Annotated[float, Meta(ge=0)] | None = None
     block_size: Count | None = flag("tokens per KV block (default: 16)", "N")
@@ -107,8 +108,9 @@ class EngineOptions:
         'compute tokens that followed the same text before ahead of sampling them, like {"method": "ngram", '
         '"num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4} (default: off)',
         "JSON",
+        ("--speculative-config", "-sc"),
     )
-    enforce_eager: bool | None = flag("no CUDA graphs; kernels are warmed up all the same")
+    enforce_eager: bool | None = flag("no CUDA graphs; kernels are warmed up all the same (default: off)", has_off=True)
     seed: int | None = flag(
         "for requests without a seed of their own, and for dummy weights (default: none, and 0)", "N"
     )
@@ -136,12 +138,23 @@ class EngineOptions:
         "FILE",
     )
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = flag(
-        "share of the GPU to use when no size is given (default: 0.9)", "F"
+        "share of the GPU to use when no size is given (default: 0.9)",
+        "F",
+        ("--gpu-memory-utilization", "--device-memory-utilization"),
     )
+    enable_lora: bool | None = flag("take adapters (LoRA) of the model (default: off)", has_off=True, opens="adapters")
+    max_loras: Annotated[int, Meta(ge=1, le=256)] | None = flag(
+        "adapters that the requests of one step may have between them: they lie on the device (default: 8)", "N"
+    )
+    max_lora_rank: Annotated[int, Meta(ge=1, le=256)] | None = flag("the largest rank taken (default: 16)", "N")
+    max_cpu_loras: Count | None = flag("adapters held in the host's memory (default: 64)", "N")
     enable_expert_parallel: bool | None = flag(
-        "share out whole experts between the ranks, not slices of each", opens="ranks"
+        "share out whole experts between the ranks, not slices of each (default: off)",
+        names=("--enable-expert-parallel", "-ep"),
+        has_off=True,
+        opens="ranks",
     )
-    enable_eplb: bool | None = flag("move experts between ranks as their load changes")
+    enable_eplb: bool | None = flag("move experts between ranks as their load changes (default: off)", has_off=True)
     eplb_config: EplbConfig | None = flag('like {"window": 1000, "interval": 3000, "redundant_experts": 32}', "JSON")
     tensor_parallel_size: Count | None = flag(
         "ranks (GPUs) to split the model over", "N", ("--tensor-parallel-size", "-tp")
@@ -149,6 +162,8 @@ class EngineOptions:
     executor: ExecutorKind | None = flag(
         "in the engine core's process, in one process per rank, or on a running Ray cluster "
         "(default: auto, by the number of ranks)",
+        names=("--executor", "--distributed-executor-backend"),
+        read=lambda text: EXECUTORS.get(text, text),
         choices=("auto", "uniproc", "multiproc", "ray"),
     )
     ray_allow_open_dashboard: bool | None = flag(
@@ -231,6 +246,14 @@ def _check_together(said: EngineOptions, config: EngineConfig) -> None:
         )
     if said.eplb_config is not None and not executor.enable_eplb:
         raise ValueError("eplb_config: given; it needs enable_eplb, without which no expert moves")
+    for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+        if getattr(said, name) is not None and not executor.enable_lora:
+            raise ValueError(f"{name}: given; it needs enable_lora, without which no adapter is taken")
+    if executor.max_cpu_loras < executor.max_loras and executor.enable_lora:
+        raise ValueError(
+            f"max_cpu_loras: {executor.max_cpu_loras} given; the {executor.max_loras} on the device (max_loras) are "
+            "held there as well"
+        )
     if executor.ray_allow_open_dashboard and executor.kind != "ray":
         raise ValueError("ray_allow_open_dashboard: given; only executor 'ray' has a dashboard")
     if executor.kv_peer_secret_file and not (executor.kv_peers or executor.kv_peer_listen):

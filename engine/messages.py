@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.executor.protocol import ExpertUpdate, ModelInfo, Pooled, Sampling, TokenLogprobs
+from penstock.executor.protocol import AdapterInfo, ExpertUpdate, ModelInfo, Pooled, Sampling, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -22,7 +22,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     max_tokens: int  # the front has cut it to what the context allows
     priority: int = 0  # smaller runs first
     cache_salt: str | None = None
-    adapter: str | None = None
+    adapter: str | None = None  # the key of one that is loaded
     pooling: Pooled | None = None
     grammar: str | None = None  # what the answer must match, as engine/grammar/source.py wrote it
     peer: str | None = None  # the store that has the prompt's blocks …
@@ -45,11 +45,24 @@ class ResetCache(msgspec.Struct, frozen=True, tag="reset_cache", array_like=True
     number: int
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", array_like=True):
+    """Hold the adapter in this folder; answered by an `AdapterLoaded` with the same number."""
+
+    number: int
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", array_like=True):
+    """One that was loaded is not asked for any more, by no request that follows; those before it end as ever."""
+
+    key: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
     """Stop at once. A drain is the front's: it stops submitting and waits."""
 
 
-ToCore = Submit | Abort | WatchCache | ResetCache | Shutdown
+ToCore = Submit | Abort | WatchCache | ResetCache | LoadAdapter | UnloadAdapter | Shutdown
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -140,4 +153,10 @@ class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset", array_like=True
     ok: bool
 
 
-FromCore = Connected | Outputs | CacheUpdate | LoadProgress | Ready | Heartbeat | Dead | CacheReset
+class AdapterLoaded(msgspec.Struct, frozen=True, tag="adapter_loaded", array_like=True):
+    number: int
+    info: AdapterInfo | None  # None: it cannot be used, and nothing has changed
+    error: str = ""
+
+
+FromCore = Connected | Outputs | CacheUpdate | LoadProgress | Ready | Heartbeat | Dead | CacheReset | AdapterLoaded

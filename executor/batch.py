@@ -7,7 +7,7 @@ single token come first, so a kernel may treat them as one rectangle, and those 
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -37,6 +37,19 @@ class StateBatch(NamedTuple):
     is_new: torch.Tensor  # [R] bool: nothing is read, the state before the first token is zero
 
 
+class AdaptedRows(Protocol):
+    """What the adapters of a step's rows add to products."""
+
+    runs: Any  # as kernels take them
+
+    def add(self, linear: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        """To y [T, out], what the layer made of x [T, in]."""
+
+    @property
+    def wanted(self) -> "AdaptedRows":
+        """Of the tokens `ForwardBatch.wanted` alone."""
+
+
 class Chains(NamedTuple):
     """How recurrent layers see a batch with drafts: a request's rows are one, for its state goes through all of them."""
 
@@ -63,6 +76,7 @@ class ForwardBatch:
     other_groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     group_of: tuple[int, ...] = ()  # each layer's group; (): all are in the first
     states: StateBatch | None = None
+    adapters: AdaptedRows | None = None  # None: no row has one
     chains: Chains | None = None  # None: there are no drafts, or no states
     # What the kernels of one layer found out about the rows, for those of the next (kernels/cuda/work.py).
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -8,8 +8,10 @@ group's weigh as far as the window reaches, and a recurrent state is a hash of a
 what a real executor would silently get wrong.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
@@ -18,6 +20,7 @@ import xxhash
 
 from penstock.cache.tiers.base import Store
 from penstock.executor.protocol import (
+    AdapterInfo,
     Admission,
     ExecutorConfig,
     GroupInfo,
@@ -74,7 +77,9 @@ class OracleExecutor:
             stores=self._tiers.stores,
             serves_peers=self._tiers.serves_peers,
             groups=groups,
+            max_loras=config.max_loras if config.enable_lora else 0,
         )
+        self._adapters: set[str] = set()
         self._windows = [group.window for group in groups if group.kind != "state"]  # 0: none
         self._num_pages = groups[-1].pages
         self._model = model
@@ -113,12 +118,15 @@ class OracleExecutor:
         assert len(step.rows) <= self._max_num_seqs, "more rows than there is memory for"
         for admission in step.admissions:
             assert 0 <= admission.slot < self._max_num_seqs
+            assert admission.adapter is None or not self.info.max_loras or admission.adapter in self._adapters
             self._slots[admission.slot] = _Slot(admission, self._model, self.info.max_model_len, len(self._windows))
         by_slot: dict[int, list[Row]] = {}
         for row in step.rows:
             by_slot.setdefault(row.slot, []).append(row)
         for index, own in by_slot.items():
             self._slots[index].begin(own)
+        adapters = {self._slots[index].adapter for index in by_slot} - {None}
+        assert not self.info.max_loras or len(adapters) <= self.info.max_loras, "more adapters than there are places"
         self._written.clear()
         self._check_states(step.rows)
         result = StepResult(step.step_id, [-1] * len(step.rows), {}, {}, {})
@@ -138,6 +146,17 @@ class OracleExecutor:
         if not copies_first:
             self._transfers.begin(step.transfers)
         return msgspec.structs.replace(result, transfers=self._transfers.end())
+
+    def load_adapter(self, path: str) -> AdapterInfo:
+        """Any file that there is in the folder is content."""
+        content = hashlib.sha256()
+        for file in sorted(Path(path).glob("*")):
+            content.update(file.read_bytes())
+        self._adapters.add(key := content.hexdigest())
+        return AdapterInfo(key, 1, 0)
+
+    def unload_adapter(self, key: str) -> None:
+        self._adapters.remove(key)
 
     def fileno(self) -> int | None:
         return None
@@ -267,7 +286,7 @@ class _Slot:
         assert 0 < admission.num_prompt <= len(self.tokens) <= max_model_len
         self.num_prompt = admission.num_prompt
         self.sampling: Sampling = admission.sampling
-        self.pooling = admission.pooling
+        self.pooling, self.adapter = admission.pooling, admission.adapter
         self.root = xxhash.xxh3_64_intdigest(f"adapter {admission.adapter}".encode(), model)
         self.tables: list[list[int]] = [[] for _ in range(num_tables)]  # of each attention group
         self.states_in: tuple[int, ...] = ()

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import ctypes
 import faulthandler
+import logging
 import os
 import selectors
 import signal
@@ -34,6 +35,9 @@ EXIT_S = 1.0  # between the end of a process's socket and the moment when it can
 STALL_S = 8  # a child that stops within a message, or reads none, counts as gone
 LOOK_S = 0.1  # how often `wait_for` looks
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LOG_VARIABLE = "PENSTOCK_LOG_LEVEL"  # what the processes that we start are given
+ROOMS = ("engine", "executor", "cache", "router")  # those that log
+LEVELS = ("debug", "info", "warning", "error", "critical")
 
 Message = TypeVar("Message")
 Start = TypeVar("Start", bound=msgspec.Struct)
@@ -163,6 +167,7 @@ def begin(kind: type[Start], ignored: Sequence[signal.Signals] = STOP_SIGNALS) -
     start = receive(channel)
     if start is None:
         leave()
+    log_to_stderr()
     return msgspec.msgpack.decode(start, type=kind), channel
 
 
@@ -224,6 +229,39 @@ class Reporter:
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
+
+
+# What is logged, here and in the processes that we start.
+
+
+def log_levels(text: str) -> dict[str, str]:
+    """By room, and of all under no name: of `info,router=debug`. ValueError says what is wrong."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        room, mark, level = part.strip().rpartition("=")
+        if mark and room not in ROOMS:
+            raise ValueError(f"log_level: {room[:40]!r} is no room; {', '.join(ROOMS)} are")
+        if level.lower() not in LEVELS:
+            raise ValueError(f"log_level: {level[:40]!r} is no level; {', '.join(LEVELS)} are")
+        if room in found:
+            raise ValueError(f"log_level: given twice for {room or 'all'}")
+        found[room] = level.lower()
+    return found
+
+
+def log_to_stderr(levels: str | None = None, mark: str = "") -> None:
+    """What we log, not what libraries do: those say warnings alone, for they know of prompts what we keep to ourselves.
+
+    `levels` also holds for the processes that are started from now on. `mark` stands before each line."""
+    if levels is not None:
+        os.environ[LOG_VARIABLE] = levels
+    found = log_levels(os.environ.get(LOG_VARIABLE, "info"))
+    overall = getattr(logging, found.pop("", "info").upper())
+    form = f"%(asctime)s %(levelname).1s {mark}%(message)s"
+    logging.basicConfig(level=max(overall, logging.WARNING), format=form, stream=sys.stderr)
+    logging.getLogger("penstock").setLevel(overall)
+    for room, level in found.items():
+        logging.getLogger(f"penstock.{room}").setLevel(level.upper())
 
 
 # A process that people start, and stop.

@@ -66,7 +66,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_prompt: int
     sampling: Sampling
     pooling: Pooled | None = None  # an embedding instead of tokens; "labels" without a head: logits of `allowed_ids`
-    adapter: str | None = None
+    adapter: str | None = None  # the key of one that is loaded
 
 
 class Row(msgspec.Struct, frozen=True, gc=False, array_like=True, omit_defaults=True):
@@ -248,11 +248,20 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     labels: LabelInfo | None = None  # of a model that classifies; without `tokens` it writes no text
     # At least one for attention; full ones come first, then those with windows, and last one for states if there are any.
     groups: tuple[GroupInfo, ...] = (GroupInfo(),)
+    max_loras: int = 0  # adapters that the rows of a step may have between them; 0: none are taken
 
     @property
     def hits_at_ends(self) -> bool:
         """A cached prefix is of use at checkpoints of states alone. (With windows, the last one may lack blocks.)"""
         return self.groups[-1].kind == "state" and all(group.kind != "window" for group in self.groups)
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that has been loaded."""
+
+    key: str  # a digest of its content, by which admissions and block keys name it
+    rank: int  # the largest
+    num_bytes: int  # of all ranks together
 
 
 class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -294,6 +303,10 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enable_eplb: bool = False  # and move them after the load
     eplb_config: EplbConfig = EplbConfig()
     ray_allow_open_dashboard: bool = False  # run also where any machine on the network can give the cluster jobs
+    enable_lora: bool = False
+    max_loras: Annotated[int, Meta(ge=1, le=256)] = 8
+    max_lora_rank: Annotated[int, Meta(ge=1, le=256)] = 16
+    max_cpu_loras: Annotated[int, Meta(ge=1)] = 64
     enforce_eager: bool = False
     seed: int = 0
     hf_overrides: dict[str, Any] = {}
@@ -323,6 +336,15 @@ class Executor(Protocol):
         """The result of the oldest submitted step; waits for it. Raises ExecutorError when it can never come."""
         ...
 
+    def load_adapter(self, path: str) -> AdapterInfo:
+        """Hold the PEFT adapter in this folder, for the steps submitted from now on; the same content is held once.
+        Raises AdapterError if it cannot be used, and then nothing has changed."""
+        ...
+
+    def unload_adapter(self, key: str) -> None:
+        """Let go of it; no step that is submitted from now on names it."""
+        ...
+
     def fileno(self) -> int | None:
         """Readable when something has happened that no `collect` waits for: call `check` then. None: never."""
         ...
@@ -346,6 +368,10 @@ def step_deadline_s(num_tokens: int) -> float:
 
 class ExecutorError(Exception):
     """The executor cannot start or cannot go on; the message says why and what to do."""
+
+
+class AdapterError(ExecutorError):
+    """An adapter cannot be used; the message says which part of it. Everything is as before."""
 
 
 def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> Executor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step, StepResult
+from penstock.executor.protocol import AdapterInfo, ExecutorConfig, ExecutorError, Step, StepResult
 from penstock.executor.ranks.rank import Rank, choose_device
 from penstock.executor.step.runner import Launched
 
@@ -37,6 +37,12 @@ class UniprocExecutor:
 
     def collect(self) -> StepResult:
         return self._runner.finish(self._in_flight.popleft())
+
+    def load_adapter(self, path: str) -> AdapterInfo:
+        return self._rank.adapters.load(path)
+
+    def unload_adapter(self, key: str) -> None:
+        self._rank.adapters.unload(key)
 
     def fileno(self) -> int | None:
         return None

@@ -9,15 +9,17 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from penstock.engine.http.access_line import AccessLog
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.http.page.document import document
+from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.http.token_form import CONTENT_TYPE, REPORT_HEADER
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig
@@ -26,11 +28,15 @@ from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection, Edge
 from penstock.router.http.heads import ClientRequest, Headers
-from penstock.router.metrics import KEPT, RouterMetrics
+from penstock.router.lines import line_of
+from penstock.router.metrics import KEPT, RouterMetrics, route_of
 from penstock.router.placement.prompts import Asked, Routable, Texts
 from penstock.router.preview import preview
 from penstock.router.quota import Accounts, Quotas
 from penstock.router.tokenizing import tokens_at_replica
+
+if TYPE_CHECKING:
+    from penstock.router.spans import ExchangeSpans
 
 log = logging.getLogger("penstock.router")
 
@@ -43,6 +49,7 @@ PROXIED = frozenset(
 )
 OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/route", "/v1/models"})
 METHODS = {"/replicas": (b"GET", b"HEAD", b"POST", b"DELETE"), "/route": (b"POST",)}  # where not to be read only
+PROBED = OWN - {"/", "/replicas", "/route", "/v1/models"}
 OPEN = frozenset({(b"GET", "/health"), (b"HEAD", "/health"), (b"GET", "/"), (b"HEAD", "/")})
 LOOK_S = 0.5  # how often running requests and the loop's lag are looked at
 JSON = [(b"content-type", b"application/json")]
@@ -69,7 +76,10 @@ class RouterApp:
         self.edge = Edge(self, config.limits)
         self.accounts = None if config.quotas is None else Accounts(Quotas.read(config.quotas))
         self.num_shadows = 0
-        self.metrics = RouterMetrics(fleet, self.edge.refused)
+        self.spans = _open_spans(config.telemetry)
+        self.lines = AccessLog(form, "router") if (form := config.access_log) != "off" else None
+        exporter = None if self.spans is None else self.spans.exporter
+        self.metrics = RouterMetrics(fleet, self.edge.refused, exporter)
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
         # Set by what runs the probes and, with several workers, by what carries changes to the others.
@@ -101,6 +111,12 @@ class RouterApp:
 
     def admit(self, request: ClientRequest) -> HttpError | None:
         """Before the body is read: key, route, method, drain and load."""
+        error = self._refusal(request)
+        if error is not None:
+            self.note(request, error.status)
+        return error
+
+    def _refusal(self, request: ClientRequest) -> HttpError | None:
         path = request.path
         if not path.startswith("/"):
             return HttpError(400, "the request target must begin with '/'")
@@ -128,18 +144,33 @@ class RouterApp:
                 return
             status, headers, body = self._own(request, path)
         except HttpError as error:
-            self.refuse(request, connection, error)
+            self._refuse_here(request, connection, error)
             return
         except Exception:  # the top of a request: it must not end without an answer
             log.exception("a request failed in the router")
-            self.refuse(request, connection, HttpError(500, "internal error"))
+            self._refuse_here(request, connection, HttpError(500, "internal error"))
             return
+        self.note(request, status)
         self.metrics.count(request, status)
         connection.answer(status, headers, body)
+
+    def _refuse_here(self, request: ClientRequest, connection: ClientConnection, error: HttpError) -> None:
+        """What never became an exchange, which would have a line of its own."""
+        self.note(request, error.status)
+        self.refuse(request, connection, error)
 
     def refuse(self, request: ClientRequest, connection: ClientConnection, error: HttpError) -> None:
         self.metrics.count(request, error.status)
         connection.refuse(error)
+
+    def note(self, request: ClientRequest, status: int, exchange: Exchange | None = None) -> None:
+        """A line of the log, where there are any."""
+        if self.lines is not None and (level := self.lines.level(request.path in PROBED)) is not None:
+            known = request.path in OWN or is_proxied(request.path)
+            key = self._keys.number((b"authorization", value) for value in request.authorization)
+            self.lines.write(
+                level, line_of(request, route_of(request) if known else "unmatched", status, key, exchange)
+            )
 
     def _may(self, request: ClientRequest, path: str) -> bool:
         if not self._keys or (request.method, path) in OPEN or _admits(self._keys, request):
@@ -173,7 +204,7 @@ class RouterApp:
             raise HttpError(400, message, param="kv_transfer_params")
         exchange = Exchange(self, request, connection)
         if not self.config.tokenize_at_replica and not self.texts.is_long(request.path, request.body):
-            adapter = group.adapter(asked.model)
+            adapter = group.adapters.get(asked.model or "")
             prepared = self.texts.prepare(request.path, request.body, asked, group.placement, adapter)
             exchange.open()
             self._begin(exchange, group, asked, prepared)
@@ -193,7 +224,7 @@ class RouterApp:
 
     async def prepare(self, path: str, body: bytes, asked: Asked, group: ReplicaGroup) -> Routable:
         """Where that takes longer than an event loop should be held up."""
-        adapter = group.adapter(asked.model)
+        adapter = group.adapters.get(asked.model or "")
         if self.config.tokenize_at_replica:
             packed = await tokens_at_replica(self.fleet, group, path, body)
             self.metrics.counts["tokenized", "no" if packed is None else "yes"] += 1
@@ -367,6 +398,14 @@ class RouterApp:
                 leg.attempt for leg in (exchange, exchange.prefill) if leg is not None and leg.attempt is not None
             ]
         assert self.fleet.num_in_flight == len(attempts), f"{self.fleet.num_in_flight} in flight, {len(attempts)} known"
+
+
+def _open_spans(telemetry: Telemetry) -> "ExchangeSpans | None":
+    if telemetry.otlp_traces_endpoint is None:  # then nothing of it is even imported
+        return None
+    from penstock.router import spans
+
+    return spans.ExchangeSpans(telemetry)
 
 
 def is_proxied(path: str) -> bool:

@@ -13,25 +13,29 @@ from penstock.router.placement.load import Charge
 
 if TYPE_CHECKING:
     from penstock.router.app import RouterApp
+    from penstock.router.spans import AttemptSpan
 
 
 class Attempt:
     """connecting → sent → over; a kept connection that turns out to be closed leads from sent to connecting, once."""
 
-    __slots__ = ("_app", "_asker", "_body", "_head", "_is_kept", "charge", "replica", "state", "upstream")
+    __slots__ = ("_app", "_asker", "_body", "_head", "_is_kept", "_span", "charge", "replica", "state", "upstream")
 
-    def __init__(self, app: "RouterApp", charge: Charge, asker: Leg) -> None:
+    def __init__(self, app: "RouterApp", charge: Charge, asker: Leg, span: "AttemptSpan | None" = None) -> None:
         self.replica = app.fleet.replicas[charge.replica]
         self.charge = charge
         self.state: Literal["connecting", "sent", "over"] = "connecting"
         self.upstream: Upstream | None = None  # once sent
         self._app = app
         self._asker = asker
+        self._span = span
         self._head = self._body = b""
         self._is_kept = False  # the connection has served others before
         app.fleet.begin(self.replica)
 
     def start(self, target: bytes, lines: bytes, body: bytes, method: bytes = b"POST") -> None:
+        if self._span is not None:
+            lines += self._span.lines(method)
         self._head, self._body = request_head(method, target, self.replica.pool.host_header, lines, len(body)), body
         upstream = self.replica.pool.take_idle()
         if upstream is None:
@@ -59,6 +63,8 @@ class Attempt:
         self.state = "over"
         if self.upstream is not None:
             self.upstream.drop(self._asker)
+        if self._span is not None:
+            self._span.end(outcome, status)
         self.charge.release(is_ok)
         self._app.fleet.end(self.replica)
         self._app.judge(self.replica, outcome, status, reason)

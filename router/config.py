@@ -10,6 +10,8 @@ from msgspec import Meta
 
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
+from penstock.engine.http.telemetry import TELEMETRY, AccessForm, Telemetry
+from penstock.engine.http.telemetry import check as check_telemetry
 from penstock.engine.options import Count, Delay, Port, Seconds, Share, check, flag
 from penstock.router.backend import Backend, RouteError, canonical_url
 
@@ -83,6 +85,8 @@ class RouterConfig:
         default=(),
     )
     quotas: str | None = flag("requests and tokens a minute of each client's key", "FILE")
+    access_log: AccessForm = flag("a line of the log for each request (default: %(default)s)", default="off")
+    telemetry: Telemetry = TELEMETRY
     limits: Limits = Limits()
     patience: Patience = Patience()
 
@@ -106,6 +110,7 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
             raise RouteError(f"{variable} is set but empty; unset it to run without that key")
     try:
         check(config)
+        check_telemetry(config.telemetry, environment)
         Keys((*config.api_keys, *config.admin_api_keys))  # refuses what cannot be one
     except ValueError as error:
         raise RouteError(str(error)) from None

@@ -41,6 +41,7 @@ MAX_HELD_BYTES = 64 * 1024  # of an answer that may yet be replaced by another r
 MAX_LOST = 2  # replicas that may break on one request: it may be the reason
 STALLED_S = 10.0  # how long a stream may stand still when its replica is down
 BUSY = frozenset({429, 503})  # answers that another replica may better
+CLIENT_CLOSED = 499  # never sent: the status in the log and in spans when the client had left
 
 
 _CACHED = re.compile(rb'"cached_tokens": ?(\d{1,9})\b')
@@ -77,9 +78,10 @@ class Exchange:
     """
 
     __slots__ = (
-        "_aside", "_cached", "_group", "_head", "_held", "_is_whole", "_num_data", "_num_data_then", "_num_lost", "_num_reported",
-        "_outgoing", "_plain", "_prefills_tried", "_quiet_since_s", "_reason", "_status", "_tried", "account",
-        "app", "attempt", "begun_s", "connection", "prefill", "request", "state",
+        "_aside", "_cached", "_group", "_head", "_held", "_is_whole", "_num_data", "_num_data_then", "_num_lost",
+        "_num_reported", "_outgoing", "_plain", "_prefills_tried", "_quiet_since_s", "_reason", "_status", "_tried",
+        "account", "app", "attempt", "begun_s", "connection", "first_byte_s", "model", "num_attempts", "prefill",
+        "replica", "request", "state", "trace",
     )  # fmt: skip
     _group: ReplicaGroup
     _outgoing: Outgoing
@@ -93,6 +95,11 @@ class Exchange:
         self.attempt: Attempt | None = None  # at the replica that is being asked
         self.prefill: PrefillLeg | None = None  # who computes the prompt for it; None: it does so itself
         self.begun_s = self._quiet_since_s = time.monotonic()
+        self.first_byte_s: float | None = None  # since then
+        self.model: str | None = None
+        self.replica = ""  # that was asked last
+        self.num_attempts = 0
+        self.trace = None if app.spans is None else app.spans.begin(request)
         self._tried = self._prefills_tried = NO_NAMES
         self._is_whole = False  # only who answers shall compute the prompt
         self._num_lost = 0
@@ -105,6 +112,11 @@ class Exchange:
         self._cached: int | None = -1  # in the body, of an engine that says it there; -1: not looked for
         self._num_data = self._num_reported = self._num_data_then = 0
 
+    @property
+    def answer(self) -> AnswerHead | None:
+        """Of which the client has seen something."""
+        return None if self.first_byte_s is None else self._head
+
     def open(self) -> None:
         """From now on it hears of its client and of replicas that go down."""
         self.connection.reader = self
@@ -114,7 +126,7 @@ class Exchange:
             self.account.begin()
 
     def start(self, group: ReplicaGroup, outgoing: Outgoing) -> None:
-        self._group, self._outgoing = group, outgoing
+        self._group, self._outgoing, self.model = group, outgoing, outgoing.model or group.root
         if group.aside:
             self._aside = drawn(group)
             cast_shadows(self.app, group, outgoing)
@@ -126,7 +138,7 @@ class Exchange:
     def refuse(self, error: HttpError) -> None:
         """End without an answer of a replica."""
         if self.state != "over":
-            self._close()
+            self._close(error.status)
             self.connection.reader = None
             self.app.refuse(self.request, self.connection, error)
 
@@ -140,12 +152,17 @@ class Exchange:
             error = HttpError(500, "internal error")
         self.refuse(error)
 
-    def _close(self) -> None:
+    def _close(self, status: int) -> None:
+        if self.state == "over":
+            return
         self.state = "over"
         self.app.exchanges.discard(self)
         if self.account is not None:
             self.account.end()
             self.account = None
+        if self.trace is not None:
+            self.trace.end(self, status)
+        self.app.note(self.request, status, self)
 
     # One replica after the other.
 
@@ -167,7 +184,9 @@ class Exchange:
             self._give_up(self.app.fleet.refusal(group, outgoing.model))
             return
         self.state = "asking"
-        attempt = self.attempt = Attempt(self.app, charge, self)
+        self.replica, self.num_attempts = charge.replica, self.num_attempts + 1
+        span = None if self.trace is None else self.trace.attempt(charge)
+        attempt = self.attempt = Attempt(self.app, charge, self, span)
         if group.prefills is not None:
             self._split(group.prefills, charge)
         lines, body = outgoing.lines, outgoing.body
@@ -185,7 +204,13 @@ class Exchange:
         num_missing = charge.num_tokens - charge.predicted_cached_tokens
         if not self._is_whole and num_missing >= self.app.config.prefill_threshold:
             self.prefill = place(
-                self.app, prefills, self.request.path, outgoing, self._prefills_tried, self._prefill_failed
+                self.app,
+                prefills,
+                self.request.path,
+                outgoing,
+                self._prefills_tried,
+                self._prefill_failed,
+                self.trace,
             )
         if self.prefill is not None:
             charge.hand_over(self.prefill.predicted_ttft_s)
@@ -218,7 +243,7 @@ class Exchange:
             self._report_progress()
         replica = self._let_go(outcome, reason)
         if outcome in ("answered", "gone"):
-            self._close()
+            self._close(CLIENT_CLOSED if outcome == "gone" else self._status)
         else:
             self._go_on(replica, outcome, reason)
 
@@ -276,7 +301,7 @@ class Exchange:
         if self.state == "over" or not self._held or self._status not in BUSY:
             self.refuse(error)
             return
-        self._close()
+        self._close(self._status)
         self.app.metrics.count(self.request, self._status)
         self._write_first(b"".join(self._held))
         self.connection.finish(self._keeps())
@@ -328,7 +353,8 @@ class Exchange:
         charge, metrics = self.attempt.charge, self.app.metrics
         charge.first_token(self._head.cached_tokens)
         metrics.count(self.request, self._status)
-        metrics.first_byte.observe(time.monotonic() - self.begun_s)
+        self.first_byte_s = time.monotonic() - self.begun_s
+        metrics.first_byte.observe(self.first_byte_s)
         if self.prefill is not None:
             self._blocks_came(self.prefill, charge)
         elif self._group.prefills is not None:
@@ -381,7 +407,7 @@ class Exchange:
         self.app.metrics.counts["client_gone",] += 1
         if self.attempt is not None:
             self._settle("gone")
-        self._close()
+        self._close(CLIENT_CLOSED)
 
     def replica_down(self, replica: Replica, reason: str) -> None:
         """If it is one of ours and nothing is out yet, ask another."""

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -17,6 +17,9 @@ from prometheus_client.registry import Collector
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import State
 from penstock.router.http.heads import ClientRequest
+
+if TYPE_CHECKING:
+    from penstock.engine.http.otlp import Exporter
 
 FIRST_BYTE_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
 LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
@@ -33,6 +36,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tokenized": ("Prompts given to a replica's /tokenize, by whether it said.", ("answered",)),
     "client_gone": ("Clients that left before the end.", ()),
     "broken_streams": ("Answers that broke after their first byte.", ()),
+    "trace_spans": ("Spans, by what became of them.", ("outcome",)),
     "replica_requests": ("Requests sent to a replica.", ("replica",)),
     "replica_failures": ("Failures seen of a replica.", ("replica",)),
     "replica_ejections": ("Times that a replica was ejected for its conduct.", ("replica",)),
@@ -55,8 +59,9 @@ KEPT = ("/v1/responses/", "/v1/conversations/")  # before an id: what replicas k
 
 
 class RouterMetrics(Collector):
-    def __init__(self, fleet: Fleet, refused: Counter[int]) -> None:
+    def __init__(self, fleet: Fleet, refused: Counter[int], exporter: "Exporter | None" = None) -> None:
         self.fleet = fleet
+        self._exporter = exporter
         # By name and labels; those without labels are shown from the start.
         self.counts: Counter[tuple[object, ...]] = Counter({("client_gone",): 0, ("broken_streams",): 0})
         self.first_byte = Buckets("Request complete to first byte relayed.", FIRST_BYTE_S)
@@ -69,9 +74,7 @@ class RouterMetrics(Collector):
         ProcessCollector(registry=self._registry)
 
     def count(self, request: ClientRequest, status: int) -> None:
-        """`request` has passed admission, so its path is one of ours, or the id of something begins where it ends."""
-        path = next((each for each in KEPT if request.path.startswith(each)), request.path)
-        self.counts["requests", path, status] += 1
+        self.counts["requests", route_of(request), status] += 1
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -80,6 +83,9 @@ class RouterMetrics(Collector):
         """What this process has counted, flat: a name with its labels → the value."""
         found: dict[str, float] = {_key(*key): count for key, count in self.counts.items()}
         found |= {_key("refused", status): count for status, count in self._refused.items()}
+        if self._exporter is not None:
+            found[_key("trace_spans", "sent")] = self._exporter.num_sent
+            found[_key("trace_spans", "dropped")] = self._exporter.num_dropped
         for replica in self.fleet.replicas.values():
             for name in ("requests", "failures", "ejections"):
                 found[_key(f"replica_{name}", replica.url)] = getattr(replica, f"num_{name}")
@@ -121,6 +127,11 @@ class RouterMetrics(Collector):
                 state.add_metric((replica.url, name), float(replica.state == name))
             under_way.add_metric((replica.url,), replica.num_in_flight)
         yield from (state, under_way)
+
+
+def route_of(request: ClientRequest) -> str:
+    """It has passed admission, so its path is one of ours, or the id of something begins where it ends."""
+    return next((each for each in KEPT if request.path.startswith(each)), request.path)
 
 
 def _key(*parts: object) -> str:

@@ -19,6 +19,7 @@ from penstock.router.split import form_with_peer, ids_of, is_splittable, prompt_
 if TYPE_CHECKING:
     from penstock.router.app import RouterApp
     from penstock.router.exchange import Outgoing
+    from penstock.router.spans import ExchangeTrace
 
 LEAST_WAIT_S = 2.0
 MOST_WAIT_S = 60.0
@@ -27,8 +28,14 @@ MOST_WAIT_S = 60.0
 class PrefillLeg:
     """`on_failure` is called at most once, and not after `leave`."""
 
-    def __init__(self, app: "RouterApp", charge: Charge, on_failure: Callable[["PrefillLeg", Outcome], None]) -> None:
-        self.attempt = Attempt(app, charge, self)
+    def __init__(
+        self,
+        app: "RouterApp",
+        charge: Charge,
+        on_failure: Callable[["PrefillLeg", Outcome], None],
+        trace: "ExchangeTrace | None",
+    ) -> None:
+        self.attempt = Attempt(app, charge, self, None if trace is None else trace.attempt(charge, "prefill"))
         self.replica = self.attempt.replica
         self.predicted_ttft_s = charge.predicted_ttft_s
         self._app = app
@@ -86,6 +93,7 @@ def place(
     outgoing: "Outgoing",
     tried: frozenset[str],
     on_failure: Callable[[PrefillLeg, Outcome], None],
+    trace: "ExchangeTrace | None",
 ) -> PrefillLeg | None:
     """The leg, in flight; None where the prompt has to be computed with the answer, or no other can do it soon."""
     if outgoing.prompt is None or not is_splittable(path, outgoing.body):
@@ -101,7 +109,7 @@ def place(
     if charge.predicted_ttft_s > MOST_WAIT_S:
         charge.release(ok=False)
         return None
-    leg = PrefillLeg(app, charge, on_failure)
+    leg = PrefillLeg(app, charge, on_failure, trace)
     key_line = leg.replica.key_line or outgoing.client_key
     if outgoing.with_ids is not None and leg.replica.text_digest == outgoing.text_digest:
         lines, form = outgoing.with_ids

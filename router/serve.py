@@ -9,7 +9,6 @@ import gc
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 
@@ -17,7 +16,7 @@ from penstock import __version__
 from penstock.engine.http.listen import BACKLOG, bind_socket, url_of
 from penstock.engine.options import Option, add_options, built, options_of
 from penstock.engine.text.model_text import load_text
-from penstock.executor.process_life import Stopping, stop_signals, wait_for
+from penstock.executor.process_life import Stopping, log_to_stderr, stop_signals, wait_for
 from penstock.router.app import RouterApp
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig, replicas_of, resolve
@@ -61,7 +60,10 @@ def options() -> list[Option]:
 
 def run(args: argparse.Namespace) -> int:
     """RouteError is the user's to mend, and one line on stderr."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
+    try:
+        log_to_stderr(args.log_level)
+    except ValueError as error:  # of the environment's
+        raise RouteError(str(error)) from None
     config = check(args)
     _say_if_empty(config)
     import uvloop
@@ -180,6 +182,8 @@ class RouterProcess:
         await self.links.close()
         await self.prober.close()
         self.app.close()
+        if self.app.spans is not None:
+            await asyncio.to_thread(self.app.spans.exporter.close)
         for replica in (*self.fleet.replicas.values(), *self.fleet.detached):
             replica.pool.close()
         self.texts.close()

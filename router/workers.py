@@ -25,6 +25,7 @@ from penstock.executor.process_life import (
     ChildProcess,
     Stopping,
     begin,
+    log_to_stderr,
     receive,
     send,
     start_child,
@@ -146,9 +147,7 @@ def main() -> int:
 
     # The first SIGTERM drains it, and it is the parent who sends it, also for a Ctrl-C: that goes to the whole group.
     start, channel = begin(WorkerStart, ignored=(signal.SIGINT,))
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname).1s [{start.index}] %(message)s", stream=sys.stderr
-    )
+    log_to_stderr(mark=f"[{start.index}] ")
     return uvloop.run(_serve(start, channel))
 
 

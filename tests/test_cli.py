@@ -19,7 +19,7 @@ from penstock.engine.config import (
     option_names,
 )
 from penstock.engine.options import given_options, options_of, size_bytes
-from penstock.engine.vllm_options import FLAGS, REFUSED, TAKEN
+from penstock.engine.vllm_options import FATES
 from penstock.executor.protocol import ExecutorConfig
 
 
@@ -81,7 +81,7 @@ def test_a_mistake_is_one_line_that_names_it(
         (["serve", "--max-modellen", "5"], "--max-modellen: there is no such option; did you mean --max-model-len?"),
         (["serve", "--enable-auto-tool-choise"], "did you mean --enable-auto-tool-choice?"),
         (["serve", "--swap-space", "4"], "--swap-space: use --kv-host-bytes"),
-        (["serve", "-pp", "2"], "-pp: use --tensor-parallel-size"),
+        (["serve", "-pp", "2"], "-pp: '2' given; use --tensor-parallel-size"),
         (["serve", "--quantization=awq"], "--quantization: leave it out"),
         (["serve", "--max-model-len", "1x"], "'1x' is not a number of tokens"),
         (["serve", "--allowed-origins", '["a"'], "not a JSON list of texts"),
@@ -100,7 +100,7 @@ def test_an_option_that_is_not_known_here_is_named_by_its_command_with_what_to_u
 def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
-    flags = ["--enable-auto-tool-choice", "--trust-remote-code", "--uvicorn-log-level", "info", "--seed", "3"]
+    flags = ["--enable-auto-tool-choice", "--trust-remote-code", "--disable-log-stats", "--seed", "3"]
     args = parser.parse_args([*flags, "--dtype", "half", "--max-model-len", "2k", "--kv-cache-memory-bytes", "1GiB"])
     given = {"seed": 3, "dtype": "float16", "max_model_len": 2000, "kv_cache_bytes": 2**30}
     assert given_options(args, EngineOptions) == given
@@ -108,25 +108,71 @@ def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: 
     assert shown.count("without effect") == 3 and "--trust-remote-code: without effect: no code" in shown
 
 
-def test_every_option_of_vllm_in_the_tables_is_answered_on_the_command_line_and_in_python(
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tokenizer-mode", "slow"], "--tokenizer-mode: 'slow' given; there is one kind here; leave it out"),
+        (
+            ["--allowed-methods", '["PATCH"]'],
+            "--allowed-methods: '[\"PATCH\"]' given; GET, POST and DELETE are all there is",
+        ),
+        (["--no-async-scheduling"], "--no-async-scheduling: 'false' given; always on here"),
+        (["--num-gpu-blocks-override", "9"], "--num-gpu-blocks-override: use --kv-cache-bytes"),
+        (["-dp", "2"], "-dp: '2' given; run several servers behind `penstock route`"),
+        (["-O3"], "-O: nothing is compiled at the start; --enforce-eager turns CUDA graphs off"),
+        (["--enable-lora"], "--enable-lora: adapters are not served yet"),
+        (["--compilation-config={}"], "--compilation-config: nothing is compiled"),
+    ],
+)
+def test_what_of_vllms_cannot_be_done_is_refused_with_what_to_use(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(words)
+    assert said in capsys.readouterr().err
+
+
+def test_names_of_vllms_that_mean_options_of_ours_set_them() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    flags = ["--distributed-executor-backend", "mp", "--max-num-queued-reqs", "7", "--disable-uvicorn-access-log"]
+    flags += ["--shutdown-timeout", "5", "--uvicorn-log-level", "warning", "-ep", "--no-enable-eplb", "-dp", "1"]
+    args = parser.parse_args([*flags, "--no-enforce-eager", "--device-memory-utilization", "0.5", "--no-enable-lora"])
+    given = {"executor": "multiproc", "max_queued_requests": 7, "enable_expert_parallel": True, "enable_eplb": False}
+    given |= {"enable_lora": False}
+    assert given_options(args, EngineOptions) == given | {"enforce_eager": False, "gpu_memory_utilization": 0.5}
+    assert (args.access_log, args.drain_timeout_s, args.log_level) == ("off", 5.0, "warning")
+    assert engine_config("model", {"distributed_executor_backend": "mp"}).executor.kind == "multiproc"
+
+
+def test_every_option_of_vllm_in_the_table_is_answered_on_the_command_line_and_in_python(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     serve.add_arguments(parser)
-    for name in (*TAKEN, *REFUSED):
+    for name, fate in FATES.items():
         flag = "--" + name.replace("_", "-")
-        words = [flag] if name in FLAGS else [flag, "1"]
-        if name in TAKEN:
-            parser.parse_args(words)
-            with pytest.warns(UserWarning, match=f"{name}: without effect"):
-                engine_config("model", {name: True})
-        else:
-            with pytest.raises(SystemExit):
+        for value in {*(fate.taken - {"ANY"}), "something-else", "false"}:
+            words = [f"--no-{flag[2:]}"] if value == "false" else [flag] if fate.is_switch else [flag, value]
+            is_on = fate.is_switch and value == "something-else"
+            if fate.takes("true" if is_on else value):
                 parser.parse_args(words)
-            with pytest.raises(ConfigError, match=f"^{name}: "):
-                engine_config("model", {name: 1})
-        assert flag in capsys.readouterr().err
-    assert not {*TAKEN, *REFUSED} & option_names()
+            else:
+                with pytest.raises(SystemExit):
+                    parser.parse_args(words)
+            shown = capsys.readouterr().err
+            assert fate.sets or words[0] in shown
+            if is_on:
+                continue
+            if fate.takes(value):
+                with pytest.warns(UserWarning, match=f"{name}: without effect"):
+                    engine_config("model", {name: value == "true" if fate.is_switch else value})
+            else:
+                with pytest.raises(ConfigError, match=f"^{name}: "):
+                    engine_config("model", {name: False if value == "false" else value})
+    assert not {*FATES} & option_names()
 
 
 def test_no_command_shows_the_help() -> None:

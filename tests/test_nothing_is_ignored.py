@@ -45,10 +45,16 @@ SAID = {
     "decode": "http://127.0.0.1:3",
     "prefill": "http://127.0.0.1:4=127.0.0.1:9102",
     "host": "127.0.0.2",
+    "otlp_traces_endpoint": "http://127.0.0.1:4318",
+    "log_level": "debug",
     "max_num_batched_tokens": "777",
+    "lora_modules": "sql=/somewhere",
 }
 COMPANY = {
     "eplb_config": ["--enable-eplb"],
+    "max_loras": ["--enable-lora", "--max-cpu-loras", "99"],
+    "max_lora_rank": ["--enable-lora"],
+    "max_cpu_loras": ["--enable-lora"],
     "kv_disk_path": ["--kv-disk-bytes", "1GiB"],
     "kv_disk_bytes": ["--kv-disk-path", "/somewhere"],
     "kv_peer_secret_file": ["--kv-peer", "127.0.0.1:9100"],
@@ -57,7 +63,9 @@ COMPANY = {
     "decode": ["--prefill", "http://127.0.0.1:4=127.0.0.1:9102"],
     "prefill": ["--decode", "http://127.0.0.1:3"],
     "chat_template": ["--tokenizer", "model"],
+    "trace_share": ["--otlp-traces-endpoint", "http://127.0.0.1:4318"],
 }
+OFF = {"enforce_eager", "enable_expert_parallel", "enable_eplb"}  # unless they are asked for
 # Of `penstock serve`: what finds the model's files and what of them is used, before there is a configuration.
 OF_FILES = {"model", "model_option", "revision", "chat_template", "generation_config"}
 
@@ -73,7 +81,8 @@ def words(action: argparse.Action) -> list[str]:
     flag = action.option_strings[-1]
     if action.nargs == 0:
         # The only one, or that which turns it off, or on where it is off.
-        return [action.option_strings[0] if action.default is False else flag]
+        is_off = action.default is False or action.dest in OFF
+        return [action.option_strings[0] if is_off else flag]
     if action.choices:
         return [flag, next(str(choice) for choice in action.choices if choice not in (action.default, "auto"))]
     numbers: dict[Any, str] = {int: "77", float: "0.77"}
@@ -139,6 +148,7 @@ READERS = {
     "export": ["src/penstock/cli.py"],
     "models": ["src/penstock/cli.py"],
     "deploy": ["router/deploy/*.py"],
+    "prove": ["engine/commands/prove/*.py"],
 }
 
 
@@ -147,7 +157,7 @@ def test_every_flag_of_the_other_commands_is_read(name: str) -> None:
     text = "".join(path.read_text() for pattern in READERS[name] for path in sorted(ROOT.glob(pattern)))
     read = (
         {*SAMPLING}
-        | set(re.findall(r"\bargs\.(\w+)", text))
+        | set(re.findall(r"\b(?:args|options)\.(\w+)", text))
         | {
             *ExecutorConfig.__struct_fields__,
             *SchedulerConfig.__struct_fields__,

@@ -58,6 +58,25 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"mlp_only_layers": []},
 }
 
+# Two that are measured on a CPU (benchmarks/peers.py): Qwen3.5-0.8B's text, and gpt-oss-20b with 4 of its 24 layers and
+# 16 of its 32 experts, as numbers.
+HYBRID: dict[str, Any] = (
+    {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 248_320}
+    | {"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 3584, "tie_word_embeddings": True}
+    | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 262_144}
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 16, "full_attention_interval": 4}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}}
+    | {"torch_dtype": "bfloat16"}
+)
+GPT_OSS: dict[str, Any] = (
+    {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201_088, "swiglu_limit": 7.0}
+    | {"num_hidden_layers": 4, "hidden_size": 2880, "intermediate_size": 2880, "tie_word_embeddings": False}
+    | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072}
+    | {"num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2, "rope_theta": 150_000, "torch_dtype": "bfloat16"}
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}}
+)
+
 # How much of the suite's time each may take, in the order of the suite: what is near the front is measured for sure.
 SHARES = {"qwen3-0.6b": 50, "llama-3.1-8b": 65, "deepseek-v2-lite": 70, "qwen3-30b-a3b": 105}
 SHARES |= {"qwen3-1.7b": 40, "opt-125m": 25}

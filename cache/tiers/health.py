@@ -5,7 +5,10 @@ OPEN ──3 errors in a row, or a call that hangs──▶ BYPASSED ──pause
                                                      └────────── failed: twice the pause ────┘
 """
 
+import logging
 from typing import NamedTuple
+
+log = logging.getLogger("penstock.cache")
 
 STALLED = "stalled"  # a reason
 
@@ -64,12 +67,15 @@ class TierHealth:
         self._is_probing = False
         self._num_errors = 0
         if ok:
+            log.info("a cache tier is asked again")
             self.is_open = True
             self._opened_s = now_s
         else:
             self._pause(now_s, self._pause_s * 2)
 
     def bypass(self, now_s: float, reason: str) -> None:
+        if self.is_open:
+            log.warning("a cache tier is left alone for a while: %s", reason)
         self.is_open = False
         self.reason = reason
         self.num_bypasses += 1

@@ -3,9 +3,7 @@
 import argparse
 import asyncio
 import json
-import logging
 import os
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,7 +16,7 @@ from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig,
 from penstock.engine.text.template import load_template
 from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.engine.vllm_options import vllm_options
-from penstock.executor.process_life import stop_signals
+from penstock.executor.process_life import log_to_stderr, stop_signals
 from penstock.executor.protocol import ModelInfo
 
 
@@ -49,7 +47,7 @@ def options() -> list[Option]:
 
 
 def run(args: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
+    log_as_said(args.log_level)
     options = given_options(args, EngineOptions)
     if args.model and args.model_option:
         raise ConfigError(f"model: {args.model!r} and, as --model, {args.model_option!r} given; one is expected")
@@ -58,16 +56,29 @@ def run(args: argparse.Namespace) -> int:
     engine = engine_config(str(files.path), options)
     recommended = recommended_sampling(files) if args.generation_config == "auto" else {}
     server = server_config(args, files.name, recommended)
+    _check_adapters(engine, server)
     import uvloop
 
     return uvloop.run(_serve(files, engine, server, args))
 
 
+def log_as_said(levels: str | None) -> None:
+    try:
+        log_to_stderr(levels)
+    except ValueError as error:  # of the environment's
+        raise ConfigError(str(error)) from None
+
+
 def check(args: argparse.Namespace) -> None:
     """Refuse what can be refused without the model's files."""
     name = args.model or args.model_option or DEFAULT_NAME
-    engine_config(name, given_options(args, EngineOptions))
-    server_config(args, name, {})
+    _check_adapters(engine_config(name, given_options(args, EngineOptions)), server_config(args, name, {}))
+
+
+def _check_adapters(engine: EngineConfig, server: ServerConfig) -> None:
+    for name in ("lora_modules", "allow_lora_updates"):
+        if getattr(server, name) and not engine.executor.enable_lora:
+            raise ConfigError(f"{name}: given; it needs enable_lora")
 
 
 def server_config(args: argparse.Namespace, name: str, recommended: dict[str, Any]) -> ServerConfig:

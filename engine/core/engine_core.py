@@ -6,6 +6,7 @@ It knows neither sockets nor text. The core process (engine/core/process.py) and
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +16,16 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core.scheduler import Scheduler, refusal
 from penstock.engine.http.kv_stream import KEY_BYTES
 from penstock.engine.messages import CacheUpdate, Output, Stats, Submit
-from penstock.executor.protocol import STEP_DEADLINE_S, Executor, ExpertUpdate, ModelInfo, Step, step_deadline_s
+from penstock.executor.protocol import (
+    STEP_DEADLINE_S,
+    AdapterError,
+    AdapterInfo,
+    Executor,
+    ExpertUpdate,
+    ModelInfo,
+    Step,
+    step_deadline_s,
+)
 
 if TYPE_CHECKING:
     from penstock.engine.core.constraints import Constraints
@@ -56,6 +66,7 @@ class EngineCore:
         self._clock = clock
         self.last_step_tokens = 0  # of the step that `step` collected
         self._experts: ExpertUpdate | None = None
+        self._adapters: Counter[str] = Counter()  # how often each is loaded; 0: it goes with its last request
         # What a heartbeat of another thread reads, of the step that runs; each is one assignment.
         self.step_started_s: float | None = None
         self.step_deadline_s = STEP_DEADLINE_S
@@ -66,7 +77,28 @@ class EngineCore:
     def info(self) -> ModelInfo:
         return self.executor.info
 
+    def load_adapter(self, path: str) -> AdapterInfo:
+        """Raises AdapterError."""
+        if not self.info.max_loras:
+            raise AdapterError("enable_lora: not given; this engine takes no adapters")
+        info = self.executor.load_adapter(path)
+        self._adapters[info.key] += 1
+        return info
+
+    def unload_adapter(self, key: str) -> None:
+        """Of what was loaded several times, once. The last time, requests that have it end as ever."""
+        self._adapters[key] -= 1
+        self._drop_adapters()
+
+    def _drop_adapters(self) -> None:
+        left = {key for key, count in self._adapters.items() if not count}
+        for key in left - {request.message.adapter for request in self.scheduler.requests.values()} if left else ():
+            del self._adapters[key]
+            self.executor.unload_adapter(key)
+
     def submit(self, message: Submit) -> Output | None:
+        if message.adapter is not None and not self._adapters[message.adapter]:
+            return refusal(message, "adapter: it is not loaded")
         if message.grammar is None:
             return self.scheduler.submit(message)
         if self._constraints is None:
@@ -132,6 +164,7 @@ class EngineCore:
         self._runs(scheduler.in_flight[1].step if len(scheduler.in_flight) > 1 else None)
         self._experts = result.experts or self._experts
         outputs += scheduler.apply(result)
+        self._drop_adapters()
         if constraints is not None and scheduler.in_flight:
             outputs += constraints.set_masks()
         transfers = result.transfers

@@ -4,6 +4,7 @@ Requests and answers go over two ZMQ sockets in a private directory; its start, 
 every process that we start (executor/process_life.py).
 """
 
+import logging
 import sys
 import time
 import traceback
@@ -18,11 +19,13 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
 from penstock.engine.messages import (
     Abort,
+    AdapterLoaded,
     CacheReset,
     Connected,
     Dead,
     FromCore,
     Heartbeat,
+    LoadAdapter,
     LoadProgress,
     Output,
     Outputs,
@@ -31,13 +34,16 @@ from penstock.engine.messages import (
     Shutdown,
     Submit,
     ToCore,
+    UnloadAdapter,
     WatchCache,
 )
 from penstock.executor.process_life import Reporter, begin, leave_with, send
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo, open_executor
+from penstock.executor.protocol import AdapterError, ExecutorConfig, ExecutorError, ModelInfo, open_executor
 
 if TYPE_CHECKING:
     from penstock.engine.grammar.compiler import Compiler
+
+log = logging.getLogger("penstock.engine")
 
 TRANSFER_POLL_S = 0.005  # an idle core whose blocks are in flight to the tiers goes on with them this often
 TIER_STATS_S = 0.25  # between steps the tiers' figures are sent this often, and with the last step
@@ -142,6 +148,7 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
         outputs: list[Output | None] = []
         for message in messages:
             if isinstance(message, Submit):
+                log.debug("request %s: %d tokens", message.request_id, len(message.tokens) // 4)
                 outputs.append(core.submit(message))
             elif isinstance(message, Abort):
                 outputs += map(core.abort, message.request_ids)
@@ -149,6 +156,10 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
                 core.cache_log.watch(message.is_on)
             elif isinstance(message, ResetCache):
                 link.send(CacheReset(message.number, core.reset_prefix_cache()))
+            elif isinstance(message, LoadAdapter):
+                link.send(_load_adapter(core, message))
+            elif isinstance(message, UnloadAdapter):
+                core.unload_adapter(message.key)
             elif isinstance(message, Shutdown):
                 return
         num_tokens = 0
@@ -161,6 +172,13 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
         link.send(Outputs([*filter(None, outputs)], core.stats(with_tiers), num_tokens))
         for update in core.cache_log.updates():
             link.send(update)
+
+
+def _load_adapter(core: EngineCore, message: LoadAdapter) -> AdapterLoaded:
+    try:
+        return AdapterLoaded(message.number, core.load_adapter(message.path))
+    except AdapterError as error:
+        return AdapterLoaded(message.number, None, str(error))
 
 
 def _heartbeat(core: EngineCore) -> Heartbeat:

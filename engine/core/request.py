@@ -101,6 +101,10 @@ class Request:
             return tuple(self.tokens[self.num_known :])
         return tuple(self.forced[self.num_known - len(self.tokens) - self.num_pending :]) if self.forced else ()
 
+    def is_late(self, now_s: float, patience_s: float) -> bool:
+        """Whether it goes before every priority, if it waits."""
+        return now_s - self.arrival_s > patience_s
+
     @property
     def num_outputs(self) -> int:
         return len(self.tokens) - self.num_prompt
@@ -242,7 +246,7 @@ class WaitingQueue:
         while self._by_arrival[0][1] not in self._waiting:
             heapq.heappop(self._by_arrival)
         oldest = self._by_arrival[0][1]
-        if now_s - oldest.arrival_s > self._patience_s:
+        if oldest.is_late(now_s, self._patience_s):
             return oldest
         while self._by_priority[0][2] not in self._waiting:
             heapq.heappop(self._by_priority)

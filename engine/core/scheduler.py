@@ -39,6 +39,9 @@ if TYPE_CHECKING:  # half of the core, for those that have tiers, drafts, gramma
     from penstock.engine.grammar.matcher import Matcher
 
 
+MOST_PASSED = 64  # requests that wait for a place for their adapter, and that others may go before
+
+
 class InFlight(NamedTuple):
     """A step in flight: what `apply` needs to read its result."""
 
@@ -218,12 +221,19 @@ class Scheduler:
         admissions: list[Admission] = []
         if self.tiers is not None and self.tiers.is_stale:
             return admissions
+        passed: list[Request] = []  # others' adapters hold all the places
         while budget > 0 and self._free_slots:
             now = self._clock()
             request = self.waiting.first(now)
             # A preempted request whose last tokens are still being computed comes back when they are known.
             if request is None or request.num_pending > 0:
                 break
+            if self._lacks_place(request):
+                if request.is_late(now, self.config.patience_s) or len(passed) == MOST_PASSED:
+                    break  # no others, until there is a place: one of the adapters that run gets no more requests
+                self.waiting.remove(request)
+                passed.append(request)
+                continue
             if self.tiers is not None and not request.looked:
                 if self.tiers.is_full():
                     break
@@ -250,7 +260,17 @@ class Scheduler:
             planned[request] = request.row(count, samples=request.num_scheduled + count == len(request.tokens))
             budget -= count
             self._holdings.register(request)
+        for request in passed:
+            self.waiting.add(request)
         return admissions
+
+    def _lacks_place(self, request: Request) -> bool:
+        """Whether its adapter would be one more than there may be in a step."""
+        adapter, most = request.message.adapter, self.info.max_loras
+        if adapter is None or not most:
+            return False
+        running = {other.message.adapter for other in self.running} - {None}
+        return adapter not in running and len(running) >= most
 
     def _victim(self) -> Request:
         """The running request that is cheapest to lose: of the least urgent class, the fewest positions to

@@ -150,7 +150,7 @@ class Answer:
         self.started_s = time.monotonic()
         # What has been read:
         self.num_tokens = 0
-        self.num_finished = 0  # choices
+        self.finish_reasons: list[FinishReason] = []  # of the choices that have ended, as they did
         self.read_s: float | None = None  # when the newest tokens of it arrived, since the start; kept by its reader
         self._abort = abort
         self._num_running = len(choices)
@@ -206,7 +206,8 @@ class Answer:
         self._unread = {}
         for update in found:
             self.num_tokens += len(update.token_ids)
-            self.num_finished += update.finish_reason is not None
+            if update.finish_reason is not None:
+                self.finish_reasons.append(update.finish_reason)
         return found
 
     def __aiter__(self) -> "Answer":
@@ -236,7 +237,9 @@ class Answer:
             assert ends and not any(ends[:-1]), "an update after the last"
             assert not ends[-1] or not self.choices[index].is_running
             num_unread_ends += ends[-1]
-        assert num_running + num_unread_ends + self.num_finished == num_choices, "a choice ends in exactly one update"
+        assert num_running + num_unread_ends + len(self.finish_reasons) == num_choices, (
+            "a choice ends in exactly one update"
+        )
 
 
 class OpenAnswers:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import msgspec
 import zmq
@@ -23,12 +23,14 @@ from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.front.submit import AnswerOptions, begin_answer, check_room
 from penstock.engine.messages import (
     Abort,
+    AdapterLoaded,
     CacheReset,
     CacheUpdate,
     Connected,
     Dead,
     FromCore,
     Heartbeat,
+    LoadAdapter,
     LoadProgress,
     Output,
     Outputs,
@@ -38,12 +40,13 @@ from penstock.engine.messages import (
     Stats,
     Submit,
     ToCore,
+    UnloadAdapter,
     WatchCache,
 )
 from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.process_life import HEARTBEAT_S, ChildProcess, receive, start_child
-from penstock.executor.protocol import ModelInfo
+from penstock.executor.protocol import AdapterError, AdapterInfo, ModelInfo
 
 HEARTBEAT_LIMIT_S = 5 * HEARTBEAT_S
 STOP_GRACE_S = 5.0  # for the core to leave after Shutdown, before it is killed
@@ -96,6 +99,7 @@ class AsyncEngine:
         self._heard_s = time.monotonic()
         self._death: str | None = None
         self._resets: dict[int, asyncio.Future[bool]] = {}
+        self._loads: dict[int, asyncio.Future[AdapterInfo]] = {}
         self._closing = False
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: ChildProcess | None = None
@@ -242,6 +246,28 @@ class AsyncEngine:
         self._send(ResetCache(number))
         return await self._resets[number]
 
+    async def load_adapter(self, path: str) -> AdapterInfo:
+        """Have the core hold the adapter in this folder; AdapterError says why it cannot."""
+        if self._death is not None:
+            raise EngineDead(self._death)
+        number = next(self._ids)
+        loading = self._loads[number] = asyncio.get_running_loop().create_future()
+        self._send(LoadAdapter(number, path))
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:  # the caller has left, and no request will name it
+            loading.add_done_callback(self._unload_again)
+            raise
+
+    def _unload_again(self, loading: "asyncio.Future[AdapterInfo]") -> None:
+        if loading.exception() is None:
+            self.unload_adapter(loading.result().key)
+
+    def unload_adapter(self, key: str) -> None:
+        """No request from now on has it; those in flight finish."""
+        if self._death is None:
+            self._send(UnloadAdapter(key))
+
     @property
     def max_num_batched_tokens(self) -> int:
         return self._config.scheduler.max_num_batched_tokens
@@ -287,6 +313,8 @@ class AsyncEngine:
             waiting = self._resets.pop(message.number)
             if not waiting.done():  # else the caller has left
                 waiting.set_result(message.ok)
+        elif isinstance(message, AdapterLoaded):
+            self._end_load(message)
         elif isinstance(message, Heartbeat):
             is_new = not (self._heartbeat and self._heartbeat.overdue_s)
             if message.overdue_s > 0 and is_new and self._process is not None:
@@ -302,6 +330,14 @@ class AsyncEngine:
                 self._ready.set_result(message.info)
         elif isinstance(message, Dead):
             self._die(message.error)
+
+    def _end_load(self, message: AdapterLoaded) -> None:
+        loading = self._loads.pop(message.number)
+        if not loading.done():
+            if message.info is not None:
+                loading.set_result(message.info)
+            else:
+                loading.set_exception(AdapterError(message.error))
 
     def _hear(self, process: ChildProcess) -> None:
         """The core's heartbeats. When its process ends, so does every request."""
@@ -324,7 +360,8 @@ class AsyncEngine:
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(EngineDead(self._death))
-        for waiting in self._resets.values():
+        asked: list[asyncio.Future[Any]] = [*self._resets.values(), *self._loads.values()]
+        for waiting in asked:
             if not waiting.done():
                 waiting.set_exception(EngineDead(self._death))
         for request_id in self._open.request_ids():

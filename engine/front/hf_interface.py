@@ -12,7 +12,11 @@ from penstock.engine.text.tokenizer import Tokenizer
 class Encoded(dict[str, Any]):
     """Its entries are attributes, too."""
 
-    __getattr__ = dict.__getitem__
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 class FamiliarTokenizer:

@@ -22,6 +22,7 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.front.hf_interface import FamiliarTokenizer
+from penstock.engine.front.lora import Loaded, LoRARequest
 from penstock.engine.front.results import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -47,6 +48,7 @@ from penstock.executor.protocol import ModelInfo, Pooled, open_executor
 
 Prompt = str | list[int] | dict[str, Any]  # a dictionary has "prompt" or "prompt_token_ids", and maybe "cache_salt"
 Messages = list[dict[str, Any]]
+LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 Bar = bool | Callable[..., Any]  # whether to show progress, or what makes the bar in place of tqdm
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 
@@ -60,30 +62,34 @@ class LLM:
         *,
         skip_tokenizer: bool = False,
         max_logprobs: int = MAX_LOGPROBS,
+        revision: str | None = None,
+        chat_template: str | None = None,
         **options: Any,
     ) -> None:
         """Load `model`: a hub name, a folder, a .gguf file, or the default model when left out.
 
         The options are those of `penstock serve`, with underscores: dtype, device, load_format, max_model_len,
         max_num_seqs, max_num_batched_tokens, block_size, kv_cache_bytes, enable_prefix_caching,
-        tensor_parallel_size, executor, enforce_eager, seed, … Unknown ones are errors.
+        tensor_parallel_size, executor, enforce_eager, seed, … Unknown ones are errors. `chat_template` is the text of a
+        template in place of the model's own, or its file.
         """
         self._core: EngineCore | None = None
         self._grammars: GrammarCheck | None = None
         self._max_logprobs = max_logprobs
-        files = resolve_model(model, need_weights=options.get("load_format") != "dummy")
+        files = resolve_model(model, revision=revision, need_weights=options.get("load_format") != "dummy")
         config = engine_config(str(files.path), options)
         self._files = files
         seed = options.get("seed")
         self._seeds = None if seed is None else random.Random(seed)  # for requests without a seed of their own
         self.tokenizer: Tokenizer | None = None if skip_tokenizer else load_tokenizer(files)
-        self.template: ChatTemplate | None = load_template(self.tokenizer) if self.tokenizer else None
+        self.template: ChatTemplate | None = load_template(self.tokenizer, chat_template) if self.tokenizer else None
         self._start(config)
         if self.info.device == "cpu" and options.get("gpu_memory_utilization") is not None:
             remark = "gpu_memory_utilization: without effect: the model runs on the CPU; use kv_cache_bytes"
             warnings.warn(remark, stacklevel=2)
         self._num_requests = 0
         self._open = OpenAnswers()  # of the batch that runs
+        self._adapters = Loaded(config.executor.max_cpu_loras)
 
     @property
     def info(self) -> ModelInfo:
@@ -94,12 +100,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Bar = True,
+        *,
+        lora_request: LoraRequests = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Complete the prompts, in their order. `sampling_params` is one for all, or one for each; without any, as the
-        model's authors recommend."""
+        model's authors recommend. `lora_request`: an adapter for all, or one or None for each."""
         refuse_keywords(others)
-        return self._generate(_as_list(prompts), sampling_params, use_tqdm, is_continuation=True)
+        return self._generate(_as_list(prompts), sampling_params, use_tqdm, True, lora_request)
 
     def chat(
         self,
@@ -113,6 +121,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         documents: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoraRequests = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
@@ -140,7 +149,7 @@ class LLM:
         ]
         # The template has written the special tokens itself.
         ids: list[Prompt] = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self._generate(ids, sampling_params, use_tqdm, is_continuation=False)
+        return self._generate(ids, sampling_params, use_tqdm, False, lora_request)
 
     def embed(
         self,
@@ -258,15 +267,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: Bar,
         is_continuation: bool,
+        lora_request: LoraRequests,
     ) -> list[RequestOutput]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        spread = zip(prompts, _spread(sampling_params, len(prompts)), strict=True)
+        adapters = self._adapters.keys(_spread_adapters(lora_request, len(prompts)), self._running())
+        spread = zip(prompts, _spread(sampling_params, len(prompts)), adapters, strict=True)
         begun: list[_Begun] = []
         previous = None
-        for prompt, params in spread:
+        for prompt, params, adapter in spread:
             like = begun[-1].answer if params is previous else None
-            begun.append(self._begin(prompt, params, is_continuation=is_continuation, like=like))
+            begun.append(self._begin(prompt, params, is_continuation=is_continuation, like=like, adapter=adapter))
             previous = params
         self._run([each.answer for each in begun], use_tqdm)
         text = None if self.tokenizer is None else self.tokenizer.token_text
@@ -285,6 +296,7 @@ class LLM:
         is_continuation: bool = True,
         pooling: Pooled | None = None,
         like: Answer | None = None,
+        adapter: str | None = None,
     ) -> "_Begun":
         info = self._running().info
         given, cache_salt = _plain(prompt)
@@ -311,6 +323,7 @@ class LLM:
             pooling=pooling,
             max_logprobs=self._max_logprobs,
             grammar=self._grammar(params),
+            adapter=adapter,
         )
         return _Begun(text, answer)
 
@@ -435,6 +448,14 @@ def _plain(prompt: Prompt) -> tuple[str | list[int], str | None]:
     if len(given) != 1:
         raise InvalidRequest("prompt", f"{len(given)} of prompt and prompt_token_ids given; exactly one is expected")
     return given[0], prompt.get("cache_salt")
+
+
+def _spread_adapters(given: LoraRequests, num_prompts: int) -> Sequence[LoRARequest | None]:
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequest("lora_request", f"{len(given)} given for {num_prompts} prompts; one for each is expected")
+    return given
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

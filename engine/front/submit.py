@@ -27,6 +27,7 @@ class SubmitFields(TypedDict, total=False):
     cache_salt: str | None
     pooling: Pooled | None
     grammar: str | None
+    adapter: str | None
 
 
 class KvTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

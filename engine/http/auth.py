@@ -30,10 +30,15 @@ class Keys:
 
     def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether the request carries one of the keys, once: `Authorization: Bearer KEY`, or `x-api-key: KEY`."""
+        return self.number(headers) is not None
+
+    def number(self, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+        """Which of the keys it carries, from 1 in their order: what may be logged of a key."""
         given = key_digest(headers)
         if given is None:
-            return False
-        return any(hmac.compare_digest(given, digest) for digest in self._digests)  # a list: no early exit
+            return None
+        same = [hmac.compare_digest(given, digest) for digest in self._digests]  # a list: no early exit
+        return same.index(True) + 1 if any(same) else None
 
 
 class Authentication:

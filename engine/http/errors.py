@@ -5,6 +5,7 @@ Whatever a client sent is clipped before it is echoed: a body once made another 
 thousand times its size.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -12,7 +13,9 @@ import msgspec
 
 MAX_MESSAGE_CHARS = 600
 MAX_ECHO_CHARS = 80  # of one value that the client sent
+MAX_ID_CHARS = 128  # of a client's x-request-id
 
+_NOT_IN_AN_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -69,3 +72,8 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
 def clip(text: str, limit: int = MAX_ECHO_CHARS) -> str:
     """At most `limit` characters of `text`; an ellipsis says that there was more."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def clean_id(text: str) -> str | None:
+    """Cut and cleaned until it can stand in a header and in a line of the log."""
+    return _NOT_IN_AN_ID.sub("", text[:MAX_ID_CHARS]) or None

@@ -4,7 +4,6 @@ From the outside in: the log and the request counters, the API key, then the rou
 anywhere below is answered in the one error format.
 """
 
-import logging
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -22,10 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import penstock
 from penstock.engine.front.client import AsyncEngine
+from penstock.engine.http.access_line import AccessLine, AccessLog
 from penstock.engine.http.auth import Authentication, Keys
 from penstock.engine.http.errors import ErrorReply, HttpError, clip
 from penstock.engine.server import requests as schema
 from penstock.engine.server import responses as reply
+from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from penstock.engine.server.agents import agent_routes
 from penstock.engine.server.call import Call, client_id
 from penstock.engine.server.chat import chat
@@ -33,16 +34,14 @@ from penstock.engine.server.completions import completions
 from penstock.engine.server.embeddings import embeddings
 from penstock.engine.server.endpoint import Endpoint, PostRoute
 from penstock.engine.server.kv_events import KvEvents
-from penstock.engine.server.scoring import classify, rerank, score
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
-from penstock.engine.server.tokens import detokenize, reset_prefix_cache, tokenize
+from penstock.engine.server.tokens import detokenize, load_adapter, reset_prefix_cache, tokenize, unload_adapter
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 
-log = logging.getLogger("penstock.server")
-
 CLIENT_CLOSED = 499  # never sent: the status in the log and the counters when the client had left
+SERVER = "penstock.engine.server"
 QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed every few seconds
 
 
@@ -50,15 +49,20 @@ POSTS = (
     PostRoute("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk),
     PostRoute("/v1/completions", completions, schema.CompletionRequest, reply.Completion, reply.Completion),
     PostRoute("/v1/embeddings", embeddings, schema.EmbeddingRequest, reply.Embeddings),
-    PostRoute("/classify", classify, schema.ClassifyRequest, reply.Labelled[reply.Classified]),
-    *(PostRoute(path, score, schema.ScoreRequest, reply.Labelled[reply.Score]) for path in ("/score", "/v1/score")),
-    *(
-        PostRoute(path, rerank, schema.RerankRequest, reply.Reranked)
-        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
-    ),
     PostRoute("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
     PostRoute("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
     PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status),
+)
+SCORING = {
+    "/classify": "scoring.classify",
+    **dict.fromkeys(("/score", "/v1/score"), "scoring.score"),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "scoring.rerank"),
+}
+
+
+ADAPTER_POSTS = (
+    PostRoute("/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, reply.Status),
+    PostRoute("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest, reply.Status),
 )
 
 
@@ -68,6 +72,8 @@ class ServerApp:
     def __init__(self, service: Service, keys: Keys, allowed_origins: Sequence[str] = ()) -> None:
         self.service = service
         self.kv_events = KvEvents(service)
+        self._keys = keys
+        self._lines = AccessLog(form, "engine") if (form := service.config.access_log) != "off" else None
         routes = _routes(service, self.kv_events)
         handlers = dict.fromkeys(REFUSALS, _refuse) | {HTTPException: _refuse_route, Exception: _fail}
         self.templates = frozenset(route.path for route in routes)
@@ -87,6 +93,8 @@ class ServerApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = scope["penstock.call"] = Call(client_id(scope["headers"]))
         status = 500  # unless something better is sent
+        if (spans := self.service.spans) is not None:
+            spans.begin(call, scope)
 
         async def send_noting(message: Message) -> None:
             nonlocal status
@@ -101,7 +109,10 @@ class ServerApp:
             route = self._template(scope["path"])
             status = CLIENT_CLOSED if call.is_gone else status
             self.service.metrics.requests[route, status] += 1
-            _log(call, route, status)
+            if spans is not None:
+                spans.end(call, route, status)
+            if self._lines is not None and (level := self._lines.level(route in QUIET_ROUTES)) is not None:
+                self._lines.write(level, _line(call, route, status, self._keys.number(scope["headers"])))
 
     def _template(self, path: str) -> str:
         """The route as it is written in the table: the label may take no value that a client makes up."""
@@ -119,13 +130,15 @@ def build_app(
 
 def _routes(service: Service, kv_events: KvEvents) -> list[Route]:
     started = int(time.time())
+    posts = (*POSTS, *(ADAPTER_POSTS if service.config.allow_lora_updates else ()))
 
     async def models(request: Request) -> Response:
         await service.know_text_digest()
         one = request.path_params.get("model")
         if one is not None:
             return _json(_model(service, service.check_model(one), started))
-        return _json(reply.Models([_model(service, name, started) for name in service.config.served_model_names]))
+        names = (*service.config.served_model_names, *service.adapters.served)
+        return _json(reply.Models([_model(service, name, started) for name in names]))
 
     async def health(_request: Request) -> Response:
         state = service.engine.health()
@@ -153,10 +166,10 @@ def _routes(service: Service, kv_events: KvEvents) -> list[Route]:
 
             found = document("live")
             return HTMLResponse(found.body, headers=found.headers)
-        from penstock.engine.server import pages
+        from penstock.engine.server import pages, scoring
 
         others = [("GET", path) for path in gets] + [(method, path) for method, path, _ in agent_routes.ROUTES]
-        described = pages.openapi([*POSTS, *agent_routes.described()], others, ErrorReply)
+        described = pages.openapi([*posts, *scoring.ROUTES, *agent_routes.described()], others, ErrorReply)
         if path == "/docs":
             return HTMLResponse(pages.docs(described), headers=pages.HEADERS)
         return Response(msgspec.json.encode(described), media_type="application/json")
@@ -182,7 +195,11 @@ def _routes(service: Service, kv_events: KvEvents) -> list[Route]:
         [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
         + [
             Route(post.path, Endpoint(service, post.handler, post.streams is not None), methods=["POST"])
-            for post in POSTS
+            for post in posts
+        ]
+        + [
+            Route(path, Endpoint(service, agent_routes.later(name, SERVER), takes_ids=False), methods=["POST"])
+            for path, name in SCORING.items()
         ]
         + [
             Route(path, Endpoint(service, agent_routes.later(name), takes_ids=False), methods=[method])
@@ -198,6 +215,8 @@ def _model(service: Service, name: str, started: int) -> reply.Model:
         created=started,
         max_model_len=info.max_model_len,
         root=service.model_name,
+        parent=service.model_name if (adapter := service.adapter_of(name)) else None,
+        adapter=adapter,
         block_size=info.block_size,
         fingerprint=info.fingerprint.hex(),
         num_blocks=info.num_blocks - 1,  # block 0 holds nothing
@@ -232,8 +251,25 @@ async def _fail(_request: Request, _error_of_ours: Exception) -> Response:
     return _error(HttpError(500, "internal error"))
 
 
-def _log(call: Call, route: str, status: int) -> None:
-    level = logging.DEBUG if route in QUIET_ROUTES else logging.INFO
-    seconds, client = time.monotonic() - call.begun_s, call.client_id or "-"
-    form = "%s %d %.3fs id=%s client_id=%s prompt_tokens=%d tokens=%d"
-    log.log(level, form, route, status, seconds, call.id, client, call.num_prompt_tokens, call.num_tokens)
+def _line(call: Call, route: str, status: int, key: int | None) -> AccessLine:
+    line = AccessLine(
+        route=route,
+        status=status,
+        total_ms=round((time.monotonic() - call.begun_s) * 1000, 3),
+        id=call.id,
+        client_id=call.client_id,
+        model=call.model or None,
+        key=key,
+        trace_id=None if call.trace is None else call.trace.trace_id,
+    )
+    if call.answers:
+        times = call.answers[0].metrics
+        line.prompt_tokens, line.output_tokens = call.num_prompt_tokens, call.num_tokens
+        line.cached_tokens = call.num_cached_tokens
+        line.finish_reason = ",".join(dict.fromkeys(call.finish_reasons))
+        line.queue_ms, line.first_token_ms = _ms(times.queued_s), _ms(times.first_token_s)
+    return line
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)

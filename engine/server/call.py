@@ -4,17 +4,16 @@ No text of the conversation and no key is kept here. An id that the client chose
 becomes a key of ours: two clients that send the same one would meet.
 """
 
-import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.engine.front.answer import Answer
+from penstock.engine.http.errors import clean_id
 
-MAX_CLIENT_ID_CHARS = 128
-
-_NOT_ALLOWED = re.compile(r"[^A-Za-z0-9._:/+=@-]")
+if TYPE_CHECKING:
+    from penstock.engine.http.tracing import Trace
 
 
 class Call:
@@ -30,6 +29,8 @@ class Call:
         self.reports = False  # a router wants to know how much was cached
         self.scope: Mapping[str, Any] = {}  # of ASGI
         self.is_gone = False  # the client left before the answer was complete
+        self.is_stream = False
+        self.trace: Trace | None = None  # where requests are traced
         self.answers: list[Answer] = []  # one for each prompt
 
     @property
@@ -46,6 +47,15 @@ class Call:
         return sum(answer.num_cached_tokens or 0 for answer in self.answers)
 
     @property
+    def finish_reasons(self) -> list[str]:
+        """Of all choices, as far as they were read; what had not ended was aborted."""
+        found: list[str] = []
+        for answer in self.answers:
+            found += answer.finish_reasons
+            found += ["abort"] * (len(answer.choices) - len(answer.finish_reasons))
+        return found
+
+    @property
     def num_tokens(self) -> int:
         """What was written so far."""
         return sum(answer.num_tokens for answer in self.answers)
@@ -57,7 +67,3 @@ def client_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         if name == b"x-request-id":
             return clean_id(value.decode("latin-1"))
     return None
-
-
-def clean_id(text: str) -> str | None:
-    return _NOT_ALLOWED.sub("", text[:MAX_CLIENT_ID_CHARS]) or None

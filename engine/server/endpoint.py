@@ -77,6 +77,7 @@ class Endpoint:
             whole = Response(msgspec.json.encode(reply), 200, _report(call), "application/json")
             await whole(scope, receive, send)
         else:
+            call.is_stream = True
             await _send_events(send, reply, call)
 
 

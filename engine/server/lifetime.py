@@ -20,7 +20,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.process_life import Stopping, stop_signals, wait_for
 
-log = logging.getLogger("penstock.server")
+log = logging.getLogger("penstock.engine")
 
 WATCH_S = 0.1
 QUIET_S = 1.0
@@ -41,6 +41,7 @@ async def serve(
     `config` is a resolved one. `sock`: from `bind_socket`, where the port was taken before the model loaded.
     """
     app = build_app(engine, tokenizer, template, config)
+    await app.service.adapters.load_all(config.lora_modules)
     sock = sock or bind_socket(config.host, config.port)
     async with published(app, config):
         return await _serve(app, engine, config, sock, on_listening)
@@ -68,7 +69,9 @@ async def _serve(
     on_listening: Callable[[str], None],
 ) -> int:
     stopping = Stopping()
-    with stop_signals(stopping.take):
+    with stop_signals(stopping.take), contextlib.ExitStack() as at_the_end:
+        if app.service.spans is not None:
+            at_the_end.callback(app.service.spans.exporter.close)  # no request is left that would wait for it
         async with Listener(app, sock, config.limits, app.service.metrics.refused) as listener:
             on_listening(listener.url)
             warming = asyncio.create_task(_warm_when_quiet(app.service))

@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -26,6 +27,9 @@ from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.messages import Outputs, Stats
 from penstock.executor.protocol import ExpertUpdate
+
+if TYPE_CHECKING:
+    from penstock.engine.server.spans import RequestSpans
 
 _VLLM_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 # vLLM's begin at 0.3: those before them show whether there is a queue. All of its bounds are there.
@@ -100,9 +104,10 @@ class Distribution:
 
 
 class ServerMetrics(Collector):
-    def __init__(self, model_name: str, engine: AsyncEngine) -> None:
+    def __init__(self, model_name: str, engine: AsyncEngine, spans: "RequestSpans | None" = None) -> None:
         self.model_name = model_name
         self.engine = engine
+        self._spans = spans
         self.requests: Counter[tuple[str, int]] = Counter()  # (route template, status)
         self.refused: Counter[int] = Counter()  # status → connections that never became a request
         self.finished: Counter[str] = Counter()  # finish reason → sequences
@@ -143,7 +148,7 @@ class ServerMetrics(Collector):
 
     def end(self, answer: Answer) -> None:
         """The reader is done or gone; choices whose end it has not read were aborted."""
-        self.finished["abort"] += len(answer.choices) - answer.num_finished
+        self.finished["abort"] += len(answer.choices) - len(answer.finish_reasons)
         self.prompt.observe(answer.num_prompt_tokens)
         self.generated.observe(answer.num_tokens)
         ended_s = answer.metrics.finished_s if answer.is_finished else None
@@ -169,6 +174,10 @@ class ServerMetrics(Collector):
         refused = [((str(status),), count) for status, count in sorted(self.refused.items())]
         text = "Connections refused before there was a request."
         yield family(CounterMetricFamily, "penstock:http_refused", text, ["status"], refused)
+        if self._spans is not None:
+            exporter = self._spans.exporter
+            spans = [(("sent",), exporter.num_sent), (("dropped",), exporter.num_dropped)]
+            yield family(CounterMetricFamily, "penstock:trace_spans", "Spans, by outcome.", ["outcome"], spans)
 
     def describe(self) -> Iterable[Metric]:
         return ()  # registering must not collect: the engine may not have said anything yet

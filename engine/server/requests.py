@@ -13,13 +13,8 @@ from msgspec import Meta, Raw
 from penstock.engine.front.submit import KvTransfer, Pooling
 from penstock.engine.http.body import decode, split_object
 from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.sampling_params import (
-    UNSERVED_SAMPLING,
-    InvalidRequest,
-    SamplingParams,
-    StructuredOutputs,
-    Unserved,
-)
+from penstock.engine.sampling_params import UNSERVED as OF_SAMPLING
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs, Unserved
 
 MAX_FIELD_BYTES = 256 * 1024  # of JSON in any one field, those that carry the text aside
 TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens", "query", "queries", "documents", "text_1", "text_2"})
@@ -196,41 +191,6 @@ class EmbeddingRequest(PromptRequest, kw_only=True):
     normalize: bool | None = None
 
 
-class TextObject(msgspec.Struct, forbid_unknown_fields=True):
-    text: str
-
-
-Texts = str | TextObject | list[str | TextObject]
-
-
-class LabelRequest(PromptRequest, kw_only=True):
-    use_activation: bool | None = None  # false: the model's numbers as they are, not probabilities
-
-
-class ClassifyRequest(LabelRequest, kw_only=True):
-    """POST /classify"""
-
-    input: Inputs
-
-
-class ScoreRequest(LabelRequest, kw_only=True):
-    """POST /score, /v1/score: `text_1` and `text_2`, or `queries` and `documents`"""
-
-    text_1: Texts | None = None
-    text_2: Texts | None = None
-    queries: Texts | None = None
-    documents: Texts | None = None
-
-
-class RerankRequest(LabelRequest, kw_only=True):
-    """POST /rerank, /v1/rerank, /v2/rerank"""
-
-    query: str
-    documents: list[str | TextObject]
-    top_n: Annotated[int, Meta(ge=0)] = 0  # 0: all
-    return_documents: bool | None = None
-
-
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """POST /tokenize: of `prompt` or of `messages`"""
 
@@ -268,15 +228,13 @@ HARMLESS = frozenset(
 )
 _CHAT = "only a chat has it; use /v1/chat/completions"
 _FUNCTIONS = "the older form of tools; use tools and tool_choice"
-_GUIDED = ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
 UNSERVED: dict[str, Unserved] = {
-    **UNSERVED_SAMPLING,
     "tools": Unserved(_CHAT, ([],)),
     "tool_choice": Unserved(_CHAT, ("none", "auto")),
     "include_reasoning": Unserved(_CHAT, (True,)),
     "functions": Unserved(_FUNCTIONS, ([],)),
     "function_call": Unserved(_FUNCTIONS, ("none", "auto")),
-    **{f"guided_{name}": Unserved("use structured_outputs") for name in _GUIDED},
+    **OF_SAMPLING,
     "echo": Unserved("messages are not repeated in the answer", (False,)),
     "suffix": Unserved("text cannot be inserted before a suffix", ("",)),
     "return_tokens_as_token_ids": Unserved("use return_token_ids", (False,)),

@@ -3,16 +3,14 @@
 An UNSET field is left out of the JSON; None is sent as null.
 """
 
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.engine.front.results import Candidates
 from penstock.engine.messages import FinishReason
-from penstock.engine.server.requests import TextObject
 
-Each = TypeVar("Each")
 ChatFinish = FinishReason | Literal["tool_calls"]
 PromptLogprobs = list[Candidates | None]  # as vLLM shows them; the first position has none
 
@@ -165,43 +163,6 @@ class Embeddings(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
-class Classified(msgspec.Struct):
-    index: int
-    label: str  # the most likely one
-    probs: list[float]  # one for each label
-    num_classes: int
-
-
-class Score(msgspec.Struct):
-    index: int
-    score: float
-    object: Literal["score"] = "score"
-
-
-class Labelled(msgspec.Struct, Generic[Each]):
-    """Of /classify and of /score."""
-
-    id: str
-    created: int
-    model: str
-    data: list[Each]
-    usage: Usage
-    object: Literal["list"] = "list"
-
-
-class Ranked(msgspec.Struct):
-    index: int  # among the documents given
-    relevance_score: float
-    document: TextObject | UnsetType = UNSET
-
-
-class Reranked(msgspec.Struct):
-    id: str
-    model: str
-    results: list[Ranked]
-    usage: Usage
-
-
 class Tokens(msgspec.Struct):
     count: int
     max_model_len: int
@@ -223,6 +184,8 @@ class Model(msgspec.Struct):
     num_blocks: int
     max_num_batched_tokens: int
     text_digest: str  # of tokenizer and template: a router with the same one may send token ids in place of text
+    parent: str | None = None  # of an adapter: the model …
+    adapter: str | None = None  # … and the digest that is in the keys of its blocks
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
 

@@ -1,23 +1,101 @@
-"""POST /classify, /score and /rerank: what a model with labels says of texts, or of pairs of them."""
+"""POST /classify, /score and /rerank: what a model with labels says of texts, or of pairs of them. Loaded when it is first
+asked."""
 
 from collections.abc import Sequence
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Meta, UnsetType
 
 from penstock.engine.front.labels import asking_for, labels_of, pair_prompts, shown
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.answers import usage
 from penstock.engine.server.call import Call
 from penstock.engine.server.embeddings import MAX_INPUTS, pooled
+from penstock.engine.server.endpoint import PostRoute
 from penstock.engine.server.prompts import decode_inputs, in_thread_if
-from penstock.engine.server.requests import ClassifyRequest, LabelRequest, RerankRequest, ScoreRequest, TextObject
-from penstock.engine.server.responses import Classified, Labelled, Ranked, Reranked, Score
+from penstock.engine.server.requests import Inputs, PromptRequest
+from penstock.engine.server.responses import Usage
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.executor.protocol import LabelInfo
 
 MAX_CHARS = 1 << 24  # of all pairs: a text that stands in each of them grows by their number
+
+Each = TypeVar("Each")
+
+
+class TextObject(msgspec.Struct, forbid_unknown_fields=True):
+    text: str
+
+
+Texts = str | TextObject | list[str | TextObject]
+
+
+class LabelRequest(PromptRequest, kw_only=True):
+    use_activation: bool | None = None  # false: the model's numbers as they are, not probabilities
+
+
+class ClassifyRequest(LabelRequest, kw_only=True):
+    """POST /classify"""
+
+    input: Inputs
+
+
+class ScoreRequest(LabelRequest, kw_only=True):
+    """POST /score, /v1/score: `text_1` and `text_2`, or `queries` and `documents`"""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+
+
+class RerankRequest(LabelRequest, kw_only=True):
+    """POST /rerank, /v1/rerank, /v2/rerank"""
+
+    query: str
+    documents: list[str | TextObject]
+    top_n: Annotated[int, Meta(ge=0)] = 0  # 0: all
+    return_documents: bool | None = None
+
+
+class Classified(msgspec.Struct):
+    index: int
+    label: str  # the most likely one
+    probs: list[float]  # one for each label
+    num_classes: int
+
+
+class Score(msgspec.Struct):
+    index: int
+    score: float
+    object: Literal["score"] = "score"
+
+
+class Labelled(msgspec.Struct, Generic[Each]):
+    """Of /classify and of /score."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Each]
+    usage: Usage
+    object: Literal["list"] = "list"
+
+
+class Ranked(msgspec.Struct):
+    index: int  # among the documents given
+    relevance_score: float
+    document: TextObject | UnsetType = UNSET
+
+
+class Reranked(msgspec.Struct):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: Usage
+
 
 _CLASSIFY = msgspec.json.Decoder(ClassifyRequest)
 _SCORE = msgspec.json.Decoder(ScoreRequest)
@@ -44,7 +122,8 @@ async def score(service: Service, call: Call, body: bytes) -> Labelled[Score]:
     given = [_texts(each) for pair in (ones, others) for each in pair if each is not None]
     if None not in ones or None not in others or len(given) != 2:
         raise InvalidRequest("text_1", "one of text_1 and queries, and one of text_2 and documents, are expected")
-    found = await _of_pairs(service, call, request, *given, ("text_1", "text_2"))
+    first, second = given
+    found = await _of_pairs(service, call, request, first, second, ("text_1", "text_2"))
     data = [Score(index, value) for index, value in enumerate(found)]
     return Labelled(f"score-{call.id}", call.created, call.model, data, usage(call.answers, 0))
 
@@ -90,3 +169,10 @@ async def _numbers(
 def _texts(given: str | TextObject | Sequence[str | TextObject]) -> list[str]:
     many = [given] if isinstance(given, str | TextObject) else given
     return [each if isinstance(each, str) else each.text for each in many]
+
+
+ROUTES = (
+    PostRoute("/classify", classify, ClassifyRequest, Labelled[Classified]),
+    *(PostRoute(path, score, ScoreRequest, Labelled[Score]) for path in ("/score", "/v1/score")),
+    *(PostRoute(path, rerank, RerankRequest, Reranked) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+)

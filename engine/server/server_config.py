@@ -11,6 +11,8 @@ from msgspec import Meta
 from penstock.engine.front.submit import Pooling
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
+from penstock.engine.http.telemetry import TELEMETRY, AccessForm, Telemetry
+from penstock.engine.http.telemetry import check as check_telemetry
 from penstock.engine.options import Count, Delay, Port, Seconds, check, flag, size_bytes
 from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.tools import formats, harmony, thinking
@@ -28,6 +30,25 @@ def _origins(text: str) -> list[str]:
         return msgspec.json.decode(text, type=list[str])
     except msgspec.MsgspecError as error:
         raise ValueError(f"not a JSON list of texts: {error}") from None
+
+
+class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    path: Annotated[str, Meta(min_length=1)]
+    base_model_name: str | None = None  # vLLM's; there is one model here
+
+
+def _lora_module(text: str) -> LoraModule:
+    """`name=path`, or a JSON object."""
+    if text.startswith("{"):
+        try:
+            return msgspec.json.decode(text, type=LoraModule)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{text!r}: {error}") from None
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise ValueError(f"{text!r} given; it is written like NAME=FOLDER")
+    return LoraModule(name, path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,16 +135,33 @@ class ServerConfig:
         '"replay_endpoint": "tcp://*:5558"} (default: no; GET /kv_events needs none of it)',
         "JSON",
     )
+    access_log: AccessForm = flag("a line of the log for each request (default: %(default)s)", default="text")
+    telemetry: Telemetry = TELEMETRY
     limits: Limits = Limits()
     keeping: Keeping = KEEPING
+    lora_modules: tuple[LoraModule, ...] = flag(
+        "adapters to load at the start, as PEFT saves them; with --enable-lora",
+        "NAME=FOLDER",
+        ("--lora-modules",),
+        read=_lora_module,
+        takes_several=True,
+        default=(),
+    )
+    allow_lora_updates: bool = flag(
+        "let clients load adapters from the server's folders, and unload them (default: off)", default=False
+    )
     drain_timeout_s: Delay = flag(
-        "how long a stop waits for running requests (default: %(default)g)", "S", default=30.0
+        "how long a stop waits for running requests (default: %(default)g)",
+        "S",
+        ("--drain-timeout", "--shutdown-timeout"),
+        default=30.0,
     )
 
 
 def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
     """Add the key from the environment and refuse what cannot run; ValueError names the option."""
     check(config)
+    check_telemetry(config.telemetry, environment)
     keys = config.api_keys
     if API_KEY_VARIABLE in environment:
         # Set but empty is a mistake in a deployment, and must not open the server.
@@ -136,6 +174,9 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
     for origin in config.allowed_origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
             raise ValueError(f"allowed_origins: {origin!r} is no origin; it is written like https://app.example, or *")
+    names = [*config.served_model_names, *(module.name for module in config.lora_modules)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"lora_modules: {twice[0]!r} is given twice, or is what the model is called")
     unknown = config.default_sampling.keys() - DEFAULTABLE
     if unknown:
         raise ValueError(f"default_sampling: {sorted(unknown)[0]!r} cannot have a default")

@@ -18,9 +18,11 @@ from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
 from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
-from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.http.errors import HttpError, clean_id, clip
+from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, Unserved
-from penstock.engine.server.call import Call, clean_id
+from penstock.engine.server.adapters import Adapters
+from penstock.engine.server.call import Call
 from penstock.engine.server.metrics import ServerMetrics
 from penstock.engine.server.requests import UNSERVED, PromptRequest, parse
 from penstock.engine.server.response_format import Wanted
@@ -33,6 +35,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from penstock.engine.server.agents.item_store import ItemStore
     from penstock.engine.server.agents.items_api import Background
+    from penstock.engine.server.spans import RequestSpans
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
 Asked = TypeVar("Asked", bound=PromptRequest)
@@ -48,8 +51,10 @@ class Service:
         self.tokenizer = tokenizer
         self.template = template
         self.config = config
+        self.adapters = Adapters(engine, config.served_model_names)
         self.tools = Tools(config, template, tokenizer)
-        self.metrics = ServerMetrics(config.served_model_names[0], engine)
+        self.spans = _open_spans(config.telemetry)
+        self.metrics = ServerMetrics(config.served_model_names[0], engine, self.spans)
         self.is_draining = False
         self.text_digest = ""  # see know_text_digest
         self.background: dict[str, Background] = {}  # responses that run without their clients
@@ -80,10 +85,17 @@ class Service:
         """The name to answer with; one that is not served is a 404."""
         if name is None:
             return self.model_name
-        if name not in self.config.served_model_names:
-            served = ", ".join(self.config.served_model_names)
-            raise HttpError(404, f"model: {clip(name)!r} is not served here; {served} is", param="model")
+        self.adapter_of(name)
         return name
+
+    def adapter_of(self, name: str) -> str | None:
+        """The key of the adapter that is meant by this name of a model; None: the model's own."""
+        if name in self.config.served_model_names:
+            return None
+        if (found := self.adapters.served.get(name)) is not None:
+            return found.info.key
+        served = ", ".join((*self.config.served_model_names, *self.adapters.served))
+        raise HttpError(404, f"model: {clip(name)!r} is not served here; {served} is", param="model")
 
     def accept(
         self,
@@ -137,7 +149,7 @@ class Service:
 
         A length of the answer that the client did not ask for is cut to what the context leaves.
         """
-        like = None
+        like, adapter = None, self.adapter_of(call.model)
         for ids in prompts:
             fitting = params
             if params.seed is None and self._seeds is not None:
@@ -145,8 +157,8 @@ class Service:
             if params.max_tokens is not None and not is_length_asked:
                 room = self.info.max_model_len - len(ids)
                 fitting = msgspec.structs.replace(fitting, max_tokens=min(params.max_tokens, room))
-            priority, salt = request.priority or 0, request.cache_salt
-            like = answer = self.engine.generate(ids, fitting, priority=priority, cache_salt=salt, like=like, **options)
+            options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt, "adapter": adapter}
+            like = answer = self.engine.generate(ids, fitting, like=like, **options)
             call.answers.append(answer)
             self._answers.add(answer)
 
@@ -163,6 +175,8 @@ class Service:
 
     def release(self, call: Call) -> None:
         """Free what the call's answers still hold; without effect on those that have ended."""
+        if self.spans is not None:
+            self.spans.phases(call)
         for answer in call.answers:
             answer.abort()
             self.metrics.end(answer)
@@ -172,6 +186,14 @@ class Service:
         """End what still runs; the readers still get the last update and finish their answers properly."""
         for answer in self._answers:
             answer.abort()
+
+
+def _open_spans(telemetry: Telemetry) -> "RequestSpans | None":
+    if telemetry.otlp_traces_endpoint is None:  # then nothing of it is even imported
+        return None
+    from penstock.engine.server import spans
+
+    return spans.RequestSpans(telemetry)
 
 
 def as_http_error(error: Exception) -> HttpError:

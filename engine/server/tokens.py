@@ -1,10 +1,12 @@
-"""What runs no model: POST /tokenize and /detokenize, between text and token ids, and /reset_prefix_cache."""
+"""What runs no model: POST /tokenize and /detokenize, between text and token ids, /reset_prefix_cache, and the adapters'
+routes."""
 
 import msgspec
 
 from penstock.engine.front.submit import token_bytes
 from penstock.engine.http.errors import HttpError
 from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import decode_ids, in_thread_if, render, to_ids
 from penstock.engine.server.requests import DetokenizeRequest, ResetRequest, TokenizeRequest, parse
@@ -15,6 +17,8 @@ from penstock.engine.text.prompt import INLINE_CHARS, RENDERING
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 _RESET = msgspec.json.Decoder(ResetRequest)
+_LOAD = msgspec.json.Decoder(LoadAdapterRequest)
+_UNLOAD = msgspec.json.Decoder(UnloadAdapterRequest)
 
 
 async def tokenize(service: Service, _call: Call, body: bytes) -> Tokens:
@@ -60,3 +64,17 @@ async def reset_prefix_cache(service: Service, _call: Call, body: bytes) -> Stat
     if not await service.engine.reset_prefix_cache():
         raise HttpError(409, "requests or transfers between the tiers are in flight; try again when they are done")
     return Status("reset")
+
+
+async def load_adapter(service: Service, _call: Call, body: bytes) -> Status:
+    """Serve the PEFT adapter in a folder of the server's under a name of its own, beside the model."""
+    request = parse(body, _LOAD)
+    await service.adapters.load(request.lora_name, request.lora_path, bool(request.load_inplace))
+    return Status(f"adapter {request.lora_name!r} is loaded")
+
+
+async def unload_adapter(service: Service, _call: Call, body: bytes) -> Status:
+    """Take no more requests for an adapter; those in flight finish."""
+    request = parse(body, _UNLOAD)
+    service.adapters.unload(request.lora_name)
+    return Status(f"adapter {request.lora_name!r} is unloaded")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # What the `type` of a tool's arguments may not be; what is no type at all is refused with the schema.
 NOT_OBJECTS = ("null", "boolean", "integer", "number", "string", "array")
-log = logging.getLogger("penstock.server")
+log = logging.getLogger("penstock.engine")
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024  # of one function's parameters, as JSON

@@ -78,6 +78,11 @@ class CpuLayers:
             block_tables,
             tables.stride(0),
             *addresses(residual, update, scratch),
+            *(
+                (0, _csrc.ffi.NULL)
+                if batch.adapters is None
+                else (len(batch.adapters.runs), batch.adapters.runs.structs)
+            ),
         )
         if failed:
             raise MemoryError(f"no memory for the attention of {len(residual)} tokens")

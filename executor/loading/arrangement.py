@@ -59,11 +59,11 @@ class _Place(NamedTuple):
     is_turned: bool = False
 
 
-def arranged(checkpoint: Checkpoint, arrangement: Arrangement) -> Checkpoint:
-    return _Arranged(checkpoint, arrangement)
+def arranged(checkpoint: Checkpoint, arrangement: Arrangement) -> "Arranged":
+    return Arranged(checkpoint, arrangement)
 
 
-class _Arranged:
+class Arranged:
     """The Checkpoint protocol over another one."""
 
     def __init__(self, checkpoint: Checkpoint, arrangement: Arrangement) -> None:
@@ -86,6 +86,10 @@ class _Arranged:
     def shape(self, name: str) -> tuple[int, ...]:
         place = self._places[name]
         return self._inner.shape(place.name) if place.shape is None else place.shape
+
+    def origin(self, name: str) -> str:
+        """The tensor of the file that has it, or has it among others."""
+        return self._places[name].name
 
     def read(self, name: str) -> Tensor | Coded | Grouped:
         place = self._places[name]

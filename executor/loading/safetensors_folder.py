@@ -74,10 +74,10 @@ class SafetensorsFolder:
         """Tensor name → its file's path and the open file."""
         single = self._single_file()
         if single is not None:
-            file = _open(single)
+            file = open_safetensors(single)
             return dict.fromkeys(file.keys(), (single, file))
         paths = self._indexed_paths()
-        files = {path: _open(path) for path in set(paths.values())}
+        files = {path: open_safetensors(path) for path in set(paths.values())}
         stored = {path: set(file.keys()) for path, file in files.items()}
         for name, path in paths.items():
             if name not in stored[path]:
@@ -113,7 +113,7 @@ class SafetensorsFolder:
         return {name: self._folder / file for name, file in weight_map.items()}
 
 
-def _open(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -56,7 +56,11 @@ class GroupedAttention:
 
     def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
-        heads = multiply(self.qkv, hidden).unflatten(1, (-1, self._spec.head_dim))
+        projected = multiply(self.qkv, hidden)
+        if batch.adapters is not None:
+            assert isinstance(hidden, Tensor)
+            batch.adapters.add(self.qkv, hidden, projected)
+        heads = projected.unflatten(1, (-1, self._spec.head_dim))
         q, *gates, k, v = torch.split_with_sizes(heads, self._head_split, dim=1)
         rotation = Rotation(*self.tables, batch.positions)
         if self._wide_norms is not None:

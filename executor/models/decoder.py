@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.executor.batch import ForwardBatch, KvPages, LayerPages
+from penstock.executor.batch import AdaptedRows, ForwardBatch, KvPages, LayerPages
 from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import Ops
 from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
@@ -39,6 +39,7 @@ class Decoder:
         rounded = weights.dtype if spec.rounds_scale else torch.float64
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=rounded).item()
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
+        self.adapted = tuple(linear for layer in self._layers for linear in layer.adapted())
         self._joined = self._join(weights.group)
         name = "model.embed_tokens"
         self._vocabulary = Vocabulary(weights, name, spec.vocab_size, spec.hidden_size, spec.tied_head)
@@ -146,6 +147,12 @@ class _Layer:
 
             self.mlp = MoeMlp(spec, moe, index, weights, ops)
 
+    def adapted(self) -> list[Linear]:
+        """The products that adapters may change: four where nothing is special, as in the one call of `_join`."""
+        attention, mlp = self._attention, self.mlp
+        first = [attention.qkv] if isinstance(attention, GroupedAttention) else []
+        return [*first, attention.output, *([mlp.gate_up, mlp.down] if isinstance(mlp, Mlp) else [])]
+
     def dense(self) -> DenseLayer | None:
         """What it is made of; None with experts, latents or what else that call does not have."""
         attention, mlp = self._attention, self.mlp
@@ -175,15 +182,20 @@ class _Layer:
         if update is None:
             hidden = residual if self._input_norm is None else ops.rms_norm(residual, self._input_norm, eps)
         else:
-            hidden, residual = self._norm_before(self._attention, update, residual, self._input_norm)
+            hidden, residual = self._norm_before(self._attention, update, residual, self._input_norm, batch.adapters)
         attended = self._attention.attend(hidden, batch, pages)
+        adapters = batch.adapters
         if wanted is not None:
             attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
-        update = self._group.sum(self._attention.output(attended))
+            adapters = None if adapters is None else adapters.wanted
+        update = self._attention.output(attended)
+        if adapters is not None:
+            adapters.add(self._attention.output, attended, update)
+        update = self._group.sum(update)
         if self._attention_norm is not None:
             update = ops.rms_norm(update, self._attention_norm, eps)
-        hidden, residual = self._norm_before(self.mlp, update, residual, self._mlp_norm)
-        update = self._group.sum(self.mlp(hidden))
+        hidden, residual = self._norm_before(self.mlp, update, residual, self._mlp_norm, adapters)
+        update = self._group.sum(self.mlp(hidden, adapters))
         if self._output_norm is not None:
             update = ops.rms_norm(update, self._output_norm, eps)
         return update, residual
@@ -194,13 +206,14 @@ class _Layer:
         update: Tensor,
         residual: Tensor,
         weight: Tensor | None,
+        adapters: AdaptedRows | None,
     ) -> tuple[Tensor | Narrow, Tensor]:
         """What `part` reads, in eight bits if that is all it reads, and the sum of update and stream."""
         if weight is None:
             residual = residual + update
             return residual, residual
         blocks, eps = self._ops.blocks, self._spec.norm_eps
-        if blocks is None or not part.takes_narrow:
+        if blocks is None or not part.takes_narrow or adapters is not None:  # they read all of it
             return self._ops.add_rms_norm(update, residual, weight, eps)
         rows, residual = blocks.add_rms_norm_quantize(update, residual, weight, eps)
         return Narrow(rows, residual.dtype), residual

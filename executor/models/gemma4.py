@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch, KvPages, StatePages
 from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import Ops, Pages, Rotation
-from penstock.executor.kernels.linear import make_linear
+from penstock.executor.kernels.linear import Linear, make_linear
 from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.attention import heads_of
@@ -136,6 +136,7 @@ def _arrangement(num_own: int, num_layers: int) -> Arrangement:
 
 class Gemma4:
     kv_parts = 2
+    adapted: tuple[Linear, ...] = ()
 
     def __init__(self, spec: Gemma4Spec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self._spec, self._ops = spec, ops

@@ -25,6 +25,7 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType, L
 
 if TYPE_CHECKING:
     from penstock.eplb import Plan
+    from penstock.executor.models.adapters import AdapterStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class LoadedModel:
     placement: "Plan | None"  # of experts, where ranks share out whole ones
     labels: LabelInfo | None  # of a model that classifies …
     label_head: torch.Tensor | None  # … [labels, hidden], float32
+    adapters: "AdapterStore | None"
 
 
 def load_model(
@@ -101,7 +103,24 @@ def load_model(
     computed += ["codes"] if weights.num_code_bytes else []
     fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed)
     memory = _memory(weights, dtype, "coded" if checkpoint.has_codes else "FP8")
-    return LoadedModel(name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement, labels, head)
+    adapters = None
+    if config.enable_lora:
+        adapters = _open_adapters(config, name, spec, model, weights, device)
+        memory |= {"adapters": adapters.num_bytes} if adapters.num_bytes else {}
+    return LoadedModel(
+        name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement, labels, head, adapters
+    )
+
+
+def _open_adapters(
+    config: ExecutorConfig, name: str, spec: Spec, model: CausalModel, weights: Weights, device: torch.device
+) -> "AdapterStore":
+    if not model.adapted or not isinstance(spec, DecoderSpec):
+        raise ExecutorError(f"enable_lora: given; adapters of {name} are not computed here")
+    from penstock.executor.models.adapters import AdapterStore
+
+    products = {linear: weights.products[linear] for linear in model.adapted}
+    return AdapterStore(config, products, spec.arrangement, weights.group, weights.dtype, device)
 
 
 def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> KeptCodes:

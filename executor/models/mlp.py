@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from penstock.executor.batch import AdaptedRows
 from penstock.executor.kernels import Ops
 from penstock.executor.kernels.linear import Narrow, Plain, multiply, multiply_each, take_narrow
+from penstock.executor.models.product import Split
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.models.weights import Split, Weights
+from penstock.executor.models.weights import Weights
 
 
 class Mlp:
@@ -30,9 +32,15 @@ class Mlp:
         self._activation, self._ops = spec.activation, ops
         self._quantize = None if ops.blocks is None or spec.activation != "silu" else ops.blocks.silu_mul_quantize
 
-    def __call__(self, hidden: Tensor | Narrow) -> Tensor:
+    def __call__(self, hidden: Tensor | Narrow, adapters: AdaptedRows | None = None) -> Tensor:
         """[T, hidden] -> [T, hidden]"""
         layer = self.gate_up
+        if adapters is not None:
+            assert isinstance(hidden, Tensor)
+            adapters.add(layer, hidden, gate_up := layer(hidden))
+            gated = self._ops.gate(gate_up, self._activation)
+            adapters.add(self.down, gated, out := self.down(gated))
+            return out
         if isinstance(layer, Plain) and layer.bias is None:
             assert isinstance(hidden, Tensor)
             return self.down(self._ops.gated_linear(hidden, layer.weight, self._activation))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.eplb import Plan
 from penstock.eplb.maps import EXPERT_STEP, TOKEN_STEP, WHOLE
+from penstock.executor.batch import AdaptedRows
 from penstock.executor.kernels import Ops, Packed, Scaled
 from penstock.executor.kernels.eight_bits import BLOCK, pad_scales
 from penstock.executor.kernels.four_bits import FourBitLinear
@@ -52,8 +53,8 @@ class MoeMlp:
         self.experts = Experts(spec, moe, prefix, layer, weights, ops, shared)
         self._shared = None if self.experts.num_shared else shared
 
-    def __call__(self, hidden: Tensor | Narrow) -> Tensor:
-        """[T, hidden] -> [T, hidden]; a rank's part of the sum."""
+    def __call__(self, hidden: Tensor | Narrow, _adapters: AdaptedRows | None = None) -> Tensor:
+        """[T, hidden] -> [T, hidden]; a rank's part of the sum. No adapter changes experts."""
         assert isinstance(hidden, Tensor)
         logits = self._router(hidden.float())
         ids, shares = self._choose(logits, self._bias, self._moe, self.experts.num_shared)

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import Ops
+from penstock.executor.kernels.linear import Linear
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.weights import Weights
@@ -37,6 +38,7 @@ class CausalModel(Protocol):
     unit_bytes: int  # of a state's largest unit; 0: no layer has a state
     kv_parts: int  # 2: keys and values; 1: one vector that is both
     kv_width: int  # of each part, of one position in one layer
+    adapted: tuple[Linear, ...]  # what adapters may change; with any, `forward` heeds `ForwardBatch.adapters`
 
     @property
     def experts(self) -> "list[Experts]": ...

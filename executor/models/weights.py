@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -23,6 +24,7 @@ from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.models.code_layers import CodeLayers, KeptCodes, Part
+from penstock.executor.models.product import Product, Split, Units, sorted_rows
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
 from penstock.executor.protocol import ExecutorError
@@ -31,13 +33,6 @@ if TYPE_CHECKING:
     from penstock.eplb import Plan
 
 Layer = TypeVar("Layer")
-# Which dimension of a weight the ranks share out: output rows (then each has part of the result), input
-# columns (then the results are summed), or none.
-Split = Literal["rows", "columns"] | None
-# Into how many indivisible parts the dimension falls that is shared out, heads for instance: None, into single ones. Or
-# the sizes of sections, each of which is shared out by itself.
-Units = int | tuple[int, ...] | None
-
 # Buffers that old versions of transformers saved; they follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 LOAD_THREADS = 8
@@ -110,6 +105,8 @@ class Weights:
         self.num_widened_bytes = 0  # … of which these were eight bits or codes, and are not here
         self._block_ops = block_ops
         self._codes = CodeLayers(kept_codes, group_ops, block_ops is not None, dtype, device)
+        # What each layer of `linear` was made of. Experts' layers go as soon as their weights are joined.
+        self.products: WeakKeyDictionary[Linear, Product] = WeakKeyDictionary()
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
@@ -156,10 +153,17 @@ class Weights:
         """
         biases = bias if isinstance(bias, tuple) else (bias,) * len(names)
         splits = split if isinstance(split, tuple) else (split,) * len(names)
-        named = list(zip(names, rows, splits, units or (None,) * len(names), strict=True))
+        product = Product(names, rows, columns, splits, units or (None,) * len(names), pieces or (None,) * len(names))
+        layer = self._layer(product, biases)
+        self.products[layer] = product
+        return layer
+
+    def _layer(self, product: Product, biases: tuple[bool, ...]) -> Linear:
+        names, rows, columns, splits, units, pieces = product
+        named = list(zip(names, rows, splits, units, strict=True))
         own = [self._cut(self._fetch(f"{name}.weight", (size, columns)), of, unit) for name, size, of, unit in named]
         parts = [part for each in own for part in each]
-        for index, kinds in enumerate(pieces or ()):
+        for index, kinds in enumerate(pieces):
             if kinds is not None:
                 assert not biases[index]
                 parts[index] = self._sorted(parts[index], kinds)
@@ -172,8 +176,7 @@ class Weights:
         return self._plain(parts, added)
 
     def _sorted(self, part: Part, kinds: tuple[int, ...]) -> WeightPart:
-        turns = self._numbers(part).unflatten(0, (-1, sum(kinds))).split(kinds, dim=1)
-        return WeightPart(torch.cat([rows.flatten(0, 1) for rows in turns]))
+        return WeightPart(sorted_rows(self._numbers(part), kinds))
 
     def _plain(self, parts: Sequence[Part], bias: Tensor | None) -> Linear:
         return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), bias)

@@ -37,6 +37,7 @@ from penstock.executor.tiers.open_tiers import open_tiers
 from penstock.executor.tiers.transfers import Copier, NumpyCopier, RankTransfers
 
 if TYPE_CHECKING:
+    from penstock.executor.models.adapters import AdapterStore
     from penstock.executor.step.rebalance import Rebalancer
 
 
@@ -86,9 +87,15 @@ class Rank:
             stores=self._tiers.stores,
             serves_peers=self._tiers.serves_peers,
             groups=layout.groups,
+            max_loras=config.max_loras if config.enable_lora else 0,
             labels=loaded.labels,
         )
         progress(f"Loaded and {plan.num_blocks} KV blocks allocated in {time.monotonic() - started_s:.1f} s")
+
+    @property
+    def adapters(self) -> "AdapterStore":
+        assert self._loaded.adapters is not None, "adapters are refused before they come here"
+        return self._loaded.adapters
 
     def close(self) -> None:
         """Leave the tiers in order; call it after the last step."""
@@ -150,12 +157,14 @@ class Rank:
             sampler = Sampler(self._loaded.spec.vocab_size, config.max_num_seqs, device, ops)
         inputs = open_inputs(config, max_model_len, device, self._layout)
         pages = layer_pages(kv, self._layout)
-        graphs = None
+        graphs, adapters = None, self._loaded.adapters
         if buckets:
             assert ops is not None and isinstance(inputs, DeviceInputs)
             graphs = DecodeGraphs(inputs, model, pages, ops, buckets, CudaGraphs, self._group)
         head = self._loaded.label_head
-        return ModelRunner(model, pages, sampler, inputs, device, self._group, transfers, rebalancer, graphs, head)
+        return ModelRunner(
+            model, pages, sampler, inputs, device, self._group, transfers, rebalancer, graphs, head, adapters
+        )
 
     def _allocate(self, num_blocks: int) -> torch.Tensor:
         model, size, dtype = self._loaded.model, self._config.block_size, self._loaded.kv_dtype

@@ -12,8 +12,16 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from penstock.executor.protocol import ExecutorError, ModelInfo, Step, StepResult, TransferResult
-from penstock.executor.ranks.wire import CLOSE, MASKS, STEP, Done
+from penstock.executor.protocol import (
+    AdapterError,
+    AdapterInfo,
+    ExecutorError,
+    ModelInfo,
+    Step,
+    StepResult,
+    TransferResult,
+)
+from penstock.executor.ranks.wire import CLOSE, LOAD, MASKS, STEP, UNLOAD, AdapterAnswer, Done
 from penstock.executor.ranks.worker_watch import WorkerWatch
 from penstock.executor.tiers.transfers import Merge
 
@@ -22,6 +30,7 @@ from penstock.executor.tiers.transfers import Merge
 RING_SLOTS = 8
 SLOT_BYTES = 1 << 20
 CLOSE_TIMEOUT_S = 1.0
+ADAPTER_S = 120.0  # for all ranks to read one
 REASON_S = 1.0  # for a worker to say why it does not take a step
 
 
@@ -46,6 +55,8 @@ class RankedExecutor:
         self._due: deque[tuple[Step, float]] = deque()  # submitted, and when each must be done
         self._results: deque[StepResult] = deque()
         self._transfers: list[TransferResult] = []  # received since the last result
+        self._adapters: set[str] = set()  # that all ranks hold
+        self._answers: list[AdapterAnswer] = []  # of the ranks to the last `load_adapter`
         self._merge = Merge(len(worker_watch.workers))
         try:
             self.info = _agreed([loaded.info for loaded in worker_watch.wait_loaded(progress)])
@@ -78,6 +89,28 @@ class RankedExecutor:
         assert result.step_id == step.step_id, "results out of order"
         return result
 
+    def load_adapter(self, path: str) -> AdapterInfo:
+        """Each rank reads its part; if one of them cannot, none keeps it."""
+        self._answers = []
+        self._send((LOAD, path.encode()), ADAPTER_S)
+        until_s, world = time.monotonic() + ADAPTER_S, len(self.worker_watch.workers)
+        while len(self._answers) < world:
+            if time.monotonic() > until_s:
+                self.worker_watch.give_up(f"an adapter is not read within {ADAPTER_S:.0f} s: {path}")
+            self._receive(1.0)
+        infos = [answer.info for answer in self._answers]
+        errors = [answer.error for answer in self._answers if answer.error]
+        if None not in infos and len({info.key for info in infos if info}) == 1 and infos[0] is not None:
+            self._adapters.add(infos[0].key)
+            return infos[0]
+        for key in {info.key for info in infos if info} - self._adapters:
+            self.unload_adapter(key)
+        raise AdapterError(errors[0] if errors else f"{path}: the ranks have read different content")
+
+    def unload_adapter(self, key: str) -> None:
+        self._adapters.discard(key)
+        self._send((UNLOAD, key.encode()), ADAPTER_S)
+
     def fileno(self) -> int:
         return self.worker_watch.fileno()
 
@@ -107,6 +140,8 @@ class RankedExecutor:
 
     def _receive(self, timeout_s: float) -> None:
         for message in self.worker_watch.hear(timeout_s):
+            if isinstance(message, AdapterAnswer):
+                self._answers.append(message)
             if not isinstance(message, Done):
                 continue
             if message.result.transfers is not None:

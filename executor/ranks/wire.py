@@ -6,12 +6,13 @@ msgspec encodes it, so nothing here can carry code, and a closed socket is how o
 
 import msgspec
 
-from penstock.executor.protocol import ExecutorConfig, ModelInfo, StepResult
+from penstock.executor.protocol import AdapterInfo, ExecutorConfig, ModelInfo, StepResult
 from penstock.executor.ring.memory_segment import RingHandle
 
 # The first of the buffers that make up a message to a worker; the rest is that kind's own. A step is msgpack: as a pickle
 # it takes eight times as long to encode, and the ring's pickle around these buffers costs 1 µs (docs/ring.md).
 STEP, MASKS, CLOSE, STACKS = b"step", b"masks", b"close", b"stacks"
+LOAD, UNLOAD = b"load", b"unload"  # an adapter: of a folder, by its key; both UTF-8
 
 
 class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +57,14 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
     result: StepResult
 
 
+class AdapterAnswer(msgspec.Struct, frozen=True, tag="adapter", array_like=True):
+    """To LOAD, from every rank."""
+
+    rank: int
+    info: AdapterInfo | None
+    error: str = ""
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """The worker's last message."""
 
@@ -64,4 +73,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     is_consequence: bool  # the ranks lost each other: another one's failure, or death, is the cause
 
 
-FromWorker = RankProgress | ModelLoaded | Beat | Done | Failed
+FromWorker = RankProgress | ModelLoaded | Beat | Done | AdapterAnswer | Failed

@@ -3,6 +3,7 @@
 How it lives and ends is executor/process_life.py's; how ranks of other machines are reached, ray_executor.py's.
 """
 
+import logging
 import os
 import queue
 import sys
@@ -19,12 +20,27 @@ import torch
 
 from penstock.executor.parallel import CollectiveError, RankGroup
 from penstock.executor.process_life import Reporter, begin, leave, leave_with, send
-from penstock.executor.protocol import ExecutorError, Step, TransferResult
+from penstock.executor.protocol import AdapterError, ExecutorError, Step, TransferResult
 from penstock.executor.ranks.join import join
 from penstock.executor.ranks.rank import Rank, choose_device
-from penstock.executor.ranks.wire import CLOSE, MASKS, STEP, Beat, Done, Failed, ModelLoaded, RankProgress, Start
+from penstock.executor.ranks.wire import (
+    CLOSE,
+    LOAD,
+    MASKS,
+    STEP,
+    UNLOAD,
+    AdapterAnswer,
+    Beat,
+    Done,
+    Failed,
+    ModelLoaded,
+    RankProgress,
+    Start,
+)
 from penstock.executor.ring.queue import MessageQueue
 from penstock.executor.step.runner import Launched
+
+log = logging.getLogger("penstock.executor")
 
 Message = Sequence[Any]  # the kind, and its buffers
 
@@ -88,9 +104,18 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
                     finisher.take(unsampled)
                     unsampled = None
                 continue
+            if kind in (LOAD, UNLOAD):
+                named = bytes(parts[0]).decode()
+                reporter.doing = f"{kind.decode()}ing an adapter"
+                if kind == LOAD:
+                    reporter.report(_load_adapter(ours, rank, named))
+                else:
+                    ours.adapters.unload(named)
+                continue
             assert kind == STEP, kind
             step = decoder.decode(parts[0])
         reporter.doing = f"computing step {step.step_id} of {len(step.rows)} rows"
+        log.debug("rank %d: %s", start.rank, reporter.doing)
         launched = ours.runner.launch(step)
         if launched.unsampled is None:
             finisher.take(launched)
@@ -99,6 +124,13 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
     finisher.close()
     ours.close()
     group.close()
+
+
+def _load_adapter(ours: Rank, rank: int, path: str) -> AdapterAnswer:
+    try:
+        return AdapterAnswer(rank, ours.adapters.load(path))
+    except AdapterError as error:
+        return AdapterAnswer(rank, None, str(error))
 
 
 class Finisher:

@@ -12,13 +12,15 @@ from penstock.executor.protocol import Row
 class Layout:
     """R rows of T tokens. Arrays go by the layout's order; `order[r]` is the row's index in the step."""
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[Row], adapters: np.ndarray | None = None) -> None:
+        """`adapters` [slots]: of rows with as many tokens, those of one adapter stand together."""
         columns = np.array([(r.slot, r.start, r.count, r.write_from, r.sample) for r in rows], dtype=np.int64)
         columns = columns.reshape(-1, 5)
         slots, counts = columns[:, 0], columns[:, 2]
         is_drafted = np.bincount(slots)[slots] > 1
         # A slot's rows with drafts stand side by side, behind the single rows that stand alone.
-        self.order = np.lexsort((slots * is_drafted, is_drafted, counts))
+        ranked = (slots * is_drafted, is_drafted, counts)
+        self.order = np.lexsort(ranked if adapters is None else (slots * is_drafted, adapters[slots], *ranked[1:]))
         self.slots, self.starts, self.counts, self.write_from, samples = columns[self.order].T
         self.samples = samples.astype(bool)
         self.has_drafts = bool(is_drafted.any())

@@ -6,7 +6,7 @@ nothing that an earlier step has still to bring to the host, `finish` waits.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,6 +29,7 @@ from penstock.executor.step.pooling import Pooler
 from penstock.executor.tiers.transfers import RankTransfers
 
 if TYPE_CHECKING:
+    from penstock.executor.models.adapters import AdapterStore
     from penstock.executor.step.rebalance import Rebalancer
 
 STEP_OPTIONS = "lower gpu_memory_utilization, kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
@@ -61,11 +62,14 @@ class ModelRunner:
         rebalancer: "Rebalancer | None" = None,
         graphs: DecodeGraphs | None = None,
         label_head: torch.Tensor | None = None,  # [labels, hidden], float32
+        adapters: "AdapterStore | None" = None,
     ) -> None:
         self._model, self._pages, self._sampler, self._device = model, pages, sampler, device
         self._inputs = inputs
         self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
-        self._graphs, self._label_head = graphs, label_head
+        self._graphs, self._label_head, self._adapters = graphs, label_head, adapters
+        # By slot, as the store numbers them.
+        self._adapter_of = None if adapters is None else np.zeros(inputs.num_slots, dtype=np.int64)
         self._pooler, self._outbox = Pooler(), Outbox(device)
         self._admissions: dict[int, Admission] = {}  # by slot
         self._asks_more = np.zeros(inputs.num_slots, dtype=bool)  # prompt log-probabilities or an embedding …
@@ -95,7 +99,7 @@ class ModelRunner:
                 for row in step.rows:
                     if row.tokens:
                         self._sampler.extend(row.slot, row.first_token, row.tokens)
-            self._compute(Layout(step.rows), launched)
+            self._compute(Layout(step.rows, self._adapter_of), launched)
         else:
             self._inputs.flush()
         return launched
@@ -130,11 +134,14 @@ class ModelRunner:
         )
 
     def _admit(self, admission: Admission) -> None:
-        assert admission.adapter is None, "adapters are refused before they come here"
         slot, sampling = admission.slot, admission.sampling
         tokens = np.frombuffer(admission.tokens, dtype="<i4").astype(np.int32)
         assert 0 < admission.num_prompt <= len(tokens) < self._inputs.width
         self._admissions[slot] = admission
+        if self._adapters is None or self._adapter_of is None:
+            assert admission.adapter is None, "adapters are refused before they come here"
+        else:
+            self._adapter_of[slot] = self._adapters.number(admission.adapter)
         self._asks_all[slot] = admission.pooling == "mean" or sampling.prompt_logprobs is not None
         self._asks_more[slot] = self._asks_all[slot] or admission.pooling is not None
         self._is_plain[slot] = is_plain(sampling)
@@ -145,12 +152,16 @@ class ModelRunner:
 
     def _compute(self, layout: Layout, launched: Launched) -> None:
         asks = self._asks_more[layout.slots].any()
-        if self._graphs is not None and not asks and self._graphs.takes(layout):
+        numbers = None if self._adapter_of is None else self._adapter_of[layout.slots]
+        adapts = numbers is not None and numbers.any()
+        if self._graphs is not None and not asks and not adapts and self._graphs.takes(layout):
             self._replay(self._graphs, layout, launched)
             return
         last = layout.query_starts[1:] - 1
         wanted = self._wanted(layout) if asks else last[layout.samples]
         batch, ends = self._inputs.prepare(layout, wanted)
+        if self._adapters is not None and numbers is not None and adapts:
+            batch = replace(batch, adapters=self._adapters.of_step(numbers, layout.query_starts, wanted))
         hidden = self._model.forward(batch, self._pages)  # [W, hidden]
         if asks:
             for row in np.flatnonzero(self._asks_more[layout.slots]).tolist():

@@ -175,7 +175,9 @@ class CommandTable:
         self._name, self._flags, self._folder = name, command.flags, folder
         self._kept = OURS[name]
         self._others = others  # keys of the table that are no flags
-        self._options = {word[2:]: option for option in self._flags.options() for word in option.words}
+        self._options = {
+            word[2:]: option for option in self._flags.options() for word in option.words if word[:2] == "--"
+        }
 
     def read(self, given: Mapping[str, Any], model: Any = None) -> tuple[tuple[str, ...], argparse.Namespace]:
         words = [] if model is None else [self._path("model", _field(f"{self._name}.model", model, str))]

@@ -33,7 +33,7 @@ class ReplicaGroup:
         self.placement = placement
         self.replicas: dict[str, Replica] = {}
         self.aside: frozenset[str] = NO_NAMES  # canaries and shadows: router/aside.py
-        self.adapters: frozenset[str] = frozenset()  # of the names, those of adapters
+        self.adapters: dict[str, str] = {}  # names and keys; where replicas differ, those of one of them
         self.is_mixed = False  # whether some replica does not know a name that another answers to
         self.full: set[str] = set()  # replicas that have as many requests as they may
         self.prefills: ReplicaGroup | None = None  # who computes long prompts of this model, if others do
@@ -41,10 +41,6 @@ class ReplicaGroup:
     @property
     def names(self) -> list[str]:
         return list(dict.fromkeys(name for replica in self.replicas.values() for name in replica.models))
-
-    def adapter(self, name: str | None) -> str | None:
-        """The adapter that this name of a model stands for: blocks under it are no others'."""
-        return name if self.adapters and name in self.adapters else None
 
     def lacking(self, name: str | None) -> frozenset[str]:
         """Replicas of the group that do not serve the model under this name."""
@@ -91,6 +87,11 @@ class Fleet:
         group.placement.add_replica(replica.url, info)
         self._name_groups()
         self.settle(replica)
+
+    def rename(self, replica: Replica, models: tuple[str, ...], adapters: dict[str, str]) -> None:
+        """It serves other adapters than before; what is known of its cache stays."""
+        replica.models, replica.adapters = models, adapters
+        self._name_groups()
 
     def detach(self, replica: Replica) -> None:
         """Another may take its address. What it has begun goes on, until it is forgotten."""
@@ -238,8 +239,8 @@ class Fleet:
         self._by_name = {name: group for group in self.groups.values() for name in group.names}
         for _, group in self.all_groups():
             group.aside = frozenset(url for url, each in group.replicas.items() if each.backend.is_aside)
-            group.adapters = frozenset().union(*(replica.adapters for replica in group.replicas.values()))
             group.is_mixed = len({replica.models for replica in group.replicas.values()}) > 1
+            group.adapters = {name: key for each in group.replicas.values() for name, key in each.adapters.items()}
         for root, group in self.groups.items():
             group.prefills = self.prefills.get(root)
 

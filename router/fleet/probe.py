@@ -20,6 +20,8 @@ from penstock.router.fleet.replica import Replica
 from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.placement.placement import ReplicaInfo
 
+PROBES_PER_LIST = 10  # adapters come and go while a replica is up: its list is asked for this seldom
+
 log = logging.getLogger("penstock.router")
 
 
@@ -34,6 +36,7 @@ class ServedModel(msgspec.Struct):
     fingerprint: str | None = None
     num_blocks: int | None = None
     text_digest: str | None = None
+    adapter: str | None = None  # what is in the keys of its blocks
 
 
 class ServedModels(msgspec.Struct):
@@ -82,7 +85,9 @@ class Prober:
     async def _probe(self, replica: Replica, watched: "ProbeTask") -> None:
         try:
             status = await self._ask_ready(replica, watched)
-            if status == 200 and (replica.root is None or not replica.is_up):
+            watched.num_probes += 1
+            is_due = watched.num_probes % PROBES_PER_LIST == 0
+            if status == 200 and (replica.root is None or not replica.is_up or is_due):
                 await self._introduce(replica, watched)
         except (ConnectFailed, TimeoutError, msgspec.MsgspecError, ValueError) as error:
             with self._fleet.observing(replica):
@@ -118,17 +123,18 @@ class Prober:
             raise ValueError("/v1/models lists no model")
         first = served[0]
         names = tuple(model.id for model in served)
-        if first.fingerprint is None:
+        adapters = {model.id: model.adapter or model.id for model in served if model.adapter or model.parent}
+        if first.fingerprint is None and not (replica.root is not None and replica.is_up):
             await self._look(replica)
         load = replica.load
-        said = (*names, str(first), "" if load is None else f"{load.num_blocks} blocks of {load.block_size}")
-        if replica.root is not None and watched.said == said:
-            return
-        watched.said = said
-        replica.text_digest = first.text_digest
-        replica.adapters = frozenset(model.id for model in served if model.parent)
-        self._fleet.introduce(replica, first.root or first.id, names, replica_info(first, load))
-        self._on_info(replica, first)
+        said = str(first) + ("" if load is None else f" {load.num_blocks} blocks of {load.block_size}")
+        if replica.root is None or watched.said != said:
+            watched.said = said
+            replica.text_digest = first.text_digest
+            self._fleet.introduce(replica, first.root or first.id, names, replica_info(first, load))
+            self._on_info(replica, first)
+        if (replica.models, replica.adapters) != (names, adapters):
+            self._fleet.rename(replica, names, adapters)
 
     async def _look(self, replica: Replica) -> None:
         """At the load of an engine of another kind, and how much of it is not ours."""
@@ -158,7 +164,8 @@ class ProbeTask:
     def __init__(self) -> None:
         self.wake = asyncio.Event()
         self.path = "/ready"  # or /health of an engine that has no /ready
-        self.said: tuple[str, ...] = ()  # of its models
+        self.said = ""  # of the first of its models
+        self.num_probes = 0
         self._looking: asyncio.Task[None] | None = None
 
     def look(self, start: Callable[[], Coroutine[Any, Any, None]], replica: Replica) -> None:

@@ -40,7 +40,7 @@ class Replica:
         self.state: State = "starting"
         self.reason = "not probed yet"
         self.models: tuple[str, ...] = ()  # the names it serves; the first one's root is its group
-        self.adapters: frozenset[str] = frozenset()  # of these names, those of adapters
+        self.adapters: dict[str, str] = {}  # of these names, those of adapters, and what is in the keys of their blocks
         self.root: str | None = None
         self.info = ReplicaInfo()  # of its blocks
         self.link: EngineLink | None = None  # to the cache events of an engine of another kind

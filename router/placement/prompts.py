@@ -129,7 +129,7 @@ class Texts:
         return len(body) > INLINE_CHARS and path in PROMPTS
 
     async def prepare_aside(
-        self, path: str, body: bytes, asked: Asked, placement: Placement, adapter: str | None
+        self, path: str, body: bytes, asked: Asked, placement: Placement, adapter: str | None = None
     ) -> Routable:
         return await asyncio.get_running_loop().run_in_executor(
             self._threads, self.prepare, path, body, asked, placement, adapter
@@ -138,7 +138,8 @@ class Texts:
     def prepare(
         self, path: str, body: bytes, asked: Asked, placement: Placement, adapter: str | None = None
     ) -> Routable:
-        """Raises HttpError for a body that no replica would take. Safe in any thread."""
+        """Raises HttpError for a body that no replica would take. Safe in any thread. `adapter`: the key of the one that
+        is meant by the name of the model."""
         if path not in PROMPTS:
             return Routable(None, len(body) // BYTES_PER_TOKEN)
         ids = self.ids(path, body, asked) if path in (CHAT, COMPLETIONS) else None

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.engine.front.llm import LLM
+    from penstock.engine.front.lora import LoRARequest
     from penstock.engine.front.results import RequestOutput
     from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
     from penstock.engine.sampling_params import StructuredOutputs as StructuredOutputsParams
@@ -12,11 +13,12 @@ if TYPE_CHECKING:
     TextPrompt = TokensPrompt = dict[str, Any]
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "LoRARequest", "RequestOutput", "SamplingParams", "__version__"]
 __all__ += ["StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"]
 
 _HOMES = {
     "LLM": ("penstock.engine.front.llm", "LLM"),
+    "LoRARequest": ("penstock.engine.front.lora", "LoRARequest"),
     "RequestOutput": ("penstock.engine.front.results", "RequestOutput"),
     "SamplingParams": ("penstock.engine.sampling_params", "SamplingParams"),
     "StructuredOutputs": ("penstock.engine.sampling_params", "StructuredOutputs"),

@@ -104,6 +104,12 @@ def _top() -> Command:
     return command.add_arguments, command.run
 
 
+def _prove() -> Command:
+    from penstock.engine.commands import prove
+
+    return prove.add_arguments, prove.run
+
+
 def _cache() -> Command:
     from penstock.cache.tiers.disk import operate
 
@@ -160,6 +166,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[], Any]]] = {
     "deploy": ("Run replicas and their router over a Ray cluster, as a file says.", _deploy),
     "top": ("Watch a server or a router in the terminal.", _top),
     "bench": ("Measure a server or the engine itself.", _bench),
+    "prove": ("Prove that a server answers under load and faults what it answers alone.", _prove),
     "cache": ("Inspect, verify or clear KV blocks on a disk.", _cache),
     "models": ("List the families of models that run.", _models),
     "export": ("Write a model as a Hugging Face folder (safetensors and tokenizer).", _export),

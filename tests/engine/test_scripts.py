@@ -62,7 +62,7 @@ def single_prompt(llm: LLM) -> None:
 
 
 def token_ids(llm: LLM) -> None:
-    ids = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
+    ids: list[list[int]] = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
     one = llm.generate(ids[0], SamplingParams(temperature=0))
     many = llm.generate(
         prompts=[{"prompt_token_ids": each} for each in ids], sampling_params=SamplingParams(temperature=0)
@@ -71,7 +71,8 @@ def token_ids(llm: LLM) -> None:
 
 
 def dictionaries(llm: LLM) -> None:
-    outputs = llm.generate([{"prompt": PROMPTS[0]}, {"prompt_token_ids": [1, 2, 3]}, "plain"])
+    prompts: list[Any] = [{"prompt": PROMPTS[0]}, {"prompt_token_ids": [1, 2, 3]}, "plain"]
+    outputs = llm.generate(prompts)
     assert [len(output.outputs) for output in outputs] == [1, 1, 1]
     assert len(llm.generate({"prompt": PROMPTS[0], "multi_modal_data": None})) == 1
     assert len(llm.generate(TokensPrompt(prompt_token_ids=[1, 2, 3]))) == 1
@@ -137,6 +138,7 @@ def own_template(llm: LLM) -> None:
     assert tokenizer.eos_token == "<eos>" and len(tokenizer) == tokenizer.vocab_size
     assert tokenizer("ab").input_ids == tokenizer("ab")["input_ids"] == [97, 98]
     assert tokenizer(["ab", "c"]).input_ids == [[97, 98], [99]]
+    assert not hasattr(tokenizer("ab"), "token_type_ids")
     assert tokenizer.batch_decode([[97, 98], [99]], skip_special_tokens=True) == ["ab", "c"]
 
 
@@ -214,7 +216,7 @@ REFUSED: dict[str, tuple[Callable[[LLM], Any], type[Exception], str]] = {
     "a misspelt method": (lambda llm: llm.genrate(PROMPTS), AttributeError, "did you mean generate"),
     "scores of a chat model": (lambda llm: llm.score("a", ["b"]), InvalidRequest, "classification head"),
     "labels of a chat model": (lambda llm: llm.classify("a"), InvalidRequest, "embeddings"),
-    "adapters": (lambda llm: llm.generate("a", lora_request=object()), TypeError, "adapters"),
+    "adapters": (lambda llm: llm.embed("a", lora_request=object()), TypeError, "take adapters"),
     "ids beside prompts": (lambda llm: llm.generate("a", prompt_token_ids=[[1]]), TypeError, "as prompts"),
     "pooling parameters": (lambda llm: llm.embed("a", pooling_params=object()), TypeError, "normalize"),
     "a misspelt keyword": (lambda llm: llm.chat(CHAT, smapling_params=None), TypeError, "smapling_params"),

@@ -144,6 +144,6 @@ def test_random_worlds_of_states_and_drafts_keep_every_invariant_and_every_token
         runs = world.storm(rng, 300, f"seed {seed}", 50, 64, repeats=True), tier_storm(seed, 150, True, groups)
         for name, count in [pair for run in runs for pair in run.items()]:
             total[name] = total.get(name, 0) + count
-    wanted = {"accepted": 250, "preempted": 100, "aborted": 100, "finished": 400, "hits_host": 40, "hits": 60}
+    wanted = {"accepted": 250, "preempted": 100, "aborted": 100, "finished": 400, "hits_host": 5, "hits": 60}
     assert {name: total.get(name, 0) for name, least in wanted.items() if total.get(name, 0) < least} == {}
     assert total["drafted"] - total["accepted"] > 40

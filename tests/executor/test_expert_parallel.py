@@ -76,7 +76,7 @@ def test_moving_experts_at_every_step_changes_no_token() -> None:
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_offline_engine_says_how_evenly_experts_are_loaded() -> None:
-    options = {
+    options: dict[str, Any] = {
         "enable_expert_parallel": True,
         "enable_eplb": True,
         "eplb_config": {"window": 4, "interval": 2, "target": 1.0, "redundant_experts": 2},

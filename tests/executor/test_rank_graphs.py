@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import EplbConfig, ExecutorConfig, Sampling, Step, StepResult
+from penstock.executor.protocol import AdapterInfo, EplbConfig, ExecutorConfig, Sampling, Step, StepResult
 from penstock.executor.ranks.join import join
 from penstock.executor.ranks.rank import Rank
 from penstock.executor.ranks.wire import Rendezvous
@@ -65,6 +65,11 @@ class Threads:
 
     def collect(self) -> StepResult:
         return next(self.ranks[r].runner.finish(self._launched[r]) for r in range(WORLD))
+
+    def load_adapter(self, path: str) -> AdapterInfo:
+        raise NotImplementedError
+
+    def unload_adapter(self, key: str) -> None: ...
 
     def fileno(self) -> None: ...
 

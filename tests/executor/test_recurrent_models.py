@@ -126,6 +126,7 @@ def test_settings_that_are_not_computed_are_refused_by_name(change: dict[str, An
         UniprocExecutor(ExecutorConfig(model=str(folder("qwen3.5")), hf_overrides=change))
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(("name", "ranks"), [("qwen3-next", 2), ("qwen3.5", 2), ("lfm2", 4)])
 def test_ranks_share_out_heads_and_channels_and_give_the_tokens_of_one(name: str, ranks: int) -> None:

@@ -153,6 +153,12 @@ def test_an_answer_that_is_read_quickly_is_what_the_parser_reads(count: int) -> 
     assert num_plain > count / 20
 
 
+def test_a_request_that_is_traced_is_plain() -> None:
+    traced = REQUEST.replace(b"Accept", b"Traceparent: 00-a\r\ntracestate: b=c\r\nAccept")
+    found = Heads(8192, 1 << 20).request(traced)
+    assert found is not None and b"traceparent: 00-a\r\ntracestate: b=c\r\n" in found.lines
+
+
 def test_the_plain_ones_are_read_whole() -> None:
     heads = Heads(8192, 1000)
     request = heads.request(REQUEST)

@@ -13,9 +13,9 @@ import torch
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import NO_NORMS, Packed, Rotation, ScoreExtras
 from penstock.executor.kernels.card import Card
+from penstock.executor.kernels.cuda import adapter_products, fp8, packed_products, step_inputs
 from penstock.executor.kernels.cuda import dependent as launch
 from penstock.executor.kernels.cuda import expert_products as moe
-from penstock.executor.kernels.cuda import fp8, packed_products, step_inputs
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.state import Places
 from penstock.executor.moe_spec import MoeSpec
@@ -105,6 +105,17 @@ def gated(tokens: int, width: int, inner: int, dtype: torch.dtype = BF16) -> Cal
     def call() -> None:
         x, weight = torch.zeros(tokens, width, dtype=dtype), torch.empty(2 * inner, width, dtype=dtype)
         OPS.gated_linear(x, weight, "silu")
+
+    return call
+
+
+def adapters(
+    tokens: int, depth: int, widths: list[int], rank: int = 16, dtype: torch.dtype = BF16
+) -> Callable[[], None]:
+    def call() -> None:
+        x, y = torch.zeros(tokens, depth, dtype=dtype), torch.zeros(tokens, sum(widths), dtype=dtype)
+        down, up = torch.zeros(2, len(widths), rank, depth, dtype=dtype), torch.zeros(2, sum(widths), rank, dtype=dtype)
+        adapter_products.add_low_rank(x, y, torch.zeros(4, 3, dtype=torch.int32), down, up, widths)
 
     return call
 
@@ -291,6 +302,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "Qwen3-0.6B: rows, dependent": dependent(rows(1024, 3072)),
     "Qwen3-0.6B: gate and up, one row, dependent": dependent(gated(1, 1024, 3072)),
     "a step's inputs": inputs(7, 300, 2560),
+    "Qwen3-0.6B: adapters": adapters(16, 1024, [2048, 1024, 1024]),
 }
 
 ALL: dict[str, Callable[[], None]] = QUICK | {
@@ -301,6 +313,9 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "Llama-3.1-8B: attention": attention(4, 1, 128, 32, 8),
     "Llama-3.1-8B: float16": attention(4, 1, 128, 32, 8, dtype=F16),
     "Llama-3.1-8B: rows": rows(4096, 14336),
+    "Llama-3.1-8B: adapters of rank 256": adapters(16, 4096, [14336, 14336], 256),
+    "SmolLM2-135M: adapters": adapters(16, 576, [576, 192, 192]),
+    "Llama-3.1-8B: adapters, float32": adapters(16, 4096, [4096], 64, F32),
     "Llama-3.1-8B: gate and up, one row": gated(1, 4096, 14336),
     "Llama-3.1-8B: gate and up, 32 rows": gated(32, 4096, 14336),
     "Llama-3.1-70B: rows": rows(8192, 28672),
@@ -386,7 +401,10 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "Phi: attention": attention(4, 1, 96, 32, 32),
 }
 
-FEW = {name: QUICK[name] for name in ("Qwen3-0.6B: one row", "Qwen3-0.6B: prompts", "Qwen3-0.6B: rows")}
+FEW = {
+    name: QUICK[name]
+    for name in ("Qwen3-0.6B: one row", "Qwen3-0.6B: prompts", "Qwen3-0.6B: rows", "Qwen3-0.6B: adapters")
+}
 
 GROUPS = {"few": FEW, "quick": QUICK, "all": ALL}
 

@@ -27,6 +27,7 @@ class Sequence:
     computed: int = 0  # positions whose keys and values are in the blocks
     sampling: Sampling = GREEDY
     pooling: Pooled | None = None
+    adapter: str | None = None
     unsent_blocks: int = 0  # the executor knows the first so many blocks
 
     @property
@@ -43,8 +44,15 @@ class Driver:
         self._next_slot = 0
         self._admissions: list[Admission] = []
 
-    def admit(self, prompt: list[int], sampling: Sampling = GREEDY, pooling: Pooled | None = None) -> Sequence:
+    def admit(
+        self,
+        prompt: list[int],
+        sampling: Sampling = GREEDY,
+        pooling: Pooled | None = None,
+        adapter: str | None = None,
+    ) -> Sequence:
         sequence = Sequence(self._next_slot, list(prompt), len(prompt), sampling=sampling, pooling=pooling)
+        sequence.adapter = adapter
         self._next_slot += 1
         self._announce(sequence)
         return sequence
@@ -67,6 +75,7 @@ class Driver:
                 num_prompt=sequence.num_prompt,
                 sampling=sequence.sampling,
                 pooling=sequence.pooling,
+                adapter=sequence.adapter,
             )
         )
 

@@ -20,6 +20,7 @@ import uvloop
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.client import AsyncEngine, EngineDead
+from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.messages import Abort, Heartbeat, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache
 from penstock.engine.server.lifetime import serve
 from penstock.engine.server.server_config import Keeping, KvEventsConfig, ServerConfig, resolve
@@ -153,6 +154,7 @@ def main() -> int:
     parser.add_argument("--api-key", action="append", default=[])
     parser.add_argument("--response-store", default=None)
     parser.add_argument("--kv-events", default="", help="publish them as vLLM does, at two sockets of this name")
+    parser.add_argument("--otlp-traces-endpoint", default=None)
     add_engine_arguments(parser)
     options = parser.parse_args()
     keys = tuple(options.api_key)
@@ -168,6 +170,7 @@ def main() -> int:
         api_keys=keys,
         keeping=keeping,
         kv_events_config=published or None,
+        telemetry=Telemetry(otlp_traces_endpoint=options.otlp_traces_endpoint),
     )
     return uvloop.run(replica(options, resolve(server, {}), report))
 

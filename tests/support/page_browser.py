@@ -99,7 +99,7 @@ def set_fields(page: Any, **fields: str) -> None:
 
 def streamed(*deltas: dict[str, Any], finish: str | None = "stop") -> str:
     """The body of a stream with these deltas; with no `finish` it is cut off."""
-    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices: list[dict[str, Any]] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
     choices += [{"index": 0, "delta": {}, "finish_reason": finish}] if finish else []
     return "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices)
 

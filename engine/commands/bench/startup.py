@@ -26,7 +26,7 @@ from penstock.engine.options import Count, add_options, flag, given_options
 
 POLL_S = 0.02
 STOP_GRACE_S = 10.0
-_PENSTOCK = (sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())")
+PENSTOCK = (sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())")
 
 
 class Startup(NamedTuple):
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def serve_command(model: str | None, options: Mapping[str, Any]) -> list[str]:
     """`penstock serve` under this interpreter, with engine options as keywords."""
-    command = [*_PENSTOCK, "serve", *([model] if model else []), "--port", "{port}"]
+    command = [*PENSTOCK, "serve", *([model] if model else []), "--port", "{port}"]
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):

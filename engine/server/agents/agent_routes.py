@@ -28,12 +28,12 @@ ROUTES = (
 )
 
 
-def later(name: str) -> Handler:
+def later(name: str, package: str = "penstock.engine.server.agents") -> Handler:
     """The handler of this name, which is looked up when it is called."""
     module, _, function = name.partition(".")
 
     async def handle(service: Service, call: Call, body: bytes) -> Reply:
-        handler: Handler = getattr(import_module(f"penstock.engine.server.agents.{module}"), function)
+        handler: Handler = getattr(import_module(f"{package}.{module}"), function)
         return await handler(service, call, body)
 
     return handle

@@ -19,7 +19,7 @@ import msgspec
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.server_config import Keeping
 
-log = logging.getLogger("penstock.server")
+log = logging.getLogger("penstock.engine")
 
 T = TypeVar("T")
 Kept = dict[str, Any]

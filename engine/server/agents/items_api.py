@@ -67,7 +67,7 @@ async def responses(service: Service, call: Call, body: bytes) -> ItemsReply | A
         if request.stream or request.store is False:
             raise InvalidRequest("background", "what runs in the background is kept (store) and not streamed")
         client, call = call, Call(call.client_id)  # of its own, that does not end with the client's
-        call.model, call.scope = client.model, client.scope
+        call.model, call.scope, call.trace = client.model, client.scope, client.trace
     reply = _reply(service, call, request)
     given, chat, messages = await _chat(service, call, request, reply.id, len(body))
     try:

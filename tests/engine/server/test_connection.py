@@ -321,7 +321,7 @@ def test_a_client_that_leaves_has_its_request_aborted_without_a_fuss(
         assert sorted(engine.aborted) == ["1.0", "1.1"]
         until(lambda: server.app.service.metrics.requests["/v1/completions", 499] == 1)
         until(lambda: not server.call(lambda: list(server.listener.connections)))
-    assert [record for record in caplog.records if record.name != "penstock.server"] == []
+    assert [record for record in caplog.records if record.name != "penstock.engine.access"] == []
 
 
 def test_a_client_may_leave_at_any_byte() -> None:

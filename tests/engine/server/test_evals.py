@@ -74,12 +74,12 @@ def expected(model: Any, context: list[int], continuation: list[int]) -> tuple[f
 def test_log_likelihoods_are_those_of_transformers(server: Running, model: Any, kind: str, num_written: int) -> None:
     both = list(zip(map(ids, CONTEXTS), map(ids, CONTINUATIONS), strict=True))
     whole = [context + continuation for context, continuation in both]
-    batches = {
+    kinds: dict[str, list[Any]] = {
         "ids": [whole],
         "one by one": [[prompt] for prompt in whole],
         "text": [bytes(prompt).decode() for prompt in whole],
-    }[kind]
-    answers = [server.post("/v1/completions", asked(batch, max_tokens=num_written)).json() for batch in batches]
+    }
+    answers = [server.post("/v1/completions", asked(batch, max_tokens=num_written)).json() for batch in kinds[kind]]
     choices = [choice for answer in answers for choice in sorted(answer["choices"], key=lambda each: each["index"])]
     assert sum(answer["usage"]["completion_tokens"] for answer in answers) == num_written * len(both)
     for choice, (context, continuation) in zip(choices, both, strict=True):

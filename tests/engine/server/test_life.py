@@ -194,7 +194,7 @@ def test_the_log_has_a_line_per_request_without_the_prompt_or_the_key() -> None:
         assert server.popen.stderr is not None
         log = server.popen.stderr.read()
     assert "canary" not in log
-    assert "/v1/completions 200" in log and "client_id=mine-7 prompt_tokens=13 tokens=3" in log
+    assert "/v1/completions 200" in log and "client_id=mine-7" in log
     assert "unmatched 404" in log
 
 

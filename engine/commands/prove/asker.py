@@ -1,0 +1,169 @@
+"""One request to a server and all that came back, whatever the client does meanwhile: read slowly, not at all, leave.
+
+It judges nothing. What a server says that is not an answer (a status, an event with an error) is kept as a text.
+"""
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from penstock.engine.commands.bench.http_client import Client, Connection, Target
+from penstock.engine.commands.bench.stream import Events
+
+PATH = "/v1/completions"
+
+
+class Spoken(msgspec.Struct):
+    """One choice of an answer, as far as it came."""
+
+    text: str = ""
+    ids: list[int] = []
+    tokens: list[str] = []  # with their log-probabilities
+    values: list[float] = []
+    tops: list[dict[str, float]] = []
+    finish: str | None = None
+    num_prompt: int | None = None  # positions of the prompt with log-probabilities
+
+    def add(self, choice: Mapping[str, Any]) -> None:
+        self.text += choice.get("text") or ""
+        self.ids += choice.get("token_ids") or []
+        logprobs = choice.get("logprobs") or {}
+        self.tokens += logprobs.get("tokens") or []
+        self.values += logprobs.get("token_logprobs") or []
+        self.tops += [top or {} for top in logprobs.get("top_logprobs") or []]
+        for token in logprobs.get("content") or []:  # as in chats; llama.cpp writes completions' like this too
+            self.tokens.append(token["token"])
+            self.values.append(token["logprob"])
+            self.tops.append({top["token"]: top["logprob"] for top in token.get("top_logprobs") or []})
+        self.finish = choice.get("finish_reason") or self.finish
+        if choice.get("prompt_logprobs") is not None:
+            self.num_prompt = len(choice["prompt_logprobs"])
+
+
+class Answered(msgspec.Struct):
+    """What came of a request. Exactly one of these ends it: is_done, error, has_left, is_hung."""
+
+    status: int = 0
+    choices: dict[int, Spoken] = {}
+    error: str = ""
+    is_done: bool = False
+    has_left: bool = False  # our side did
+    is_hung: bool = False
+    num_cached: int | None = None
+
+    def take(self, payload: bytes) -> None:
+        """A whole body, or one event of a stream."""
+        try:
+            body = msgspec.json.decode(payload)
+        except msgspec.DecodeError:
+            self.error = f"not JSON: {payload[:100]!r}"
+            return
+        if self.status != 200 or "error" in body:
+            self.error = f"{self.status}: {payload[:200].decode(errors='replace')}"
+            return
+        for choice in body.get("choices") or ():
+            self.choices.setdefault(choice.get("index", 0), Spoken()).add(choice)
+        details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
+        self.num_cached = details.get("cached_tokens", self.num_cached)
+
+
+class Asker:
+    """`timeout_s`: so long without a byte is a hang."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
+        self.client = Client(Target.of(url))
+        self.headers, self.timeout_s = headers, timeout_s
+        self.num_bytes = 0
+
+    async def ask(self, body: Mapping[str, Any], leaves_s: float | None = None, reads: str = "at once") -> Answered:
+        answered, events, parts = Answered(), Events(), bytearray()
+        leaving, patience = asyncio.timeout(None), asyncio.timeout(None)
+        request = self.client.target.request("POST", PATH, msgspec.json.encode(body), self.headers)
+        self.num_bytes += len(request)
+        loop, is_stream, has_mark = asyncio.get_running_loop(), bool(body.get("stream")), False
+
+        def take(status: int, data: bytes, _now_s: float) -> None:
+            nonlocal has_mark
+            self.num_bytes += len(data)
+            answered.status = status
+            if not patience.expired():
+                patience.reschedule(loop.time() + self.timeout_s)
+            if not is_stream or status != 200:
+                parts.extend(data)
+                return
+            for payload in events.feed(data):
+                has_mark |= payload == b"[DONE]"
+                if payload != b"[DONE]":
+                    answered.take(payload)
+
+        own: Connection | None = None
+        try:
+            if leaves_s is not None or reads != "at once":
+                own = await self._connection(reads)  # not within the time: what a cancelled connect has made is lost
+            async with leaving, patience:
+                patience.reschedule(loop.time() + self.timeout_s)
+                leaving.reschedule(None if leaves_s is None else loop.time() + leaves_s)
+                answered.status = await (own or self.client).exchange(request, take)
+        except TimeoutError:
+            answered.has_left = leaving.expired()
+            answered.is_hung = not answered.has_left
+        except OSError as error:  # refused, reset, or broken off
+            answered.error = answered.error or str(error)
+        finally:
+            if own is not None:
+                own.close()
+        if parts and not (answered.has_left or answered.is_hung or answered.error):
+            answered.take(bytes(parts))
+        has_ended = all(choice.finish for choice in answered.choices.values()) and bool(answered.choices)
+        is_whole = has_ended and (has_mark or not is_stream)
+        answered.is_done = is_whole and not (answered.has_left or answered.is_hung or answered.error)
+        return answered
+
+    async def fetch(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """A small exchange; the status and the body, decoded where it is JSON. Status 0: no answer."""
+        content = b"" if body is None else msgspec.json.encode(body)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                status, data = await self.client.fetch(method, path, content, self.headers)
+        except (OSError, TimeoutError):
+            return 0, None
+        self.num_bytes += len(content) + len(data)
+        try:
+            return status, msgspec.json.decode(data)
+        except msgspec.DecodeError:
+            return status, data.decode(errors="replace")
+
+    async def _connection(self, reads: str) -> Connection:
+        target = self.client.target
+        slow = partial(SlowConnection, 0.05 if reads == "slowly" else None)
+        _, connection = await asyncio.get_running_loop().create_connection(
+            Connection if reads == "at once" else slow, target.host, target.port, ssl=target.tls
+        )
+        return connection
+
+
+class SlowConnection(Connection):
+    """Reads little, and then nothing for a while, or (None) ever."""
+
+    def __init__(self, delay_s: float | None) -> None:
+        super().__init__()
+        self._delay_s = delay_s
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            if self._delay_s is not None:
+                asyncio.get_running_loop().call_later(self._delay_s, self._resume)
+
+    def _resume(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()

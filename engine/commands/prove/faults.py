@@ -1,0 +1,137 @@
+"""What is done on purpose to a server that is our own, in the middle of a storm, and what has to be seen after it.
+
+Each strike returns what it found broken, or nothing. Wrong answers and hangs are found by the storm itself; that the
+requests in flight may end with an error is allowed for those faults alone that say so.
+"""
+
+import asyncio
+import os
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.engine.commands.prove.asker import Asker
+from penstock.engine.commands.prove.own_server import OwnServer
+
+STOPPED_S, UNHEALTHY_S = 3.0, 20.0
+
+
+class Scene(NamedTuple):
+    server: OwnServer
+    asker: Asker
+    rng: random.Random
+
+    def leader(self) -> int:
+        return self.server.servers[0].pid
+
+    def files(self) -> list[Path]:
+        """Those of the disk tier that hold blocks."""
+        found = (self.server.folder / "disk").rglob("*")
+        return [path for path in found if path.is_file() and path.stat().st_size > 4096]
+
+
+Strike = Callable[[Scene], Awaitable[str]]
+
+
+async def _signal_core(number: signal.Signals, scene: Scene) -> str:
+    scene.server.signal([scene.rng.choice(scene.server.children())], number)
+    return await _end(scene, is_good=False)
+
+
+async def _signal_server(number: signal.Signals, scene: Scene) -> str:
+    scene.server.signal([scene.leader()], number)
+    return await _end(scene, is_good=number == signal.SIGTERM)
+
+
+async def _end(scene: Scene, is_good: bool) -> str:
+    left = await scene.server.ended()
+    code = scene.server.servers[0].poll()
+    return left or ("" if (code == 0) == is_good else f"the server ended with code {code}")
+
+
+async def _stop_core(scene: Scene) -> str:
+    """A stopped process is a hang that nothing inside can report: /health has to turn."""
+    stopped = scene.server.children()
+    scene.server.signal(stopped, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(UNHEALTHY_S):
+            while (await scene.asker.fetch("GET", "/health"))[0] == 200:
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        return f"/health is 200 although the core has been stopped for {UNHEALTHY_S:g} s"
+    finally:
+        scene.server.signal(stopped, signal.SIGCONT)
+    return await _end(scene, is_good=False)
+
+
+async def _stop_server(scene: Scene) -> str:
+    scene.server.signal([scene.leader()], signal.SIGSTOP)
+    await asyncio.sleep(STOPPED_S)
+    scene.server.signal([scene.leader()], signal.SIGCONT)
+    return ""
+
+
+async def _flip(scene: Scene) -> str:
+    for _ in range(200):
+        for path in scene.files():
+            with path.open("r+b") as file:
+                place = scene.rng.randrange(path.stat().st_size)
+                byte = os.pread(file.fileno(), 1, place)
+                os.pwrite(file.fileno(), bytes(each ^ 1 << scene.rng.randrange(8) for each in byte), place)
+        await asyncio.sleep(0.02)
+    return ""
+
+
+async def _tear(scene: Scene) -> str:
+    for path in scene.files():
+        os.truncate(path, scene.rng.randrange(path.stat().st_size))
+    return ""
+
+
+async def _remove(scene: Scene) -> str:
+    shutil.rmtree(scene.server.folder / "disk")
+    return ""
+
+
+async def _limit(what: int, value: int, scene: Scene) -> str:
+    """Nothing is left of it for a while, in any process: no file may grow, or no descriptor be opened."""
+    before = {pid: resource.prlimit(pid, what) for pid in [scene.leader(), *scene.server.children()]}
+    for pid, (_, most) in before.items():
+        resource.prlimit(pid, what, (value, most))
+    await asyncio.sleep(STOPPED_S)
+    for pid, limits in before.items():
+        resource.prlimit(pid, what, limits)
+    return ""
+
+
+async def _lose_replica(scene: Scene) -> str:
+    scene.server.signal([scene.rng.choice(scene.server.servers[:2]).pid], signal.SIGKILL)
+    return ""
+
+
+class Fault(NamedTuple):
+    world: str
+    strike: Strike
+    fails_requests: bool = False  # those in flight may end with an error
+    ends: bool = False  # the server; it is started again
+
+
+FAULTS: dict[str, Fault] = {
+    "kill-core": Fault("tiers", partial(_signal_core, signal.SIGKILL), fails_requests=True, ends=True),
+    "kill-rank": Fault("ranks", partial(_signal_core, signal.SIGKILL), fails_requests=True, ends=True),
+    "kill-server": Fault("tiers", partial(_signal_server, signal.SIGKILL), fails_requests=True, ends=True),
+    "restart": Fault("tiers", partial(_signal_server, signal.SIGTERM), fails_requests=True, ends=True),
+    "stop-core": Fault("uniproc", _stop_core, fails_requests=True, ends=True),
+    "stop-server": Fault("uniproc", _stop_server),
+    "disk-flips": Fault("tiers", _flip),
+    "disk-tears": Fault("tiers", _tear),
+    "disk-gone": Fault("tiers", _remove),
+    "disk-full": Fault("tiers", partial(_limit, resource.RLIMIT_FSIZE, 4096)),
+    "descriptors": Fault("tiers", partial(_limit, resource.RLIMIT_NOFILE, 8), fails_requests=True),
+    "replica": Fault("router", _lose_replica, fails_requests=True),
+}

@@ -1,0 +1,109 @@
+"""Whether an answer is the reference's: the same tokens, or another one where the reference's own candidates lay
+closer together than the server's numbers are exact.
+
+The error is measured, not assumed: how far the log-probabilities of one token lie apart when the same question is
+asked alone and beside others, without reuse. Twice that may tip a choice over; a reuse of cached blocks sums in yet
+another order, so four times that is allowed, and never more than MAX_ERROR.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from penstock.engine.commands.prove.asker import Answered, Spoken
+
+MARGIN, LEAST_ERROR, MAX_ERROR = 4.0, 1e-3, 0.3  # nats
+
+
+class Verdict(NamedTuple):
+    outcome: str
+    what: str = ""
+
+
+# What is no finding. "refused": the server was full and said so; "ended": by a fault of which that is to be expected.
+FINE = ("same", "tie", "left", "refused", "ended", "reset")
+OUTCOMES = (*FINE[:-1], "wrong", "numbers", "foreign", "error", "hang", "no end", "left out")
+
+
+def judge(reference: Spoken, answered: Answered, num_choices: int, error: float, is_fresh: bool) -> Verdict:
+    """`is_fresh`: it was asked under a salt of its own, so nothing can have been cached for it."""
+    if answered.is_hung:
+        return Verdict("hang", "no byte came in time")
+    if answered.status == 429:
+        return Verdict("refused", answered.error)
+    if answered.error:
+        return Verdict("error", answered.error)
+    verdicts = [compare(reference, spoken, error, answered.is_done) for spoken in answered.choices.values()]
+    worst = next((verdict for verdict in verdicts if verdict.outcome not in FINE), None)
+    if worst is not None:
+        return worst
+    if answered.has_left:
+        return Verdict("left")
+    if not answered.is_done or len(answered.choices) != num_choices:
+        return Verdict("no end", f"{len(answered.choices)} of {num_choices} choices began, and not all were ended")
+    if is_fresh and answered.num_cached:
+        return Verdict("foreign", f"{answered.num_cached} tokens were cached under a salt that was never used")
+    return Verdict("tie") if any(verdict.outcome == "tie" for verdict in verdicts) else Verdict("same")
+
+
+def compare(reference: Spoken, spoken: Spoken, error: float, is_done: bool) -> Verdict:
+    """As far as the answer has come, or to its end."""
+    ours, theirs = _sequences(reference, spoken)
+    for place, (expected, got) in enumerate(zip(ours, theirs, strict=False)):
+        if expected != got:
+            return _differs(reference, spoken, ours, place, error, f"{got!r} in place of {expected!r}")
+    if len(theirs) > len(ours) or (is_done and len(theirs) < len(ours)):
+        what = f"{len(theirs)} of {len(ours)}"
+        if "stop" not in (reference.finish, spoken.finish):  # no token that ends a text may have been as likely
+            return Verdict("wrong", what)
+        return _differs(reference, spoken, ours, min(len(ours), len(theirs)), error, what)
+    if is_done and (spoken.finish, spoken.num_prompt) != (reference.finish, reference.num_prompt):
+        what = f"finish_reason {spoken.finish!r}, {spoken.num_prompt} prompt_logprobs; alone {reference.finish!r}, "
+        return Verdict("wrong", f"{what}{reference.num_prompt}")
+    apart = farthest(reference, spoken)
+    if apart > error:
+        return Verdict(
+            "numbers", f"the same tokens, but a log-probability is {apart:.2g} nats off (allowed: {error:.2g})"
+        )
+    return Verdict("same")
+
+
+def _sequences(reference: Spoken, spoken: Spoken) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The finest that both have: ids, tokens' texts, or characters."""
+    if reference.ids and spoken.ids:
+        return reference.ids, spoken.ids
+    if reference.tokens and spoken.tokens:
+        return reference.tokens, spoken.tokens
+    return reference.text, spoken.text
+
+
+def _differs(reference: Spoken, spoken: Spoken, ours: Sequence[Any], place: int, error: float, what: str) -> Verdict:
+    if ours is reference.text:  # the token that the character belongs to
+        lengths = [sum(map(len, reference.tokens[: index + 1])) for index in range(len(reference.tokens))]
+        place = next((index for index, length in enumerate(lengths) if length > place), len(lengths))
+    if place >= len(reference.tops):
+        return Verdict("wrong", f"token {place}: {what}")
+    top, chosen = reference.tops[place], reference.values[place]
+    name = spoken.tokens[place] if place < len(spoken.tokens) else None
+    others = sorted(value for token, value in top.items() if token != reference.tokens[place])
+    other = top.get(name) if name is not None else others[-1] if others else None
+    gap = float("inf") if other is None else abs(chosen - other)
+    if error and gap <= 2 * error:
+        return Verdict("tie", f"token {place}: {gap:.2g} nats apart")
+    return Verdict("wrong", f"token {place}: {what}, {gap:.2g} nats less likely")
+
+
+def farthest(reference: Spoken, spoken: Spoken) -> float:
+    """Between the log-probabilities of tokens that are the same, up to the first that is not."""
+    apart = 0.0
+    for token, value, other, number in zip(
+        reference.tokens, reference.values, spoken.tokens, spoken.values, strict=False
+    ):
+        if token != other:
+            break
+        apart = max(apart, abs(value - number))
+    return apart
+
+
+def allowed(apart: Iterable[float], is_exact: bool) -> float:
+    """The error that is allowed, of the measured ones."""
+    return 0.0 if is_exact else min(MAX_ERROR, max(LEAST_ERROR, MARGIN * max(apart, default=0.0)))

@@ -1,0 +1,144 @@
+"""Servers that `penstock prove` starts itself, and whose processes it may therefore hurt: in a group of their own, in a
+folder that goes with them.
+
+A world is how they are started. Their caches hold two or three prompts of the default model, so that evictions and
+preemptions never stop.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.engine.commands.bench.http_client import Client, Target
+from penstock.engine.commands.bench.startup import PENSTOCK, free_port, stop
+from penstock.engine.config import ConfigError
+
+START_S, END_S = 300.0, 15.0
+DIE_WITH = (sys.executable, "-m", "penstock.executor.process_life")  # whose process, and then what
+TINY = "--kv-cache-bytes 16MiB --max-model-len 320 --max-num-seqs 8"  # of the default model: 21 blocks
+HOST = "--kv-host-bytes 8MiB"
+LOOKUP = '--speculative-config {"method":"ngram"}'
+
+
+class World(NamedTuple):
+    """The options of each server, and of `penstock route` in front of them where there is one."""
+
+    servers: Sequence[str]
+    router: str = ""
+
+
+WORLDS: dict[str, World] = {
+    "uniproc": World([TINY]),
+    "small-steps": World([f"{TINY} --block-size 8 --max-num-batched-tokens 40"]),
+    "drafts": World([f"{TINY} {LOOKUP}"]),
+    "ranks": World([f"{TINY} --kv-cache-bytes 6MiB --tensor-parallel-size 3"]),  # of 9 heads
+    "tiers": World([f"{TINY} {HOST} --kv-disk-path {{folder}}/disk --kv-disk-bytes 256MiB"]),
+    "router": World([TINY, TINY], "--backend {url0} --backend {url1}"),
+    "split": World(
+        [f"{TINY} {HOST} --kv-peer-listen {{peer}}", f"{TINY} {HOST} --kv-peer {{peer}}"],
+        "--decode {url1} --prefill {url0}={peer} --prefill-threshold 32",
+    ),
+}
+
+
+class OwnServer:
+    """The processes of one world. `close` ends them, whatever state they are in."""
+
+    def __init__(self, world: str, model: str | None, more: Sequence[str], folder: Path) -> None:
+        self.folder, self._log = folder, folder / "server.log"
+        words = {"folder": str(folder), "peer": f"127.0.0.1:{free_port()}"}
+        self._commands: list[list[str]] = []
+        servers, router = WORLDS[world]
+        for number, options in enumerate(servers):
+            port = free_port()
+            self.url = words[f"url{number}"] = f"http://127.0.0.1:{port}"
+            named = ["serve", *([model] if model else []), "--port", str(port)]
+            self._commands.append([*PENSTOCK, *named, *_filled(options, words), *more])
+        if router:
+            port = free_port()
+            self.url = f"http://127.0.0.1:{port}"
+            self._commands.append([*PENSTOCK, "route", "--port", str(port), *_filled(router, words)])
+        self.servers: list[subprocess.Popen[bytes]] = []
+
+    async def start(self) -> None:
+        """Ready to be asked; ConfigError with the server's last line when it ends before."""
+        self.servers = []
+        for command in self._commands:
+            with self._log.open("ab") as log:
+                command = [*DIE_WITH, str(os.getpid()), *command]
+                self.servers.append(
+                    subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+                )
+        client = Client(Target.of(self.url))
+        try:
+            async with asyncio.timeout(START_S):
+                while True:
+                    if any(server.poll() is not None for server in self.servers):
+                        raise ConfigError(f"world: the server ended; {_last_line(self._log)}")
+                    try:
+                        if (await client.fetch("GET", "/ready"))[0] == 200:
+                            return
+                    except OSError:
+                        pass
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise ConfigError(f"world: not ready after {START_S:g} s; {_last_line(self._log)}") from None
+        finally:
+            client.close()
+
+    def children(self, index: int = 0) -> list[int]:
+        """The processes that server `index` has started: its core, or that and the ranks."""
+        leader = self.servers[index].pid
+        return [pid for pid in group_of(leader) if pid != leader]
+
+    def signal(self, pids: Sequence[int], number: signal.Signals) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    async def ended(self) -> str:
+        """Wait for the end of every process of the first server: nothing, or what is left."""
+        server = self.servers[0]
+        try:
+            async with asyncio.timeout(END_S):
+                while server.poll() is None or group_of(server.pid):
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            return f"{END_S:g} s later there are still processes {group_of(server.pid) or [server.pid]}"
+        return ""
+
+    def close(self) -> None:
+        for server in reversed(self.servers):
+            self.signal(group_of(server.pid), signal.SIGCONT)
+            stop(server)
+
+
+def group_of(leader: int) -> list[int]:
+    """The living processes of a group; those that have ended and are not reaped do not count."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                state, _parent, group = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:3]
+            except OSError:
+                continue
+            if int(group) == leader and state != "Z":
+                found.append(int(entry))
+    return found
+
+
+def _filled(options: str, values: Mapping[str, str]) -> list[str]:
+    for name, value in values.items():
+        options = options.replace(f"{{{name}}}", value)
+    return options.split()
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,226 @@
+"""The proof itself: every question alone and without reuse, then all of them under everything at once, and what is left
+behind when all have gone.
+
+It knows a server by its URL alone; who started it, and what is done to its processes meanwhile, is a callable's business
+(engine/commands/prove/faults.py). It keeps to the rate, the time and the bytes that it was given.
+"""
+
+import asyncio
+import random
+import secrets
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from penstock.engine.commands.prove.abilities import Abilities, look
+from penstock.engine.commands.prove.asker import Answered, Asker, Spoken
+from penstock.engine.commands.prove.judge import FINE, MAX_ERROR, Verdict, allowed, farthest, judge
+from penstock.engine.commands.prove.questions import RESET, Ask, questions, schedule
+from penstock.engine.commands.top.figures import Look
+from penstock.engine.options import Count, Seconds, flag, size_bytes
+
+MAX_GROWTH = 128 * 2**20  # of the server's memory, over the second half of the requests
+WINDOW = 24  # requests before a failing one that may have to do with it
+SETTLE_S = 15.0
+HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+REACHED = {
+    "preemptions": "vllm:num_preemptions_total",
+    "cached tokens": "vllm:prefix_cache_hits_total",
+    "restored blocks": "penstock:kv_tier_restores_total",
+    "accepted drafts": "penstock:spec_accepted_tokens_total",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProveOptions:
+    seed: int = flag("of questions, schedule and faults: the same seed sends the same (default: 0)", "N", default=0)
+    requests: Count = flag("under load, beside those that are asked alone (default: 300)", "N", default=300)
+    rate: Seconds = flag("requests per second on average, in bursts (default: 20)", "R", default=20.0)
+    concurrency: Count = flag("requests at a time, at most (default: 16)", "N", default=16)
+    duration: Seconds = flag("of the load, at most; what is left is left out (default: 120)", "S", default=120.0)
+    max_bytes: Count = flag("sent and received, at most (default: 64MiB)", "SIZE", read=size_bytes, default=64 * 2**20)
+    timeout: Seconds = flag("without a byte is a hang (default: 120)", "S", default=120.0)
+    exact: bool = flag("the same bits: no tie and no difference in a log-probability is allowed", default=False)
+    scripts: str | None = flag("a folder for scripts of curl that repeat the failures (default: none)", "DIR")
+    header: tuple[str, ...] = flag(
+        "sent with every request; OPENAI_API_KEY is sent by itself", "KEY=VALUE", ("--header",), default=()
+    )
+    worlds: tuple[str, ...] = flag(
+        "start this: uniproc (the default without a URL), small-steps, drafts, ranks, tiers, router, split, or all",
+        "NAME",
+        opens="servers of its own",
+        default=(),
+    )
+    faults: tuple[str, ...] = flag("start a server and do this to it under load; all: every one", "NAME", default=())
+    model: str | None = flag("hub name, folder or .gguf file (default: the default model)")
+    serve_options: str = flag("further options of penstock serve, in one argument", "WORDS", default="")
+
+
+class Finding(msgspec.Struct):
+    kind: str
+    what: str
+    ask: Ask | None = None  # the one that failed
+    beside: list[Ask] = []  # those before and during it, by their times, itself among them
+
+
+class Proof:
+    def __init__(self, asker: Asker, abilities: Abilities, options: ProveOptions) -> None:
+        self.asker, self.abilities, self.options = asker, abilities, options
+        self._rng = random.Random(options.seed)
+        num = max(8, min(64, options.requests // 4))
+        self.questions = questions(self._rng, abilities, num)
+        self.references: dict[int, Spoken] = {}
+        self.counts: Counter[tuple[str, str, str]] = Counter()  # ("how" or "what", name, outcome) → answers
+        self.findings: list[Finding] = []
+        self.reached: dict[str, float] = {}  # what the storm made happen, where the metrics say it
+        self.measured, self.error = 0.0, MAX_ERROR  # nats; until it has been measured
+        self._name, self._num_fresh = secrets.token_hex(4), 0  # a server may remember the salts of the last run
+        self.is_struck = False  # errors are to be expected; wrong answers and hangs are not
+
+    # -- the parts -----------------------------------------------------------------------------------------
+
+    async def ask_alone(self) -> None:
+        """Every question once, each when the one before has ended."""
+        for index in range(len(self.questions)):
+            spoken = await self._ask_fresh(index, "alone")
+            if spoken is not None:
+                self.references[index] = spoken
+        if not self.references:
+            self._found("error", "no question was answered alone")
+
+    async def measure_error(self) -> None:
+        """The same beside each other, still without reuse: what differs is how exact the numbers are."""
+        room = asyncio.Semaphore(self.options.concurrency)
+        some = list(self.references)[:32]
+
+        async def again(index: int) -> Spoken | None:
+            async with room:
+                return await self._ask_fresh(index, "beside")
+
+        answers = zip(some, await asyncio.gather(*map(again, some)), strict=True)
+        apart = [farthest(self.references[index], spoken) for index, spoken in answers if spoken is not None]
+        self.measured, self.error = max(apart, default=0.0), allowed(apart, self.options.exact)
+        if self.measured > (0.0 if self.options.exact else MAX_ERROR):
+            self._found("numbers", f"beside others, without reuse, a log-probability is {self.measured:.2g} nats off")
+
+    async def storm(
+        self, strike: Callable[[], Coroutine[Any, Any, None]] | None = None, may_fail: bool = False
+    ) -> None:
+        """The schedule; `strike` comes in the middle of it, and the requests after it may fail or not."""
+        options, loop = self.options, asyncio.get_running_loop()
+        plan = schedule(self._rng, self.questions, self.abilities.known, options.requests, options.rate)
+        room, started_s, begun = asyncio.Semaphore(options.concurrency), loop.time(), await look(self.asker)
+        halfway: Look | None = None
+        history: list[Ask] = []
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def one(ask: Ask) -> None:
+            try:
+                ask, first = ask._replace(at_s=loop.time() - started_s), max(0, len(history) - WINDOW)
+                history.append(ask)
+                answered = await self.send(ask)
+                self._note(ask, answered, history[first : first + 2 * WINDOW])
+            finally:
+                room.release()
+
+        for number, ask in enumerate(plan):
+            if number == len(plan) // 2:
+                halfway = await look(self.asker)
+                if strike is not None:
+                    self.is_struck = may_fail
+                    tasks.add(asyncio.create_task(strike()))
+            await asyncio.sleep(max(0.0, started_s + ask.at_s - loop.time()))
+            await room.acquire()
+            if loop.time() - started_s > options.duration or self.asker.num_bytes > options.max_bytes:
+                self.counts["how", ask.manner, "left out"] += 1
+                room.release()
+                continue
+            tasks.add(task := asyncio.create_task(one(ask)))
+            task.add_done_callback(tasks.discard)
+        await asyncio.gather(*tasks)
+        if not self.is_struck:
+            self._compare(begun, halfway, await self._settled())
+
+    async def ask_again(self, manner: str = "after") -> None:
+        """What was cached or damaged in the storm would show now: each question once more, with reuse."""
+        for index in self.references:
+            self._note(Ask(0.0, index, manner, {}), await self.asker.ask(self.body(index)))
+
+    async def _settled(self) -> Look | None:
+        """All have gone: nothing is running, waiting or held."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + SETTLE_S
+        while (now := await look(self.asker)) is not None:
+            left = {name: now.total(name) for name in HELD}
+            left["blocks held"] = now.by_label("penstock:kv_device_blocks", "state").get("held")
+            if not any(left.values()):
+                break
+            if loop.time() > until_s:
+                what = ", ".join(f"{name} {value:g}" for name, value in left.items() if value)
+                self._found("blocks", f"{SETTLE_S:g} s after the last request: {what}")
+                break
+            await asyncio.sleep(0.1)
+        return now
+
+    def _compare(self, begun: Look | None, halfway: Look | None, now: Look | None) -> None:
+        """What the storm made happen, and what has grown."""
+        if begun is None or halfway is None or now is None:
+            return
+        for what, name in REACHED.items():
+            if (value := now.total(name)) is not None:
+                self.reached[what] = value - (begun.total(name) or 0.0)
+        limits = {"memory": ("process_resident_memory_bytes", MAX_GROWTH)}
+        limits["descriptors"] = ("process_open_fds", self.options.concurrency)
+        for kind, (name, most) in limits.items():
+            before, after = halfway.total(name), now.total(name)
+            if before is not None and after is not None and after - before > most:
+                self._found(kind, f"{name} grew by {after - before:,.0f} over the second half of the requests")
+
+    # -- one request ---------------------------------------------------------------------------------------
+
+    def body(self, index: int, fields: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        body = {**self.abilities.fields(), **self.questions[index].body, **fields}
+        return {name: value for name, value in body.items() if value is not None}
+
+    async def fresh(self) -> dict[str, Any]:
+        """Nothing that was computed before is used by a request with these fields."""
+        self._num_fresh += 1
+        if RESET in self.abilities.known and "cache_salt" not in self.abilities.known:
+            await self.asker.fetch("POST", "/reset_prefix_cache", {})
+        return self.abilities.fresh(f"prove-{self._name}-{self._num_fresh}")
+
+    async def send(self, ask: Ask) -> Answered:
+        if ask.question < 0:
+            return Answered((await self.asker.fetch("POST", "/reset_prefix_cache", {}))[0])
+        return await self.asker.ask(self.body(ask.question, ask.fields), ask.leaves_s, ask.reads)
+
+    def verdict(self, ask: Ask, answered: Answered, is_fresh: bool = False) -> Verdict:
+        if ask.question < 0:  # 409: something uses what is cached
+            return Verdict("reset") if answered.status in (200, 409) else Verdict("error", f"status {answered.status}")
+        # Asked for the first time, an answer is its own reference.
+        reference = self.references.get(ask.question) or answered.choices.get(0, Spoken())
+        is_fresh = is_fresh and "cached_tokens" in self.abilities.known
+        return judge(reference, answered, ask.fields.get("n", 1), self.error, is_fresh)
+
+    async def _ask_fresh(self, index: int, manner: str) -> Spoken | None:
+        """The answer, where there is one."""
+        answered = await self.asker.ask(self.body(index, await self.fresh()))
+        self._note(Ask(0.0, index, manner, {}), answered, is_fresh=True)
+        return answered.choices.get(0) if answered.is_done else None
+
+    def _note(self, ask: Ask, answered: Answered, beside: Sequence[Ask] = (), *, is_fresh: bool = False) -> None:
+        """Count what came of it."""
+        verdict = self.verdict(ask, answered, is_fresh)
+        kind = self.questions[ask.question].kind if ask.question >= 0 else RESET
+        outcome = "ended" if self.is_struck and verdict.outcome in ("error", "no end") else verdict.outcome
+        self.counts["how", ask.manner, outcome] += 1
+        self.counts["what", kind, outcome] += 1
+        if outcome not in FINE:
+            self.findings.append(Finding(outcome, f"{kind}, {ask.manner}: {verdict.what}", ask, [*beside]))
+
+    def _found(self, kind: str, what: str) -> None:
+        self.findings.append(Finding(kind, what))

@@ -1,0 +1,145 @@
+"""What is asked and how, all of it from one seed: the questions, and the schedule of asking them again.
+
+A question holds all that its greedy answer depends on. A manner is what must not change the answer: with whom it is
+asked, how it is read, when its client leaves.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from penstock.engine.commands.prove.abilities import Abilities
+
+Material = Sequence[int] | Sequence[str]  # token ids of a text, or its words where a server takes no ids
+
+WORDS = """the a of in on under over near river bridge bread moon ship chess winter violin map bee glass train blue old
+slow quiet seven twelve said wrote found kept lost gave began and but because while until every other long small"""
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "count": {"type": "integer", "maximum": 999}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+FORMATTED = {"type": "json_schema", "json_schema": {"name": "counted", "schema": SCHEMA}}
+
+
+class Question(NamedTuple):
+    kind: str
+    body: dict[str, Any]
+
+
+class Kind(NamedTuple):
+    """Fields that change the answer, each with the values that are drawn from, and the one that a server has to know."""
+
+    weight: int
+    needs: str = ""
+    fields: Mapping[str, Sequence[Any]] = {}
+
+
+KINDS: dict[str, Kind] = {
+    "plain": Kind(8),
+    "stop": Kind(2, "stop", {"stop": [[" the", "e"], [","], [" a", "o"], [".", "u"]]}),
+    "choice": Kind(1, "structured_outputs", {"structured_outputs": [{"choice": ["yes", "no", "maybe so"]}]}),
+    "regex": Kind(1, "structured_outputs", {"structured_outputs": [{"regex": "[a-z]{3,9}( [a-z]{2,7}){3}"}]}),
+    "schema": Kind(1, "response_format", {"response_format": [FORMATTED]}),
+    "penalty": Kind(1, "repetition_penalty", {"repetition_penalty": [1.1, 1.3]}),
+    "prompt_logprobs": Kind(1, "prompt_logprobs", {"prompt_logprobs": [1]}),
+    "adapter": Kind(2, "adapter"),
+}
+
+
+class Manner(NamedTuple):
+    weight: int
+    needs: str = ""
+    fields: Mapping[str, Sequence[Any]] = {}
+    streams: bool | None = None  # None: it is drawn
+    copies: int = 1  # asked at the same moment
+    reads: Literal["at once", "slowly", "never"] = "at once"
+    leaves: bool = False
+
+
+MANNERS: dict[str, Manner] = {
+    "whole": Manner(4, streams=False),
+    "stream": Manner(4, streams=True),
+    "cancelled": Manner(5, leaves=True),
+    "twins": Manner(1, copies=4),
+    "n": Manner(2, "n", {"n": [2, 3, 4]}),
+    "salted": Manner(2, "cache_salt", {"cache_salt": ["one", "two"]}),
+    "priority": Manner(2, "priority", {"priority": [-1, 1, 2]}),
+    "slow reader": Manner(1, streams=True, reads="slowly"),
+    "vanished": Manner(1, streams=True, reads="never", leaves=True),
+    "bare": Manner(2, fields={"logprobs": [None]}),  # nothing beside the tokens is asked for
+}
+RESET = "reset"  # not a question: the cache is emptied meanwhile
+
+
+class Ask(NamedTuple):
+    at_s: float
+    question: int  # -1: a reset
+    manner: str
+    fields: dict[str, Any]
+    leaves_s: float | None = None
+    reads: str = "at once"
+
+
+def questions(rng: random.Random, abilities: "Abilities", num: int) -> list[Question]:
+    """Prompts that share beginnings: each is cut at a border of blocks, or one token beside it, and goes on by itself
+    or not at all. A few have one token, and a few are as long as may be."""
+    material, block, longest = abilities.material, abilities.block, abilities.longest
+    kinds = {name: kind for name, kind in KINDS.items() if not kind.needs or kind.needs in abilities.known}
+    names, weights = list(kinds), [kind.weight for kind in kinds.values()]
+    roots = [_piece(rng, material, longest) for _ in range(3)]
+    found = []
+    for _ in range(num):
+        kind = rng.choices(names, weights)[0]
+        cut = block * rng.randint(0, longest // block) + rng.choice((-1, 0, 0, 1))
+        prompt = rng.choice(roots)[: max(1, min(cut, longest))]
+        if rng.random() < 0.7:
+            prompt = (prompt + _piece(rng, material, rng.randint(1, 2 * block)))[:longest]
+        body = {
+            "prompt": as_prompt(prompt),
+            "max_tokens": rng.choice((1, 8, 2 * block + 4, 3 * block)),
+            "temperature": 0,
+        }
+        if kind == "adapter":
+            body["model"] = rng.choice(abilities.adapters)
+        if kind in ("choice", "regex", "schema"):
+            body["max_tokens"] = 40
+        found.append(Question(kind, body | _drawn(rng, kinds[kind].fields)))
+    return found
+
+
+def schedule(rng: random.Random, asked: Sequence[Question], known: set[str], num: int, rate: float) -> list[Ask]:
+    """`num` requests, `rate` a second on average, in bursts."""
+    manners = {name: manner for name, manner in MANNERS.items() if not manner.needs or manner.needs in known}
+    names, weights = list(manners), [manner.weight for manner in manners.values()]
+    asks: list[Ask] = []
+    now_s = 0.0
+    while len(asks) < num:
+        now_s += rng.expovariate(rate / 4) if rng.random() < 0.25 else 0.0  # four at once, on average
+        if RESET in known and rng.random() < 0.01:
+            asks.append(Ask(now_s, -1, RESET, {}))
+            continue
+        name = rng.choices(names, weights)[0]
+        manner, question = manners[name], rng.randrange(len(asked))
+        fields = _drawn(rng, manner.fields)
+        is_stream = rng.random() < 0.5 if manner.streams is None else manner.streams
+        if is_stream and asked[question].kind != "prompt_logprobs":  # which are never streamed
+            fields["stream"] = True
+        leaves_s = rng.choice((0.0, 0.002, 0.02, 0.1, 0.5)) * rng.random() if manner.leaves else None
+        asks += [Ask(now_s, question, name, fields, leaves_s, manner.reads)] * manner.copies
+    return asks
+
+
+def as_prompt(material: Sequence[Any]) -> list[int] | str:
+    return " ".join(material) if isinstance(material[0], str) else list(material)
+
+
+def _drawn(rng: random.Random, fields: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    return {name: rng.choice(values) for name, values in fields.items()}
+
+
+def _piece(rng: random.Random, material: Material, length: int) -> list[Any]:
+    start = rng.randrange(max(1, len(material) - length))
+    return list(material[start : start + length])

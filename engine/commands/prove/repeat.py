@@ -1,0 +1,109 @@
+"""A failure made small: the fewest requests that repeat it, and a script of curl that sends them.
+
+What cannot be repeated in a few tries is written as it happened, and the script says so.
+"""
+
+import asyncio
+import json
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.commands.prove.asker import PATH
+from penstock.engine.commands.prove.proof import Finding, Proof
+from penstock.engine.commands.prove.questions import Ask
+
+TRIES, SLOW_TRIES = 10, 3  # a hang takes a time-out each
+PER_KIND = 2  # failures of one kind that get a script
+HEAD = """#!/bin/sh
+# {what}
+# {note}
+# sh {name} [http://HOST:PORT]; a key is read from OPENAI_API_KEY
+URL=${{1:-{url}}}
+ask() {{ curl -sN --max-time "$1" "$URL{path}" -H 'Content-Type: application/json' \\
+  ${{OPENAI_API_KEY:+-H "Authorization: Bearer $OPENAI_API_KEY"}} -d "$2"; echo; }}
+"""
+
+
+async def write_scripts(proof: Proof, url: str, folder: Path) -> list[Path]:
+    """One for each of the first failures of every kind."""
+    written: list[Path] = []
+    seen: Counter[str] = Counter()
+    for finding in proof.findings:
+        seen[finding.kind] += 1
+        if seen[finding.kind] > PER_KIND:
+            continue
+        asks, note = await _fewest(proof, finding)
+        path = folder / f"{len(written) + 1}-{finding.kind.replace(' ', '-')}.sh"
+        folder.mkdir(parents=True, exist_ok=True)
+        head = HEAD.format(what=" ".join(finding.what.split()), note=note, name=path.name, url=url, path=PATH)
+        path.write_text(head + "\n".join(_lines(proof, finding, asks)) + "\n")
+        written.append(path)
+    return written
+
+
+async def _fewest(proof: Proof, finding: Finding) -> tuple[list[Ask], str]:
+    """The requests to send, the failing one among them, and whether they have been seen to repeat it."""
+    ask, run = finding.ask, f"the whole run was: penstock prove URL --seed {proof.options.seed}"
+    if ask is None or ask.question < 0:
+        return finding.beside, run
+    left = SLOW_TRIES if finding.kind == "hang" else TRIES
+    asks = window = finding.beside or [ask]
+    for asks in ([ask], [ask._replace(at_s=ask.at_s - 1.0), ask], window):
+        left -= 1
+        if await _repeats(proof, finding, asks):
+            break
+    else:
+        return window, f"not repeated by these requests; {run}"
+    part = len(asks) // 2
+    while part and left > 0 and len(asks) > 2:  # leave out halves, quarters … of those beside it
+        others = [each for each in asks if each is not ask]
+        for first in range(0, len(others), part):
+            left -= 1
+            fewer = [each for each in asks if each is ask or each not in others[first : first + part]]
+            if left >= 0 and await _repeats(proof, finding, fewer):
+                asks = fewer
+                break
+        else:
+            part //= 2
+    return asks, f"repeated by these {len(asks)}"
+
+
+async def _repeats(proof: Proof, finding: Finding, asks: Sequence[Ask]) -> bool:
+    """Send them with the times between them; whether the failing one fails like before."""
+    assert finding.ask is not None
+    await proof.fresh()
+    first_s = min(ask.at_s for ask in asks)
+
+    async def one(ask: Ask) -> bool:
+        await asyncio.sleep(ask.at_s - first_s)
+        answered = await proof.send(ask)
+        return ask is finding.ask and proof.verdict(ask, answered).outcome == finding.kind
+
+    return any(await asyncio.gather(*map(one, asks)))
+
+
+def _lines(proof: Proof, finding: Finding, asks: Sequence[Ask]) -> list[str]:
+    if finding.ask is None or finding.ask.question < 0:
+        return ['curl -s "$URL/metrics" | grep -E "num_requests|blocks|resident|open_fds"']
+    body = proof.body(finding.ask.question)
+    reference = proof.references.get(finding.ask.question)
+    lines = [f"# alone the answer was {json.dumps(reference.text)}"] if reference is not None else []
+    lines += ["echo alone:", _line({**body, **proof.abilities.fresh("a-salt-of-its-own-$$")}, 60.0)]
+    now_s = min(ask.at_s for ask in asks)
+    for ask in asks:
+        if ask.at_s - now_s >= 0.001:
+            lines.append(f"sleep {ask.at_s - now_s:.3f}")
+        now_s = ask.at_s
+        if ask.question < 0:
+            lines.append("""curl -s "$URL/reset_prefix_cache" -H 'Content-Type: application/json' -d '{}'""")
+            continue
+        line = _line(proof.body(ask.question, ask.fields), 60.0 if ask.leaves_s is None else ask.leaves_s)
+        lines.append(f"{{ echo this one:; {line}; }} &" if ask is finding.ask else f"{line} >/dev/null &")
+    return [*lines, "wait"]
+
+
+def _line(body: dict[str, Any], most_s: float) -> str:
+    return f"ask {max(most_s, 0.001):.3f} {shlex.quote(json.dumps(body)).replace('$$', chr(39) + '$$' + chr(39))}"

@@ -1,0 +1,75 @@
+"""One line of the log for each request: what it was, what it took, and nothing of what was said.
+
+What comes from outside was cleaned before (`clean_id`), and routes are those of the table, so no line can be broken or
+made up.
+"""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+import msgspec
+
+from penstock.engine.http.telemetry import AccessForm
+
+
+class AccessLine(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What is not known, or has no meaning here, is left out."""
+
+    time: str = ""
+    route: str
+    status: int
+    total_ms: float
+    id: str | None = None
+    client_id: str | None = None  # what the client sent as its x-request-id
+    model: str | None = None
+    key: int | None = None  # which of the keys, in their order; never the key
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    queue_ms: float | None = None
+    first_token_ms: float | None = None
+    first_byte_ms: float | None = None  # relayed
+    finish_reason: str | None = None  # of several choices, all
+    replica: str | None = None  # that answered, where a router writes
+    attempts: int | None = None
+    trace_id: str | None = None
+
+
+class AccessLog:
+    """Lines stand at level info, those of probes at debug, under the name of the room that writes them."""
+
+    def __init__(self, form: AccessForm, room: str) -> None:
+        self._is_json, self._room = form == "json", room
+        self._log = logging.getLogger(f"penstock.{room}.access")
+        if self._is_json:  # the line is all there is
+            handler = logging.StreamHandler(sys.stderr)
+            handler.setFormatter(logging.Formatter("%(message)s"))
+            self._log.handlers, self._log.propagate = [handler], False
+
+    def level(self, is_probe: bool) -> int | None:
+        """None: such a line is not wanted."""
+        level = logging.DEBUG if is_probe else logging.INFO
+        return level if self._log.isEnabledFor(level) else None
+
+    def write(self, level: int, line: AccessLine) -> None:
+        text = as_json(line) if self._is_json else as_text(line)
+        # Without a look at who calls, which takes longer than the line.
+        self._log.handle(self._log.makeRecord(self._log.name, level, "", 0, text, (), None))
+
+
+def as_json(line: AccessLine) -> str:
+    """In ASCII: some readers take more than a line feed for the end of a line."""
+    line.time = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return json.dumps(msgspec.to_builtins(line), separators=(",", ":"))
+
+
+def as_text(line: AccessLine) -> str:
+    """Without the time, which the log says itself."""
+    _, route, status, total_ms, *values = msgspec.structs.astuple(line)
+    said = [f"{name}={value}" for name, value in zip(_LISTED, values, strict=True) if value is not None]
+    return f"{route} {status} {total_ms / 1000:.3f}s {' '.join(said)}"
+
+
+_LISTED = AccessLine.__struct_fields__[4:]

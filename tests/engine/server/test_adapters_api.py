@@ -1,0 +1,138 @@
+"""Adapters over HTTP, before a real core with the oracle: names beside the model's, loading and unloading at run time."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.commands import serve
+from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig
+from penstock.engine.front.client import AsyncEngine
+from penstock.engine.server.server_config import LoraModule, ServerConfig, resolve
+from penstock.executor.protocol import AdapterError, ExecutorConfig
+from tests.engine.test_adapters import folder_of
+from tests.support.fake_engine import byte_tokenizer
+from tests.support.running_server import MODEL, Running, running, until
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+def engine_of(**options: Any) -> AsyncEngine:
+    executor = ExecutorConfig(
+        kind="oracle", enable_lora=True, max_model_len=4096, hf_overrides={"vocab_size": 256}, **options
+    )
+    return AsyncEngine(EngineConfig(executor=executor, scheduler=SchedulerConfig()), tokenizer=byte_tokenizer())
+
+
+@pytest.fixture
+def server() -> Iterator[Running]:
+    with running(engine_of(), byte_tokenizer(), allow_lora_updates=True) as server:
+        yield server
+
+
+def load(server: Running, name: str, path: str, **fields: Any) -> Any:
+    return server.post(LOAD, {"lora_name": name, "lora_path": path, **fields})
+
+
+def ids(server: Running, model: str) -> list[int]:
+    answer = server.complete("hello there", model=model, max_tokens=6, temperature=0, return_token_ids=True).json()
+    assert answer["model"] == model
+    found: list[int] = answer["choices"][0]["token_ids"]
+    return found
+
+
+def test_an_adapter_is_a_model_of_its_own_from_loading_to_unloading(server: Running, tmp_path: Path) -> None:
+    base = ids(server, MODEL)
+    assert load(server, "sql", folder_of(tmp_path, "a")).json() == {"status": "adapter 'sql' is loaded"}
+    own, adapter = server.http.get("/v1/models").json()["data"]
+    assert (own["id"], own["parent"], own["adapter"]) == (MODEL, None, None)
+    assert (adapter["id"], adapter["parent"], adapter["root"]) == ("sql", MODEL, MODEL)
+    assert len(adapter["adapter"]) == 64 and adapter["fingerprint"] == own["fingerprint"]
+    assert server.http.get("/v1/models/sql").json() == adapter
+    assert ids(server, "sql") == ids(server, "sql") != base == ids(server, MODEL)
+    chat = server.post("/v1/chat/completions", {"model": "sql", "messages": [{"role": "user", "content": "x"}]})
+    assert chat.status_code == 200 and chat.json()["model"] == "sql"
+    assert server.post(UNLOAD, {"lora_name": "sql"}).json() == {"status": "adapter 'sql' is unloaded"}
+    gone = server.complete("hello", model="sql")
+    assert gone.status_code == 404 and gone.json()["error"]["message"] == "model: 'sql' is not served here; tiny is"
+    assert [model["id"] for model in server.http.get("/v1/models").json()["data"]] == [MODEL]
+
+
+def test_what_cannot_be_loaded_is_named_and_nothing_changes(server: Running, tmp_path: Path) -> None:
+    path, other = folder_of(tmp_path, "a"), folder_of(tmp_path, "b")
+    assert load(server, "sql", path).status_code == 200
+    first = ids(server, "sql")
+    for answer, status, message in (
+        (load(server, "sql", other), 400, "lora_name: 'sql' is in use; unload it first, or set load_inplace"),
+        (load(server, MODEL, path), 400, "lora_name: 'tiny' is what the model itself is called"),
+        (server.post(UNLOAD, {"lora_name": "law"}), 404, "lora_name: 'law' is no adapter that is loaded"),
+        (server.post(LOAD, {"lora_name": "law"}), 400, "lora_path: the field is required"),
+        (server.post(LOAD, {"lora_name": "", "lora_path": path}), 400, "lora_name"),
+        (load(server, "law", path, base_model="x"), 400, "base_model: there is no such field here"),
+    ):
+        assert answer.status_code == status and message in answer.json()["error"]["message"], answer.text
+    assert ids(server, "sql") == first
+    assert load(server, "sql", other, load_inplace=True).status_code == 200
+    assert ids(server, "sql") != first
+    assert load(server, "again", path).status_code == 200 and ids(server, "again") == first
+
+
+def test_answers_in_flight_finish_when_their_adapter_is_unloaded(server: Running, tmp_path: Path) -> None:
+    load(server, "sql", folder_of(tmp_path, "a"))
+    answers: list[Any] = []
+    body = {"max_tokens": 3000, "temperature": 0, "return_token_ids": True, "ignore_eos": True, "model": "sql"}
+    asking = threading.Thread(target=lambda: answers.append(server.complete("hello there", **body)))
+    asking.start()
+    until(lambda: server.call(lambda: server.engine.num_open) > 0)
+    assert server.post(UNLOAD, {"lora_name": "sql"}).status_code == 200
+    assert server.complete("hello there", model="sql").status_code == 404
+    asking.join()
+    choice = answers[0].json()["choices"][0]
+    assert len(choice["token_ids"]) == 3000
+    load(server, "sql", folder_of(tmp_path, "a"))
+    assert choice["token_ids"][:6] == ids(server, "sql")
+
+
+def test_without_being_switched_on_there_are_no_such_routes(tmp_path: Path) -> None:
+    with running() as server:
+        assert load(server, "sql", folder_of(tmp_path, "a")).status_code == 404
+        assert server.post(UNLOAD, {"lora_name": "sql"}).status_code == 404
+        assert LOAD not in server.http.get("/openapi.json").json()["paths"]
+
+
+def test_modules_on_the_command_line() -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    given = ["--enable-lora", "--lora-modules", "sql=/a", '{"name": "law", "path": "/b=c"}']
+    args = parser.parse_args(["model", *given])
+    assert serve.server_config(args, "model", {}).lora_modules == (LoraModule("sql", "/a"), LoraModule("law", "/b=c"))
+    serve.check(args)
+    for words, message in (
+        (given[1:], "lora_modules: given; it needs enable_lora"),
+        (["--allow-lora-updates"], "allow_lora_updates: given; it needs enable_lora"),
+        ([*given[:2], "sql=/a", "sql=/b"], "lora_modules: 'sql' is given twice"),
+        ([*given[:2], "m=/a", "--served-model-name", "m"], "lora_modules: 'm' is given twice, or is what the model"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            serve.check(parser.parse_args(["model", *words]))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["model", "--lora-modules", "sql"])
+
+
+def test_an_adapter_that_cannot_be_loaded_at_the_start_is_named() -> None:
+    import asyncio
+
+    from penstock.engine.server.adapters import Adapters
+    from tests.support.fake_engine import FakeEngine
+
+    class Refusing(FakeEngine):
+        async def load_adapter(self, path: str) -> Any:
+            raise AdapterError(f"{path}: no")
+
+    config = resolve(ServerConfig(lora_modules=(LoraModule("sql", "/a"),)), {})
+    with pytest.raises(AdapterError, match="lora_modules: sql: lora_path: /a: no"):
+        asyncio.run(Adapters(Refusing(), ("tiny",)).load_all(config.lora_modules))  # type: ignore[arg-type]

@@ -1,0 +1,298 @@
+"""The spans of a server's requests, as a collector gets them, and what a collector that fails costs."""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.engine.http import otlp
+from penstock.engine.http.telemetry import HEADERS_VARIABLE, NAME_VARIABLE, Telemetry, check
+from penstock.engine.http.tracing import parent_of
+from tests.support.collector import Collector, collecting
+from tests.support.fake_engine import FakeEngine
+from tests.support.running_server import MODEL, Running, running, until
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "SEND_S", 0.02)
+    monkeypatch.setattr(otlp, "PAUSE_S", 0.02)
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as found:
+        yield found
+
+
+def traced(collector: Collector, share: float | None = None) -> Telemetry:
+    return Telemetry(otlp_traces_endpoint=collector.url, trace_share=share)
+
+
+def finished(server: Running) -> None:
+    assert server.app.service.spans is not None
+    server.app.service.spans.exporter.close()
+
+
+def test_a_request_is_a_span_with_queue_prefill_and_decode_one_after_the_other(collector: Collector) -> None:
+    before_ns = time.time_ns()
+    with running(FakeEngine(delay_s=0.005), telemetry=traced(collector)) as server:
+        headers = {"traceparent": TRACEPARENT, "tracestate": "a=b,c=d", "x-request-id": "mine"}
+        answer = server.http.post(
+            "/v1/chat/completions",
+            json={
+                "model": MODEL,
+                "messages": [{"role": "user", "content": "a text of some forty characters, that is cached"}],
+                "max_tokens": 5,
+                "temperature": 0.5,
+                "top_p": 0.9,
+                "frequency_penalty": 0.25,
+                "stream": True,
+            },
+            headers=headers,
+        )
+        request = collector.one(f"chat {MODEL}")
+        finished(server)
+    assert request.service == "penstock" and request.kind == 2 and not request.is_failed
+    assert (request.trace_id, request.parent_id, request.state) == (TRACE, PARENT, "a=b,c=d")
+    phases = [collector.one(name) for name in ("queue", "prefill", "decode")]
+    for phase in phases:
+        assert (phase.trace_id, phase.parent_id, phase.kind) == (TRACE, request.span_id, 1)
+    times = [request.begun_ns, *(time for phase in phases for time in phase[6:8]), request.ended_ns]
+    assert times == sorted(times) and before_ns <= times[0] and times[-1] <= time.time_ns()
+    assert [phase.begun_ns for phase in phases[1:]] == [phase.ended_ns for phase in phases[:-1]]
+    assert 0.9e6 < phases[0].ended_ns - phases[0].begun_ns < 1.1e6  # what the fake engine says
+    ids = re.search(r'"id":"(chatcmpl-[0-9a-f]+)"', answer.text)
+    assert ids is not None
+    first_s = request.attributes.pop("gen_ai.response.time_to_first_chunk")
+    assert first_s == pytest.approx((phases[1].ended_ns - request.begun_ns) / 1e9, abs=1e-6)
+    num_prompt = request.attributes["gen_ai.usage.input_tokens"]
+    assert num_prompt > 40
+    assert request.attributes == {
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "http.request.header.x-request-id": ["mine"],
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "penstock",
+        "gen_ai.request.model": MODEL,
+        "gen_ai.request.stream": True,
+        "gen_ai.request.max_tokens": 5,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.request.frequency_penalty": 0.25,
+        "gen_ai.response.id": ids[1],
+        "gen_ai.response.model": MODEL,
+        "gen_ai.response.finish_reasons": ["length"],
+        "gen_ai.usage.input_tokens": num_prompt,
+        "gen_ai.usage.output_tokens": 5,
+        "gen_ai.usage.cache_read.input_tokens": num_prompt // 16 * 16,
+    }
+    assert phases[1].attributes["gen_ai.usage.input_tokens"] == num_prompt
+    assert phases[2].attributes == {"gen_ai.usage.output_tokens": 5}
+
+
+def test_no_text_of_a_request_is_in_a_span(collector: Collector) -> None:
+    with running(telemetry=traced(collector)) as server:
+        server.complete("canary-prompt", stop=["canary-stop"], user="canary-user", cache_salt="canary-salt")
+        server.chat(messages=[{"role": "user", "content": "canary"}], max_tokens=20)
+        server.complete("x", canary=1)
+        server.http.post("/v1/completions?canary", content=b"canary", headers={"content-type": "application/json"})
+        collector.named(f"chat {MODEL}")
+        finished(server)
+    assert len(collector.spans) >= 2 * 4 and "canary" not in str(collector.spans)
+
+
+def test_several_prompts_have_their_own_spans_and_an_embedding_has_no_decode(collector: Collector) -> None:
+    with running(telemetry=traced(collector)) as server:
+        server.complete(["one", "two"], n=2, max_tokens=3)
+        server.post("/v1/embeddings", {"model": MODEL, "input": ["abc"] * 20})
+        request = collector.one(f"text_completion {MODEL}")
+        embedded = collector.one(f"embeddings {MODEL}")
+        finished(server)
+    assert request.attributes["gen_ai.response.finish_reasons"] == ["length"] * 4
+    assert request.attributes["gen_ai.request.choice.count"] == 2 and request.attributes["penstock.prompts"] == 2
+    decodes = collector.named("decode")
+    assert [span.attributes["penstock.prompt.index"] for span in decodes] == [0, 1]
+    assert {span.parent_id for span in decodes} == {request.span_id}
+    assert "gen_ai.usage.output_tokens" not in embedded.attributes
+    within = [span for span in collector.spans if span.parent_id == embedded.span_id]
+    assert sorted(span.name for span in within) == ["prefill"] * 16 + ["queue"] * 16  # of twenty
+
+
+def test_what_fails_is_marked_and_what_is_refused_is_the_clients_fault(collector: Collector) -> None:
+    engine = FakeEngine()
+    with running(engine, telemetry=traced(collector)) as server:
+        engine.fail_next = "a kernel failed"
+        assert server.complete().status_code == 500
+        engine.fail_next = None
+        assert server.complete("x", temperature=9).status_code == 400
+        assert server.post("/v1/nothing", {}).status_code == 404
+        failed, refused = collector.named(f"text_completion {MODEL}", 2)
+        unknown = collector.one("POST unmatched")
+        finished(server)
+    assert failed.is_failed and failed.attributes["error.type"] == "500"
+    assert not refused.is_failed and refused.attributes["error.type"] == "400"
+    assert unknown.attributes["http.response.status_code"] == 404
+
+
+def test_a_client_that_leaves_ends_its_span(collector: Collector) -> None:
+    engine = FakeEngine(delay_s=0.01)
+    with running(engine, telemetry=traced(collector)) as server:
+        with server.http.stream(
+            "POST", "/v1/completions", json={"prompt": "abc", "max_tokens": 900, "stream": True}
+        ) as answer:
+            next(answer.iter_lines())
+        request = collector.one(f"text_completion {MODEL}")
+        finished(server)
+    assert request.attributes["http.response.status_code"] == 499
+    assert request.attributes["gen_ai.response.finish_reasons"] == ["abort"]
+    assert collector.one("decode").ended_ns <= request.ended_ns
+
+
+def test_probes_and_pages_are_not_traced(collector: Collector) -> None:
+    with running(telemetry=traced(collector)) as server:
+        for path in ("/health", "/ready", "/metrics", "/v1/models", "/"):
+            server.http.get(path, headers={"traceparent": TRACEPARENT})
+        server.complete(max_tokens=1)
+        collector.one(f"text_completion {MODEL}")
+        finished(server)
+    assert {span.name for span in collector.spans} == {f"text_completion {MODEL}", "queue", "prefill", "decode"}
+
+
+def test_the_clients_flag_decides_and_the_share_does_where_there_is_none(collector: Collector) -> None:
+    with running(telemetry=traced(collector, share=0.0)) as server:
+        server.complete(max_tokens=1)
+        server.complete(max_tokens=1, prompt="unsampled")
+        for flag in ("00", "01"):
+            headers = {"traceparent": TRACEPARENT[:-2] + flag}
+            server.http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 1}, headers=headers)
+        request = collector.one(f"text_completion {MODEL}")
+        finished(server)
+    assert request.trace_id == TRACE and len(collector.spans) == 4
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "00",
+        TRACEPARENT.upper(),
+        TRACEPARENT + "-more",
+        "ff" + TRACEPARENT[2:],
+        f"00-{'0' * 32}-{PARENT}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE[1:]}-{PARENT}-01",
+        TRACEPARENT.replace("-", "_"),
+        TRACEPARENT + "\n",
+        "x" * 5000,
+    ],
+)
+def test_a_traceparent_that_is_none_begins_another_trace(header: str) -> None:
+    assert parent_of([header.encode()]) is None
+
+
+def test_a_traceparent_of_a_later_version_is_read_as_far_as_it_is_known() -> None:
+    assert parent_of([f"01-{TRACE}-{PARENT}-03-more".encode()]) == (TRACE, PARENT, True)
+    assert parent_of([TRACEPARENT.encode()] * 2) is None  # given twice
+
+
+def test_a_collector_that_is_gone_costs_spans_and_one_warning(
+    collector: Collector, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(otlp, "MAX_QUEUED", 10)
+    collector.status = 503
+    with running(telemetry=traced(collector)) as server:
+        exporter = server.app.service.spans.exporter  # type: ignore[union-attr]
+        for _ in range(5):
+            assert server.complete(max_tokens=1).status_code == 200
+        until(lambda: collector.num_asked >= 3)
+        assert 'penstock:trace_spans_total{outcome="dropped"} 10.0' in server.http.get("/metrics").text
+        collector.status = 200  # it is there again, and gets what still waits
+        until(lambda: exporter.num_sent == 10)
+        finished(server)
+    assert len(collector.spans) == 10
+    warnings = [record.getMessage() for record in caplog.records if record.name == "penstock.engine.traces"]
+    assert len(warnings) == 1 and "503" in warnings[0]
+
+
+def test_a_collector_that_hangs_holds_nothing_up(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "CLOSE_S", 0.05)
+    collector.may_answer.clear()
+    with running(telemetry=traced(collector)) as server:
+        server.complete(max_tokens=1)
+        until(lambda: collector.num_asked == 1)
+        assert server.complete(max_tokens=1).status_code == 200
+        finished(server)
+
+
+def test_what_a_collector_refuses_is_dropped_and_not_sent_again(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector.answer = {"partialSuccess": {"rejectedSpans": "3", "errorMessage": "too old"}}
+    with running(telemetry=traced(collector)) as server:
+        exporter = server.app.service.spans.exporter  # type: ignore[union-attr]
+        server.complete(max_tokens=1)
+        until(lambda: exporter.num_sent + exporter.num_dropped == 4)
+        assert exporter.num_dropped >= 3
+        collector.status, collector.answer = 400, {}
+        server.complete(max_tokens=1)
+        until(lambda: exporter.num_sent + exporter.num_dropped == 8)
+        finished(server)
+    assert sum("refused" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_spans_go_out_in_batches(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "SEND_S", 60.0)
+    monkeypatch.setattr(otlp, "MAX_BATCH", 8)
+    with running(telemetry=traced(collector)) as server:
+        for _ in range(5):
+            server.complete(max_tokens=1)
+        until(lambda: len(collector.spans) >= 8)
+        finished(server)  # and what is left goes out at the end
+    assert len(collector.spans) == 20 and max(collector.batches) <= 8
+
+
+def test_the_environment_names_the_service_and_adds_headers(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME_VARIABLE, "chat-eu")
+    monkeypatch.setenv(HEADERS_VARIABLE, "authorization=Bearer%20token, x-tenant=7")
+    with running(telemetry=traced(collector)) as server:
+        server.complete(max_tokens=1)
+        assert collector.one(f"text_completion {MODEL}").service == "chat-eu"
+        finished(server)
+    assert collector.headers[0]["authorization"] == "Bearer token" and collector.headers[0]["x-tenant"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            Telemetry(otlp_traces_endpoint="grpc://127.0.0.1:4317"),
+            "otlp_traces_endpoint: 'grpc://127.0.0.1:4317' given",
+        ),
+        (Telemetry(otlp_traces_endpoint="127.0.0.1:4318"), "otlp_traces_endpoint: "),
+        (Telemetry(otlp_traces_endpoint="http://host:port/"), "otlp_traces_endpoint: 'http://host:port/' is not a URL"),
+        (Telemetry(otlp_traces_endpoint="http://"), "otlp_traces_endpoint: "),
+        (Telemetry(trace_share=0.5), "trace_share: given; it needs otlp_traces_endpoint"),
+    ],
+)
+def test_what_is_no_collector_is_refused_by_name(said: Telemetry, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        check(said, {})
+
+
+def test_where_nothing_is_traced_nothing_of_it_is_loaded() -> None:
+    code = (
+        "import sys, penstock.engine.server.lifetime, penstock.router.serve;"
+        "print([name for name in sys.modules if name.endswith(('.spans', '.otlp'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "penstock" not in done.stdout

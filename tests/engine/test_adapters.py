@@ -1,0 +1,217 @@
+"""Adapters in the core and in the offline API, over the oracle: whose blocks are whose, how many run, and how they go."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import LLM, LoRARequest, SamplingParams
+from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig, engine_config
+from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.messages import CacheUpdate, Output
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.executor.oracle import OracleExecutor
+from penstock.executor.protocol import AdapterError, ExecutorConfig
+from tests.engine.test_llm import folder as folder
+from tests.support.simulation import submit
+
+PROMPT = list(range(40))
+
+
+def folder_of(tmp_path: Path, content: str) -> str:
+    path = tmp_path / content
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text(content)
+    return str(path)
+
+
+class Rig:
+    def __init__(self, max_loras: int = 2, patience_s: float = 1000.0, host_bytes: int = 0) -> None:
+        executor = ExecutorConfig(
+            kind="oracle", enable_lora=True, max_loras=max_loras, block_size=4, kv_host_bytes=host_bytes,
+            kv_cache_bytes=2**16, max_num_seqs=8, hf_overrides={"vocab_size": 50},
+        )  # fmt: skip
+        config = EngineConfig(executor=executor, scheduler=SchedulerConfig(max_num_seqs=8, patience_s=patience_s))
+        self.executor, self.now_s = OracleExecutor(executor), 0.0
+        self.core = EngineCore(config, self.executor, clock=lambda: self.now_s)
+        self.outputs: dict[str, list[Output]] = {}
+
+    def submit(self, name: str, adapter: str | None, max_tokens: int = 6, prompt: list[int] = PROMPT) -> None:
+        self.outputs[name] = []
+        refused = self.core.submit(submit(name, prompt, max_tokens, adapter=adapter))
+        if refused is not None:
+            self.outputs[name].append(refused)
+
+    def step(self) -> None:
+        for output in self.core.step():
+            self.outputs[output.request_id].append(output)
+        self.core.scheduler.check()
+
+    def run(self) -> None:
+        while self.core.has_work():
+            self.step()
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for output in self.outputs[name] for token in output.tokens]
+
+    def num_cached(self, name: str) -> int | None:
+        return self.outputs[name][0].num_cached_tokens
+
+
+def alone(adapter: str | None) -> list[int]:
+    rig = Rig()
+    rig.executor._adapters.add(adapter or "")
+    rig.core._adapters[adapter or ""] = 1
+    rig.submit("alone", adapter)
+    rig.run()
+    return rig.tokens("alone")
+
+
+@pytest.mark.parametrize("host_bytes", [0, 2**16], ids=["device", "with a tier"])
+def test_requests_with_different_adapters_never_read_each_others_blocks(tmp_path: Path, host_bytes: int) -> None:
+    """What the oracle samples depends on every block that is read and on whose it is."""
+    rig = Rig(host_bytes=host_bytes)
+    keys = [None, *(rig.core.load_adapter(folder_of(tmp_path, name)).key for name in "ab")]
+    for turn in range(2):
+        for index, key in enumerate(keys):
+            rig.submit(f"{index}.{turn}", key)
+        rig.run()
+        for index, key in enumerate(keys):
+            assert rig.tokens(f"{index}.{turn}") == alone(key)
+            assert rig.num_cached(f"{index}.{turn}") == (0, len(PROMPT) - 1)[turn]
+
+
+def test_events_name_different_blocks_for_the_same_prompt(tmp_path: Path) -> None:
+    rig = Rig()
+    key = rig.core.load_adapter(folder_of(tmp_path, "a")).key
+    rig.core.cache_log.watch(True)
+    stored: list[set[bytes]] = []
+    rig.core.cache_log.updates()
+    for adapter in (None, key):
+        rig.submit(str(adapter), adapter, prompt=PROMPT)
+        rig.run()
+        updates: list[CacheUpdate] = rig.core.cache_log.updates()
+        stored.append({each.stored[at : at + 8] for each in updates for at in range(0, len(each.stored), 8)})
+    assert len(stored[0]) == len(stored[1]) >= 10 and not stored[0] & stored[1]
+
+
+def test_other_weights_under_the_same_path_find_none_of_the_old_blocks(tmp_path: Path) -> None:
+    rig = Rig()
+    path = Path(folder_of(tmp_path, "a"))
+    before = rig.core.load_adapter(str(path)).key
+    rig.submit("before", before)
+    rig.run()
+    rig.core.unload_adapter(before)
+    (path / "adapter_config.json").write_text("other weights")
+    after = rig.core.load_adapter(str(path)).key
+    rig.submit("after", after)
+    rig.run()
+    assert rig.num_cached("after") == 0 and rig.tokens("after") != rig.tokens("before")
+
+
+def test_an_adapter_that_is_unloaded_goes_with_the_last_request_that_has_it(tmp_path: Path) -> None:
+    rig = Rig()
+    key = rig.core.load_adapter(folder_of(tmp_path, "a")).key
+    rig.submit("running", key, max_tokens=20)
+    rig.step()
+    rig.submit("waiting", key)
+    rig.core.unload_adapter(key)
+    rig.submit("late", key)
+    assert rig.outputs["late"][0].error == "adapter: it is not loaded"
+    assert key in rig.executor._adapters
+    rig.run()
+    assert rig.tokens("waiting") == alone(key) == rig.tokens("running")[:6] and len(rig.tokens("running")) == 20
+    assert key not in rig.executor._adapters
+
+
+def test_an_adapter_that_was_loaded_twice_is_unloaded_twice(tmp_path: Path) -> None:
+    rig = Rig()
+    key = rig.core.load_adapter(folder_of(tmp_path, "a")).key
+    assert rig.core.load_adapter(folder_of(tmp_path, "a")).key == key
+    rig.core.unload_adapter(key)
+    rig.submit("one", key)
+    rig.run()
+    assert rig.tokens("one") == alone(key)
+    rig.core.unload_adapter(key)
+    assert key not in rig.executor._adapters
+
+
+def test_no_more_adapters_run_than_there_are_places_and_others_pass_those_that_wait(tmp_path: Path) -> None:
+    """The oracle asserts the bound of every step."""
+    rig = Rig(max_loras=2)
+    keys = [rig.core.load_adapter(folder_of(tmp_path, name)).key for name in "abcd"]
+    for index in range(12):
+        rig.submit(str(index), keys[index % 4], max_tokens=3 + index % 4)
+    rig.submit("base", None)
+    rig.step()
+    running = {request.message.adapter for request in rig.core.scheduler.running}
+    assert running == {*keys[:2], None}, "those behind the ones that lack a place were admitted"
+    rig.run()
+    for index in range(12):
+        assert rig.tokens(str(index))[:3] == alone(keys[index % 4])[:3]
+
+
+def test_a_request_that_waits_too_long_for_a_place_lets_nobody_pass(tmp_path: Path) -> None:
+    rig = Rig(max_loras=1, patience_s=5.0)
+    keys = [rig.core.load_adapter(folder_of(tmp_path, name)).key for name in "ab"]
+    rig.submit("first", keys[0])
+    rig.step()
+    rig.submit("other", keys[1])
+    ended = False
+    for turn in range(60):
+        rig.submit(f"again {turn}", keys[0])
+        rig.now_s += 1.0
+        rig.step()
+        ended = ended or any(output.finish_reason for output in rig.outputs["other"])
+    assert ended, "an endless stream of requests for another adapter keeps it out"
+
+
+def test_without_enable_lora_adapters_are_refused(tmp_path: Path) -> None:
+    config = EngineConfig(executor=ExecutorConfig(kind="oracle"), scheduler=SchedulerConfig())
+    core = EngineCore(config, OracleExecutor(config.executor))
+    with pytest.raises(AdapterError, match="enable_lora: not given"):
+        core.load_adapter(folder_of(tmp_path, "a"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_loras": 4}, "max_loras: given; it needs enable_lora"),
+        ({"max_lora_rank": 8}, "max_lora_rank: given; it needs enable_lora"),
+        ({"enable_lora": True, "max_loras": 0}, "max_loras: 0 given"),
+        ({"enable_lora": True, "max_lora_rank": 512}, "max_lora_rank: 512 given"),
+        ({"enable_lora": True, "max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras: 4 given; the 8 on the device"),
+        ({"enable_lora": True, "fully_sharded_loras": True}, "fully_sharded_loras: leave it out"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_config("model", options)
+
+
+def test_the_offline_api_takes_an_adapter_for_all_or_for_each(folder: Path, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=5, detokenize=False)
+    a, b = (LoRARequest(name, 1, folder_of(tmp_path, name)) for name in "ab")
+    options: dict[str, Any] = {"executor": "oracle", "load_format": "dummy", "skip_tokenizer": True}
+    with LLM(str(folder), **options, enable_lora=True, max_cpu_loras=2, max_loras=2) as llm:
+
+        def tokens(*asked: LoRARequest | None) -> list[list[int]]:
+            found = llm.generate([[1, 2, 3]] * len(asked), params, use_tqdm=False, lora_request=asked)
+            return [each.outputs[0].token_ids for each in found]
+
+        base, with_a, with_b = tokens(None, a, b)
+        assert base != with_a != with_b != base
+        assert tokens(a, a) == [with_a, with_a]
+        both = llm.generate([[1, 2, 3], [1, 2, 3]], params, use_tqdm=False, lora_request=b)
+        assert [each.outputs[0].token_ids for each in both] == [with_b, with_b]
+        c = LoRARequest("c", 1, folder_of(tmp_path, "c"))
+        assert tokens(c, b) == [*tokens(c), with_b], "a has made room"
+        assert tokens(a, c)[0] == with_a
+        Path(a.lora_path, "adapter_config.json").write_text("trained on")
+        assert tokens(a) == [with_a], "read once"
+        assert tokens(LoRARequest("a", 2, a.lora_path)) != [with_a], "another number reads the folder anew"
+        for asked, message in (((a, b, c), "3 adapters in one call; max_cpu_loras is 2"),):
+            with pytest.raises(InvalidRequest, match=message):
+                tokens(*asked)
+        with pytest.raises(InvalidRequest, match="1 given for 2 prompts"):
+            llm.generate([[1], [2]], params, use_tqdm=False, lora_request=[a])

@@ -1,0 +1,102 @@
+"""What adapters add to products: the Triton kernels against their twin, and places that adapters come to and go from."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.executor.kernels.cuda.adapter_products import add_low_rank
+from penstock.executor.kernels.cuda.ops import OPS
+from penstock.executor.kernels.low_rank import AdapterRun, LowRankPart
+from penstock.executor.kernels.places import AdapterPlaces
+from penstock.executor.kernels.places import add_low_rank as twin
+from penstock.executor.models.adapters import _open_places
+from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.uniproc import UniprocExecutor
+from tests.support.adapters import Adapter
+from tests.support.driver import Driver
+from tests.support.kernel_cases import close, every_dtype
+from tests.support.paged import random
+from tests.support.small_models import folder, greedy
+
+SHAPES = [(64, [32]), (200, [48, 20, 20]), (128, [130, 64])]
+
+
+@every_dtype
+@pytest.mark.parametrize(("depth", "widths"), SHAPES, ids=["one part", "three parts", "two parts"])
+@pytest.mark.parametrize("rank", [16, 32])
+def test_sums_equal_the_twin(
+    device: torch.device, dtype: torch.dtype, depth: int, widths: list[int], rank: int
+) -> None:
+    """Rows of some tiles alone, whole and partly filled; those of no tile stay as they are to the bit."""
+    rows, places, width = 40, 3, sum(widths)
+    x, y = (random(rows, size, dtype=dtype, seed=size).to(device) for size in (depth, width))
+    down = random(places, len(widths), rank, depth, dtype=dtype, seed=2).to(device) / depth**0.5
+    up = random(places, width, rank, dtype=dtype, seed=3).to(device) / rank**0.5
+    tiles = torch.tensor([[0, 16, 2], [16, 3, 2], [21, 1, 0], [30, 10, 1]], dtype=torch.int32, device=device)
+    expected, actual = y.clone(), y.clone()
+    twin(x, expected, tiles, down, up, widths)
+    add_low_rank(x, actual, tiles, down, up, widths)
+    close(actual, expected)
+    for none in (slice(19, 21), slice(22, 30)):
+        assert torch.equal(actual[none], y[none])
+    assert not torch.equal(actual, y)
+
+
+def test_a_model_with_adapters_gives_the_tokens_of_merged_ones(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a GPU: through places, of which there are fewer than adapters, and products of the Triton kernels."""
+    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: OPS)
+    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
+    monkeypatch.setattr("penstock.executor.kernels.places._choose", lambda _: add_low_rank)
+    config = ExecutorConfig(
+        model=str(folder("qwen3")), device="cuda" if device.type == "cuda" else "cpu", dtype="float32",
+        kv_cache_bytes=2**18, block_size=4, max_num_seqs=4, enable_lora=True, max_loras=2, max_lora_rank=8,
+    )  # fmt: skip
+    executor = UniprocExecutor(config)
+    store = executor._rank.adapters
+    shapes = [product.shape(store._group) for product in store._products]
+    store._places = _open_places(config, shapes, torch.float32, device)
+    driver, prompts = Driver(executor), [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [9, 4]]
+    adapters = [Adapter("qwen3", tmp_path / str(seed), seed, rank=5) for seed in range(3)]
+    keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
+    for first, second in ((0, 1), (2, 0)):
+        asked = [driver.admit(prompts[0], adapter=keys[first]), driver.admit(prompts[1], adapter=keys[second])]
+        got = driver.generate(*asked, driver.admit(prompts[2]), count=2, chunk=8)
+        expected = [adapters[first].tokens(prompts[0], 2), adapters[second].tokens(prompts[1], 2)]
+        assert got == [*expected, greedy("qwen3", prompts[2], 2)[0]]
+        driver._next_slot = 0
+
+
+def test_adapters_share_few_places_and_a_step_gets_all_of_its_own() -> None:
+    """As on a device: what a step needs is brought to a place before it runs, whatever was there."""
+    shapes, most = [(8, [4, 6]), (10, [5])], 2
+    places = AdapterPlaces(shapes, most, 3, torch.float32, torch.device("cpu"))
+    adapters = {
+        number: [
+            [
+                LowRankPart(
+                    random(3, 6, seed=10 * number + 1), random(3, 8, seed=10 * number), 4
+                ),  # changes the second part alone
+            ],
+            [LowRankPart(random(2, 5, seed=10 * number + 3), random(2, 10, seed=10 * number + 2), 0)],
+        ]
+        for number in (1, 2, 3, 4)
+    }
+    x = [random(5, 8, seed=7), random(5, 10, seed=8)]
+    for step in ([1, 2], [2, 3], [1, 3], [3], [4, 1], [4, 2]):
+        runs = [AdapterRun(2 * index, 2, number) for index, number in enumerate(step)]
+        placed = places.runs(runs, {number: adapters[number] for number in step})
+        for product, (_, widths) in enumerate(shapes):
+            y = torch.zeros(5, sum(widths))
+            placed.add(product, x[product], y)
+            expected = torch.zeros(5, sum(widths))
+            for run in runs:
+                rows = slice(run.first, run.first + run.num_rows)
+                for up, down, column in adapters[run.adapter][product]:
+                    expected[rows, column : column + up.shape[1]] += x[product][rows] @ down.T @ up
+            close(y, expected)
+    places.forget(4)
+    places.forget(3)  # which has no place
+    assert sorted([*places._free, *places._at.values()]) == [0, 1]

@@ -1,0 +1,57 @@
+"""Adapters over two ranks: each has its rows or columns of them, and either all hold one or none."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.executor.protocol import AdapterError, AdapterInfo
+from penstock.executor.ranks.multiproc import open_multiproc
+from tests.executor.test_graphs import Recorder
+from tests.executor.test_models import prompts
+from tests.executor.test_multiproc import config_of
+from tests.executor.test_rank_graphs import WORLD, Threads
+from tests.support.adapters import Adapter
+from tests.support.driver import Driver
+from tests.support.small_models import greedy
+
+COUNT = 8
+
+
+class Pair(Threads):
+    def load_adapter(self, path: str) -> AdapterInfo:
+        first, second = (rank.adapters.load(path) for rank in self.ranks)
+        assert first == second
+        return first
+
+
+@pytest.mark.parametrize("case", ["llama", "glm4", "phi3", "qwen3-moe"])
+def test_two_ranks_compute_adapters_together(case: str, tmp_path: Path) -> None:
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "down_proj", "gate_up_proj", "up_proj")
+    adapters = [Adapter(case, tmp_path / str(seed), seed, targets[: 5 if "moe" in case else 8]) for seed in range(2)]
+    executor = Pair(config_of(case, WORLD, enable_lora=True), [Recorder() for _ in range(WORLD)])
+    try:
+        keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
+        driver, given = Driver(executor), prompts(3, seed=5)
+        running = [driver.admit(prompt, adapter=key) for prompt, key in zip(given, [*keys, None], strict=True)]
+        got = driver.generate(*running, count=COUNT, chunk=7)
+        assert got[:2] == [adapter.tokens(prompt, COUNT) for adapter, prompt in zip(adapters, given, strict=False)]
+        assert got[2] == greedy(case, given[2], COUNT)[0]
+    finally:
+        executor.close()
+
+
+def test_processes_load_and_unload_together_or_not_at_all(tmp_path: Path) -> None:
+    adapters = [Adapter("llama", tmp_path / str(seed), seed) for seed in range(4)]
+    executor = open_multiproc(config_of("llama", 2, enable_lora=True, max_cpu_loras=2, max_loras=2))
+    try:
+        keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters[:2]]
+        with pytest.raises(AdapterError, match="max_cpu_loras: 2 adapters are held already"):
+            executor.load_adapter(str(adapters[2].path))
+        driver, prompt = Driver(executor), prompts(1, seed=5)[0]
+        one = driver.admit(prompt, adapter=keys[1])
+        assert driver.generate(one, count=COUNT, chunk=7) == [adapters[1].tokens(prompt, COUNT)]
+        executor.unload_adapter(keys[0])
+        again = driver.admit(prompt, adapter=executor.load_adapter(str(adapters[3].path)).key)
+        assert driver.generate(again, count=COUNT) == [adapters[3].tokens(prompt, COUNT)]
+    finally:
+        executor.close()

@@ -1,0 +1,57 @@
+"""What the router knows of adapters: names that come and go while a replica is up, and the keys of their blocks."""
+
+import asyncio
+from pathlib import Path
+
+from penstock.cache.keys import block_keys, namespace_root
+from penstock.router.config import Patience, RouterConfig
+from penstock.router.fleet.fleet import Fleet
+from penstock.router.fleet.probe import Prober
+from penstock.router.placement.placement import Placement
+from penstock.router.placement.policy import PolicyConfig
+from penstock.router.placement.prompts import COMPLETIONS, Asked, Texts
+from tests.engine.server.test_adapters_api import UNLOAD, engine_of, load
+from tests.engine.test_adapters import folder_of
+from tests.support.fake_engine import byte_tokenizer
+from tests.support.running_server import MODEL, running
+
+
+def test_a_replica_is_asked_again_for_its_adapters_and_their_keys_tell_them_apart(tmp_path: Path) -> None:
+    with running(engine_of(), byte_tokenizer(), allow_lora_updates=True) as server:
+
+        async def run() -> None:
+            config = RouterConfig(backends=(server.url,), patience=Patience(probe_interval_s=0.01))
+            fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
+            prober = Prober(fleet, config, lambda *_: None)
+            replica = fleet.add(server.url)
+            prober.watch(replica)
+            async with asyncio.timeout(30):
+                while not replica.is_up:
+                    await asyncio.sleep(0.01)
+                group = fleet.group_of(MODEL)
+                assert group.adapters == {}
+                placement, known = group.placement, group
+                await asyncio.to_thread(load, server, "sql", folder_of(tmp_path, "a"))
+                while not group.adapters:
+                    await asyncio.sleep(0.01)
+                listed = (await asyncio.to_thread(server.http.get, "/v1/models/sql")).json()
+                assert group.adapters == {"sql": listed["adapter"]} and fleet.group_of("sql") is known
+                assert group.placement is placement, "what is known of its cache stays"
+                texts = Texts(byte_tokenizer())
+                body = b'{"model": "sql", "prompt": "' + b"a" * 64 + b'"}'
+                asked = Asked(model="sql", prompt=b'"' + b"a" * 64 + b'"')  # type: ignore[arg-type]
+                for name, adapter in ((MODEL, None), ("sql", listed["adapter"])):
+                    found = texts.prepare(COMPLETIONS, body, asked, placement, group.adapters.get(name)).prompt
+                    assert found is not None
+                    ((_, match),) = found.matches
+                    root = namespace_root(model=bytes.fromhex(listed["fingerprint"]), adapter=adapter)
+                    keys = block_keys([97] * 64, listed["block_size"], root=root)
+                    assert match.keys.tolist() == [int.from_bytes(key[:8], "little") for key in keys]
+                texts.close()
+                await asyncio.to_thread(server.post, UNLOAD, {"lora_name": "sql"})
+                while "sql" in replica.models:
+                    await asyncio.sleep(0.01)
+                assert group.adapters == {}
+            await prober.close()
+
+        asyncio.run(run())

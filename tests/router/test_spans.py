@@ -1,0 +1,193 @@
+"""A trace through router and engine: attempts under the request, replicas' spans under the attempts."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from penstock.engine.http import otlp
+from penstock.engine.http.telemetry import Telemetry
+from penstock.router.config import Prefill
+from tests.support.collector import Collector, SpanSeen, collecting
+from tests.support.raw_http import connect, status
+from tests.support.router_fleet import mock_replicas, running_router
+from tests.support.router_stub import stub, whole
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "SEND_S", 0.02)
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as found:
+        yield found
+
+
+def traced(collector: Collector, share: float | None = None) -> Telemetry:
+    return Telemetry(otlp_traces_endpoint=collector.url, trace_share=share)
+
+
+def headers(flag: str = "01") -> dict[str, str]:
+    return {"traceparent": f"00-{TRACE}-{PARENT}-{flag}", "tracestate": "a=b"}
+
+
+def test_a_request_is_one_trace_through_router_and_engine(collector: Collector) -> None:
+    begun_ns = time.time_ns()
+    with (
+        mock_replicas(1, prefill_tps=20000, inter_token_s=0.005, otlp_traces_endpoint=collector.url) as (replica,),
+        running_router(replica.url, telemetry=traced(collector)) as router,
+    ):
+        body = {"messages": [{"role": "user", "content": "hello " * 50}], "max_tokens": 4, "stream": True}
+        assert router.http.post("/v1/chat/completions", json=body, headers=headers()).status_code == 200
+        root = collector.one("POST /v1/chat/completions")
+        attempt = collector.one("attempt")
+        engine = collector.one("chat mock")
+        phases = [collector.one(name) for name in ("queue", "prefill", "decode")]
+    assert (root.trace_id, root.parent_id, root.state, root.kind) == (TRACE, PARENT, "a=b", 2)
+    assert (attempt.parent_id, attempt.kind) == (root.span_id, 3)
+    assert (engine.parent_id, engine.state, engine.kind) == (attempt.span_id, "a=b", 2)
+    assert {phase.parent_id for phase in phases} == {engine.span_id}
+    assert {span.trace_id for span in collector.spans} == {TRACE}
+    assert (root.service, engine.service) == ("penstock-router", "penstock")
+    # The clocks of two processes are set alike to within a millisecond.
+    slack_ns = 1_000_000
+    order = [begun_ns, root.begun_ns, attempt.begun_ns, engine.begun_ns + slack_ns]
+    assert order == sorted(order)
+    ends = [phases[2].ended_ns, attempt.ended_ns + slack_ns, root.ended_ns + slack_ns]  # the engine then cleans up
+    assert ends == sorted(ends)
+    assert root.attributes == {
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "gen_ai.request.model": "mock",
+        "penstock.router.policy": "predicted-ttft",
+        "penstock.router.attempts": 1,
+    }
+    assert attempt.attributes["server.address"] == "127.0.0.1" and attempt.attributes["server.port"] == replica.port
+    assert attempt.attributes["penstock.router.outcome"] == "answered"
+    assert phases[1].ended_ns - phases[1].begun_ns > 5e6  # 300 tokens and more, at 20,000 a second
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize(
+    ("given", "passes", "is_joined"),
+    [
+        ([f"Traceparent: 00-{TRACE}-{PARENT}-01", "tracestate: a=b", "Tracestate: c=d"], "a=b,c=d", True),
+        ([f"traceparent: 00-{TRACE}-{PARENT}-01", "tracestate: " + "x" * 600], None, True),
+        (
+            [f"traceparent: 00-{TRACE}-{PARENT}-01", f"traceparent: 00-{TRACE}-{PARENT}-01", "tracestate: a=b"],
+            None,
+            False,
+        ),
+        (["traceparent: hello", "tracestate: a=b"], None, False),
+        ([], None, False),
+    ],
+)
+def test_a_replica_gets_one_context_which_names_the_attempt(
+    collector: Collector, given: list[str], passes: str | None, is_joined: bool, is_plain: bool
+) -> None:
+    with (
+        stub(lambda seen, sock: whole()) as replica,
+        running_router(replica.url, telemetry=traced(collector)) as router,
+    ):
+        body = b'{"prompt":"abc"}'
+        lines = [*given, "content-type: application/json", f"content-length: {len(body)}", "x-traceparent: kept"]
+        lines += [] if is_plain else ["keep-alive: 5"]
+        with connect(router.port) as sock:
+            sock.sendall("\r\n".join(["POST /v1/completions HTTP/1.1", "host: a", *lines, "", ""]).encode() + body)
+            assert status(sock.recv(4096)) == 200
+        attempt, root = collector.one("attempt"), collector.one("POST /v1/completions")
+    (seen,) = replica.seen
+    assert seen.header(b"traceparent") == [f"00-{root.trace_id}-{attempt.span_id}-01".encode()]
+    assert seen.header(b"tracestate") == ([] if passes is None else [passes.encode()])
+    assert seen.header(b"x-traceparent") == [b"kept"]
+    assert (root.trace_id == TRACE) == is_joined and attempt.trace_id == root.trace_id
+
+
+def test_a_prompt_that_is_computed_elsewhere_has_a_span_of_its_own(collector: Collector) -> None:
+    with (
+        stub(lambda seen, sock: whole()) as decode,
+        stub(lambda seen, sock: whole()) as prefill,
+        running_router(
+            decode.url,
+            prefills=(Prefill(prefill.url, "10.0.0.5:9100"),),
+            prefill_threshold=16,
+            tokenizes=True,
+            telemetry=traced(collector),
+            wait_for=2,
+        ) as router,
+    ):
+        assert router.complete("a prompt of some length " * 20).status_code == 200
+        root, attempt, leg = (collector.one(name) for name in ("POST /v1/completions", "attempt", "prefill"))
+    assert attempt.parent_id == leg.parent_id == root.span_id
+    for replica, span in ((decode, attempt), (prefill, leg)):
+        assert replica.seen[0].header(b"traceparent") == [f"00-{root.trace_id}-{span.span_id}-01".encode()]
+
+
+def test_another_attempt_is_another_span_under_the_same_request(collector: Collector) -> None:
+    with (
+        stub(lambda seen, sock: None) as broken,  # it hangs up
+        stub(lambda seen, sock: whole()) as other,
+        running_router(broken.url, other.url, telemetry=traced(collector), policy="round-robin") as router,
+    ):
+        for _ in range(2):
+            assert router.complete().status_code == 200
+        roots = collector.named("POST /v1/completions", 2)
+        attempts = collector.named("attempt", 3)
+        assert 'penstock:router_trace_spans_total{outcome="sent"}' in router.http.get("/metrics").text
+    retried = next(root for root in roots if root.attributes["penstock.router.attempts"] > 1)
+    first, *_, second = sorted(of(attempts, retried), key=lambda span: span.begun_ns)
+    assert first.is_failed and first.attributes["error.type"] == "lost"
+    assert not second.is_failed and second.attributes["http.response.status_code"] == 200
+    assert not retried.is_failed
+
+
+def of(spans: list[SpanSeen], parent: SpanSeen) -> list[SpanSeen]:
+    return [span for span in spans if span.parent_id == parent.span_id]
+
+
+def test_what_is_refused_and_who_leaves_is_seen(collector: Collector) -> None:
+    with (
+        mock_replicas(1, inter_token_s=0.02) as (replica,),
+        running_router(replica.url, telemetry=traced(collector)) as router,
+    ):
+        assert router.complete(temperature=9).status_code == 400
+        refused = collector.one("POST /v1/completions")
+        body: dict[str, Any] = {"prompt": "abc", "max_tokens": 500, "stream": True}
+        with router.http.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+        left = collector.named("POST /v1/completions", 2)[1]
+        attempts = collector.named("attempt", 2)
+    assert refused.attributes["error.type"] == "400" and not refused.is_failed
+    assert left.attributes["http.response.status_code"] == 499
+    assert attempts[1].attributes["penstock.router.outcome"] == "gone" and not attempts[1].is_failed
+
+
+@pytest.mark.parametrize("share", [0.0, None])
+def test_who_is_not_recorded_here_is_not_recorded_further_on(collector: Collector, share: float | None) -> None:
+    with (
+        mock_replicas(1, otlp_traces_endpoint=collector.url) as (replica,),
+        running_router(replica.url, telemetry=traced(collector, share)) as router,
+    ):
+        given = headers("00") if share is None else {}
+        body = {"prompt": "abc", "max_tokens": 1}
+        assert router.http.post("/v1/completions", json=body, headers=given).status_code == 200
+        assert router.http.post("/v1/completions", json=body, headers=headers()).status_code == 200
+        collector.one("text_completion mock")
+    assert {span.trace_id for span in collector.spans} == {TRACE}
+    assert len(collector.named("attempt")) == 1
+
+
+def test_a_router_that_does_not_trace_passes_the_context_on(collector: Collector) -> None:
+    with (
+        mock_replicas(1, otlp_traces_endpoint=collector.url) as (replica,),
+        running_router(replica.url) as router,
+    ):
+        body = {"prompt": "abc", "max_tokens": 1}
+        assert router.http.post("/v1/completions", json=body, headers=headers()).status_code == 200
+        assert collector.one("text_completion mock").parent_id == PARENT

@@ -1,0 +1,95 @@
+"""PEFT adapters of small random models, written as PEFT writes them, and the same models with the adapters merged by hand."""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.support.small_models import reference
+
+PREFIX = "base_model.model."
+EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+Factors = dict[str, tuple[Tensor, Tensor]]  # module → A, B
+
+
+def random_factors(model: Any, targets: tuple[str, ...], rank: int, seed: int, dtype: torch.dtype) -> Factors:
+    """As large as the weights that they change, so that no one of them can be left out unnoticed."""
+    made = torch.Generator().manual_seed(seed)
+    return {
+        name: (
+            (torch.randn(rank, module.in_features, generator=made) * module.in_features**-0.5).to(dtype),
+            (torch.randn(module.out_features, rank, generator=made) * rank**-0.5).to(dtype),
+        )
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in targets and isinstance(module, torch.nn.Linear)
+    }
+
+
+def write(path: Path, factors: Factors, rank: int, alpha: float, **config: Any) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    said = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "small",
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.1,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": sorted({name.rpartition(".")[2] for name in factors}),
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+        "init_lora_weights": True,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "megatron_core": "megatron.core",
+        "peft_version": "0.18.0",
+    }
+    (path / "adapter_config.json").write_text(json.dumps(said | config))
+    pairs = {f"{PREFIX}{name}": pair for name, pair in factors.items()}
+    tensors = {f"{name}.lora_A.weight": down.contiguous() for name, (down, _) in pairs.items()}
+    save_file(
+        tensors | {f"{name}.lora_B.weight": up.contiguous() for name, (_, up) in pairs.items()},
+        path / "adapter_model.safetensors",
+    )
+    return path
+
+
+@torch.no_grad()
+def merged(case: str, factors: Factors, scale: float) -> Any:
+    model = deepcopy(reference(case))
+    for name, (down, up) in factors.items():
+        model.get_submodule(name).weight += scale * (up.float() @ down.float())
+    return model
+
+
+class Adapter:
+    """One for a small model, in a folder; `tokens` are those of the merged model."""
+
+    def __init__(
+        self,
+        case: str,
+        path: Path,
+        seed: int,
+        targets: tuple[str, ...] = EVERYWHERE,
+        rank: int = 4,
+        alpha: float = 6.0,
+        dtype: torch.dtype = torch.float32,
+        **config: Any,
+    ) -> None:
+        self.factors = random_factors(reference(case), targets, rank, seed, dtype)
+        self.path = write(path, self.factors, rank, alpha, **config)
+        self.scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+        self._model = merged(case, self.factors, self.scale)
+
+    @torch.no_grad()
+    def tokens(self, prompt: list[int], count: int) -> list[int]:
+        out = self._model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+        found: list[int] = out[0, len(prompt) :].tolist()
+        return found

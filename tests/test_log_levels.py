@@ -1,0 +1,87 @@
+"""What is logged, by room: refused by name where it is wrong, and known to the processes that are started."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from penstock.executor.process_life import LOG_VARIABLE, ROOMS, log_levels
+from tests.support.fork_server import ROOT
+
+PARENT = """
+import sys
+import msgspec
+from penstock.executor.process_life import log_to_stderr, start_child
+from tests.support.says_levels import Levels, Nothing, levels
+log_to_stderr(sys.argv[1] or None)
+child = start_child("tests.support.says_levels", "a child", Nothing())
+heard = msgspec.msgpack.decode(child.channel.recv_bytes(), type=Levels)
+child.kill()
+print(msgspec.json.encode([levels(), heard]).decode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("info", {"": "info"}),
+        ("WARNING", {"": "warning"}),
+        ("router=debug", {"router": "debug"}),
+        ("error, router=debug,cache=warning", {"": "error", "router": "debug", "cache": "warning"}),
+    ],
+)
+def test_levels_are_read_by_room(text: str, found: dict[str, str]) -> None:
+    assert log_levels(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("loud", "log_level: 'loud' is no level; debug, info, warning, error, critical are"),
+        ("", "log_level: '' is no level"),
+        ("info,", "log_level: '' is no level"),
+        ("kitchen=info", "log_level: 'kitchen' is no room; engine, executor, cache, router are"),
+        ("router=", "log_level: '' is no level"),
+        ("=info", "log_level: '' is no room"),
+        ("info,debug", "log_level: given twice for all"),
+        ("router=info,router=debug", "log_level: given twice for router"),
+    ],
+)
+def test_what_is_no_level_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        log_levels(text)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_room_that_has_a_level_logs(room: str) -> None:
+    sources = [path.read_text() for path in (ROOT / room).rglob("*.py")]
+    assert any(f'getLogger("penstock.{room}' in text for text in sources)
+
+
+@pytest.mark.parametrize("command", ["serve", "route"])
+def test_a_command_refuses_it_before_anything_starts(command: str) -> None:
+    words = [sys.executable, "-m", "penstock.cli", command]
+    done = subprocess.run([*words, "--log-level", "router=loud"], capture_output=True, text=True)
+    assert done.returncode == 2 and "--log-level: log_level: 'loud' is no level" in done.stderr
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, LOG_VARIABLE: "kitchen=info"})
+    assert done.returncode == 2 and "log_level: 'kitchen' is no room" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "levels"),
+    [
+        ("", {}, {"": 30, "penstock": 20, "penstock.router": 20, "penstock.cache": 20}),
+        ("error,cache=debug", {}, {"": 40, "penstock": 40, "penstock.router": 40, "penstock.cache": 10}),
+        ("", {LOG_VARIABLE: "router=error"}, {"": 30, "penstock": 20, "penstock.router": 40, "penstock.cache": 20}),
+        ("debug", {LOG_VARIABLE: "error"}, {"": 30, "penstock": 10, "penstock.router": 10, "penstock.cache": 10}),
+    ],
+)
+def test_the_processes_that_are_started_log_alike_and_libraries_say_warnings_alone(
+    given: str, environment: dict[str, str], levels: dict[str, int]
+) -> None:
+    plain = {name: value for name, value in os.environ.items() if name != LOG_VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT, given], capture_output=True, text=True, env={**plain, **environment}, check=True
+    )
+    assert done.stdout.count(str(levels).replace("'", '"').replace(" ", "")) == 2, done.stdout
