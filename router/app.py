@@ -236,8 +236,13 @@ class RouterApp:
         try:
             reply = await preview(self, request)
         except HttpError as error:
-            self.refuse(request, connection, error)
+            self._refuse_here(request, connection, error)
             return
+        except Exception:  # as in `handle`
+            log.exception("a request failed in the router")
+            self._refuse_here(request, connection, HttpError(500, "internal error"))
+            return
+        self.note(request, 200)
         self.metrics.count(request, 200)
         if connection.current is request:
             connection.answer(200, JSON, msgspec.json.encode(reply))
