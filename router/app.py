@@ -6,6 +6,7 @@ may change the fleet holds another key, for a replica that a tenant could add wo
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.http.page.document import document
 from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.http.token_form import CONTENT_TYPE, REPORT_HEADER
-from penstock.router.config import Prefill, RouteError, RouterConfig, canonical_url
+from penstock.router.backend import Backend, RouteError
+from penstock.router.config import Prefill, RouterConfig
 from penstock.router.exchange import Exchange, Outgoing
 from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
@@ -29,6 +31,9 @@ from penstock.router.http.heads import ClientRequest, Headers
 from penstock.router.lines import line_of
 from penstock.router.metrics import KEPT, RouterMetrics, route_of
 from penstock.router.placement.prompts import Asked, Routable, Texts
+from penstock.router.preview import preview
+from penstock.router.quota import Accounts, Quotas
+from penstock.router.tokenizing import tokens_at_replica
 
 if TYPE_CHECKING:
     from penstock.router.spans import ExchangeSpans
@@ -42,8 +47,9 @@ PROXIED = frozenset(
         *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
     }
 )
-OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/v1/models"})
-PROBED = OWN - {"/", "/replicas", "/v1/models"}
+OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/route", "/v1/models"})
+METHODS = {"/replicas": (b"GET", b"HEAD", b"POST", b"DELETE"), "/route": (b"POST",)}  # where not to be read only
+PROBED = OWN - {"/", "/replicas", "/route", "/v1/models"}
 OPEN = frozenset({(b"GET", "/health"), (b"HEAD", "/health"), (b"GET", "/"), (b"HEAD", "/")})
 LOOK_S = 0.5  # how often running requests and the loop's lag are looked at
 JSON = [(b"content-type", b"application/json")]
@@ -68,6 +74,8 @@ class RouterApp:
         self.texts = texts
         self.version = version
         self.edge = Edge(self, config.limits)
+        self.accounts = None if config.quotas is None else Accounts(Quotas.read(config.quotas))
+        self.num_shadows = 0
         self.spans = _open_spans(config.telemetry)
         self.lines = AccessLog(form, "router") if (form := config.access_log) != "off" else None
         exporter = None if self.spans is None else self.spans.exporter
@@ -82,7 +90,7 @@ class RouterApp:
         self._keys = Keys(config.api_keys)
         self._admin_keys = Keys(config.admin_api_keys)
         # What replicas get beside the client's headers.
-        self._own_lines = REPORT_HEADER + b": cached-tokens\r\n" + config.backend_lines
+        self._own_lines = REPORT_HEADER + b": cached-tokens\r\n"
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._started_s = int(time.time())
@@ -117,7 +125,7 @@ class RouterApp:
             return HttpError(401, message, headers={"www-authenticate": "Bearer"})
         if is_proxied(path):
             return self._objection(request)
-        allowed = (b"GET", b"HEAD") if path != "/replicas" else (b"GET", b"HEAD", b"POST", b"DELETE")
+        allowed = METHODS.get(path, (b"GET", b"HEAD"))
         method = request.method.decode("latin-1")
         if path not in OWN:
             return HttpError(404, f"{method[:16]} {clip(path)}: there is no such route")
@@ -130,6 +138,9 @@ class RouterApp:
         try:
             if is_proxied(path):
                 self._proxy(request, connection)
+                return
+            if path == "/route":
+                self.spawn(self._preview(request, connection))
                 return
             status, headers, body = self._own(request, path)
         except HttpError as error:
@@ -181,7 +192,7 @@ class RouterApp:
                 f"{limit} requests are in flight, which is the limit (--max-requests)",
                 headers={"retry-after": "1"},
             )
-        return None
+        return None if self.accounts is None else self.accounts.objection(request.key)
 
     # A request for a replica.
 
@@ -192,7 +203,7 @@ class RouterApp:
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
             raise HttpError(400, message, param="kv_transfer_params")
         exchange = Exchange(self, request, connection)
-        if not self.texts.is_long(request.path, request.body):
+        if not self.config.tokenize_at_replica and not self.texts.is_long(request.path, request.body):
             adapter = group.adapters.get(asked.model or "")
             prepared = self.texts.prepare(request.path, request.body, asked, group.placement, adapter)
             exchange.open()
@@ -204,17 +215,41 @@ class RouterApp:
         request = exchange.request
         exchange.open()
         try:
-            adapter = group.adapters.get(asked.model or "")
-            prepared = await self.texts.prepare_aside(request.path, request.body, asked, group.placement, adapter)
+            prepared = await self.prepare(request.path, request.body, asked, group)
         except Exception as error:  # as in `handle`
             exchange.fail(error)
             return
         if exchange.state == "preparing":  # the client has not left meanwhile
             self._begin(exchange, group, asked, prepared)
 
+    async def prepare(self, path: str, body: bytes, asked: Asked, group: ReplicaGroup) -> Routable:
+        """Where that takes longer than an event loop should be held up."""
+        adapter = group.adapters.get(asked.model or "")
+        if self.config.tokenize_at_replica:
+            packed = await tokens_at_replica(self.fleet, group, path, body)
+            self.metrics.counts["tokenized", "no" if packed is None else "yes"] += 1
+            if packed is not None:
+                return Routable(group.placement.prepare(packed, asked.cache_salt, adapter), len(packed) // 4)
+        return await self.texts.prepare_aside(path, body, asked, group.placement, adapter)
+
+    async def _preview(self, request: ClientRequest, connection: ClientConnection) -> None:
+        try:
+            reply = await preview(self, request)
+        except HttpError as error:
+            self._refuse_here(request, connection, error)
+            return
+        except Exception:  # as in `handle`
+            log.exception("a request failed in the router")
+            self._refuse_here(request, connection, HttpError(500, "internal error"))
+            return
+        self.note(request, 200)
+        self.metrics.count(request, 200)
+        if connection.current is request:
+            connection.answer(200, JSON, msgspec.json.encode(reply))
+
     def _begin(self, exchange: Exchange, group: ReplicaGroup, asked: Asked, prepared: Routable) -> None:
         request = exchange.request
-        lines = self._upstream_lines(request)
+        lines = request.lines + self._own_lines
         with_ids = None
         if prepared.body_with_ids is not None:
             with_ids = (lines + WITH_IDS, prepared.body_with_ids)
@@ -228,6 +263,7 @@ class RouterApp:
             request.session.decode("latin-1")[:256] if request.session else asked.session,
             prepared.prompt,
             prepared.num_tokens,
+            self._client_key(request),
         )
         try:
             exchange.start(group, outgoing)
@@ -245,12 +281,11 @@ class RouterApp:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a request failed in the router", exc_info=error)
 
-    def _upstream_lines(self, request: ClientRequest) -> bytes:
-        """The client's headers, cleaned. Its key passes only where the router has none of its own to ask for or to
-        give."""
-        if request.authorization and not self._keys and self.config.backend_api_key is None:
-            return b"%bauthorization: %b\r\n%b" % (request.lines, request.authorization[-1], self._own_lines)
-        return request.lines + self._own_lines
+    def _client_key(self, request: ClientRequest) -> bytes:
+        """Its header, written: it passes only where the router has no keys of its own, and to replicas without one."""
+        if request.authorization and not self._keys:
+            return b"authorization: %b\r\n" % request.authorization[-1]
+        return b""
 
     def _move_from(self, replica: Replica) -> None:
         for exchange in list(self.exchanges):
@@ -331,27 +366,27 @@ class RouterApp:
             raise HttpError(403, "changing the fleet needs the admin key")
         change = decode(msgspec.json.Decoder(ReplicaChange), request.body)
         try:
-            url = (
-                canonical_url(change.url, "url")
-                if change.peer is None
-                else Prefill(change.url, change.peer).check().url
-            )
+            backend = Backend.of(change.url, "url")
+            backend.lines(os.environ)
+            if change.peer is not None:
+                Prefill(change.url, change.peer).check()
         except RouteError as error:
             raise HttpError(400, str(error), param="url") from None
         method = request.method.decode()
-        self.apply(method, url, change.peer)
-        self.on_change(method, url, change.peer)
+        self.apply(method, backend.text, change.peer)
+        self.on_change(method, backend.text, change.peer)
         return 200, JSON, msgspec.json.encode({"replicas": list(self.fleet.views())})
 
-    def apply(self, method: str, url: str, peer: str | None) -> None:
+    def apply(self, method: str, text: str, peer: str | None) -> None:
         """Add or take out a replica. One that is taken out finishes what it has begun."""
+        url = Backend.of(text).url
         replica = self.fleet.replicas.get(url)
         if method == "POST":
             if replica is not None and replica.state != "removing":
                 raise HttpError(400, f"url: {url} is already a replica", param="url")
             if replica is not None:
                 self.fleet.detach(replica)
-            self.probe_now(self.fleet.add(url, peer))
+            self.probe_now(self.fleet.add(text, peer))
         elif replica is None:
             raise HttpError(404, f"url: {clip(url)} is not a replica", param="url")
         else:

@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -14,16 +13,13 @@ from penstock.engine.http.limits import Limits
 from penstock.engine.http.telemetry import TELEMETRY, AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
 from penstock.engine.options import Count, Delay, Port, Seconds, Share, check, flag
+from penstock.router.backend import Backend, RouteError, canonical_url
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 ADMIN_KEY_VARIABLE = "PENSTOCK_ADMIN_API_KEY"
 BACKEND_KEY_VARIABLE = "PENSTOCK_BACKEND_API_KEY"
 
 PolicyName = Literal["predicted-ttft", "prefix", "least-loaded", "round-robin"]
-
-
-class RouteError(ValueError):
-    """An option of the router cannot be used as given; the message names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +62,7 @@ class Prefill(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     # Who answers: with `prefills` these are the decode replicas.
-    backends: tuple[str, ...] = flag("a replica, http://HOST:PORT; repeat for each", "URL", default=())
+    backends: tuple[str, ...] = flag("a replica, http://HOST:PORT[,events=PORT…]; repeat for each", "URL", default=())
     prefills: tuple[Prefill, ...] = ()
     prefill_threshold: Count = flag(
         "uncached tokens from which a prompt is computed at --prefill (default: 512)", "N", default=512
@@ -77,11 +73,18 @@ class RouterConfig:
     policy: PolicyName = flag("default: %(default)s", default="predicted-ttft")
     # None: no tokens, byte prefixes.
     tokenizer: str | None = flag("the replicas' model, for its tokenizer: hub name, folder or .gguf file", "MODEL")
+    tokenize_at_replica: bool = flag("ask a replica's /tokenize in place of --tokenizer", default=False)
     chat_template: str | None = flag("as the replicas were given, if they were", "FILE")
     api_keys: tuple[str, ...] = flag("ask clients for this key; repeat for several", "KEY", default=())
     admin_api_keys: tuple[str, ...] = flag("a client with this key may change the fleet", "KEY", default=())
     backend_api_key: str | None = flag("the key that the replicas ask for", "KEY")
     max_requests: Count = flag("in flight at one replica", "N", default=512)
+    discover: tuple[str, ...] = flag(
+        "find replicas: file:PATH, dns:HOST:PORT, srv:NAME or k8s:NAMESPACE/SERVICE[:PORT]; repeat for each",
+        "SOURCE",
+        default=(),
+    )
+    quotas: str | None = flag("requests and tokens a minute of each client's key", "FILE")
     access_log: AccessForm = flag("a line of the log for each request (default: %(default)s)", default="off")
     telemetry: Telemetry = TELEMETRY
     limits: Limits = Limits()
@@ -113,12 +116,14 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
         raise RouteError(str(error)) from None
     if config.workers > 1 and config.port == 0:
         raise RouteError("port: 0 is not possible with several workers; they share one given port")
-    urls = tuple(canonical_url(url) for url in config.backends)
+    backends = [Backend.of(text) for text in config.backends]
     prefills = tuple(each.check() for each in config.prefills)
-    _check_once(urls, prefills)
+    _check_once([each.url for each in backends], prefills)
+    for each in backends:
+        each.lines(environment)
     return replace(
         config,
-        backends=urls,
+        backends=tuple(each.text for each in backends),
         prefills=prefills,
         api_keys=(*config.api_keys, *_from(environment, API_KEY_VARIABLE)),
         admin_api_keys=(*config.admin_api_keys, *_from(environment, ADMIN_KEY_VARIABLE)),
@@ -126,22 +131,7 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
     )
 
 
-def canonical_url(url: str, field: str = "backend") -> str:
-    """`http://host:port`, by which a replica is known; anything else is refused."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        raise RouteError(f"{field}: {url[:120]!r} is not a URL") from None
-    if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
-        raise RouteError(f"{field}: {url[:120]!r} is not of the form http://HOST:PORT")
-    if not re.fullmatch(r"[A-Za-z0-9._:-]+", host):
-        raise RouteError(f"{field}: {host[:80]!r} is not a host name or an address")
-    name = f"[{host}]" if ":" in host else host
-    return f"http://{name}:{port if port is not None else 80}"
-
-
-def _check_once(urls: tuple[str, ...], prefills: tuple[Prefill, ...]) -> None:
+def _check_once(urls: list[str], prefills: tuple[Prefill, ...]) -> None:
     all_urls = [*urls, *(each.url for each in prefills)]
     for url in all_urls:
         if all_urls.count(url) > 1:

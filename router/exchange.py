@@ -13,12 +13,14 @@ cost as much as all of its parsing.
 
 import asyncio
 import logging
+import re
 import time
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from penstock.engine.http.errors import HttpError, error_body
+from penstock.router.aside import cast_shadows, drawn
 from penstock.router.attempt import Attempt
 from penstock.router.fleet.fleet import ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
@@ -28,6 +30,7 @@ from penstock.router.http.upstream import Dechunker
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import NO_NAMES, Prompt
 from penstock.router.prefill import PrefillLeg, place
+from penstock.router.quota import Account
 
 if TYPE_CHECKING:
     from penstock.router.app import RouterApp
@@ -39,6 +42,15 @@ MAX_LOST = 2  # replicas that may break on one request: it may be the reason
 STALLED_S = 10.0  # how long a stream may stand still when its replica is down
 BUSY = frozenset({429, 503})  # answers that another replica may better
 CLIENT_CLOSED = 499  # never sent: the status in the log and in spans when the client had left
+
+
+_CACHED = re.compile(rb'"cached_tokens": ?(\d{1,9})\b')
+
+
+def cached_tokens_in(data: bytes) -> int | None:
+    """What a piece of an answer's body says of its usage. (In a text of the model's the quotes would be escaped.)"""
+    found = _CACHED.findall(data)
+    return int(found[-1]) if found else None
 
 
 class Outgoing(msgspec.Struct, frozen=True, gc=False):
@@ -53,6 +65,7 @@ class Outgoing(msgspec.Struct, frozen=True, gc=False):
     session: str | None
     prompt: Prompt | None
     num_tokens: int
+    client_key: bytes  # the header with the client's own key, for replicas that have none
 
 
 class Exchange:
@@ -65,10 +78,10 @@ class Exchange:
     """
 
     __slots__ = (
-        "_group", "_head", "_held", "_is_whole", "_num_data", "_num_data_then", "_num_lost", "_num_reported",
-        "_outgoing", "_plain", "_prefills_tried", "_quiet_since_s", "_reason", "_status", "_tried", "app",
-        "attempt", "begun_s", "connection", "first_byte_s", "model", "num_attempts", "prefill", "replica", "request",
-        "state", "trace",
+        "_aside", "_cached", "_group", "_head", "_held", "_is_whole", "_num_data", "_num_data_then", "_num_lost",
+        "_num_reported", "_outgoing", "_plain", "_prefills_tried", "_quiet_since_s", "_reason", "_status", "_tried",
+        "account", "app", "attempt", "begun_s", "connection", "first_byte_s", "model", "num_attempts", "prefill",
+        "replica", "request", "state", "trace",
     )  # fmt: skip
     _group: ReplicaGroup
     _outgoing: Outgoing
@@ -94,6 +107,9 @@ class Exchange:
         self._status = 0
         self._plain: Dechunker | None = None  # a client of HTTP/1.0 knows no chunks
         self._held: tuple[bytes, ...] = ()  # the body of a busy answer
+        self._aside = NO_NAMES  # replicas that stand aside for this request
+        self.account: Account | None = None  # what its client may ask for
+        self._cached: int | None = -1  # in the body, of an engine that says it there; -1: not looked for
         self._num_data = self._num_reported = self._num_data_then = 0
 
     @property
@@ -105,9 +121,17 @@ class Exchange:
         """From now on it hears of its client and of replicas that go down."""
         self.connection.reader = self
         self.app.exchanges.add(self)
+        if self.app.accounts is not None:
+            self.account = self.app.accounts.of(self.request.key)
+            self.account.begin()
 
     def start(self, group: ReplicaGroup, outgoing: Outgoing) -> None:
         self._group, self._outgoing, self.model = group, outgoing, outgoing.model or group.root
+        if group.aside:
+            self._aside = drawn(group)
+            cast_shadows(self.app, group, outgoing)
+        if self.account is not None:
+            self.account.charge(outgoing.num_tokens)
         self.app.fleet.budget.deposit(self.app.fleet.num_in_flight)
         self._next()
 
@@ -133,6 +157,9 @@ class Exchange:
             return
         self.state = "over"
         self.app.exchanges.discard(self)
+        if self.account is not None:
+            self.account.end()
+            self.account = None
         if self.trace is not None:
             self.trace.end(self, status)
         self.app.note(self.request, status, self)
@@ -141,13 +168,18 @@ class Exchange:
 
     def _next(self) -> None:
         group, outgoing = self._group, self._outgoing
+        exclude = group.not_for(outgoing.model, self._tried)
         charge = group.placement.choose(
             outgoing.prompt,
             num_tokens=outgoing.num_tokens,
             session=outgoing.session,
-            exclude=group.not_for(outgoing.model, self._tried),
+            exclude=exclude | self._aside if self._aside else exclude,
             expects=group.prefills is None,
         )
+        if charge is None and self._aside != group.aside:  # the canary is full or gone
+            self._aside = group.aside
+            self._next()
+            return
         if charge is None:
             self._give_up(self.app.fleet.refusal(group, outgoing.model))
             return
@@ -162,7 +194,9 @@ class Exchange:
             lines, body = outgoing.with_ids
         if self.prefill is not None:
             body = self.prefill.hint(body, is_form=body is not outgoing.body)
-        attempt.start(outgoing.target, lines, body, self.request.method)
+        attempt.start(
+            outgoing.target, lines + (attempt.replica.key_line or outgoing.client_key), body, self.request.method
+        )
 
     def _split(self, prefills: ReplicaGroup, charge: Charge) -> None:
         """Have the prompt computed elsewhere, if enough of it is missing here and a replica is there to do it."""
@@ -226,6 +260,7 @@ class Exchange:
     def _go_on(self, replica: Replica, outcome: Outcome, reason: str) -> None:
         """Nothing is out yet: ask another replica, within reason."""
         self._tried |= {replica.url}
+        self._aside = self._group.aside
         self._num_lost += outcome == "lost"
         self._reason = reason
         if outcome == "late":
@@ -275,10 +310,14 @@ class Exchange:
 
     def head(self, head: AnswerHead) -> None:
         self._head, self._status, self._held = head, head.status, ()
+        if head.cached_tokens is None and self.attempt is not None and self.attempt.replica.text_digest is None:
+            self._cached = None
         self._plain = Dechunker() if head.is_chunked and self.request.is_http10 else None
 
     def data(self, data: bytes) -> None:
         self._num_data += 1
+        if self._cached != -1 and b'"cached_tokens":' in data:
+            self._cached = cached_tokens_in(data)
         if self._plain is not None:
             data = self._plain.feed(data)
         if self.state == "relaying":
@@ -296,6 +335,8 @@ class Exchange:
         if self.state == "asking":
             self._begin(b"")
         self.connection.finish(self._keeps())
+        if self._cached is not None and self._cached >= 0 and self.attempt is not None:
+            self._group.placement.counted(self.attempt.charge, self._cached)
         self._settle("answered")
 
     def lost(self, reason: str) -> None:
@@ -398,6 +439,8 @@ class Exchange:
     def _report_progress(self) -> None:
         if self.attempt is not None and self._num_data > self._num_reported:
             self.attempt.charge.tokens(self._num_data - self._num_reported)
+            if self.account is not None:
+                self.account.charge(self._num_data - self._num_reported)
             self._num_reported = self._num_data
 
     def check(self) -> None:

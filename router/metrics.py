@@ -32,6 +32,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "not_retried": ("Failures passed on for want of budget, by reason.", ("reason",)),
     "split_requests": ("Answers in a fleet with prefill replicas, by where the prompt was computed.", ("path",)),
     "prefills": ("Prompts sent to a prefill replica, by what came of it.", ("outcome",)),
+    "shadows": ("Requests for a shadow, by what it answered.", ("outcome",)),
+    "tokenized": ("Prompts given to a replica's /tokenize, by whether it said.", ("answered",)),
     "client_gone": ("Clients that left before the end.", ()),
     "broken_streams": ("Answers that broke after their first byte.", ()),
     "trace_spans": ("Spans, by what became of them.", ("outcome",)),

@@ -110,11 +110,14 @@ def place(
         charge.release(ok=False)
         return None
     leg = PrefillLeg(app, charge, on_failure, trace)
+    key_line = leg.replica.key_line or outgoing.client_key
     if outgoing.with_ids is not None and leg.replica.text_digest == outgoing.text_digest:
         lines, form = outgoing.with_ids
-        leg.attempt.start(COMPLETIONS.encode(), lines, ids_of(form))  # to ids it is all the same what made them
+        leg.attempt.start(
+            COMPLETIONS.encode(), lines + key_line, ids_of(form)
+        )  # to ids it is all the same what made them
     else:
-        leg.attempt.start(path.encode(), outgoing.lines, prompt_of(outgoing.body))
+        leg.attempt.start(path.encode(), outgoing.lines + key_line, prompt_of(outgoing.body))
     return leg
 
 

@@ -18,7 +18,9 @@ from penstock.engine.options import Option, add_options, built, options_of
 from penstock.engine.text.model_text import load_text
 from penstock.executor.process_life import Stopping, log_to_stderr, stop_signals, wait_for
 from penstock.router.app import RouterApp
-from penstock.router.config import Prefill, RouteError, RouterConfig, replicas_of, resolve
+from penstock.router.backend import Backend, RouteError
+from penstock.router.config import Prefill, RouterConfig, replicas_of, resolve
+from penstock.router.discovery import Discovery, check_source
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_link import KvLinks
 from penstock.router.fleet.probe import Prober, ServedModel
@@ -26,6 +28,8 @@ from penstock.router.fleet.replica import Replica
 from penstock.router.placement.placement import Placement
 from penstock.router.placement.policy import PolicyConfig
 from penstock.router.placement.prompts import Texts
+from penstock.router.quota import Quotas
+from penstock.router.tokenizing import agrees
 
 log = logging.getLogger("penstock.router")
 
@@ -75,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say_if_empty(config: RouterConfig) -> None:
-    if config.backends:
+    if config.backends or config.discover:
         return
     if not config.admin_api_keys:
         raise RouteError(
@@ -87,7 +91,28 @@ def _say_if_empty(config: RouterConfig) -> None:
 
 def check(args: argparse.Namespace) -> RouterConfig:
     """What will run; RouteError for what cannot."""
-    return resolve(_config(args), os.environ)
+    config = resolve(_config(args), os.environ)
+    check_tokens(config)
+    check_files(config)
+    return config
+
+
+def check_files(config: RouterConfig) -> None:
+    for source in config.discover:
+        check_source(source)
+    if config.quotas is not None:
+        Quotas.read(config.quotas)
+
+
+def check_tokens(config: RouterConfig) -> None:
+    if config.tokenizer is not None and config.tokenize_at_replica:
+        raise RouteError("tokenize_at_replica: not with --tokenizer, which makes the tokens here; give one of them")
+    for each in map(Backend.of, config.backends):
+        if each.events is not None and config.tokenizer is None and not config.tokenize_at_replica:
+            raise RouteError(
+                f"backend: {each.url} has events=…, which name blocks by their tokens; --tokenizer MODEL or "
+                "--tokenize-at-replica is needed to know a prompt's"
+            )
 
 
 def _config(args: argparse.Namespace) -> RouterConfig:
@@ -123,7 +148,8 @@ class RouterProcess:
         self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
         self.app = RouterApp(config, self.fleet, texts, __version__)
         self.prober = Prober(self.fleet, config, self._on_info)
-        self.links = KvLinks(self.fleet, config)
+        self.links = KvLinks(self.fleet)
+        self.discovery = Discovery(config.discover, lambda method, text: self.app.apply(method, text, None))
         self.app.probe_now = self.prober.watch
         self._server: asyncio.Server | None = None
 
@@ -134,6 +160,7 @@ class RouterProcess:
             self.prober.watch(self.fleet.add(url))
         for prefill in self.config.prefills:
             self.prober.watch(self.fleet.add(prefill.url, prefill.peer))
+        self.discovery.start()
         await self._know_the_fleet()
         self._server = await loop.create_server(self.app.edge.connection, sock=sock, backlog=BACKLOG)
 
@@ -151,6 +178,7 @@ class RouterProcess:
             self._server.close()
         self.app.edge.shutdown()
         await asyncio.sleep(0)
+        await self.discovery.close()
         await self.links.close()
         await self.prober.close()
         self.app.close()
@@ -168,6 +196,25 @@ class RouterProcess:
                 "cached is only guessed",
                 replica.url,
             )
+        if replica.backend.events is None:
+            self.links.watch(replica)
+        else:
+            self.app.spawn(self._follow_engine(replica))
+
+    async def _follow_engine(self, replica: Replica) -> None:
+        """Its events name blocks by their tokens: they serve where the router makes the same ones."""
+        is_same: bool | None = self.texts.tokenizer is not None or self.config.tokenize_at_replica
+        if is_same and not self.config.tokenize_at_replica:
+            is_same = await agrees(replica, self.texts, self.config.patience.response_s)
+        if is_same is False:
+            log.warning(
+                "%s makes other tokens of a text than --tokenizer does, or none is given: its cache events are not used, and what it has "
+                "cached is only guessed",
+                replica.url,
+            )
+            return
+        if is_same is None:
+            log.warning("%s has no /tokenize: that it makes the tokens of --tokenizer is not checked", replica.url)
         self.links.watch(replica)
 
 

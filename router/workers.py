@@ -32,6 +32,7 @@ from penstock.executor.process_life import (
     stop_signals,
 )
 from penstock.router.app import RouterApp
+from penstock.router.backend import Backend
 from penstock.router.config import Prefill, RouterConfig, replicas_of
 
 log = logging.getLogger("penstock.router")
@@ -74,8 +75,11 @@ def run_workers(config: RouterConfig, sock: socket.socket) -> int:
 class Parent:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._peers: dict[str, str | None] = dict.fromkeys(config.backends)  # by URL, with the changes since
-        self._peers |= {each.url: each.peer for each in config.prefills}
+        # By URL: how it is written, and its peer; with the changes since.
+        self._replicas: dict[str, tuple[str, str | None]] = {
+            Backend.of(text).url: (text, None) for text in config.backends
+        }
+        self._replicas |= {each.url: (each.url, each.peer) for each in config.prefills}
         self._workers: dict[int, ChildProcess] = {}
         self._channels = Channels(_DECODER)
         self._is_stopping = False
@@ -100,8 +104,8 @@ class Parent:
     def _start(self, index: int) -> None:
         config = dataclasses.replace(
             self._config,
-            backends=tuple(url for url, peer in self._peers.items() if peer is None),
-            prefills=tuple(Prefill(url, peer) for url, peer in self._peers.items() if peer is not None),
+            backends=tuple(text for text, peer in self._replicas.values() if peer is None),
+            prefills=tuple(Prefill(url, peer) for url, (_, peer) in self._replicas.items() if peer is not None),
         )
         self._workers[index] = worker = start_child(
             "penstock.router.workers", f"worker {index}", WorkerStart(config, index), may_finish=True
@@ -123,9 +127,10 @@ class Parent:
     def _pass_around(self, index: int, message: FleetChange | Report) -> None:
         """One message of a worker goes to all the others."""
         if isinstance(message, FleetChange):
-            self._peers.pop(message.url, None)
+            url = Backend.of(message.url).url
+            self._replicas.pop(url, None)
             if message.method == "POST":
-                self._peers[message.url] = message.peer
+                self._replicas[url] = message.url, message.peer
         for other, worker in self._workers.items():
             if other != index:
                 try:

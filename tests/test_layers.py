@@ -41,7 +41,9 @@ PARTS = {
     "executor": ("protocol gguf_header cache_layout batch moe_spec parallel staging progress process_life outbox free_memory",
                  "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc oracle"),
-    "router": ("config", "http", "placement", "fleet", "split spans lines attempt prefill exchange app metrics workers serve", "deploy"),
+    "router": ("backend config", "http", "placement", "fleet",
+               "discovery split spans lines attempt prefill quota aside exchange preview tokenizing app metrics workers serve",
+               "deploy"),
     "cache": ("keys pool", "tiers.base tiers.health tiers.measures tiers.memory", "tiers.index", "tiers.disk",
               "tiers.peer"),
 }  # fmt: skip

@@ -26,7 +26,7 @@ from penstock.engine.server import requests as schema
 from penstock.engine.text.prompt import RENDERING
 from penstock.executor.protocol import ExecutorConfig, ModelInfo
 from penstock.router import serve as route
-from penstock.router.config import RouteError
+from penstock.router.backend import RouteError
 from tests.support.fork_server import ROOT
 
 # Values for flags whose kind does not say one, and what a flag needs beside it.
@@ -39,7 +39,9 @@ SAID = {
     "response_store": ":memory:",  # any other would be a file, which is opened
     "kv_peers": "127.0.0.1:9100",
     "kv_peer_listen": "127.0.0.1:9101",
+    "kv_events_config": '{"enable_kv_cache_events": true}',
     "backends": "http://127.0.0.1:2",
+    "discover": "dns:localhost:8000",
     "decode": "http://127.0.0.1:3",
     "prefill": "http://127.0.0.1:4=127.0.0.1:9102",
     "host": "127.0.0.2",
@@ -126,7 +128,11 @@ def test_every_flag_of_serve_changes_what_is_served(
 
 
 @pytest.mark.parametrize("action", actions_of(route), ids=lambda action: action.dest)
-def test_every_flag_of_route_changes_what_is_routed(action: argparse.Action) -> None:
+def test_every_flag_of_route_changes_what_is_routed(
+    action: argparse.Action, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SAID, "quotas", str(tmp_path / "quotas"))
+    (tmp_path / "quotas").write_text("{}")
     company = COMPANY.get(action.dest, [])
     changed = route.check(parsed(route, [*company, *words(action)]))
     if action.dest in ("decode", "prefill"):

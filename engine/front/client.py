@@ -38,6 +38,7 @@ from penstock.engine.messages import (
     ResetCache,
     Shutdown,
     Stats,
+    Submit,
     ToCore,
     UnloadAdapter,
     WatchCache,
@@ -106,6 +107,7 @@ class AsyncEngine:
         self._ending: asyncio.Future[None] | None = None
         self._directory: Path | None = None
         self.on_step: Callable[[Outputs], None] | None = None  # the server's metrics listen here
+        self.on_submit: Callable[[Submit], None] | None = None
         self.on_cache_update: Callable[[CacheUpdate], None] | None = None  # after `watch_cache`
 
     async def start(self) -> None:
@@ -216,6 +218,8 @@ class AsyncEngine:
         self.admit(params.n)
         self._open.add(answer)
         for message in answer.messages:
+            if self.on_submit is not None:
+                self.on_submit(message)
             self._send(message)
         return answer
 

@@ -71,9 +71,10 @@ class ServerApp:
 
     def __init__(self, service: Service, keys: Keys, allowed_origins: Sequence[str] = ()) -> None:
         self.service = service
+        self.kv_events = KvEvents(service)
         self._keys = keys
         self._lines = AccessLog(form, "engine") if (form := service.config.access_log) != "off" else None
-        routes = _routes(service)
+        routes = _routes(service, self.kv_events)
         handlers = dict.fromkeys(REFUSALS, _refuse) | {HTTPException: _refuse_route, Exception: _fail}
         self.templates = frozenset(route.path for route in routes)
         self._patterns = [route for route in routes if "{" in route.path]
@@ -127,7 +128,7 @@ def build_app(
     return ServerApp(Service(engine, tokenizer, template, config), Keys(config.api_keys), config.allowed_origins)
 
 
-def _routes(service: Service) -> list[Route]:
+def _routes(service: Service, kv_events: KvEvents) -> list[Route]:
     started = int(time.time())
     posts = (*POSTS, *(ADAPTER_POSTS if service.config.allow_lora_updates else ()))
 
@@ -186,7 +187,7 @@ def _routes(service: Service) -> list[Route]:
         "/version": _json(reply.Version(penstock.__version__)),
         "/v1/models": models,
         "/v1/models/{model:path}": models,
-        "/kv_events": KvEvents(service),
+        "/kv_events": kv_events,
         "/openapi.json": unchanging,
         "/docs": unchanging,
     }

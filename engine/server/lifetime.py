@@ -8,11 +8,12 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.listen import Listener, bind_socket
-from penstock.engine.server.app import build_app
+from penstock.engine.server.app import ServerApp, build_app
+from penstock.engine.server.kv_publisher import KvPublisher
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import Service
 from penstock.engine.text.template import ChatTemplate
@@ -42,6 +43,31 @@ async def serve(
     app = build_app(engine, tokenizer, template, config)
     await app.service.adapters.load_all(config.lora_modules)
     sock = sock or bind_socket(config.host, config.port)
+    async with published(app, config):
+        return await _serve(app, engine, config, sock, on_listening)
+
+
+@contextlib.asynccontextmanager
+async def published(app: ServerApp, config: ServerConfig) -> AsyncIterator[None]:
+    """With cache events over ZMQ, if they are asked for."""
+    if config.kv_events_config is None or not config.kv_events_config.is_on:
+        yield
+        return
+    publisher = KvPublisher(app.service, app.kv_events, config.kv_events_config)
+    try:
+        publisher.start()
+        yield
+    finally:
+        await publisher.close()
+
+
+async def _serve(
+    app: ServerApp,
+    engine: AsyncEngine,
+    config: ServerConfig,
+    sock: socket.socket,
+    on_listening: Callable[[str], None],
+) -> int:
     stopping = Stopping()
     with stop_signals(stopping.take), contextlib.ExitStack() as at_the_end:
         if app.service.spans is not None:

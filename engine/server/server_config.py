@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -68,6 +68,23 @@ class Keeping:
 KEEPING = Keeping()
 
 
+class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's, by its names."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] = "zmq"
+    endpoint: Annotated[str, Meta(pattern="^(tcp|ipc)://.+")] = "tcp://*:5557"
+    replay_endpoint: Annotated[str, Meta(pattern="^(tcp|ipc)://.+")] | None = None
+    buffer_steps: Count = 10_000
+    hwm: Count = 100_000
+    max_queue_size: Count = 100_000  # nothing queues here
+    topic: str = ""
+
+    @property
+    def is_on(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     host: str = flag(
@@ -113,6 +130,11 @@ class ServerConfig:
         default=False,
     )
     max_logprobs: Annotated[int, Meta(ge=0)] = flag("limit (default: %(default)s)", "N", default=MAX_LOGPROBS)
+    kv_events_config: KvEventsConfig | None = flag(
+        'publish what is cached over ZMQ, as vLLM does: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", '
+        '"replay_endpoint": "tcp://*:5558"} (default: no; GET /kv_events needs none of it)',
+        "JSON",
+    )
     access_log: AccessForm = flag("a line of the log for each request (default: %(default)s)", default="text")
     telemetry: Telemetry = TELEMETRY
     limits: Limits = Limits()

@@ -6,11 +6,15 @@ that only compute prompts are a group of their own beside the one that answers.
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+
 from penstock.engine.http.errors import HttpError, clip
+from penstock.router.backend import Backend
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.budget import RetryBudget
 from penstock.router.fleet.replica import Replica, State
@@ -28,6 +32,7 @@ class ReplicaGroup:
         self.root = root
         self.placement = placement
         self.replicas: dict[str, Replica] = {}
+        self.aside: frozenset[str] = NO_NAMES  # canaries and shadows: router/aside.py
         self.adapters: dict[str, str] = {}  # names and keys; where replicas differ, those of one of them
         self.is_mixed = False  # whether some replica does not know a name that another answers to
         self.full: set[str] = set()  # replicas that have as many requests as they may
@@ -63,8 +68,11 @@ class Fleet:
         self.on_down: Callable[[Replica], None] = lambda _replica: None  # requests that wait there are moved
         self._new_placement = new_placement
 
-    def add(self, url: str, peer: str | None = None) -> Replica:
-        replica = self.replicas[url] = Replica(url, self.config.patience.connect_s, peer)
+    def add(self, text: str, peer: str | None = None) -> Replica:
+        """`text` as the operator writes it; router/backend.py."""
+        backend = Backend.of(text)
+        key_line = backend.lines(os.environ) or self.config.backend_lines
+        replica = self.replicas[backend.url] = Replica(backend, self.config.patience.connect_s, key_line, peer)
         return replica
 
     def introduce(self, replica: Replica, root: str, models: tuple[str, ...], info: ReplicaInfo) -> None:
@@ -74,7 +82,7 @@ class Fleet:
         if root not in groups:
             groups[root] = ReplicaGroup(root, self._new_placement())
         group = groups[root]
-        replica.root, replica.models = root, models
+        replica.root, replica.models, replica.info = root, models, info
         group.replicas[replica.url] = replica
         group.placement.add_replica(replica.url, info)
         self._name_groups()
@@ -204,6 +212,8 @@ class Fleet:
                 "failures": replica.num_failures,
                 "ejections": replica.num_ejections,
                 "brain": known,
+                "events": None if replica.link is None else replica.link.view(),
+                "engine": None if replica.load is None else msgspec.structs.asdict(replica.load),
             }
 
     def _held_out(self, group: ReplicaGroup) -> set[Replica]:
@@ -228,6 +238,7 @@ class Fleet:
     def _name_groups(self) -> None:
         self._by_name = {name: group for group in self.groups.values() for name in group.names}
         for _, group in self.all_groups():
+            group.aside = frozenset(url for url, each in group.replicas.items() if each.backend.is_aside)
             group.is_mixed = len({replica.models for replica in group.replicas.values()}) > 1
             group.adapters = {name: key for each in group.replicas.values() for name, key in each.adapters.items()}
         for root, group in self.groups.items():

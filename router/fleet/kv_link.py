@@ -2,19 +2,25 @@
 
 One task per replica: connect, read, and when the stream breaks, stalls or has a gap, connect again; a stream begins
 with all that is cached. A replica without such a stream is left alone: the placement then goes by what it was sent.
+Engines of another kind publish theirs elsewhere (router/fleet/engine_link.py).
 """
 
 import asyncio
 import contextlib
 import logging
 import random
+from collections.abc import Iterable
 
-from penstock.engine.http.kv_stream import ALIVE_S, FrameReader, Snapshot, StreamError
-from penstock.router.config import RouterConfig
+import msgspec
+import zmq.asyncio
+
+from penstock.engine.http.kv_stream import ALIVE_S, Frame, FrameReader, Snapshot, StreamError
+from penstock.router.fleet.engine_link import EngineLink
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.heads import AnswerHead, question_head
 from penstock.router.http.upstream import ConnectFailed, Dechunker, Upstream
+from penstock.router.placement.engine_blocks import OtherBlockSize
 
 log = logging.getLogger("penstock.router")
 
@@ -25,10 +31,10 @@ LONGEST_PAUSE_S = 5.0
 
 
 class KvLinks:
-    def __init__(self, fleet: Fleet, config: RouterConfig) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self._context = zmq.asyncio.Context()  # starts no thread before its first socket
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._lines = config.backend_lines
 
     def watch(self, replica: Replica) -> None:
         """From now on; a replica that has come back is asked anew."""
@@ -41,14 +47,40 @@ class KvLinks:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._context.destroy(0)
 
     async def _watch(self, replica: Replica) -> None:
+        if replica.backend.events is None:
+            await self._watch_stream(replica)
+        else:
+            await self._watch_engine(replica)
+
+    async def _watch_engine(self, replica: Replica) -> None:
+        """Until its blocks turn out to have another size: then it is a replica of another kind, and listened to anew."""
+
+        def take(frames: Iterable[Frame]) -> None:
+            group = self._fleet.home(replica)
+            if group is not None and replica.url in group.replicas:
+                group.placement.apply_events(replica.url, frames)
+
+        info = replica.info
+        replica.link = EngineLink(self._context, replica.backend, info.fingerprint, info.block_size, take)
+        try:
+            await replica.link.run()
+        except OtherBlockSize as error:
+            log.info("%s: %s", replica.url, error)
+            info = msgspec.structs.replace(info, block_size=error.block_size)
+            if replica.root is not None and self._is_ours(replica):
+                self._fleet.introduce(replica, replica.root, replica.models, info)
+                asyncio.get_running_loop().call_soon(self.watch, replica)
+
+    async def _watch_stream(self, replica: Replica) -> None:
         pause_s = FIRST_PAUSE_S
         while self._is_ours(replica):
             stream = Stream(self._fleet, replica)
             try:
                 upstream = await replica.pool.connect()
-                upstream.send(question_head(PATH, replica.pool.host_header, self._lines), b"", stream)
+                upstream.send(question_head(PATH, replica.pool.host_header, replica.key_line), b"", stream)
                 await self._follow(stream, upstream)
             except ConnectFailed:
                 pass  # the probes say so too, and louder

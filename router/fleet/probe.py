@@ -8,11 +8,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
 from penstock.router.config import RouterConfig
+from penstock.router.fleet.engine_load import LOOK_S, EngineLoad, ask_load
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.upstream import ConnectFailed, fetch
@@ -28,6 +30,7 @@ class ServedModel(msgspec.Struct):
 
     id: str
     root: str | None = None
+    parent: str | None = None  # of an adapter: the model that it belongs to
     max_model_len: int | None = None
     block_size: int | None = None
     fingerprint: str | None = None
@@ -76,6 +79,7 @@ class Prober:
                 await asyncio.sleep(0.05)
             self._fleet.forget(replica)
         finally:
+            watched.close()
             del self._watched[replica]
 
     async def _probe(self, replica: Replica, watched: "ProbeTask") -> None:
@@ -95,11 +99,12 @@ class Prober:
             with self._fleet.observing(replica):
                 if status == 200:
                     replica.probe_passed(time.monotonic())
+                    watched.look(lambda: self._keep_looking(replica), replica)
                 else:
                     replica.probe_refused(f"/ready answered {status}", is_draining=status == 503)
 
     async def _ask(self, replica: Replica, path: str) -> tuple[int, bytes]:
-        return await fetch(replica.pool, path, self._config.backend_lines, self._config.patience.probe_timeout_s)
+        return await fetch(replica.pool, path, replica.key_line, self._config.patience.probe_timeout_s)
 
     async def _ask_ready(self, replica: Replica, watched: "ProbeTask") -> int:
         status, _ = await self._ask(replica, watched.path)
@@ -118,14 +123,37 @@ class Prober:
             raise ValueError("/v1/models lists no model")
         first = served[0]
         names = tuple(model.id for model in served)
-        adapters = {model.id: model.adapter for model in served if model.adapter}
-        if replica.root is None or watched.said != str(first):
-            watched.said = str(first)
+        adapters = {model.id: model.adapter or model.id for model in served if model.adapter or model.parent}
+        if first.fingerprint is None and not (replica.root is not None and replica.is_up):
+            await self._look(replica)
+        load = replica.load
+        said = str(first) + ("" if load is None else f" {load.num_blocks} blocks of {load.block_size}")
+        if replica.root is None or watched.said != said:
+            watched.said = said
             replica.text_digest = first.text_digest
-            self._fleet.introduce(replica, first.root or first.id, names, replica_info(first))
+            self._fleet.introduce(replica, first.root or first.id, names, replica_info(first, load))
             self._on_info(replica, first)
         if (replica.models, replica.adapters) != (names, adapters):
             self._fleet.rename(replica, names, adapters)
+
+    async def _look(self, replica: Replica) -> None:
+        """At the load of an engine of another kind, and how much of it is not ours."""
+        before = replica.num_in_flight
+        timeout_s = self._config.patience.probe_timeout_s
+        load = await ask_load(replica.pool, replica.key_line, timeout_s)
+        if load is None:  # it has no such metrics, or no time for them now
+            return
+        replica.load = load
+        group = self._fleet.home(replica)
+        if group is not None and replica.url in group.replicas:
+            others = load.running + load.waiting - max(before, replica.num_in_flight)
+            group.placement.set_others(replica.url, max(round(others), 0))
+
+    async def _keep_looking(self, replica: Replica) -> None:
+        """Beside the probes, for these must not wait."""
+        while replica.state != "removing":
+            await asyncio.sleep(LOOK_S)
+            await self._look(replica)
 
 
 class ProbeTask:
@@ -138,12 +166,23 @@ class ProbeTask:
         self.path = "/ready"  # or /health of an engine that has no /ready
         self.said = ""  # of the first of its models
         self.num_probes = 0
+        self._looking: asyncio.Task[None] | None = None
+
+    def look(self, start: Callable[[], Coroutine[Any, Any, None]], replica: Replica) -> None:
+        if replica.load is not None and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.get_running_loop().create_task(start())
+
+    def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
 
 
-def replica_info(model: ServedModel) -> ReplicaInfo:
-    """What the placement works with. An engine that says nothing of its blocks is guessed at."""
+def replica_info(model: ServedModel, load: EngineLoad | None = None) -> ReplicaInfo:
+    """What the placement works with. Of an engine that says nothing of its blocks the size is guessed at."""
     if model.fingerprint is None or model.block_size is None:
-        return ReplicaInfo()
+        if load is None or not 1 <= load.block_size <= 2**20:
+            return ReplicaInfo()
+        return ReplicaInfo(block_size=load.block_size, num_blocks=min(load.num_blocks, 2**31))
     return ReplicaInfo(
         fingerprint=bytes.fromhex(model.fingerprint),
         block_size=model.block_size,

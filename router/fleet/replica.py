@@ -10,7 +10,11 @@ import asyncio
 from typing import Literal
 from urllib.parse import urlsplit
 
+from penstock.router.backend import Backend
+from penstock.router.fleet.engine_link import EngineLink
+from penstock.router.fleet.engine_load import EngineLoad
 from penstock.router.http.upstream import ConnectFailed, Pool, fetch
+from penstock.router.placement.placement import ReplicaInfo
 
 Outcome = Literal["answered", "gone", "busy", "lost", "unreachable", "moved", "late"]  # of asking it
 State = Literal["starting", "up", "suspect", "down", "draining", "ejected", "trial", "removing"]
@@ -24,9 +28,13 @@ SILENT_PROBES = 2  # unanswered in a row: down. One may be a busy moment
 class Replica:
     """`url` is its name. The fleet decides with `state` and the share of ejected ones who is asked."""
 
-    def __init__(self, url: str, connect_timeout_s: float, peer: str | None = None) -> None:
-        parts = urlsplit(url)
-        self.url = url
+    def __init__(
+        self, backend: Backend, connect_timeout_s: float, key_line: bytes = b"", peer: str | None = None
+    ) -> None:
+        parts = urlsplit(backend.url)
+        self.backend = backend
+        self.url = backend.url
+        self.key_line = key_line  # the header with the key that it asks for, written
         self.peer = peer  # of one that only computes prompts: where decode engines read its blocks
         self.pool = Pool(parts.hostname or "", parts.port or 80, parts.netloc.encode(), connect_timeout_s)
         self.state: State = "starting"
@@ -34,6 +42,9 @@ class Replica:
         self.models: tuple[str, ...] = ()  # the names it serves; the first one's root is its group
         self.adapters: dict[str, str] = {}  # of these names, those of adapters, and what is in the keys of their blocks
         self.root: str | None = None
+        self.info = ReplicaInfo()  # of its blocks
+        self.link: EngineLink | None = None  # to the cache events of an engine of another kind
+        self.load: EngineLoad | None = None  # what such an engine says of it
         self.text_digest: str | None = None  # of its tokenizer and template; see router/placement/prompts.py
         self.num_in_flight = 0
         self.num_requests = 0
@@ -73,7 +84,7 @@ class Replica:
 
     async def _ask_health(self, timeout_s: float) -> bool:
         try:
-            await fetch(self.pool, "/health", b"", timeout_s)
+            await fetch(self.pool, "/health", self.key_line, timeout_s)
         except ConnectFailed as error:
             return error.is_dead
         except TimeoutError:

@@ -15,7 +15,7 @@ from typing import Protocol
 import httptools
 
 from penstock.router.http.deadline import within
-from penstock.router.http.heads import AnswerHead, Headers, Heads, question_head
+from penstock.router.http.heads import AnswerHead, Headers, Heads, question_head, request_head
 
 MAX_HEAD_BYTES = 64 * 1024
 IDLE_S = 30.0  # a kept connection; engines close theirs after 75 s
@@ -291,15 +291,19 @@ class Collected:
         return Dechunker().feed(raw) if self.is_chunked else raw
 
 
-async def fetch(pool: Pool, path: str, lines: bytes, timeout_s: float) -> tuple[int, bytes]:
-    """GET from a replica: status and body; `lines` are headers, written. Raises ConnectFailed or TimeoutError."""
+async def fetch(pool: Pool, path: str, lines: bytes, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
+    """GET from a replica, or POST of a body in JSON: status and body of the answer; `lines` are headers, written. Raises
+    ConnectFailed or TimeoutError."""
     head = question_head(path, pool.host_header, lines)
+    if body is not None:
+        lines += b"content-type: application/json\r\n"
+        head = request_head(b"POST", path.encode(), pool.host_header, lines, len(body))
     async with within(timeout_s):
         while True:
             kept = pool.take_idle()
             upstream = kept or await pool.connect()
             answer = Collected()
-            upstream.send(head, b"", answer)
+            upstream.send(head, body or b"", answer)
             try:
                 await answer.future
                 return answer.status, answer.body
@@ -316,11 +320,11 @@ class Dechunker:
     def __init__(self) -> None:
         self._left = 0  # of the current chunk, its line end included
         self._line = b""
-        self._is_over = False
+        self.is_over = False
 
     def feed(self, data: bytes) -> bytes:
         parts = []
-        while data and not self._is_over:
+        while data and not self.is_over:
             if self._left:
                 piece, data = data[: self._left], data[self._left :]
                 parts.append(piece[: max(self._left - 2, 0)])
@@ -332,6 +336,6 @@ class Dechunker:
                 size = int(self._line.partition(b";")[0], 16)
                 self._line = b""
                 if size == 0:
-                    self._is_over = True
+                    self.is_over = True
                 self._left = size + 2
         return b"".join(parts)

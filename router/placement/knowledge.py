@@ -20,6 +20,8 @@ from penstock.router.placement.policy import PolicyConfig
 TIERS = ("device", "host", "disk")
 OLDER = len(TIERS)  # a row's fourth slot: the older generation of a guess
 I32S, I64S, DOUBLES = map(ffi.typeof, ("int32_t[]", "int64_t[]", "double[]"))
+SHRINK, GROW = 0.7, 1.05  # of the cache that a guess reckons with, for an answer that says how much was cached
+LEAST_BLOCKS = 16
 EMPTY = 0  # a slot that never holds anything
 
 
@@ -33,14 +35,20 @@ class ReplicaCache:
     def __init__(self, row: int, space: KeySpace, num_blocks: int, now_s: float) -> None:
         self.row = row
         self.space = space
-        self.num_blocks = num_blocks
+        self.num_blocks = self.most_blocks = num_blocks
         self.engine_id: str | None = None
         self.seq: int | None = None  # of the last frame taken in; None: no snapshot yet
         self.heard_s = now_s
         self.hits_at_ends = False  # as its hello says
         self.is_guess = True  # until the first snapshot
         self.wants_snapshot = True
+        self.is_counted = False  # answers say how much was cached
         self.counts: Counter[str] = Counter()
+
+    @property
+    def kind(self) -> str:
+        """What the knowledge of it stands on."""
+        return "events" if not self.is_guess else "answers" if self.is_counted else "approximate"
 
 
 class Knowledge:
@@ -157,7 +165,7 @@ class Knowledge:
             self.index.retire_slot(slot)
 
     def _add_slot(self, cache: ReplicaCache, times: int = 1) -> int:
-        limit = 2 * cache.num_blocks + 1024  # twice what it can hold: room for changes on their way
+        limit = 2 * cache.most_blocks + 1024  # twice what it can hold: room for changes on their way
         return self.index.add_slot(limit * times, cache.hits_at_ends)
 
     # -- what the router thinks itself ---------------------------------------------------------------------
@@ -178,6 +186,17 @@ class Knowledge:
             self._drop(cache, OLDER)
             self._slots[OLDER, cache.row] = slot
             self._slots[0, cache.row] = self._add_slot(cache)
+
+    def compare(self, cache: ReplicaCache, predicted: int, actual: int) -> None:
+        """An answer said how much of its prompt was cached. Its own blocks are there now, whatever was thought; but a guess
+        that promised too much forgets too late, as of a cache that is larger than this one."""
+        cache.is_counted = True
+        if not cache.is_guess or not predicted:
+            return
+        if actual < predicted // 2:
+            cache.num_blocks = max(int(cache.num_blocks * SHRINK), LEAST_BLOCKS)
+        elif actual >= predicted - cache.space.block_size:
+            cache.num_blocks = min(int(cache.num_blocks * GROW) + 1, cache.most_blocks)
 
     def tick(self) -> None:
         """Let hopes fade, and begin to guess where events have stalled. Cheap; called at every decision."""

@@ -142,11 +142,14 @@ class Ledger(msgspec.Struct):
         self.predicted_ttft_seconds_total += charge.predicted_ttft_s
         self.actual_ttft_seconds_total += ttft_s
         if cached_tokens is not None:
-            self.compared_requests_total += 1
-            self.compared_prompt_tokens_total += charge.num_tokens
-            self.predicted_cached_tokens_total += charge.predicted_cached_tokens
-            self.actual_cached_tokens_total += cached_tokens
-            self.cached_tokens_error_total += abs(cached_tokens - charge.predicted_cached_tokens)
+            self.count(charge, cached_tokens)
+
+    def count(self, charge: "Charge", cached_tokens: int) -> None:
+        self.compared_requests_total += 1
+        self.compared_prompt_tokens_total += charge.num_tokens
+        self.predicted_cached_tokens_total += charge.predicted_cached_tokens
+        self.actual_cached_tokens_total += cached_tokens
+        self.cached_tokens_error_total += abs(cached_tokens - charge.predicted_cached_tokens)
 
 
 class ReplicaLoad:
@@ -159,6 +162,7 @@ class ReplicaLoad:
         self.clock = clock
         self.is_gone = False  # removed: charges still in flight count for nothing
         self.num_active = 0
+        self.num_others = 0  # requests there of other routers and clients
         self._waiting: dict[Charge, None] = {}  # no first token yet, oldest first
         self._sample_tokens = self._sample_s = 0.0
 
@@ -184,6 +188,11 @@ class ReplicaLoad:
                 self.table.head[self.row] = own_tokens
         charge.own_tokens = own_tokens
 
+    def set_others(self, count: int) -> None:
+        if not self.is_gone:
+            self.table.active[self.row] += count - self.num_others
+            self.num_others = count
+
     def hold(self, num_tokens: int) -> None:
         if not self.is_gone:
             self.table.held[self.row] += num_tokens
@@ -205,7 +214,8 @@ class ReplicaLoad:
         if not self.is_gone:
             queued = sum(charge.own_tokens for charge in self._waiting)
             assert abs(self.table.queued[self.row] - queued) < 1e-3, (self.table.queued[self.row], queued)
-            assert self.table.active[self.row] == self.num_active >= len(self._waiting) == self.table.waiting[self.row]
+            assert self.table.active[self.row] == self.num_active + self.num_others
+            assert self.num_active >= len(self._waiting) == self.table.waiting[self.row]
             assert self.table.speed[self.row] > 0
 
 
@@ -257,6 +267,11 @@ class Charge:
             load.learn(self.ahead_tokens + own, now_s - self.placed_s)
         load.answer(self, now_s)
         load.ledger.compare(self, cached_tokens, now_s - self.placed_s)
+
+    def counted(self, cached_tokens: int) -> None:
+        """As `first_token` with a count, of a replica that says it at the end."""
+        if not self.is_handed_over:
+            self._load.ledger.count(self, cached_tokens)
 
     def tokens(self, count: int) -> None:
         """So many tokens of the answer have come; each holds a place in the replica's cache."""

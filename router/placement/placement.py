@@ -103,6 +103,10 @@ class Placement:
     def set_available(self, name: str, available: bool) -> None:
         self.loads.is_open[self._replicas[name].load.row] = float(available)
 
+    def set_others(self, name: str, count: int) -> None:
+        """So many requests are in flight there that did not come through here."""
+        self._replicas[name].load.set_others(count)
+
     # -- a request -----------------------------------------------------------------------------------------
 
     def prepare(self, tokens: Any, salt: str | None = None, adapter: str | None = None) -> Prompt:
@@ -155,6 +159,31 @@ class Placement:
             self._expect(replica, prompt, int(cached))
         return Charge(replica.load, replica.name, num_tokens, cached, backlog, ttft)
 
+    def preview(
+        self, prompt: Prompt | None, num_tokens: int, session: str | None, exclude: frozenset[str]
+    ) -> tuple[str | None, list[dict[str, Any]]]:
+        """What `choose` would do now, and what it goes by; nothing is charged, remembered or expected."""
+        self._look_up(prompt)
+        sticky = self._replicas.get(self._sessions.get(session, "")) if session is not None else None
+        excluded = [self._replicas[name].load.row for name in exclude if name in self._replicas]
+        fleet = self.loads.c
+        kept = fleet.turn, fleet.random
+        row = self.loads.choose(num_tokens, self._clock(), -1 if sticky is None else sticky.load.row, excluded)
+        fleet.turn, fleet.random = kept
+        rows = []
+        for name, replica in self._replicas.items():
+            cached, backlog, ttft = self.loads.prediction(replica.load.row)
+            rows.append(
+                {
+                    "url": name,
+                    "cached_tokens": int(cached),
+                    "queued_tokens": round(backlog),
+                    "predicted_first_token_s": round(ttft, 6),
+                    "knowledge": replica.cache.kind,
+                }
+            )
+        return (None if row < 0 else self._rows[row].name), rows
+
     def expect(self, charge: Charge, prompt: Prompt) -> None:
         """The prompt is in its replica's cache now, or about to be."""
         replica = self._replicas.get(charge.replica)
@@ -166,6 +195,13 @@ class Placement:
             if space == replica.cache.space and len(match.keys):
                 num_known = num_cached // space.block_size + 1
                 self.knowledge.expect(replica.cache, match, min(num_known, len(match.keys)))
+
+    def counted(self, charge: Charge, cached_tokens: int) -> None:
+        """The answer said at its end how many tokens were cached."""
+        charge.counted(cached_tokens)
+        replica = self._replicas.get(charge.replica)
+        if replica is not None:
+            self.knowledge.compare(replica.cache, charge.predicted_cached_tokens, cached_tokens)
 
     def _look_up(self, prompt: Prompt | None) -> None:
         """What of the prompt is cached where, into the fleet's column."""
@@ -205,13 +241,14 @@ class Placement:
         row, cache = replica.load.row, replica.cache
         return {
             "available": bool(self.loads.is_open[row]),
-            "active_requests": int(self.loads.active[row]),
+            "active_requests": replica.load.num_active,
+            "others_requests": replica.load.num_others,
             "queued_tokens": round(self.loads.backlog_of(row, now_s)),
             "held_tokens": int(self.loads.held[row]),
             "capacity_tokens": replica.info.num_blocks * replica.info.block_size or None,
             "prefill_tokens_per_s": round(float(self.loads.speed[row]), 1),
             "cached_blocks": self.knowledge.num_held(cache),
-            "knowledge": "approximate" if cache.is_guess else "events",
+            "knowledge": cache.kind,
             "events_seq": cache.seq,
             "events_age_s": round(now_s - cache.heard_s, 3),
             "events_gaps": cache.counts["event_gaps_total"],
@@ -224,6 +261,7 @@ class Placement:
         return {
             **msgspec.structs.asdict(self.ledger),
             "approximate_replicas": sum(replica.cache.is_guess for replica in self._replicas.values()),
+            "answers_replicas": sum(replica.cache.kind == "answers" for replica in self._replicas.values()),
             **{name: self.knowledge.totals[name] for name in STREAM_COUNTS},
             **{f"index_{name}": value for name, value in self.knowledge.index.stats().items()},
             "sessions": len(self._sessions),

@@ -142,7 +142,7 @@ class Texts:
         is meant by the name of the model."""
         if path not in PROMPTS:
             return Routable(None, len(body) // BYTES_PER_TOKEN)
-        ids = self._ids(path, body, asked) if path in (CHAT, COMPLETIONS) else None
+        ids = self.ids(path, body, asked) if path in (CHAT, COMPLETIONS) else None
         if ids is None:
             text = b"".join(bytes(getattr(asked, name)) for name in PROMPTS[path])
             whole = text[: len(text) // BYTES_PER_TOKEN * BYTES_PER_TOKEN]
@@ -154,7 +154,7 @@ class Texts:
         form = token_form.pack(ids.fields, PROMPTS[path][0], ids.packed)
         return Routable(prompt, num_tokens, form)
 
-    def _ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
+    def ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
         """None: no tokenizer, several prompts, or something that only the replica can judge."""
         if path == COMPLETIONS and bytes(asked.prompt)[:1] == b"[":
             return _given_ids(asked.prompt, split_object(body))

@@ -62,7 +62,7 @@ def _user_errors() -> tuple[type[BaseException], ...]:
     from penstock.engine.model_files import ModelError
     from penstock.engine.sampling_params import InvalidRequest
     from penstock.executor.protocol import ExecutorError
-    from penstock.router.config import RouteError
+    from penstock.router.backend import RouteError
     from penstock.router.deploy.file import DeployError
 
     return CacheError, EngineDead, ConfigError, ModelError, InvalidRequest, ExecutorError, RouteError, DeployError

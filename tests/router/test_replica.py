@@ -8,13 +8,14 @@ import threading
 
 import pytest
 
+from penstock.router.backend import Backend
 from penstock.router.fleet.budget import RESERVE, RetryBudget
 from penstock.router.fleet.replica import EJECTION_S, FAILURES_TO_EJECT, MAX_EJECTION_S, SILENT_PROBES, Replica, State
 from tests.support.router_stub import Seen, stub
 
 
 def up() -> Replica:
-    replica = Replica("http://127.0.0.1:1", connect_timeout_s=1.0)
+    replica = Replica(Backend("http://127.0.0.1:1"), connect_timeout_s=1.0)
     replica.probe_passed(0.0)
     return replica
 
@@ -90,7 +91,7 @@ def hang(_seen: Seen, _sock: socket.socket) -> None:
 
 def died(url: str) -> bool:
     async def ask() -> bool:
-        replica = Replica(url, connect_timeout_s=1.0)
+        replica = Replica(Backend(url), connect_timeout_s=1.0)
         answer = await replica.has_died(1.0)
         replica.pool.close()
         await asyncio.sleep(0)

@@ -19,7 +19,8 @@ import pytest
 
 from penstock.executor.process_life import Stopping, receive
 from penstock.router.app import RouterApp
-from penstock.router.config import RouteError, RouterConfig, canonical_url, resolve
+from penstock.router.backend import RouteError, canonical_url
+from penstock.router.config import RouterConfig, resolve
 from penstock.router.workers import WorkerLink
 from tests.support.fork_server import ROOT
 from tests.support.programs import all_gone

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.engine.http import token_form
-from penstock.router.config import Prefill, RouteError, RouterConfig, resolve
+from penstock.router.backend import RouteError
+from penstock.router.config import Prefill, RouterConfig, resolve
 from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.serve import RouterProcess
 from penstock.router.split import form_with_peer, ids_of, is_splittable, prompt_of, with_peer

@@ -101,7 +101,7 @@ def running_router(
     """A router in front of `backends`, once `wait_for` of them (all, unless given) are up."""
     config = resolve(
         RouterConfig(**{"port": 0, "backends": backends, "patience": QUICK, "limits": limits or Limits(), **settings}),
-        {},
+        {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
     )
     texts = Texts(byte_tokenizer(), line_template()) if tokenizes else Texts()
     started: list[RunningRouter] = []

@@ -51,7 +51,7 @@ function replicaRow(replica) {
     make("td", "", figure(replica.requests_under_way)),
     make("td", "", figure(brain.queued_tokens)),
     make("td", "", figure(brain.prefill_tokens_per_s)),
-    make("td", "", cachedWords(brain.cached_blocks), make("div", "why", brain.knowledge === "approximate" ? "guessed" : "")),
+    make("td", "", cachedWords(brain.cached_blocks), make("div", "why", brain.knowledge === "events" ? "" : "guessed")),
     ...[replica.requests, replica.failures, replica.ejections].map((count) => make("td", "", figure(count))),
   ];
   cells.forEach((cell, i) => (cell.dataset.label = labels[i + 1]));

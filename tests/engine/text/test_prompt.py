@@ -58,7 +58,7 @@ def routed(body: bytes) -> list[int] | None:
     """What the router sends in place of the text; None: the text itself, for the replica to judge."""
     texts = Texts(TOKENIZER, TEMPLATE)
     try:
-        ids = texts._ids(CHAT, body, ASK.decode(body))
+        ids = texts.ids(CHAT, body, ASK.decode(body))
         return memoryview(ids.packed).cast("i").tolist() if ids is not None and ids.is_exact else None
     except HttpError:
         return None
@@ -86,7 +86,7 @@ def test_a_template_without_tools_gets_calls_as_text_whatever_format_the_server_
     body = json.dumps({"messages": messages}).encode()
     assert served(body, service_of(template, tool_call_parser=parser)) == TOKENIZER.encode(text, False)
     texts = Texts(TOKENIZER, template)
-    hint = texts._ids(CHAT, body, ASK.decode(body))
+    hint = texts.ids(CHAT, body, ASK.decode(body))
     texts.close()
     assert hint is not None and memoryview(hint.packed).cast("i").tolist() == TOKENIZER.encode(text, False)
 

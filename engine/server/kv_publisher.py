@@ -1,0 +1,276 @@
+"""`--kv-events-config`: what is cached here, published over ZMQ as vLLM does it, for routers that read that.
+
+A listener of our own stream (kv_events.py) that adds what vLLM's events have beside: the blocks' tokens and the block
+before each. The core does not say them. But every token passes through this process, in a prompt or an answer, so the keys
+are made here once more as they pass, and remembered for as long as the block may be cached.
+"""
+
+import asyncio
+import logging
+import time
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+import zmq
+
+from penstock.cache.keys import block_keys, namespace_root
+from penstock.engine.config import ConfigError
+from penstock.engine.http.kv_stream import KEY_BYTES, Changes, FrameReader, Hello, Snapshot
+from penstock.engine.messages import Outputs, Submit
+from penstock.engine.server.kv_events import KvEvents
+from penstock.engine.server.server_config import KvEventsConfig
+from penstock.engine.server.service import Service
+
+log = logging.getLogger("penstock.server")
+
+MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
+END = (-1).to_bytes(8, "big", signed=True)
+SPARE = 2**14  # blocks remembered beyond those that are cached: of requests in flight
+
+
+class Event(msgspec.Struct, omit_defaults=True, tag=True):
+    pass
+
+
+class BlockStored(Event):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[list[str] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class BlockRemoved(Event):
+    block_hashes: list[int]
+    medium: str
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(Event):
+    pass
+
+
+class KnownBlock(NamedTuple):
+    """What a key stands for. `parent`: the key before it, b"" where it is the first; then the salt counts."""
+
+    parent: bytes
+    tokens: bytes
+    adapter: str | None
+    salt: str | None
+
+
+class OpenRequest:
+    def __init__(self, message: Submit, root: bytes) -> None:
+        self.message = message
+        self.tokens = array("i", message.tokens)
+        self.last_key = root  # of its whole blocks; before the first its namespace
+        self.num_keyed = 0  # tokens in them
+
+
+class Known:
+    """Which tokens stand behind a key, of all that pass."""
+
+    def __init__(self, fingerprint: bytes, block_size: int, num_blocks: int) -> None:
+        self.block_size = block_size
+        self.blocks: dict[bytes, KnownBlock] = {}
+        self._fingerprint, self._most = fingerprint, 2 * num_blocks + SPARE
+        self._open: dict[str, OpenRequest] = {}
+
+    def submitted(self, message: Submit) -> None:
+        root = namespace_root(model=self._fingerprint, adapter=message.adapter, salt=message.cache_salt)
+        request = self._open[message.request_id] = OpenRequest(message, root)
+        self._extend(request)
+
+    def stepped(self, outputs: Outputs) -> None:
+        for output in outputs.outputs:
+            request = self._open.get(output.request_id)
+            if request is not None:
+                request.tokens.extend(output.tokens)
+                self._extend(request)
+                if output.finish_reason is not None:
+                    del self._open[output.request_id]
+
+    def forget(self, cached: set[bytes]) -> None:
+        """All but what is cached, and the newest."""
+        if len(self.blocks) > self._most + len(cached):
+            newest = dict(list(self.blocks.items())[-SPARE:])
+            self.blocks = {key: block for key, block in self.blocks.items() if key in cached} | newest
+
+    def _extend(self, request: OpenRequest) -> None:
+        """Name the blocks that have become full."""
+        first, size = request.num_keyed, self.block_size
+        full = len(request.tokens) // size * size
+        if full == first:
+            return
+        message, parent = request.message, request.last_key[:KEY_BYTES] if first else b""
+        keys = block_keys(memoryview(request.tokens)[first:full], size, root=request.last_key)
+        for at, key in zip(range(first, full, size), keys, strict=True):
+            tokens = request.tokens[at : at + size].tobytes()
+            short = key[:KEY_BYTES]
+            self.blocks[short] = KnownBlock(parent, tokens, message.adapter, None if at else message.cache_salt)
+            parent = short
+        request.last_key, request.num_keyed = keys[-1], full
+
+
+class KvPublisher:
+    """One per server, from before its first request until its end."""
+
+    def __init__(self, service: Service, events: KvEvents, config: KvEventsConfig) -> None:
+        self._service, self._events, self._config = service, events, config
+        info = service.info
+        self._known = Known(info.fingerprint, info.block_size, info.num_blocks)
+        self._cached: dict[str, set[bytes]] = {}  # by tier, what was published and not taken back
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._number = 0
+        self._context = zmq.Context()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Raises ConfigError for an endpoint that cannot be had."""
+        if self._service.info.hits_at_ends:
+            raise ConfigError(
+                "kv_events_config: this model's recurrent states are cached at some ends of prompts alone, which vLLM's "
+                "events cannot say; GET /kv_events can"
+            )
+        self._socket = self._bind(zmq.PUB, "endpoint", self._config.endpoint, self._config.hwm)
+        if self._config.replay_endpoint is not None:
+            # No limit of its own: what is repeated is bounded by the buffer.
+            self._replay = self._bind(zmq.ROUTER, "replay_endpoint", self._config.replay_endpoint, 0)
+            asyncio.get_running_loop().add_reader(self._replay.fileno(), self._repeat)
+        engine = self._service.engine
+        before = engine.on_step
+
+        def on_step(outputs: Outputs) -> None:
+            self._known.stepped(outputs)
+            if before is not None:
+                before(outputs)
+
+        engine.on_submit, engine.on_step = self._known.submitted, on_step
+        self._task = asyncio.get_running_loop().create_task(self._follow())
+        log.warning("cache events with the tokens of prompts are published at %s, to anyone", self._config.endpoint)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            if self._config.replay_endpoint is not None:
+                asyncio.get_running_loop().remove_reader(self._replay.fileno())
+        self._context.destroy(linger=0)
+
+    async def _follow(self) -> None:
+        frames = FrameReader()
+        async for data in self._events.frames():
+            for frame in frames.feed(data):
+                events: list[Event] = []
+                if isinstance(frame, Snapshot):
+                    if frame.is_first and self._cached:
+                        self._cached = {}
+                        events.append(AllBlocksCleared())
+                    events += self._stored(frame.tier, self._in_order(_keys(frame.keys)))
+                elif isinstance(frame, Changes):
+                    events += self._removed(frame.tier, _keys(frame.removed))
+                    events += self._stored(frame.tier, _keys(frame.stored))
+                elif isinstance(frame, Hello):
+                    continue
+                if events:
+                    self._publish(events)
+        # The stream has ended because the server drains or the engine is dead.
+
+    def _in_order(self, keys: Iterable[bytes]) -> Iterator[bytes]:
+        """Each behind its parent: a snapshot has no order."""
+        left = dict.fromkeys(keys)
+        while left:
+            key = next(iter(left))
+            chain = []
+            while key in left:
+                del left[key]
+                chain.append(key)
+                block = self._known.blocks.get(key)
+                key = b"" if block is None else block.parent
+            yield from reversed(chain)
+
+    def _stored(self, tier: str, keys: Iterable[bytes]) -> Iterator[Event]:
+        """Runs of blocks that follow each other are one event each."""
+        cached = self._cached.setdefault(tier, set())
+        run: list[bytes] = []
+        for key in keys:
+            block = self._known.blocks.get(key)
+            if block is None:
+                continue  # of a request that was before we listened: nothing can be said of it
+            if run and block.parent != run[-1]:
+                yield self._stored_run(tier, run)
+                run = []
+            run.append(key)
+            cached.add(key)
+        if run:
+            yield self._stored_run(tier, run)
+        self._known.forget(set().union(*self._cached.values()))
+
+    def _stored_run(self, tier: str, run: list[bytes]) -> Event:
+        blocks = [self._known.blocks[key] for key in run]
+        first = blocks[0]
+        extra = [[word for word in (block.adapter, block.salt) if word is not None] or None for block in blocks]
+        return BlockStored(
+            block_hashes=[_number(key) for key in run],
+            parent_block_hash=_number(first.parent) if first.parent else None,
+            token_ids=array("i", b"".join(block.tokens for block in blocks)).tolist(),
+            block_size=self._known.block_size,
+            lora_id=None,
+            medium=MEDIA.get(tier, "STORAGE"),
+            lora_name=first.adapter,
+            extra_keys=extra if any(extra) else None,
+            group_idx=0,
+            kv_cache_spec_kind="full_attention",
+        )
+
+    def _removed(self, tier: str, keys: Iterable[bytes]) -> Iterator[Event]:
+        cached = self._cached.setdefault(tier, set())
+        gone = [key for key in keys if key in cached]
+        cached.difference_update(gone)
+        if gone:
+            yield BlockRemoved([_number(key) for key in gone], MEDIA.get(tier, "STORAGE"), group_idx=0)
+
+    def _publish(self, events: list[Event]) -> None:
+        payload = msgspec.msgpack.encode([time.time(), events, 0])
+        number, self._number = self._number, self._number + 1
+        self._buffer.append((number, payload))
+        self._socket.send_multipart([self._config.topic.encode(), number.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+
+    def _repeat(self) -> None:
+        """Answer all questions that are there: the descriptor signals a change, not a state."""
+        topic = self._config.topic.encode()
+        while self._replay.poll(0):
+            who, *rest = self._replay.recv_multipart(zmq.NOBLOCK)
+            if len(rest) != 2 or len(rest[1]) != 8:
+                continue
+            first = int.from_bytes(rest[1], "big")
+            for number, payload in self._buffer:
+                if number >= first:
+                    self._replay.send_multipart([who, b"", topic, number.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+            self._replay.send_multipart([who, b"", b"", END, b""], zmq.NOBLOCK)
+
+    def _bind(self, kind: int, name: str, endpoint: str, high_water: int) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.set_hwm(high_water)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"kv_events_config: {name} {endpoint!r}: {error.strerror}") from None
+        return socket
+
+
+def _number(key: bytes) -> int:
+    return int.from_bytes(key, "little")
+
+
+def _keys(run: bytes) -> list[bytes]:
+    return [run[at : at + KEY_BYTES] for at in range(0, len(run), KEY_BYTES)]

@@ -1,0 +1,104 @@
+"""A replica as the operator names it: where it is, and what goes with it. One form for the command line, a watched file,
+DNS, Kubernetes and `POST /replicas`:
+
+    http://HOST:PORT[,events=PORT|ENDPOINT][,replay=PORT|ENDPOINT][,key=VARIABLE][,canary=SHARE][,shadow=SHARE]
+"""
+
+import re
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+import msgspec
+
+WORDS = ("events", "replay", "key", "canary", "shadow")
+FORM = "URL[,events=PORT][,replay=PORT][,key=VARIABLE][,canary=SHARE][,shadow=SHARE]"
+_ENDPOINT = re.compile(r"(tcp://[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}|ipc:///[^,\s]+)")
+
+
+class RouteError(ValueError):
+    """An option of the router cannot be used as given; the message names it."""
+
+
+class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`events`, `replay`: where an engine of another kind publishes what it caches (ZMQ), and repeats what was missed.
+    `key`: the environment variable with the key that it asks for. `canary`: the share of its model's requests that it
+    gets, in place of its turn. `shadow`: the share that it gets beside them, its answers unread."""
+
+    url: str
+    events: str | None = None
+    replay: str | None = None
+    key: str | None = None
+    canary: float | None = None
+    shadow: float | None = None
+
+    @classmethod
+    def of(cls, text: str, field: str = "backend") -> "Backend":
+        address, *rest = text.split(",")
+        url = canonical_url(address, field)
+        given: dict[str, str | float] = {}
+        for each in rest:
+            name, _, value = each.partition("=")
+            if name not in WORDS or name in given or not value:
+                raise RouteError(f"{field}: {each[:80]!r} of {text[:160]!r}; {FORM} is expected, each word once")
+            given[name] = _read(name, value, url, field)
+        if "replay" in given and "events" not in given:
+            raise RouteError(f"{field}: {text[:160]!r} has replay without events; what is replayed are its events")
+        if "canary" in given and "shadow" in given:
+            raise RouteError(f"{field}: {text[:160]!r} is a canary and a shadow; one of them is expected")
+        return msgspec.convert({"url": url, **given}, cls)
+
+    @property
+    def is_aside(self) -> bool:
+        """It does not take its turn."""
+        return self.canary is not None or self.shadow is not None
+
+    @property
+    def text(self) -> str:
+        words = [f"{name}={value}" for name in WORDS if (value := getattr(self, name)) is not None]
+        return ",".join([self.url, *words])
+
+    def lines(self, environment: Mapping[str, str]) -> bytes:
+        """The header with its own key, written; empty where it has none."""
+        if self.key is None:
+            return b""
+        secret = environment.get(self.key, "")
+        if not re.fullmatch(r"[\x21-\x7e]+", secret):
+            state = "is not a key" if secret else "is not set"
+            raise RouteError(f"backend: {self.url} has key={self.key}, and the environment variable {self.key} {state}")
+        return f"authorization: Bearer {secret}\r\n".encode()
+
+
+def _read(name: str, value: str, url: str, field: str) -> str | float:
+    if name in ("events", "replay"):
+        if value.isascii() and value.isdigit():
+            value = f"tcp://{urlsplit(url).netloc.rpartition(':')[0]}:{value}"
+        port = value.rpartition(":")[2]
+        if not _ENDPOINT.fullmatch(value) or (value[:3] == "tcp" and not 1 <= int(port) <= 65535):
+            raise RouteError(f"{field}: {name}={value[:80]!r}; a port, tcp://HOST:PORT or ipc:///PATH is expected")
+        return value
+    if name == "key":
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+            raise RouteError(f"{field}: key={value[:40]!r} is not the name of an environment variable")
+        return value
+    try:
+        share = float(value)
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise RouteError(f"{field}: {name}={value[:40]!r}; a share above 0 and up to 1 is expected")
+    return share
+
+
+def canonical_url(url: str, field: str = "backend") -> str:
+    """`http://host:port`, by which a replica is known; anything else is refused."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise RouteError(f"{field}: {url[:120]!r} is not a URL") from None
+    if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
+        raise RouteError(f"{field}: {url[:120]!r} is not of the form http://HOST:PORT")
+    if not re.fullmatch(r"[A-Za-z0-9._:-]+", host):
+        raise RouteError(f"{field}: {host[:80]!r} is not a host name or an address")
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port if port is not None else 80}"

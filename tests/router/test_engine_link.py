@@ -1,0 +1,177 @@
+"""A fleet of engines of another kind, followed over their ZMQ publishers."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.router.backend import Backend, RouteError
+from penstock.router.config import RouterConfig, resolve
+from penstock.router.serve import check_tokens
+from tests.support.engine_publisher import StandIn, answer_with, names_of, removed, stand_in, stored
+from tests.support.fake_engine import byte_tokenizer
+from tests.support.router_fleet import RunningRouter, running_router, until
+
+TEXT = "a long beginning " * 12
+IDS = byte_tokenizer().encode(TEXT)
+
+
+def view(router: RunningRouter, engine: StandIn) -> dict[str, Any]:
+    replicas = router.http.get("/replicas").json()["replicas"]
+    return next(dict(each) for each in replicas if each["url"] == engine.http.url)
+
+
+def blocks(router: RunningRouter, engine: StandIn) -> int:
+    return int(view(router, engine)["brain"]["cached_blocks"]["device"])
+
+
+def predicted(router: RunningRouter, engine: StandIn, text: str = TEXT, **fields: Any) -> int:
+    """Tokens of a prompt that are thought to be cached there."""
+    found = router.http.post("/route", json={"prompt": text, **fields}).json()
+    return int(next(each["cached_tokens"] for each in found["replicas"] if each["url"] == engine.http.url))
+
+
+def completions(engine: StandIn) -> int:
+    return sum(b"/v1/completions" in seen.line for seen in engine.http.seen)
+
+
+def is_followed(router: RunningRouter, engine: StandIn) -> bool:
+    seen = view(router, engine)
+    return bool(seen["brain"]["knowledge"] == "events" and seen["events"]["connected"])
+
+
+def test_what_engines_publish_is_known_whatever_the_size_of_their_blocks() -> None:
+    with stand_in() as small, stand_in() as large:
+        small.publisher.publish(stored(IDS))  # before the router came
+        with running_router(small.backend, large.backend, tokenizes=True) as router:
+            until(lambda: is_followed(router, small) and is_followed(router, large))
+            large.publisher.publish(stored(IDS, size=64))
+            until(lambda: predicted(router, small) == len(IDS) // 16 * 16)
+            until(lambda: predicted(router, large) == len(IDS) // 64 * 64)
+            assert predicted(router, small, "another text " * 20) == 0
+            large.publisher.publish(removed(names_of(IDS, 64)))
+            until(lambda: predicted(router, large) == 0)
+            assert predicted(router, small) > 0
+
+
+@pytest.mark.parametrize("says_topic", [True, False])
+def test_a_gap_is_filled_from_the_replay_endpoint(says_topic: bool) -> None:
+    with stand_in(says_topic=says_topic) as engine, running_router(engine.backend, tokenizes=True) as router:
+        until(lambda: is_followed(router, engine))
+        engine.publisher.publish(stored(IDS[:64]))
+        until(lambda: blocks(router, engine) == 4)
+        engine.publisher.publish(removed(names_of(IDS[:64], 16)[3:]), is_lost=True)
+        engine.publisher.publish(stored(IDS[:48] + IDS[100:116], start=3), is_lost=True)
+        engine.publisher.publish(stored(IDS[:32] + [7] * 16, start=2))
+        until(lambda: blocks(router, engine) == 5)
+        assert view(router, engine)["events"]["lost"] == 0
+        assert view(router, engine)["events"]["replayed"] == 3
+        assert view(router, engine)["brain"]["events_gaps"] == 0
+
+
+def test_a_gap_that_cannot_be_filled_is_counted_and_what_follows_is_taken() -> None:
+    with stand_in(buffer=1) as engine, running_router(engine.backend, tokenizes=True) as router:
+        until(lambda: is_followed(router, engine))
+        engine.publisher.publish(stored(IDS[:32]))
+        until(lambda: blocks(router, engine) == 2)
+        engine.publisher.publish(stored(IDS[:48], start=2), is_lost=True)
+        engine.publisher.publish(stored([9] * 16))
+        until(lambda: blocks(router, engine) == 3)
+        assert view(router, engine)["events"]["lost"] == 1 and view(router, engine)["brain"]["events_gaps"] == 1
+
+
+def test_an_engine_that_starts_again_has_nothing_cached_and_one_that_was_away_has_what_it_had() -> None:
+    with stand_in() as engine, running_router(engine.backend, tokenizes=True) as router:
+        until(lambda: is_followed(router, engine))
+        engine.publisher.publish(stored(IDS[:64]))
+        until(lambda: blocks(router, engine) == 4)
+        engine.restart()
+        until(lambda: blocks(router, engine) == 0 and is_followed(router, engine))
+        assert view(router, engine)["events"]["restarts"] == 1
+        engine.publisher.publish(stored(IDS[:32]))
+        until(lambda: blocks(router, engine) == 2)
+
+
+def test_without_a_replay_endpoint_a_connection_begins_with_nothing() -> None:
+    with stand_in() as engine:
+        backend = engine.backend.partition(",replay")[0]
+        with running_router(backend, tokenizes=True) as router:
+            until(lambda: is_followed(router, engine))
+            engine.publisher.publish(stored(IDS[:64]))
+            until(lambda: blocks(router, engine) == 4)
+            engine.restart()
+            until(lambda: blocks(router, engine) == 0 and is_followed(router, engine))
+
+
+def test_requests_go_where_their_beginning_is_cached() -> None:
+    with stand_in() as one, stand_in() as other:
+        with running_router(one.backend, other.backend, tokenizes=True, policy="prefix") as router:
+            until(lambda: is_followed(router, one) and is_followed(router, other))
+            other.publisher.publish(stored(IDS))
+            until(lambda: predicted(router, other) > 0)
+            for _ in range(4):
+                assert router.complete(TEXT, model="m").status_code == 200
+        assert (completions(one), completions(other)) == (0, 4)
+
+
+def test_answers_that_count_their_cached_tokens_correct_a_guess() -> None:
+    with stand_in(answer_with(0)) as engine, running_router(engine.http.url, tokenizes=True) as router:
+        for _ in range(20):
+            router.complete(TEXT, model="m")
+        seen = view(router, engine)["brain"]
+        assert seen["knowledge"] == "answers"
+        metrics = router.call(lambda: next(iter(router.fleet.groups.values())).placement.metrics())
+        assert metrics["compared_requests_total"] == 20 and metrics["answers_replicas"] == 1
+        assert seen["cached_blocks"]["device"] <= 32  # of a guess that began with 1,000
+
+
+def test_requests_of_others_count_at_a_choice() -> None:
+    with stand_in() as busy, stand_in() as idle:
+        busy.metrics = busy.metrics.replace('waiting{engine="0"} 0.0', 'waiting{engine="0"} 7.0')
+        with running_router(busy.http.url, idle.http.url, policy="least-loaded") as router:
+            until(lambda: view(router, busy)["brain"]["others_requests"] == 7)
+            for _ in range(4):
+                router.complete(model="m")
+            assert view(router, busy)["engine"]["waiting"] == 7
+        assert (len(busy.http.seen), len(idle.http.seen)) == (0, 4)
+
+
+def test_each_replica_is_given_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONE_KEY", "sk-one")
+    headers = {"authorization": "Bearer mine"}
+    with stand_in() as one, stand_in() as other:
+        backends = f"{one.http.url},key=ONE_KEY", other.http.url
+        with running_router(*backends, policy="round-robin") as router:
+            for _ in range(2):
+                httpx.post(router.url + "/v1/completions", json={"model": "m", "prompt": "x"}, headers=headers)
+    assert [seen.header(b"authorization") for seen in one.http.seen] == [[b"Bearer sk-one"]]
+    assert [seen.header(b"authorization") for seen in other.http.seen] == [[b"Bearer mine"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("http://h:1,events=5557,events=2", "each word once"),
+        ("http://h:1,colour=blue", "'colour=blue'"),
+        ("http://h:1,replay=5558", "replay without events"),
+        ("http://h:1,events=70000", "events='tcp://h:70000'"),
+        ("http://h:1,events=http://h:1", "a port, tcp://HOST:PORT"),
+        ("http://h:1,key=sk-123", "not the name of an environment variable"),
+        ("http://h:1,canary=2", "a share above 0"),
+        ("http://h:1,canary=0.1,shadow=0.1", "a canary and a shadow"),
+    ],
+)
+def test_a_backend_that_is_written_wrongly_is_refused(text: str, part: str) -> None:
+    with pytest.raises(RouteError) as error:
+        Backend.of(text)
+    assert part in str(error.value)
+
+
+def test_a_backend_is_read_and_written() -> None:
+    text = "http://h:8000,events=tcp://h:5557,replay=tcp://h:5558,key=A_KEY,canary=0.05"
+    assert Backend.of(text).text == text
+    assert Backend.of("http://[::1]:8000,events=5557").events == "tcp://[::1]:5557"
+    with pytest.raises(RouteError, match="A_KEY is not set"):
+        resolve(RouterConfig(backends=("http://h:1,key=A_KEY",)), {})
+    with pytest.raises(RouteError, match="--tokenizer"):
+        check_tokens(RouterConfig(backends=("http://h:1,events=1",)))

@@ -1,0 +1,105 @@
+"""Our own engine's cache events as vLLM would publish them, read by the router's half of the same: a router that listens,
+by either way, knows the same."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zmq
+
+from penstock.engine.server.server_config import KvEventsConfig, ServerConfig, resolve
+from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
+
+TEXTS = [f"number {number}, " * 30 + "and the rest " * number for number in range(12)]
+
+
+def brain(router: RunningRouter) -> dict[str, Any]:
+    known: dict[str, Any] = router.http.get("/replicas").json()["replicas"][0]["brain"]
+    return known
+
+
+def held(router: RunningRouter) -> set[bytes]:
+    """All keys that it believes to be cached in its one replica."""
+
+    def matches() -> dict[str, int]:
+        placement = next(iter(router.fleet.groups.values())).placement
+        found = {}
+        for text in TEXTS:
+            prompt = placement.prepare(b"".join(byte.to_bytes(4, "little") for byte in text.encode()))
+            _, rows = placement.preview(prompt, len(text), None, frozenset())
+            found[text] = rows[0]["cached_tokens"]
+        return found
+
+    return {f"{text}{count}".encode() for text, count in router.call(matches).items()}
+
+
+@pytest.mark.parametrize("kv_tokens", [1 << 16, 3000])
+def test_what_is_published_and_what_is_streamed_are_the_same(tmp_path: Path, kv_tokens: int) -> None:
+    name = tmp_path / "kv"
+    with mock_replicas(1, kv_events=name, kv_tokens=kv_tokens) as (replica,):
+        backend = f"{replica.url},events=ipc://{name}.events,replay=ipc://{name}.replay"
+        with running_router(replica.url, tokenizes=True) as streamed, running_router(backend, tokenizes=True) as read:
+            until(lambda: brain(streamed)["knowledge"] == brain(read)["knowledge"] == "events")
+            for text in (*TEXTS, *TEXTS[:5]):
+                # Past both: what a router sends itself it also hopes for.
+                body = {"prompt": text, "max_tokens": 40}
+                assert httpx.post(replica.url + "/v1/completions", json=body, timeout=30).status_code == 200
+            until(lambda: brain(streamed)["cached_blocks"] == brain(read)["cached_blocks"])
+            count = brain(read)["cached_blocks"]["device"]
+            assert count > 100
+            until(lambda: held(streamed) == held(read))
+            metrics = read.http.get("/replicas").json()["replicas"][0]["events"]
+            assert metrics["lost"] == 0 and not metrics["unplaced"]
+        with running_router(backend, tokenizes=True) as late:  # by the replay alone
+            until(lambda: brain(late)["cached_blocks"]["device"] == count)
+
+
+@contextlib.contextmanager
+def sockets(name: Path) -> Iterator[tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]]:
+    context = zmq.Context()
+    try:
+        events, replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        events.setsockopt(zmq.SUBSCRIBE, b"")
+        events.connect(f"ipc://{name}.events")
+        replay.connect(f"ipc://{name}.replay")
+        yield events, replay
+    finally:
+        context.destroy(0)
+
+
+def test_messages_have_the_layout_of_vllm(tmp_path: Path) -> None:
+    name = tmp_path / "kv"
+    with mock_replicas(1, kv_events=name) as (replica,), running_router(replica.url) as router:
+        with sockets(name) as (events, replay):
+            for number in range(1000):  # until the subscription stands
+                router.complete(f"{number:x>64}", cache_salt="pepper")
+                if events.poll(20):
+                    break
+            topic, first, payload = events.recv_multipart()
+            replay.send_multipart([b"", first])
+            assert replay.recv_multipart() == [b"", topic, first, payload] and topic == b""
+            while (message := replay.recv_multipart())[-1]:
+                assert int.from_bytes(message[-2], "big") > int.from_bytes(first, "big")
+            assert message[-2] == b"\xff" * 8
+        _, (event, *_), rank = msgspec.msgpack.decode(payload)
+        assert rank == 0 and event["type"] == "BlockStored" and event["parent_block_hash"] is None
+        assert event["token_ids"][:3] == [ord("x")] * 3 and event["block_size"] == 16 and event["medium"] == "GPU"
+        assert event["extra_keys"][0] == ["pepper"] and not any(event["extra_keys"][1:])
+        assert all(isinstance(each, int) and each < 2**64 for each in event["block_hashes"])
+
+
+def test_its_configuration_is_vllms_by_name_and_nothing_else() -> None:
+    def config(**given: Any) -> ServerConfig:
+        return resolve(ServerConfig(kv_events_config=msgspec.convert(given, KvEventsConfig)), {})
+
+    assert not (config(publisher="null", enable_kv_cache_events=True).kv_events_config or KvEventsConfig()).is_on
+    given = json.loads('{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}')
+    assert (config(**given).kv_events_config or KvEventsConfig()).is_on
+    for wrong in ({"endpoint": "*:5557"}, {"publisher": "kafka"}, {"colour": 1}):
+        with pytest.raises(msgspec.ValidationError):
+            config(**wrong)
