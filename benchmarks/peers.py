@@ -34,8 +34,8 @@ from pairs import HERE, Asked, parse, record, rounds, summary
 from penstock.engine.commands.bench import startup
 
 MAX_MODEL_LEN = 2048
-# By its words: all for a thread on every core (vLLM keeps one core for itself), float32 for the numbers (without AVX-512
-# its products of bfloat16 are slow), eager for no compiler.
+# By its words: all for a thread on every core (vLLM keeps one core for itself), float32 for the numbers, eager for no
+# compiler.
 PEER_MODES = ("compiled", "eager", "float32", "float32-eager", "all", "all-eager", "all-float32", "all-float32-eager")
 DEFAULT_VOCAB = 49_152  # of the default model
 SHAPES = {  # of the models with random weights
