@@ -102,7 +102,6 @@ _TABLE = (
     ("0 0.0", _HOST, "cpu_offload_gb offload_group_size"),
     ("", _HOST, "cpu_offload_params offload_num_in_group offload_prefetch_step offload_params"),
     ("", "use kv_host_bytes, kv_disk_path and kv_peers", "kv_transfer_config"),
-    ("", "routers read GET /kv_events, which is always there", "kv_events_config"),
     ("", _BATCH, "max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold "
      "long_prefill_token_threshold_adaptive max_num_scheduled_tokens prefill_schedule_interval "
      "scheduler_reserve_full_isl"),
@@ -177,6 +176,7 @@ FATES["disable_uvicorn_access_log"] = Fate(
 # Of `penstock serve`, under the same name; in Python there is no server that could have them.
 OF_A_SERVER = {
     "lora_modules": "give lora_request to generate()",
+    "kv_events_config": "only a server publishes events of its cache; leave it out",
     "served_model_name": "only a server names its model; leave it out",
     "generation_config": "give sampling_params; without them the model's authors are followed",
     "override_generation_config": "give sampling_params",

@@ -53,5 +53,7 @@ def test_a_replica_is_asked_again_for_its_adapters_and_their_keys_tell_them_apar
                     await asyncio.sleep(0.01)
                 assert group.adapters == {}
             await prober.close()
+            replica.pool.close()
+            await asyncio.sleep(0)  # in which the transport is closed
 
         asyncio.run(run())

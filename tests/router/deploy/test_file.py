@@ -108,7 +108,7 @@ def test_gpus_are_the_clusters_to_say_unless_a_replica_needs_none(
         ("[model]\nkv-cache-bytes = 1\nkv-cache-memory-bytes = 1", "model.kv-cache-memory-bytes: not allowed with"),
         ("[model]\ndtype = 'int3'", "model.dtype: invalid choice: 'int3' (choose from"),
         ("[model]\nenforce-eager = 1", "model.enforce-eager: 1 given; expected `bool`, got `int`"),
-        ("[model]\nenforce-eager = false", "model.enforce-eager: false given; leave the key out"),
+        ("[model]\nray-allow-open-dashboard = false", "model.ray-allow-open-dashboard: false given; leave the key out"),
         ("[model]\nno-enable-prefix-caching = true", "model.no-enable-prefix-caching: there is no such key"),
         ("[model]\nport = 8000", "model.port: deploy sets this itself"),
         ("[model]\napi-key = 'x'", "model.api-key: deploy sets this itself; clients' key is PENSTOCK_API_KEY"),
