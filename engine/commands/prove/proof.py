@@ -133,9 +133,9 @@ class Proof:
                 if strike is not None:
                     self.is_struck = may_fail
                     tasks.add(asyncio.create_task(strike()))
-            await asyncio.sleep(max(0.0, started_s + ask.at_s - loop.time()))
+            await asyncio.sleep(max(0.0, started_s + min(ask.at_s, options.duration) - loop.time()))
             await room.acquire()
-            if loop.time() - started_s > options.duration or self.asker.num_bytes > options.max_bytes:
+            if max(ask.at_s, loop.time() - started_s) > options.duration or self.asker.num_bytes > options.max_bytes:
                 self.counts["how", ask.manner, "left out"] += 1
                 room.release()
                 continue
