@@ -58,9 +58,9 @@ class Answered(msgspec.Struct):
     def take(self, payload: bytes) -> None:
         """A whole body, or one event of a stream."""
         try:
-            body = msgspec.json.decode(payload)
+            body = msgspec.json.decode(payload, type=dict[str, Any])
         except msgspec.DecodeError:
-            self.error = f"not JSON: {payload[:100]!r}"
+            self.error = f"not an object of JSON: {payload[:100]!r}"
             return
         if self.status != 200 or "error" in body:
             self.error = f"{self.status}: {payload[:200].decode(errors='replace')}"

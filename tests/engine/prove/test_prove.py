@@ -12,7 +12,7 @@ import pytest
 
 from penstock.engine.commands import prove
 from penstock.engine.commands.prove import proof
-from penstock.engine.commands.prove.asker import Spoken
+from penstock.engine.commands.prove.asker import Answered, Spoken
 from penstock.engine.commands.prove.faults import FAULTS as OWN_FAULTS
 from penstock.engine.commands.prove.judge import allowed, compare
 from penstock.engine.commands.prove.own_server import WORLDS, OwnServer
@@ -133,6 +133,13 @@ def test_an_answer_is_compared_to_its_end() -> None:
     near = Spoken("", [1, 9], ["1", "other"], [-1.0, -1.01], [], "length")
     assert compare(whole, near, 0.01, is_done=True).outcome == "tie"
     assert compare(whole, near, 0.001, is_done=True).outcome == "wrong"
+
+
+def test_an_answer_that_is_no_object_is_an_error_and_ends_nothing() -> None:
+    for payload in (b"[]", b"5", b"null", b"{", b'"error"'):
+        answered = Answered(200)
+        answered.take(payload)
+        assert answered.error == f"not an object of JSON: {payload!r}"
 
 
 def test_options_that_cannot_be_meant_are_refused_by_name() -> None:
