@@ -22,8 +22,8 @@ HEAD = """#!/bin/sh
 # {note}
 # sh {name} [http://HOST:PORT]; a key is read from OPENAI_API_KEY
 URL=${{1:-{url}}}
-ask() {{ curl -sN --max-time "$1" "$URL{path}" -H 'Content-Type: application/json' \\
-  ${{OPENAI_API_KEY:+-H "Authorization: Bearer $OPENAI_API_KEY"}} -d "$2"; echo; }}
+call() {{ curl -sN "$@" -H 'Content-Type: application/json' ${{OPENAI_API_KEY:+-H "Authorization: Bearer $OPENAI_API_KEY"}}; }}
+ask() {{ call --max-time "$1" "$URL{path}" -d "$2"; echo; }}
 """
 
 
@@ -87,7 +87,7 @@ async def _repeats(proof: Proof, finding: Finding, asks: Sequence[Ask]) -> bool:
 
 def _lines(proof: Proof, finding: Finding, asks: Sequence[Ask]) -> list[str]:
     if finding.ask is None or finding.ask.question < 0:
-        return ['curl -s "$URL/metrics" | grep -E "num_requests|blocks|resident|open_fds"']
+        return ['call "$URL/metrics" | grep -E "num_requests|blocks|resident|open_fds"']
     body = proof.body(finding.ask.question)
     reference = proof.references.get(finding.ask.question)
     lines = [f"# alone the answer was {json.dumps(reference.text)}"] if reference is not None else []
@@ -98,7 +98,7 @@ def _lines(proof: Proof, finding: Finding, asks: Sequence[Ask]) -> list[str]:
             lines.append(f"sleep {ask.at_s - now_s:.3f}")
         now_s = ask.at_s
         if ask.question < 0:
-            lines.append("""curl -s "$URL/reset_prefix_cache" -H 'Content-Type: application/json' -d '{}'""")
+            lines.append("""call "$URL/reset_prefix_cache" -d '{}'""")
             continue
         line = _line(proof.body(ask.question, ask.fields), 60.0 if ask.leaves_s is None else ask.leaves_s)
         lines.append(f"{{ echo this one:; {line}; }} &" if ask is finding.ask else f"{line} >/dev/null &")

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from penstock.engine.commands import prove
-from penstock.engine.commands.prove import proof
-from penstock.engine.commands.prove.asker import Answered, Spoken
+from penstock.engine.commands.prove import proof, repeat
+from penstock.engine.commands.prove.abilities import find_out
+from penstock.engine.commands.prove.asker import Answered, Asker, Spoken
 from penstock.engine.commands.prove.faults import FAULTS as OWN_FAULTS
 from penstock.engine.commands.prove.judge import allowed, compare
 from penstock.engine.commands.prove.own_server import WORLDS, OwnServer
 from penstock.engine.commands.prove.proof import ProveOptions
+from penstock.engine.commands.prove.questions import Ask
 from penstock.engine.config import ConfigError
 from tests.support.bench_endpoint import Endpoint
 from tests.support.wrong_server import FAULTS, WrongServer
@@ -106,6 +108,27 @@ def test_a_script_repeats_the_failure_with_few_requests(tmp_path: Path) -> None:
     assert subprocess.run(["sh", "-n", str(scripts[0])], check=False).returncode == 0
     answers = [json.loads(line)["choices"][0] for line in printed if line.startswith("{")]
     assert printed[0] == "alone:" and "this one:" in printed and answers
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the scripts are of curl")
+def test_every_request_of_a_script_has_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
+
+    async def inside() -> list[tuple[str, str | None]]:
+        async with Endpoint(WrongServer("error").answer) as endpoint:
+            asker = Asker(endpoint.url, {}, 1.0)
+            made = proof.Proof(asker, await find_out(asker, 0), ProveOptions(requests=8))
+            asked, number = Ask(0.0, 0, "whole", {}), len(endpoint.asked)
+            finding = proof.Finding("error", "what", asked, [Ask(0.0, -1, "reset", {}), asked])
+            monkeypatch.setattr(repeat, "_repeats", lambda _proof, _finding, asks: asyncio.sleep(0, asks[0].question < 0))
+            made.findings.append(finding)
+            (script,) = await repeat.write_scripts(made, endpoint.url, tmp_path)
+            await (await asyncio.create_subprocess_exec("sh", str(script), stdout=subprocess.DEVNULL)).wait()
+            asker.client.close()
+            return [(each.path, each.headers.get("Authorization")) for each in endpoint.asked[number:]]
+
+    paths = ("/v1/completions", "/reset_prefix_cache", "/v1/completions")
+    assert asyncio.run(inside()) == [(path, "Bearer sk-mine") for path in paths]
 
 
 def test_the_error_is_measured_and_bounded() -> None:
