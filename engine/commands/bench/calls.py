@@ -6,6 +6,7 @@ import math
 import os
 import random
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -142,11 +143,11 @@ def _body(args: argparse.Namespace, model: str, is_chat: bool, sample: Sample, e
     return msgspec.json.encode(body | (args.extra_body or {}))
 
 
-def headers_of(args: argparse.Namespace) -> dict[str, str]:
+def headers_of(given: Iterable[str]) -> dict[str, str]:
     """An API key comes from the environment, as with OpenAI's own clients."""
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return headers | dict(pair("header", item) for item in args.header)
+    return headers | dict(pair("header", item) for item in given)
 
 
 async def wait_until_up(client: Client, headers: dict[str, str], timeout_s: float) -> None:

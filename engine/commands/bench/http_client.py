@@ -59,7 +59,7 @@ class Client:
             connection = self._idle.pop() if self._idle else None
             is_fresh = connection is None
             if connection is None:
-                connection = await self._connect()
+                connection = await self.connect()
             try:
                 status = await connection.exchange(request, take)
             except ConnectionError:
@@ -88,10 +88,10 @@ class Client:
             connection.close()
         self._idle.clear()
 
-    async def _connect(self) -> "Connection":
-        loop = asyncio.get_running_loop()
-        target = self.target
-        _, connection = await loop.create_connection(Connection, target.host, target.port, ssl=target.tls)
+    async def connect(self, kind: Callable[[], "Connection"] | None = None) -> "Connection":
+        """A new one, which its caller closes."""
+        loop, target = asyncio.get_running_loop(), self.target
+        _, connection = await loop.create_connection(kind or Connection, target.host, target.port, ssl=target.tls)
         return connection
 
 

@@ -134,7 +134,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _load(client: Client, args: argparse.Namespace) -> tuple[str, Run]:
-    headers = headers_of(args)
+    headers = headers_of(args.header)
     await wait_until_up(client, headers, args.ready_check_timeout_sec)
     model = args.model or await first_model(client, headers)
     warmups, calls = build_calls(args, client.target, model, headers)

@@ -103,7 +103,9 @@ class Asker:
         own: Connection | None = None
         try:
             if leaves_s is not None or reads != "at once":
-                own = await self._connection(reads)  # not within the time: what a cancelled connect has made is lost
+                own = await self.client.connect(
+                    READERS[reads]
+                )  # not within the time: what a cancelled connect has made is lost
             async with leaving, patience:
                 patience.reschedule(loop.time() + self.timeout_s)
                 leaving.reschedule(None if leaves_s is None else loop.time() + leaves_s)
@@ -137,14 +139,6 @@ class Asker:
         except msgspec.DecodeError:
             return status, data.decode(errors="replace")
 
-    async def _connection(self, reads: str) -> Connection:
-        target = self.client.target
-        slow = partial(SlowConnection, 0.05 if reads == "slowly" else None)
-        _, connection = await asyncio.get_running_loop().create_connection(
-            Connection if reads == "at once" else slow, target.host, target.port, ssl=target.tls
-        )
-        return connection
-
 
 class SlowConnection(Connection):
     """Reads little, and then nothing for a while, or (None) ever."""
@@ -167,3 +161,6 @@ class SlowConnection(Connection):
     def _resume(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
+
+
+READERS = {"at once": Connection, "slowly": partial(SlowConnection, 0.05), "never": partial(SlowConnection, None)}
