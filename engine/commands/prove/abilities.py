@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.engine.commands.prove.asker import PATH, Asker
-from penstock.engine.commands.prove.questions import RESET, SCHEMA, WORDS, Material, as_prompt
+from penstock.engine.commands.prove.questions import FORMATTED, RESET, WORDS, Material, as_prompt
 from penstock.engine.commands.top.figures import Look
 from penstock.engine.config import ConfigError
 
@@ -27,10 +27,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "cache_salt": {"cache_salt": "a"},
     "priority": {"priority": 1},
     "structured_outputs": {"structured_outputs": {"regex": "[a-z]{3,9}"}, "max_tokens": 20},
-    "response_format": {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
-        "max_tokens": 40,
-    },
+    "response_format": {"response_format": FORMATTED, "max_tokens": 40},
 }
 
 
@@ -42,6 +39,12 @@ class Abilities(msgspec.Struct):
     block: int = 16
     longest: int = 192  # tokens of a prompt
     material: Material = ()
+
+    def note(self, name: str, is_there: object, otherwise: str) -> None:
+        if is_there:
+            self.known.add(name)
+        else:
+            self.skipped.append(f"{name}: {otherwise}")
 
     def fields(self) -> dict[str, Any]:
         """What every question asks for, so that tokens can be compared and differences explained."""
@@ -82,19 +85,11 @@ async def find_out(asker: Asker, seed: int) -> Abilities:
             "structured_outputs": bool(spoken and spoken.text.isalpha() and spoken.text.islower()),
             "response_format": bool(spoken and spoken.text.lstrip().startswith("{")),
         }
-        if answered.is_done and seen.get(name, not is_lax or name in ("stop", "cache_salt", "priority")):
-            found.known.add(name)
-        else:
-            found.skipped.append(f"{name}: {answered.error[:80] or 'no effect seen'}")
-    if (await asker.fetch("POST", "/reset_prefix_cache", {}))[0] == 200:
-        found.known.add(RESET)
-    else:
-        found.skipped.append(f"{RESET}: there is no /reset_prefix_cache")
+        is_seen = seen.get(name, not is_lax or name in ("stop", "cache_salt", "priority"))
+        found.note(name, answered.is_done and is_seen, answered.error[:80] or "no effect seen")
+    found.note(RESET, await asker.reset() == 200, "there is no /reset_prefix_cache")
     found.adapters = [model["id"] for model in others if model.get("parent")]
-    if found.adapters:
-        found.known.add("adapter")
-    else:
-        found.skipped.append("adapter: /v1/models lists none")
+    found.note("adapter", found.adapters, "/v1/models lists none")
     await _see_material(asker, found, seed)
     await _see_reuse(asker, found, is_lax)
     return found
@@ -110,10 +105,8 @@ async def _see_reuse(asker: Asker, found: Abilities, is_lax: bool) -> None:
     if "cache_salt" in found.known and is_lax and (not again or other):
         found.known.discard("cache_salt")
         found.skipped.append("cache_salt: it is taken, but so is any field, and no effect is seen")
-    if again and not first:
-        found.known.add("cached_tokens")
-    else:
-        found.skipped.append("cached_tokens: they are not counted, or also where nothing can have been cached")
+    uncounted = "they are not counted, or also where nothing can have been cached"
+    found.note("cached_tokens", again and not first, uncounted)
 
 
 async def _see_material(asker: Asker, found: Abilities, seed: int) -> None:

@@ -125,6 +125,11 @@ class Asker:
         answered.is_done = is_whole and not (answered.has_left or answered.is_hung or answered.error)
         return answered
 
+    async def reset(self) -> int:
+        """Empty the cache; the status."""
+        status, _ = await self.fetch("POST", "/reset_prefix_cache", {})
+        return status
+
     async def fetch(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """A small exchange; the status and the body, decoded where it is JSON. Status 0: no answer."""
         content = b"" if body is None else msgspec.json.encode(body)

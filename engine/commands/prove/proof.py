@@ -190,12 +190,12 @@ class Proof:
         """Nothing that was computed before is used by a request with these fields."""
         self._num_fresh += 1
         if RESET in self.abilities.known and "cache_salt" not in self.abilities.known:
-            await self.asker.fetch("POST", "/reset_prefix_cache", {})
+            await self.asker.reset()
         return self.abilities.fresh(f"prove-{self._name}-{self._num_fresh}")
 
     async def send(self, ask: Ask) -> Answered:
         if ask.question < 0:
-            return Answered((await self.asker.fetch("POST", "/reset_prefix_cache", {}))[0])
+            return Answered(await self.asker.reset())
         return await self.asker.ask(self.body(ask.question, ask.fields), ask.leaves_s, ask.reads)
 
     def verdict(self, ask: Ask, answered: Answered, is_fresh: bool = False) -> Verdict:
