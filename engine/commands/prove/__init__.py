@@ -22,7 +22,7 @@ from penstock.engine.commands.prove.asker import Asker
 from penstock.engine.commands.prove.faults import FAULTS, Scene
 from penstock.engine.commands.prove.judge import OUTCOMES
 from penstock.engine.commands.prove.own_server import WORLDS, OwnServer
-from penstock.engine.commands.prove.proof import Finding, Proof, ProveOptions
+from penstock.engine.commands.prove.proof import Proof, ProveOptions
 from penstock.engine.commands.prove.repeat import write_scripts
 from penstock.engine.config import ConfigError, chosen
 from penstock.engine.options import add_options
@@ -94,17 +94,12 @@ async def prove(url: str, name: str, options: ProveOptions, server: OwnServer | 
 
 async def _strike(proof: Proof, server: OwnServer, name: str) -> None:
     """The storm with the fault in its middle, then all questions once more: of the same server, or of its next life."""
-    fault, seen = FAULTS[name], []
-
-    async def strike() -> None:
-        seen.append(await fault.strike(Scene(server, proof.asker, random.Random(proof.options.seed))))
-
-    await proof.storm(strike, fault.fails_requests)
+    fault, scene = FAULTS[name], Scene(server, proof.asker, random.Random(proof.options.seed))
+    await proof.storm(lambda: fault.strike(scene), fault.fails_requests)
     if fault.ends:
         server.close()
         await server.start()
     proof.is_struck = False
-    proof.findings += [Finding("fault", what) for what in seen if what]
     await proof.ask_again("after it")
 
 

@@ -10,13 +10,13 @@ import random
 import resource
 import shutil
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.engine.commands.prove.asker import Asker
-from penstock.engine.commands.prove.own_server import OwnServer
+from penstock.engine.commands.prove.own_server import OwnServer, group_of
 
 STOPPED_S, UNHEALTHY_S = 3.0, 20.0
 
@@ -26,25 +26,22 @@ class Scene(NamedTuple):
     asker: Asker
     rng: random.Random
 
-    def leader(self) -> int:
-        return self.server.servers[0].pid
-
     def files(self) -> list[Path]:
         """Those of the disk tier that hold blocks."""
         found = (self.server.folder / "disk").rglob("*")
         return [path for path in found if path.is_file() and path.stat().st_size > 4096]
 
 
-Strike = Callable[[Scene], Awaitable[str]]
+Strike = Callable[[Scene], Coroutine[Any, Any, str]]
 
 
-async def _signal_core(number: signal.Signals, scene: Scene) -> str:
-    scene.server.signal([scene.rng.choice(scene.server.children())], number)
+async def _kill_core(scene: Scene) -> str:
+    scene.server.signal([scene.rng.choice(scene.server.children())], signal.SIGKILL)
     return await _end(scene, is_good=False)
 
 
 async def _signal_server(number: signal.Signals, scene: Scene) -> str:
-    scene.server.signal([scene.leader()], number)
+    scene.server.signal([scene.server.leader()], number)
     return await _end(scene, is_good=number == signal.SIGTERM)
 
 
@@ -70,9 +67,9 @@ async def _stop_core(scene: Scene) -> str:
 
 
 async def _stop_server(scene: Scene) -> str:
-    scene.server.signal([scene.leader()], signal.SIGSTOP)
+    scene.server.signal([scene.server.leader()], signal.SIGSTOP)
     await asyncio.sleep(STOPPED_S)
-    scene.server.signal([scene.leader()], signal.SIGCONT)
+    scene.server.signal([scene.server.leader()], signal.SIGCONT)
     return ""
 
 
@@ -100,7 +97,7 @@ async def _remove(scene: Scene) -> str:
 
 async def _limit(what: int, value: int, scene: Scene) -> str:
     """Nothing is left of it for a while, in any process: no file may grow, or no descriptor be opened."""
-    before = {pid: resource.prlimit(pid, what) for pid in [scene.leader(), *scene.server.children()]}
+    before = {pid: resource.prlimit(pid, what) for pid in group_of(scene.server.leader())}
     for pid, (_, most) in before.items():
         resource.prlimit(pid, what, (value, most))
     await asyncio.sleep(STOPPED_S)
@@ -122,8 +119,8 @@ class Fault(NamedTuple):
 
 
 FAULTS: dict[str, Fault] = {
-    "kill-core": Fault("tiers", partial(_signal_core, signal.SIGKILL), fails_requests=True, ends=True),
-    "kill-rank": Fault("ranks", partial(_signal_core, signal.SIGKILL), fails_requests=True, ends=True),
+    "kill-core": Fault("tiers", _kill_core, fails_requests=True, ends=True),
+    "kill-rank": Fault("ranks", _kill_core, fails_requests=True, ends=True),
     "kill-server": Fault("tiers", partial(_signal_server, signal.SIGKILL), fails_requests=True, ends=True),
     "restart": Fault("tiers", partial(_signal_server, signal.SIGTERM), fails_requests=True, ends=True),
     "stop-core": Fault("uniproc", _stop_core, fails_requests=True, ends=True),

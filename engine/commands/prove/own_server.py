@@ -92,10 +92,12 @@ class OwnServer:
         finally:
             client.close()
 
-    def children(self, index: int = 0) -> list[int]:
-        """The processes that server `index` has started: its core, or that and the ranks."""
-        leader = self.servers[index].pid
-        return [pid for pid in group_of(leader) if pid != leader]
+    def leader(self) -> int:
+        return self.servers[0].pid
+
+    def children(self) -> list[int]:
+        """The processes that the first server has started: its core, or that and the ranks."""
+        return [pid for pid in group_of(self.leader()) if pid != self.leader()]
 
     def signal(self, pids: Sequence[int], number: signal.Signals) -> None:
         for pid in pids:

@@ -107,16 +107,15 @@ class Proof:
         if self.measured > (0.0 if self.options.exact else MAX_ERROR):
             self._found("numbers", f"beside others, without reuse, a log-probability is {self.measured:.2g} nats off")
 
-    async def storm(
-        self, strike: Callable[[], Coroutine[Any, Any, None]] | None = None, may_fail: bool = False
-    ) -> None:
-        """The schedule; `strike` comes in the middle of it, and the requests after it may fail or not."""
+    async def storm(self, strike: Callable[[], Coroutine[Any, Any, str]] | None = None, may_fail: bool = False) -> None:
+        """The schedule; `strike` comes in the middle of it, and the requests after it may fail or not. It returns what it
+        found broken, or nothing."""
         options, loop = self.options, asyncio.get_running_loop()
         plan = schedule(self._rng, self.questions, self.abilities.known, options.requests, options.rate)
         room, started_s, begun = asyncio.Semaphore(options.concurrency), loop.time(), await look(self.asker)
         halfway: Look | None = None
         history: list[Ask] = []
-        tasks: set[asyncio.Task[None]] = set()
+        struck: asyncio.Task[str] | None = None
 
         async def one(ask: Ask) -> None:
             try:
@@ -127,21 +126,23 @@ class Proof:
             finally:
                 room.release()
 
-        for number, ask in enumerate(plan):
-            if number == len(plan) // 2:
-                halfway = await look(self.asker)
-                if strike is not None:
-                    self.is_struck = may_fail
-                    tasks.add(asyncio.create_task(strike()))
-            await asyncio.sleep(max(0.0, started_s + min(ask.at_s, options.duration) - loop.time()))
-            await room.acquire()
-            if max(ask.at_s, loop.time() - started_s) > options.duration or self.asker.num_bytes > options.max_bytes:
-                self.counts["how", ask.manner, "left out"] += 1
-                room.release()
-                continue
-            tasks.add(task := asyncio.create_task(one(ask)))
-            task.add_done_callback(tasks.discard)
-        await asyncio.gather(*tasks)
+        async with asyncio.TaskGroup() as tasks:
+            for number, ask in enumerate(plan):
+                if number == len(plan) // 2:
+                    halfway = await look(self.asker)
+                    if strike is not None:
+                        self.is_struck = may_fail
+                        struck = tasks.create_task(strike())
+                await asyncio.sleep(max(0.0, started_s + min(ask.at_s, options.duration) - loop.time()))
+                await room.acquire()
+                spent_s = max(ask.at_s, loop.time() - started_s)
+                if spent_s > options.duration or self.asker.num_bytes > options.max_bytes:
+                    self.counts["how", ask.manner, "left out"] += 1
+                    room.release()
+                else:
+                    tasks.create_task(one(ask))
+        if struck is not None and (broken := struck.result()):
+            self._found("fault", broken)
         if not self.is_struck:
             self._compare(begun, halfway, await self._settled())
 

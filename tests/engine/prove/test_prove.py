@@ -120,7 +120,9 @@ def test_every_request_of_a_script_has_the_key(tmp_path: Path, monkeypatch: pyte
             made = proof.Proof(asker, await find_out(asker, 0), ProveOptions(requests=8))
             asked, number = Ask(0.0, 0, "whole", {}), len(endpoint.asked)
             finding = proof.Finding("error", "what", asked, [Ask(0.0, -1, "reset", {}), asked])
-            monkeypatch.setattr(repeat, "_repeats", lambda _proof, _finding, asks: asyncio.sleep(0, asks[0].question < 0))
+            monkeypatch.setattr(
+                repeat, "_repeats", lambda _proof, _finding, asks: asyncio.sleep(0, asks[0].question < 0)
+            )
             made.findings.append(finding)
             (script,) = await repeat.write_scripts(made, endpoint.url, tmp_path)
             await (await asyncio.create_subprocess_exec("sh", str(script), stdout=subprocess.DEVNULL)).wait()
@@ -129,6 +131,18 @@ def test_every_request_of_a_script_has_the_key(tmp_path: Path, monkeypatch: pyte
 
     paths = ("/v1/completions", "/reset_prefix_cache", "/v1/completions")
     assert asyncio.run(inside()) == [(path, "Bearer sk-mine") for path in paths]
+
+
+def test_an_error_of_our_own_under_load_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    send, asked = proof.Proof.send, []
+
+    async def fail_first(self: proof.Proof, ask: Ask) -> Answered:
+        asked.append(ask)
+        return await send(self, ask) if len(asked) > 1 else 1 // 0  # type: ignore[return-value]
+
+    monkeypatch.setattr(proof.Proof, "send", fail_first)
+    with pytest.raises(ExceptionGroup):
+        proven(WrongServer(), requests=40)
 
 
 def test_the_error_is_measured_and_bounded() -> None:
