@@ -2,21 +2,20 @@
 
     python benchmarks/bench_adapters.py [--rank 16] [--rounds 5] [--tokens 64] [--cpu-time]
 
+--cpu-time is for a busy machine, with OMP_NUM_THREADS=1.
 The adapters are random, for all seven projections of every layer of the default model, in bfloat16.
 """
 
-import argparse
 import json
-import statistics
-import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from pairs import compare, main
 from safetensors.torch import save_file
-
-sys.path.append(str(Path(__file__).parent.parent))
 
 from penstock import LLM, LoRARequest, SamplingParams
 
@@ -41,36 +40,28 @@ def write_adapter(folder: Path, rank: int, seed: int, llm: LLM) -> Path:
     return folder
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--cpu-time", action="store_true", help="for a busy machine, with OMP_NUM_THREADS=1")
-    args = parser.parse_args()
-    clock = time.process_time if args.cpu_time else time.perf_counter
+def run(rank: int = 16, rounds: int = 5, tokens: int = 64, cpu_time: bool = False) -> dict[str, Any]:
+    clock = time.process_time if cpu_time else time.perf_counter
     options = {"enable_prefix_caching": False, "kv_cache_bytes": 2**27, "max_model_len": 1024}
     with tempfile.TemporaryDirectory() as root, LLM(enable_lora=True, max_lora_rank=256, **options) as llm:
-        paths = [write_adapter(Path(root) / str(seed), args.rank, seed, llm) for seed in range(ADAPTERS)]
+        paths = [write_adapter(Path(root) / str(seed), rank, seed, llm) for seed in range(ADAPTERS)]
         requests = [LoRARequest(str(seed), 1, str(path)) for seed, path in enumerate(paths)]
         prompts = [[100 + index] * 16 for index in range(REQUESTS)]
-        params = SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
 
         def rate(asked: list[LoRARequest | None]) -> float:
             """Tokens in a second of the clock, or of the processors' time: with one thread, that stands on a busy machine."""
             started_s = clock()
             llm.generate(prompts, params, use_tqdm=False, lora_request=asked)
-            return REQUESTS * args.tokens / (clock() - started_s)
+            return REQUESTS * tokens / (clock() - started_s)
 
         plain: list[LoRARequest | None] = [None] * REQUESTS
         adapted: list[LoRARequest | None] = [requests[index % ADAPTERS] for index in range(REQUESTS)]
         for asked in (plain, adapted):  # threads, pages
             rate(asked)
-        pairs = [(rate(plain), rate(adapted)) for _ in range(args.rounds)]
-    ratio = statistics.median(ours / base for base, ours in pairs)
-    base, ours = (statistics.median(side) for side in zip(*pairs, strict=True))
-    print(json.dumps({"base_tok_s": base, "adapters_tok_s": ours, "ratio": ratio, "pairs": pairs, **vars(args)}))
+        sides = {"adapters": partial(rate, adapted), "base": partial(rate, plain)}
+        return compare("16 rows", sides, rounds, "tokens/s")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, "adapters", run)
