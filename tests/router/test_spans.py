@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 
 from penstock.engine.http import otlp
-from penstock.engine.http.telemetry import Telemetry
 from penstock.router.config import Prefill
-from tests.support.collector import Collector, SpanSeen, collecting
+from tests.support.collector import PARENT, TRACE, Collector, SpanSeen, collecting, traced
 from tests.support.raw_http import connect, status
 from tests.support.router_fleet import mock_replicas, running_router
 from tests.support.router_stub import stub, whole
-
-TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +23,6 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 def collector() -> Iterator[Collector]:
     with collecting() as found:
         yield found
-
-
-def traced(collector: Collector, share: float | None = None) -> Telemetry:
-    return Telemetry(otlp_traces_endpoint=collector.url, trace_share=share)
 
 
 def headers(flag: str = "01") -> dict[str, str]:

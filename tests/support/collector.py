@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
+from penstock.engine.http.telemetry import Telemetry
 from tests.support.running_server import until
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class SpanSeen(NamedTuple):
@@ -109,6 +112,10 @@ def value(found: dict[str, Any]) -> Any:
     kinds: dict[str, type | tuple[type, ...]] = {"stringValue": str, "boolValue": bool, "doubleValue": (float, int)}
     assert isinstance(said, kinds[kind])
     return said
+
+
+def traced(collector: Collector, share: float | None = None) -> Telemetry:
+    return Telemetry(otlp_traces_endpoint=collector.url, trace_share=share)
 
 
 @contextlib.contextmanager

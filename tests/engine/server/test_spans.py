@@ -11,11 +11,10 @@ import pytest
 from penstock.engine.http import otlp
 from penstock.engine.http.telemetry import HEADERS_VARIABLE, NAME_VARIABLE, Telemetry, check
 from penstock.engine.http.tracing import parent_of
-from tests.support.collector import Collector, collecting
+from tests.support.collector import PARENT, TRACE, Collector, collecting, traced
 from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import MODEL, Running, running, until
 
-TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 
 
@@ -29,10 +28,6 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 def collector() -> Iterator[Collector]:
     with collecting() as found:
         yield found
-
-
-def traced(collector: Collector, share: float | None = None) -> Telemetry:
-    return Telemetry(otlp_traces_endpoint=collector.url, trace_share=share)
 
 
 def finished(server: Running) -> None:
