@@ -5,7 +5,7 @@ It judges nothing. What a server says that is not an answer (a status, an event 
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -168,4 +168,8 @@ class SlowConnection(Connection):
             self._transport.resume_reading()
 
 
-READERS = {"at once": Connection, "slowly": partial(SlowConnection, 0.05), "never": partial(SlowConnection, None)}
+READERS: dict[str, Callable[[], Connection]] = {
+    "at once": Connection,
+    "slowly": partial(SlowConnection, 0.05),
+    "never": partial(SlowConnection, None),
+}
