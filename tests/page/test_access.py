@@ -1,15 +1,13 @@
 """The page for those who use a keyboard, a telephone, a screen reader or dark colours."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.fake_engine import FakeEngine
-from tests.support.page_browser import MARKS, answer, answer_with, begun, say, started, streamed, visit, wait_for
+from tests.support.page_browser import MARKS, answer, answer_with, begun, say, streamed, visit, wait_for
 from tests.support.router_fleet import running_router
-from tests.support.running_server import Running, running, until
+from tests.support.running_server import Running, until
 
 pytestmark = MARKS
 TELEPHONE = {"width": 375, "height": 667}
@@ -47,18 +45,6 @@ CONTRASTS = """() => {
 UNNAMED = """[...document.querySelectorAll("button, input, select, textarea, summary, [role=region], a, [popover], dialog")]
   .filter((e) => !(e.ariaLabel || e.getAttribute("aria-labelledby") || e.labels?.length || e.textContent.trim()))
   .map((e) => e.outerHTML)"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with started() as browser:
-        yield browser
-
-
-@pytest.fixture
-def slow() -> Iterator[Running]:
-    with running(FakeEngine(delay_s=0.02)) as server:
-        yield server
 
 
 def wider_than_the_screen(page: Any) -> list[str]:

@@ -19,7 +19,6 @@ from tests.support.page_browser import (
     foot,
     say,
     set_fields,
-    started,
     streamed,
     sync_api,
     visit,
@@ -34,20 +33,8 @@ HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script>
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with started() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
 def model() -> Iterator[Running]:
     with default_model() as server:
-        yield server
-
-
-@pytest.fixture
-def slow() -> Iterator[Running]:
-    with running(FakeEngine(delay_s=0.02)) as server:
         yield server
 
 
