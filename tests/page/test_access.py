@@ -76,12 +76,6 @@ def test_it_fits_a_telephone_and_both_colour_schemes(browser: Any, slow: Running
         assert lightness["dark"][0] < 0.2 and lightness["dark"][1] > 0.8
 
 
-def test_the_keyboard_reaches_everything_in_order(browser: Any, slow: Running) -> None:
-    with visit(browser, slow.url) as page:
-        page.wait_for_selector("#model option", state="attached")
-        page.click("h1")
-
-
 def test_a_conversation_and_its_drawers_fit_a_telephone(browser: Any, slow: Running) -> None:
     with visit(browser, slow.url, viewport=TELEPHONE) as page:
         answer_with(page, ANSWER)
