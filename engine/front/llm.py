@@ -56,6 +56,9 @@ PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 class LLM:
     """A model for batches of prompts. `with LLM() as llm:` frees its memory at the end."""
 
+    _core: EngineCore | None = None  # of the class: `__del__` comes even where `__init__` refused its arguments
+    _grammars: GrammarCheck | None = None
+
     def __init__(
         self,
         model: str | None = None,
@@ -73,8 +76,6 @@ class LLM:
         tensor_parallel_size, executor, enforce_eager, seed, … Unknown ones are errors. `chat_template` is the text of a
         template in place of the model's own, or its file.
         """
-        self._core: EngineCore | None = None
-        self._grammars: GrammarCheck | None = None
         self._max_logprobs = max_logprobs
         files = resolve_model(model, revision=revision, need_weights=options.get("load_format") != "dummy")
         config = engine_config(str(files.path), options)

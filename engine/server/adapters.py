@@ -6,7 +6,7 @@ old ones. A request takes what its name stands for when it is handed to the engi
 
 import asyncio
 from collections.abc import Iterable
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -35,16 +35,11 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
     lora_int_id: int | None = None
 
 
-class ServedAdapter(NamedTuple):
-    info: AdapterInfo
-    path: str
-
-
 class Adapters:
     def __init__(self, engine: AsyncEngine, taken: Iterable[str]) -> None:
         """`taken`: names that no adapter may have."""
         self._engine, self._taken = engine, frozenset(taken)
-        self.served: dict[str, ServedAdapter] = {}
+        self.served: dict[str, AdapterInfo] = {}
         self._lock = asyncio.Lock()  # one is loaded at a time, so that a name is not given twice
 
     async def load(self, name: str, path: str, in_place: bool = False) -> None:
@@ -57,14 +52,14 @@ class Adapters:
                 info = await self._engine.load_adapter(path)
             except AdapterError as error:
                 raise InvalidRequest("lora_path", str(error)) from None
-            before, self.served[name] = self.served.get(name), ServedAdapter(info, path)
+            before, self.served[name] = self.served.get(name), info
             if before is not None:
-                self._engine.unload_adapter(before.info.key)
+                self._engine.unload_adapter(before.key)
 
     def unload(self, name: str) -> None:
         if name not in self.served:
             raise HttpError(404, f"lora_name: {clip(name)!r} is no adapter that is loaded", param="lora_name")
-        self._engine.unload_adapter(self.served.pop(name).info.key)
+        self._engine.unload_adapter(self.served.pop(name).key)
 
     async def load_all(self, modules: Iterable[LoraModule]) -> None:
         """At the start; AdapterError names the one that cannot be used."""

@@ -41,7 +41,6 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 
 CLIENT_CLOSED = 499  # never sent: the status in the log and the counters when the client had left
-SERVER = "penstock.engine.server"
 QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed every few seconds
 
 
@@ -58,8 +57,7 @@ SCORING = {
     **dict.fromkeys(("/score", "/v1/score"), "scoring.score"),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "scoring.rerank"),
 }
-
-
+LATER = (*(("POST", path, name) for path, name in SCORING.items()), *agent_routes.ROUTES)
 ADAPTER_POSTS = (
     PostRoute("/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, reply.Status),
     PostRoute("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest, reply.Status),
@@ -198,12 +196,8 @@ def _routes(service: Service, kv_events: KvEvents) -> list[Route]:
             for post in posts
         ]
         + [
-            Route(path, Endpoint(service, agent_routes.later(name, SERVER), takes_ids=False), methods=["POST"])
-            for path, name in SCORING.items()
-        ]
-        + [
             Route(path, Endpoint(service, agent_routes.later(name), takes_ids=False), methods=[method])
-            for method, path, name in agent_routes.ROUTES
+            for method, path, name in LATER
         ]
     )
 

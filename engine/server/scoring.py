@@ -11,7 +11,7 @@ from penstock.engine.front.labels import asking_for, labels_of, pair_prompts, sh
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.answers import usage
 from penstock.engine.server.call import Call
-from penstock.engine.server.embeddings import MAX_INPUTS, pooled
+from penstock.engine.server.embeddings import INLINE_FLOATS, MAX_INPUTS, pooled
 from penstock.engine.server.endpoint import PostRoute
 from penstock.engine.server.prompts import decode_inputs, in_thread_if
 from penstock.engine.server.requests import Inputs, PromptRequest
@@ -163,7 +163,10 @@ async def _numbers(
     labels: LabelInfo,
 ) -> list[list[float]]:
     found = await pooled(service, call, request, field, inputs, asking_for(labels, service.tokenizer), "labels")
-    return [shown(labels, numbers, request.use_activation is not False) for numbers in found]
+    return await in_thread_if(
+        len(found) * len(labels.names) > INLINE_FLOATS,
+        lambda: [shown(labels, numbers, request.use_activation is not False) for numbers in found],
+    )
 
 
 def _texts(given: str | TextObject | Sequence[str | TextObject]) -> list[str]:

@@ -93,7 +93,7 @@ class Service:
         if name in self.config.served_model_names:
             return None
         if (found := self.adapters.served.get(name)) is not None:
-            return found.info.key
+            return found.key
         served = ", ".join((*self.config.served_model_names, *self.adapters.served))
         raise HttpError(404, f"model: {clip(name)!r} is not served here; {served} is", param="model")
 
@@ -150,6 +150,7 @@ class Service:
         A length of the answer that the client did not ask for is cut to what the context leaves.
         """
         like, adapter = None, self.adapter_of(call.model)
+        options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt, "adapter": adapter}
         for ids in prompts:
             fitting = params
             if params.seed is None and self._seeds is not None:
@@ -157,7 +158,6 @@ class Service:
             if params.max_tokens is not None and not is_length_asked:
                 room = self.info.max_model_len - len(ids)
                 fitting = msgspec.structs.replace(fitting, max_tokens=min(params.max_tokens, room))
-            options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt, "adapter": adapter}
             like = answer = self.engine.generate(ids, fitting, like=like, **options)
             call.answers.append(answer)
             self._answers.add(answer)

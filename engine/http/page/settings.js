@@ -19,7 +19,7 @@ function readSettings() {
   const form = byId("form").value;
   if (form === "json_object") fields.response_format = { type: form };
   if (form === "json_schema") {
-    const schema = readJson("schema", "a JSON schema", (value) => typeof value === "object");
+    const schema = readJson("schema", "a JSON schema", (value) => value instanceof Object);
     if (schema === null) return null;
     fields.response_format = { type: form, json_schema: { name: "answer", schema, strict: true } };
   }

@@ -9,31 +9,31 @@ from penstock.engine.server.service import Service
 RESPONSE, CONVERSATION = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
 ITEM = f"{CONVERSATION}/items/{{item_id}}"
 ROUTES = (
-    ("POST", "/v1/responses", "items_api.responses"),
-    ("POST", "/v1/responses/input_tokens", "items_api.input_tokens"),
-    ("GET", RESPONSE, "kept_api.get"),
-    ("DELETE", RESPONSE, "kept_api.delete"),
-    ("POST", f"{RESPONSE}/cancel", "kept_api.cancel"),
-    ("GET", f"{RESPONSE}/input_items", "kept_api.list_items"),
-    ("POST", "/v1/conversations", "kept_api.create_conversation"),
-    ("GET", CONVERSATION, "kept_api.get"),
-    ("POST", CONVERSATION, "kept_api.change_conversation"),
-    ("DELETE", CONVERSATION, "kept_api.delete"),
-    ("GET", f"{CONVERSATION}/items", "kept_api.list_items"),
-    ("POST", f"{CONVERSATION}/items", "kept_api.add_items"),
-    ("GET", ITEM, "kept_api.get_item"),
-    ("DELETE", ITEM, "kept_api.delete_item"),
-    ("POST", "/v1/messages", "messages_api.messages"),
-    ("POST", "/v1/messages/count_tokens", "messages_api.count_tokens"),
+    ("POST", "/v1/responses", "agents.items_api.responses"),
+    ("POST", "/v1/responses/input_tokens", "agents.items_api.input_tokens"),
+    ("GET", RESPONSE, "agents.kept_api.get"),
+    ("DELETE", RESPONSE, "agents.kept_api.delete"),
+    ("POST", f"{RESPONSE}/cancel", "agents.kept_api.cancel"),
+    ("GET", f"{RESPONSE}/input_items", "agents.kept_api.list_items"),
+    ("POST", "/v1/conversations", "agents.kept_api.create_conversation"),
+    ("GET", CONVERSATION, "agents.kept_api.get"),
+    ("POST", CONVERSATION, "agents.kept_api.change_conversation"),
+    ("DELETE", CONVERSATION, "agents.kept_api.delete"),
+    ("GET", f"{CONVERSATION}/items", "agents.kept_api.list_items"),
+    ("POST", f"{CONVERSATION}/items", "agents.kept_api.add_items"),
+    ("GET", ITEM, "agents.kept_api.get_item"),
+    ("DELETE", ITEM, "agents.kept_api.delete_item"),
+    ("POST", "/v1/messages", "agents.messages_api.messages"),
+    ("POST", "/v1/messages/count_tokens", "agents.messages_api.count_tokens"),
 )
 
 
-def later(name: str, package: str = "penstock.engine.server.agents") -> Handler:
-    """The handler of this name, which is looked up when it is called."""
-    module, _, function = name.partition(".")
+def later(name: str) -> Handler:
+    """The server's handler of this name, which is looked up when it is called."""
+    module, _, function = name.rpartition(".")
 
     async def handle(service: Service, call: Call, body: bytes) -> Reply:
-        handler: Handler = getattr(import_module(f"{package}.{module}"), function)
+        handler: Handler = getattr(import_module(f"penstock.engine.server.{module}"), function)
         return await handler(service, call, body)
 
     return handle

