@@ -169,7 +169,7 @@ def built() -> tuple[CausalModel, KvPages]:
     fields = Fields(MODELS["qwen3-0.6b"] | TINY)
     architecture = find_architecture(fields)[1]
     spec = architecture.read_spec(fields)
-    weights = Weights(lambda _, shape: torch.zeros(shape), torch.float32, CPU, RankGroup(), lambda _: None)
+    weights = Weights(lambda _, shape: torch.zeros(shape), torch.float32, CPU, RankGroup(), lambda _: None, OPS)
     with mock.patch.object(linear, "is_repacked", return_value=False):
         model = architecture.build(spec, weights, OPS, TINY["max_position_embeddings"], CPU)
     kv = torch.zeros(2, model.num_layers, 2, PAGE, model.kv_width)

@@ -2,13 +2,15 @@
 
     python benchmarks/bench_route.py cost --peer-python PATH   requests and chunks per second of its CPU beside an aiohttp
                                            proxy (an environment with aiohttp and uvloop), and the latency it adds
+    python benchmarks/bench_route.py gateways --programs DIR [--nginx PATH]   the same beside others' gateways
     python benchmarks/bench_route.py hash  [--tokens 39000] [--clients 128] [--requests 256]
     python benchmarks/bench_route.py failover  [--replicas 8] [--pairs 5]
     python benchmarks/bench_route.py split  [--seconds 6] [--prompt-tokens 6000] [--every 0.5]
 
 `cost`: a figure is divided by the CPU seconds of the proxy's own process, so it is per core whatever else runs. The router
 runs as its users run it; the aiohttp proxy only passes on. Latency is that of clients at half of the router's throughput,
-through it and straight to the backend in turn. `hash`: the published failure, rebuilt: prompts of 39,000 tokens as
+through it and straight to the backend in turn. `gateways`: two backends, prompts that begin differently, and
+our router by its default policy without a tokenizer, as theirs work on text; DIR as in benchmarks/gateways.py. `hash`: the published failure, rebuilt: prompts of 39,000 tokens as
 ids, replicas that answer at once, and a router that computes keys in a Python loop on its event loop before each decision,
 beside the same router with the keys in C. `failover`: a replica of eight is killed under 64 clients; a request fails when
 its answer is not 200. `split`: 16 answers stream, a prompt of 6,000 tokens that no replica has seen comes every 500 ms;
@@ -34,6 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvloop
+from gateways import Worker, gateway
 from pairs import compare, main, quantile, rounded, rounds, serving, summary, wait_ready
 from tests.support.peer_rig import free_addresses
 from tests.support.router_fleet import MockReplica, mock_replicas
@@ -44,6 +47,7 @@ from penstock.engine.commands.bench.http_client import Client, Target
 LOADS = f"{sys.path[0]}/route_load.py"
 ROUTE = (sys.executable, "-m", "penstock.cli", "route", "--port", "0", "--max-requests", "4096")
 EVENTS = 200  # of a stream
+PEER_POLICIES = ("cache_aware", "round_robin")
 SETTLE_S = 1.0  # until the answers of `split` stream
 
 
@@ -89,6 +93,7 @@ async def repeat(port: int, connections: int, seconds: float, next_call: Callabl
 
 SMALL = {"model": "m", "max_tokens": 16, "temperature": 0, "prompt": "word " * 190}
 STREAM = {"model": "m", "stream": True, "num_events": EVENTS, "prompt": "word"}
+PROMPTS = 500  # that begin differently, for gateways that look at them
 
 
 async def paced(port: int, rate: float, seconds: float) -> list[float]:
@@ -112,14 +117,18 @@ def cpu_s(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def cost(peer_python: str | None = None, pairs: int = 5, seconds: float = 4.0) -> dict[str, Any]:
-    def per_cpu_second(proxy: tuple[int, int], streams: bool) -> float:
-        port, pid = proxy
-        begun_s = cpu_s(pid)
-        answers = uvloop.run(repeat(port, 32, seconds, lambda: STREAM if streams else SMALL))
-        assert all(answer.status == 200 for answer in answers)
-        return len(answers) * (EVENTS if streams else 1) / (cpu_s(pid) - begun_s)
+def per_cpu_second(proxy: tuple[int, int], streams: bool, seconds: float, prompts: int = 1) -> float:
+    """Requests, or chunks of streams; of so many prompts that begin differently."""
+    port, pid = proxy
+    begun_s, turns = cpu_s(pid), itertools.count()
+    fields, times = (STREAM, 1) if streams else (SMALL, 190)
+    calls = [fields | {"prompt": f"{number} " * (prompts > 1) + "word " * times} for number in range(prompts)]
+    answers = uvloop.run(repeat(port, 32, seconds, lambda: calls[next(turns) % prompts]))
+    assert all(answer.status == 200 for answer in answers)
+    return len(answers) * (EVENTS if streams else 1) / (cpu_s(pid) - begun_s)
 
+
+def cost(peer_python: str | None = None, pairs: int = 5, seconds: float = 4.0) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         backend, pid = stack.enter_context(serving(sys.executable, LOADS, "backend"))
@@ -132,7 +141,7 @@ def cost(peer_python: str | None = None, pairs: int = 5, seconds: float = 4.0) -
             print("no --peer-python: beside the backend itself")
             proxies["backend"] = backend, pid
         for what, streams in (("requests", False), ("chunks", True)):
-            sides = {name: partial(per_cpu_second, proxy, streams) for name, proxy in proxies.items()}
+            sides = {name: partial(per_cpu_second, proxy, streams, seconds) for name, proxy in proxies.items()}
             rounds(sides, 1)
             figures[what] = compare(what, sides, pairs, "per CPU second")
         rate = len(uvloop.run(repeat(router[0], 32, seconds, lambda: SMALL))) / seconds / 2
@@ -144,6 +153,30 @@ def cost(peer_python: str | None = None, pairs: int = 5, seconds: float = 4.0) -
     latency = {f"added_p{100 * share:.0f}_ms": rounded(statistics.median(values)) for share, values in added.items()}
     print(f"added at {rate:,.0f} requests/s: {latency}")
     return figures | {"latency": latency | {"requests_per_s": round(rate)}}
+
+
+def gateways(
+    programs: str | None = None, nginx: str | None = None, pairs: int = 6, seconds: float = 3.0
+) -> dict[str, Any]:
+    if programs is None:
+        raise SystemExit("--programs: none given; the folder with the programs vllm-router and sglang-router")
+    names = ["penstock", *(f"{each}-router:{policy}" for policy in PEER_POLICIES for each in ("vllm", "sglang"))]
+    names += ["nginx"] if nginx else []
+    figures: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        backends = [stack.enter_context(serving(sys.executable, LOADS, "backend"))[0] for _ in range(2)]
+        workers = [Worker(f"http://127.0.0.1:{port}") for port in backends]
+        known = {"bin": programs, "nginx": nginx or ""}
+        proxies = {name: stack.enter_context(gateway(name, workers, known)) for name in names}
+        for what, streams in (("requests", False), ("chunks", True)):
+            sides = {each: partial(per_cpu_second, proxies[each], streams, seconds, PROMPTS) for each in names}
+            rounds(sides, 1)
+            found = rounds(sides, pairs)
+            figures[what] = {
+                name: summary(what, {"penstock": found["penstock"], name: found[name]}, "per CPU second")
+                for name in names[1:]
+            }
+    return figures
 
 
 # -- hash --------------------------------------------------------------------------------------------------------
@@ -332,4 +365,4 @@ def split(
 
 
 if __name__ == "__main__":
-    main(__doc__, "route", cost, hash, failover, split, slow_router)
+    main(__doc__, "route", cost, gateways, hash, failover, split, slow_router)

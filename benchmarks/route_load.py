@@ -70,7 +70,7 @@ class Backend(asyncio.Protocol):
             self.transport.write(whole(MODELS if b"/v1/models" in head else b"{}"))
         elif (place := body.find(b'"num_events":')) >= 0:
             self.transport.write(STREAM_HEAD)
-            self.streams[self] = int(body[place + 13 :].split(b",")[0])
+            self.streams[self] = int(body[place + 13 :].split(b",")[0].rstrip(b"} "))  # some gateways write bodies anew
         else:
             self.transport.write(whole(ANSWER))
 

@@ -232,19 +232,7 @@ INLINE void combine(const struct attention *a, const struct attention_job *piece
     finish_rows(a, pieces, kv_head, &s, &w, type);
 }
 
-static void attend_float32(const struct attention *a, const struct attention_job *job, int kv_head, float *partials,
-                           void *scratch) {
-    attend(a, job, kv_head, partials, scratch, FLOAT32);
-}
-static void attend_bfloat16(const struct attention *a, const struct attention_job *job, int kv_head, float *partials,
-                            void *scratch) {
-    attend(a, job, kv_head, partials, scratch, BFLOAT16);
-}
-static void combine_float32(const struct attention *a, const struct attention_job *pieces, int kv_head,
-                            const float *partials, void *scratch) {
-    combine(a, pieces, kv_head, partials, scratch, FLOAT32);
-}
-static void combine_bfloat16(const struct attention *a, const struct attention_job *pieces, int kv_head,
-                             const float *partials, void *scratch) {
-    combine(a, pieces, kv_head, partials, scratch, BFLOAT16);
-}
+IN_BOTH_TYPES(attend, attend, (const struct attention *a, const struct attention_job *job, int kv_head,
+                               float *partials, void *scratch), a, job, kv_head, partials, scratch)
+IN_BOTH_TYPES(combine, combine, (const struct attention *a, const struct attention_job *pieces, int kv_head,
+                                 const float *partials, void *scratch), a, pieces, kv_head, partials, scratch)

@@ -82,6 +82,19 @@ struct chunk {
     vec scales[2][CODED_VECTORS], minima[2][CODED_VECTORS]; /* by group */
 };
 
+/* What is computed with next: the rest of a panel, `left` chunks, and then another one. It is fetched a chunk at a time,
+ * for memory would be idle while products are computed. */
+struct reading {
+    const uint8_t *from, *then;
+    int64_t size, left; /* bytes of a chunk; 0: nothing */
+};
+
+INLINE void fetch_some(struct reading *next) {
+    if (next->left-- == 0) next->from = next->then;
+    for (int64_t at = 0; at < next->size; at += 64) __builtin_prefetch(next->from + at);
+    next->from += next->size;
+}
+
 static __attribute__((noinline)) void find_chunk(const struct code_type *t, const uint8_t *panel, int64_t number,
                                                  struct chunk *c) {
     const uint8_t *header = panel + header_at(t, number, CODED_COLUMNS);
@@ -183,11 +196,12 @@ INLINE pairs add_byte_products(pairs a, pairs b, pairs c) {
 }
 
 INLINE void multiply_quads(const int low, const int high, const int groups, const struct coded *l, int64_t row,
-                           const uint8_t *panel, float *out) {
+                           const uint8_t *panel, struct reading *next, float *out) {
     const int quads_in_group = 8 / groups, at_once = low + high == 6 ? 2 : low + high == 5 ? 4 : quads_in_group;
     const pairs ones = (pairs){0} + 1;
     for (int64_t number = 0; number < l->depth / CHUNK; number++) {
         struct chunk c;
+        fetch_some(next);
         find_chunk(l->type, panel, number, &c);
         int64_t at = number * l->x.rows + row;
         const uint32_t *x = l->x.bytes + at * (CHUNK / 2);
@@ -225,9 +239,10 @@ INLINE void multiply_quads(const int low, const int high, const int groups, cons
 
 /* One row of other codes: they are widened in registers. */
 INLINE void multiply_one(const int low, const int high, const int groups, const uint8_t *table, const struct coded *l,
-                         int64_t row, const uint8_t *panel, float *out) {
+                         int64_t row, const uint8_t *panel, struct reading *next, float *out) {
     for (int64_t number = 0; number < l->depth / CHUNK; number++) {
         struct chunk c;
+        fetch_some(next);
         find_chunk(l->type, panel, number, &c);
         int64_t at = number * l->x.rows + row;
         const uint32_t *x = (const uint32_t *)(l->x.values + at * CHUNK);
@@ -247,18 +262,18 @@ INLINE void multiply_one(const int low, const int high, const int groups, const 
     }
 }
 
-static void multiply_row(const struct coded *l, int64_t row, const uint8_t *panel, float *out) {
+static void multiply_row(const struct coded *l, int64_t row, const uint8_t *panel, struct reading *next, float *out) {
     const uint8_t *table = l->type->table;
     switch (l->type->low * 4 + l->type->high) {
-    case 8: multiply_quads(2, 0, 2, l, row, panel, out); break;
-    case 9: multiply_quads(2, 1, 2, l, row, panel, out); break;
+    case 8: multiply_quads(2, 0, 2, l, row, panel, next, out); break;
+    case 9: multiply_quads(2, 1, 2, l, row, panel, next, out); break;
     case 16:
-        if (table) multiply_one(4, 0, 1, table, l, row, panel, out);
-        else multiply_quads(4, 0, 1, l, row, panel, out);
+        if (table) multiply_one(4, 0, 1, table, l, row, panel, next, out);
+        else multiply_quads(4, 0, 1, l, row, panel, next, out);
         break;
-    case 17: multiply_quads(4, 1, 1, l, row, panel, out); break;
-    case 18: multiply_quads(4, 2, 2, l, row, panel, out); break;
-    default: multiply_one(8, 0, 1, NULL, l, row, panel, out);
+    case 17: multiply_quads(4, 1, 1, l, row, panel, next, out); break;
+    case 18: multiply_quads(4, 2, 2, l, row, panel, next, out); break;
+    default: multiply_one(8, 0, 1, NULL, l, row, panel, next, out);
     }
 }
 
@@ -294,8 +309,9 @@ static void widen_chunk(const struct code_type *t, const uint8_t *panel, int64_t
 }
 
 INLINE void multiply_wide(const int rows, const struct coded *l, int64_t row, int64_t number, int count,
-                          const struct wide_chunk *w, float *out) {
+                          const struct wide_chunk *w, struct reading *next, float *out) {
     for (int64_t at = number * l->x.rows + row; count--; at += l->x.rows, w++) {
+        fetch_some(next);
         const uint32_t *x = (const uint32_t *)(l->x.values + at * CHUNK);
         struct sums s;
         for (int half = 0; half < 2; half++) {
@@ -308,14 +324,14 @@ INLINE void multiply_wide(const int rows, const struct coded *l, int64_t row, in
 }
 
 INLINE void multiply_many(int rows, const struct coded *l, int64_t row, int64_t number, int count,
-                          const struct wide_chunk *w, float *out) {
+                          const struct wide_chunk *w, struct reading *next, float *out) {
     switch (rows) {
-    case 1: multiply_wide(1, l, row, number, count, w, out); break;
-    case 2: multiply_wide(2, l, row, number, count, w, out); break;
-    case 3: multiply_wide(3, l, row, number, count, w, out); break;
-    case 4: multiply_wide(4, l, row, number, count, w, out); break;
-    case 5: multiply_wide(5, l, row, number, count, w, out); break;
-    default: multiply_wide(6, l, row, number, count, w, out);
+    case 1: multiply_wide(1, l, row, number, count, w, next, out); break;
+    case 2: multiply_wide(2, l, row, number, count, w, next, out); break;
+    case 3: multiply_wide(3, l, row, number, count, w, next, out); break;
+    case 4: multiply_wide(4, l, row, number, count, w, next, out); break;
+    case 5: multiply_wide(5, l, row, number, count, w, next, out); break;
+    default: multiply_wide(6, l, row, number, count, w, next, out);
     }
 }
 
@@ -323,22 +339,28 @@ INLINE void multiply_many(int rows, const struct coded *l, int64_t row, int64_t 
 INLINE void coded_parts(const struct coded *l, int64_t first, int64_t end, enum element type) {
     struct wide_chunk wide[SPAN];
     float sums[LINEAR_ROWS * CODED_COLUMNS];
-    int64_t chunks = l->depth / CHUNK;
+    int64_t chunks = l->depth / CHUNK, size = panel_bytes(l->type, l->depth, CODED_COLUMNS);
     for (int64_t part = first; part < end; part++) {
         int64_t block = part / l->row_parts, row = part % l->row_parts * LINEAR_ROWS;
         int rows = (int)(l->rows - row < LINEAR_ROWS ? l->rows - row : LINEAR_ROWS);
         row += l->first_row;
-        const uint8_t *panel = l->weight + block * panel_bytes(l->type, l->depth, CODED_COLUMNS);
+        const uint8_t *panel = l->weight + block * size;
         memset(sums, 0, sizeof *sums * rows * CODED_COLUMNS);
+        int64_t then = (part + 1 + (part + 1 < end ? 0 : l->others)) / l->row_parts * size;
+        struct reading next = {panel + SPAN * (size / chunks), l->weight + then, size / chunks, chunks - SPAN};
         if (l->x.bytes)
-            for (int r = 0; r < rows; r++) multiply_row(l, row + r, panel, sums + r * CODED_COLUMNS);
+            for (int r = 0; r < rows; r++, next.size = 0)
+                multiply_row(l, row + r, panel, &next, sums + r * CODED_COLUMNS);
         else
             for (int64_t number = 0; number < chunks; number += SPAN) {
                 int count = (int)(chunks - number < SPAN ? chunks - number : SPAN);
                 for (int i = 0; i < count; i++) widen_chunk(l->type, panel, number + i, wide + i);
-                for (int r = 0; r < rows; r += CODED_ROWS)
-                    multiply_many(rows - r < CODED_ROWS ? rows - r : CODED_ROWS, l, row + r, number, count, wide,
+                struct reading nothing = {0};
+                for (int r = 0, some; r < rows; r += some) {
+                    some = (rows - r) / ((rows - r + CODED_ROWS - 1) / CODED_ROWS); /* as many each time */
+                    multiply_many(some, l, row + r, number, count, wide, r ? &nothing : &next,
                                   sums + r * CODED_COLUMNS);
+                }
             }
         for (int r = 0; r < rows; r++)
             for (int64_t i = 0, at = block * CODED_COLUMNS; i < CODED_COLUMNS && at < l->width;
@@ -350,8 +372,7 @@ INLINE void coded_parts(const struct coded *l, int64_t first, int64_t end, enum 
     }
 }
 
-static void coded_float32(const struct coded *l, int64_t first, int64_t end) { coded_parts(l, first, end, FLOAT32); }
-static void coded_bfloat16(const struct coded *l, int64_t first, int64_t end) { coded_parts(l, first, end, BFLOAT16); }
+IN_BOTH_TYPES(coded, coded_parts, (const struct coded *l, int64_t first, int64_t end), l, first, end)
 
 /* A chunk's integers as bytes. */
 INLINE void split_chunk(const int16_t *values, uint32_t *bytes) {
@@ -395,9 +416,4 @@ INLINE void quantize_rows(const struct quantize *q, int64_t first, int64_t end, 
         }
 }
 
-static void quantize_float32(const struct quantize *q, int64_t first, int64_t end) {
-    quantize_rows(q, first, end, FLOAT32);
-}
-static void quantize_bfloat16(const struct quantize *q, int64_t first, int64_t end) {
-    quantize_rows(q, first, end, BFLOAT16);
-}
+IN_BOTH_TYPES(quantize, quantize_rows, (const struct quantize *q, int64_t first, int64_t end), q, first, end)

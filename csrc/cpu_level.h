@@ -114,7 +114,7 @@ struct coded {
     const float *bias; /* NULL: none */
     void *y;
     int64_t first_row, rows, depth, width, y_stride;
-    int64_t row_parts;
+    int64_t row_parts, others; /* parts that the other threads take before a thread takes more */
 };
 
 /* Rows that have one adapter, and what it adds to a product of theirs (cpu_ops.cdef.h). */

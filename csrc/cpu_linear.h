@@ -25,7 +25,4 @@ INLINE void linear_parts(const struct linear *l, int64_t first, int64_t end, enu
     }
 }
 
-static void linear_float32(const struct linear *l, int64_t first, int64_t end) { linear_parts(l, first, end, FLOAT32); }
-static void linear_bfloat16(const struct linear *l, int64_t first, int64_t end) {
-    linear_parts(l, first, end, BFLOAT16);
-}
+IN_BOTH_TYPES(linear, linear_parts, (const struct linear *l, int64_t first, int64_t end), l, first, end)

@@ -99,9 +99,4 @@ INLINE void low_rank_rows(const struct low_rank *l, int64_t first, int64_t end, 
     }
 }
 
-static void low_rank_float32(const struct low_rank *l, int64_t first, int64_t end) {
-    low_rank_rows(l, first, end, FLOAT32);
-}
-static void low_rank_bfloat16(const struct low_rank *l, int64_t first, int64_t end) {
-    low_rank_rows(l, first, end, BFLOAT16);
-}
+IN_BOTH_TYPES(low_rank, low_rank_rows, (const struct low_rank *l, int64_t first, int64_t end), l, first, end)

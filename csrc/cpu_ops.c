@@ -296,7 +296,9 @@ int penstock_coded(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride
         cost += depth * p->width * (count + PRODUCTS_PER_CODE_READ);
     }
     int num_threads = threads_for(cost, cpu);
-    spread(coded_some, w, all, all / (16 * num_threads) + 1, num_threads);
+    int64_t chunk = all / (16 * num_threads) + 1;
+    for (int i = 0; i < num; i++) w->layers[i].others = chunk * (num_threads - 1);
+    spread(coded_some, w, all, chunk, num_threads);
     free(w);
     return 0;
 }

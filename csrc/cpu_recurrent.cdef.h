@@ -21,9 +21,11 @@ void penstock_convolve(const struct penstock_cpu *cpu, const struct penstock_sta
  * also scaled by key_dim^-1/2, decay = exp(rate * softplus(a + shift)) and beta = sigmoid(b), a token makes
  * S = decay S + k (beta (v - decay k S)), and out = norm(q S) * norm_weight * silu(z).
  * qkv: key_heads queries, as many keys, then values of a token side by side; z: value_heads * value_dim of it; gates:
- * value_heads numbers b, then as many a. */
+ * value_heads numbers b, then as many a.
+ * Mamba 2, with a skip [value_heads] and no norm_weight, does not erase what a key had: with q and k as they are and
+ * step = softplus(a + shift), S = exp(rate * step) S + k step v, and out = (q S + skip v) * silu(z); gates are a alone. */
 struct penstock_delta {
-    uintptr_t qkv, z, gates, rate, shift, norm_weight, out;
+    uintptr_t qkv, z, gates, rate, shift, norm_weight, skip, out;
     int64_t qkv_stride, z_stride, gates_stride;
     int key_heads, value_heads, key_dim, value_dim; /* dims up to PENSTOCK_HEAD */
     float eps;

@@ -1,4 +1,4 @@
-/* Recurrent layers: the short convolution and the gated delta rule, as cpu_recurrent.cdef.h describes them.
+/* Recurrent layers: the short convolution, the gated delta rule and Mamba 2, as cpu_recurrent.cdef.h describes them.
  *
  * A row's tokens go through one after the other, whatever their number: so chunks of any size give the same bits. That
  * is also quick, because a piece of the state of a head stays in the cache while RUN tokens go over it, and each pass
@@ -49,48 +49,51 @@ INLINE void convolve_block(const struct convolve *c, int row, int64_t channel, i
 struct delta_run {
     float q[RUN][PENSTOCK_HEAD], k[RUN][PENSTOCK_HEAD], out[RUN][PENSTOCK_HEAD];
     float decay[RUN], beta[RUN], product[RUN]; /* of q and k */
+    float skip;
 };
 
-/* x / |x| * scale */
+/* x / |x| * scale; as it is if scale is 0 */
 INLINE void direction(const void *x, int64_t width, float scale, float *y, enum element type) {
     vec sum = {0};
     for (int64_t i = 0; i < width; i += LANES) {
         vec a = load(x, i, width - i, type);
         sum = multiply_add(a, a, sum);
     }
-    vec factor = splat(scale / __builtin_sqrtf(sum_lanes(sum) + 1e-6f));
+    vec factor = splat(scale ? scale / __builtin_sqrtf(sum_lanes(sum) + 1e-6f) : 1.0f);
     for (int64_t i = 0; i < width; i += LANES) store(y, i, width - i, load(x, i, width - i, type) * factor, FLOAT32);
 }
 
 INLINE void begin_run(const struct penstock_delta *d, struct delta_run *run, int head, int64_t first, int count,
                       enum element type) {
     int key = head / (d->value_heads / d->key_heads), width = d->key_dim;
-    float scale = 1.0f / __builtin_sqrtf((float)width);
+    float scale = d->skip ? 0.0f : 1.0f / __builtin_sqrtf((float)width);
+    run->skip = d->skip ? ((const float *)d->skip)[head] : 0.0f;
     for (int t = 0; t < count; t++) {
         int64_t token = first + t;
         const void *q = element_at((const void *)d->qkv, token * d->qkv_stride + key * width, type);
         direction(q, width, scale, run->q[t], type);
-        direction(element_at(q, (int64_t)d->key_heads * width, type), width, 1.0f, run->k[t], type);
+        direction(element_at(q, (int64_t)d->key_heads * width, type), width, !d->skip, run->k[t], type);
         vec sum = {0};
         for (int64_t i = 0; i < width; i += LANES)
             sum = multiply_add(load(run->q[t], i, width - i, FLOAT32), load(run->k[t], i, width - i, FLOAT32), sum);
         run->product[t] = sum_lanes(sum);
         int64_t gate = token * d->gates_stride + head;
-        float a = one_of(d->gates, gate + d->value_heads, type) + ((const float *)d->shift)[head];
+        float a = one_of(d->gates, d->skip ? gate : gate + d->value_heads, type) + ((const float *)d->shift)[head];
         float softplus = a > 20.0f ? a : log1pf(expf(a));
         run->decay[t] = expf(((const float *)d->rate)[head] * softplus);
-        run->beta[t] = 1.0f / (1.0f + expf(-one_of(d->gates, gate, type)));
+        run->beta[t] = d->skip ? softplus : 1.0f / (1.0f + expf(-one_of(d->gates, gate, type)));
     }
 }
 
 /* Columns [column, column + vecs * LANES) of the state, `left` of which there are, past the tokens of a run. */
 INLINE void delta_columns(const struct penstock_delta *d, struct delta_run *run, const void *v, float *state,
-                          int64_t column, int64_t left, int count, const int vecs, enum element type) {
+                          int64_t column, int64_t left, int count, const int vecs, const int erases,
+                          enum element type) {
     vec with_key[2] = {{0}, {0}}, with_query[2] = {{0}, {0}}; /* the state's products with the next token's k and q */
     for (int i = 0; i < d->key_dim; i++)
         for (int n = 0; n < vecs; n++) {
             vec s = load(state, i * (int64_t)d->value_dim + column + n * LANES, left - n * LANES, FLOAT32);
-            with_key[n] = multiply_add(splat(run->k[0][i]), s, with_key[n]);
+            if (erases) with_key[n] = multiply_add(splat(run->k[0][i]), s, with_key[n]);
             with_query[n] = multiply_add(splat(run->q[0][i]), s, with_query[n]);
         }
     for (int t = 0; t < count; t++) {
@@ -101,6 +104,7 @@ INLINE void delta_columns(const struct penstock_delta *d, struct delta_run *run,
             vec value = load(v, t * d->qkv_stride + at, left - n * LANES, type);
             change[n] = splat(run->beta[t]) * (value - decay * with_key[n]);
             vec out = multiply_add(splat(run->product[t]), change[n], decay * with_query[n]);
+            if (!erases) out = multiply_add(splat(run->skip), value, out);
             store(run->out[t], at, left - n * LANES, out, FLOAT32);
             with_key[n] = with_query[n] = (vec){0};
         }
@@ -110,7 +114,7 @@ INLINE void delta_columns(const struct penstock_delta *d, struct delta_run *run,
                 vec s = load(state, at, left - n * LANES, FLOAT32) * decay;
                 s = multiply_add(splat(k[i]), change[n], s);
                 store(state, at, left - n * LANES, s, FLOAT32);
-                with_key[n] = multiply_add(splat(next_k[i]), s, with_key[n]);
+                if (erases) with_key[n] = multiply_add(splat(next_k[i]), s, with_key[n]);
                 with_query[n] = multiply_add(splat(next_q[i]), s, with_query[n]);
             }
     }
@@ -122,10 +126,11 @@ INLINE void end_run(const struct penstock_delta *d, const struct delta_run *run,
     for (int t = 0; t < count; t++) {
         const void *z = element_at((const void *)d->z, (first + t) * d->z_stride + head * width, type);
         void *out = (void *)element_at((const void *)d->out, ((first + t) * d->value_heads + head) * width, type);
-        vec scale = splat(inverse_rms(run->out[t], width, d->eps, FLOAT32));
+        vec scale = splat(d->skip ? 1.0f : inverse_rms(run->out[t], width, d->eps, FLOAT32));
         for (int64_t i = 0; i < width; i += LANES) {
             int64_t left = width - i;
-            vec y = load(run->out[t], i, left, FLOAT32) * scale * load((const void *)d->norm_weight, i, left, FLOAT32);
+            vec y = load(run->out[t], i, left, FLOAT32) * scale;
+            if (!d->skip) y *= load((const void *)d->norm_weight, i, left, FLOAT32);
             store(out, i, left, y * activate(load(z, i, left, type), SILU), type);
         }
     }
@@ -149,22 +154,15 @@ INLINE void delta_head(const struct penstock_delta *d, const struct penstock_sta
         const void *v = element_at((const void *)d->qkv, values, type);
         int64_t column = 0;
         for (; column + 2 * LANES <= d->value_dim; column += 2 * LANES)
-            delta_columns(d, &run, v, state, column, 2 * LANES, count, 2, type);
+            if (d->skip) delta_columns(d, &run, v, state, column, 2 * LANES, count, 2, 0, type);
+            else delta_columns(d, &run, v, state, column, 2 * LANES, count, 2, 1, type);
         for (; column < d->value_dim; column += LANES)
-            delta_columns(d, &run, v, state, column, d->value_dim - column, count, 1, type);
+            delta_columns(d, &run, v, state, column, d->value_dim - column, count, 1, !d->skip, type);
         end_run(d, &run, head, first, count, type);
     }
 }
 
-static void convolve_float32(const struct convolve *c, int row, int64_t channel, int64_t end) {
-    convolve_block(c, row, channel, end, FLOAT32);
-}
-static void convolve_bfloat16(const struct convolve *c, int row, int64_t channel, int64_t end) {
-    convolve_block(c, row, channel, end, BFLOAT16);
-}
-static void delta_float32(const struct penstock_delta *d, const struct penstock_states *s, int row, int head) {
-    delta_head(d, s, row, head, FLOAT32);
-}
-static void delta_bfloat16(const struct penstock_delta *d, const struct penstock_states *s, int row, int head) {
-    delta_head(d, s, row, head, BFLOAT16);
-}
+IN_BOTH_TYPES(convolve, convolve_block, (const struct convolve *c, int row, int64_t channel, int64_t end), c, row,
+              channel, end)
+IN_BOTH_TYPES(delta, delta_head, (const struct penstock_delta *d, const struct penstock_states *s, int row, int head),
+              d, s, row, head)

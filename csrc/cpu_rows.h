@@ -114,23 +114,8 @@ INLINE void rope_rows(const struct rope *r, int64_t first, int64_t end, enum ele
     }
 }
 
-static void norm_float32(const struct norm *n, int64_t first, int64_t end) { norm_rows(n, first, end, FLOAT32); }
-static void norm_bfloat16(const struct norm *n, int64_t first, int64_t end) { norm_rows(n, first, end, BFLOAT16); }
-static void rope_float32(const struct rope *r, int64_t first, int64_t end) { rope_rows(r, first, end, FLOAT32); }
-static void rope_bfloat16(const struct rope *r, int64_t first, int64_t end) { rope_rows(r, first, end, BFLOAT16); }
-static void silu_float32(const struct gate *g, int64_t first, int64_t end) { gate_rows(g, first, end, SILU, FLOAT32); }
-static void silu_bfloat16(const struct gate *g, int64_t first, int64_t end) {
-    gate_rows(g, first, end, SILU, BFLOAT16);
-}
-static void gelu_float32(const struct gate *g, int64_t first, int64_t end) {
-    gate_rows(g, first, end, GELU_TANH, FLOAT32);
-}
-static void gelu_bfloat16(const struct gate *g, int64_t first, int64_t end) {
-    gate_rows(g, first, end, GELU_TANH, BFLOAT16);
-}
-static void clamped_float32(const struct gate *g, int64_t first, int64_t end) {
-    gate_rows(g, first, end, CLAMPED_SWISH, FLOAT32);
-}
-static void clamped_bfloat16(const struct gate *g, int64_t first, int64_t end) {
-    gate_rows(g, first, end, CLAMPED_SWISH, BFLOAT16);
-}
+IN_BOTH_TYPES(norm, norm_rows, (const struct norm *n, int64_t first, int64_t end), n, first, end)
+IN_BOTH_TYPES(rope, rope_rows, (const struct rope *r, int64_t first, int64_t end), r, first, end)
+IN_BOTH_TYPES(silu, gate_rows, (const struct gate *g, int64_t first, int64_t end), g, first, end, SILU)
+IN_BOTH_TYPES(gelu, gate_rows, (const struct gate *g, int64_t first, int64_t end), g, first, end, GELU_TANH)
+IN_BOTH_TYPES(clamped, gate_rows, (const struct gate *g, int64_t first, int64_t end), g, first, end, CLAMPED_SWISH)

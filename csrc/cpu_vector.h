@@ -17,6 +17,11 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Two functions of the level's table, `name`_float32 and `name`_bfloat16, which hand what they are given on to `run`. */
+#define IN_BOTH_TYPES(name, run, given, ...)                        \
+    static void name##_float32 given { run(__VA_ARGS__, FLOAT32); } \
+    static void name##_bfloat16 given { run(__VA_ARGS__, BFLOAT16); }
+
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));

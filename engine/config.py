@@ -72,6 +72,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     enable_prefix_caching: bool = True
     max_queued_requests: int = 4096
     patience_s: float = 30.0  # who has waited longer goes before every priority
+    verify_blocks: int = 0  # one in so many that are taken from a tier is computed again; 0: none
     speculative_config: SpeculativeConfig | None = None  # None: nothing is computed before it is sampled
 
     @property
@@ -111,6 +112,11 @@ class EngineOptions:
         ("--speculative-config", "-sc"),
     )
     enforce_eager: bool | None = flag("no CUDA graphs; kernels are warmed up all the same (default: off)", has_off=True)
+    batch_invariant: bool | None = flag(
+        "a request's numbers do not depend on what is computed beside it, on a GPU as they never do on a CPU "
+        "(default: off; it takes longer)",
+        has_off=True,
+    )
     seed: int | None = flag(
         "for requests without a seed of their own, and for dummy weights (default: none, and 0)", "N"
     )
@@ -137,6 +143,9 @@ class EngineOptions:
         "Without it, peers must be on this machine's loopback",
         "FILE",
     )
+    verify_blocks: Count | None = flag(
+        "compute one in so many blocks that are found in a tier again, and compare: docs/trust.md (default: off)", "N"
+    )
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = flag(
         "share of the GPU to use when no size is given (default: 0.9)",
         "F",
@@ -148,6 +157,9 @@ class EngineOptions:
     )
     max_lora_rank: Annotated[int, Meta(ge=1, le=256)] | None = flag("the largest rank taken (default: 16)", "N")
     max_cpu_loras: Count | None = flag("adapters held in the host's memory (default: 64)", "N")
+    lora_experts: bool | None = flag(
+        "let them change experts, for which a GPU sets places aside as well (default: on)", has_off=True
+    )
     enable_expert_parallel: bool | None = flag(
         "share out whole experts between the ranks, not slices of each (default: off)",
         names=("--enable-expert-parallel", "-ep"),
@@ -246,9 +258,15 @@ def _check_together(said: EngineOptions, config: EngineConfig) -> None:
         )
     if said.eplb_config is not None and not executor.enable_eplb:
         raise ValueError("eplb_config: given; it needs enable_eplb, without which no expert moves")
-    for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+    if executor.batch_invariant and executor.enable_eplb:
+        raise ValueError(
+            "batch_invariant: given; with enable_eplb the ranks that a sum is over change with the load: one of the two"
+        )
+    for name in ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_experts"):
         if getattr(said, name) is not None and not executor.enable_lora:
             raise ValueError(f"{name}: given; it needs enable_lora, without which no adapter is taken")
+    if executor.verify_blocks and executor.enable_eplb:
+        raise ValueError("verify_blocks: given; with enable_eplb experts move, and numbers are summed in other orders")
     if executor.max_cpu_loras < executor.max_loras and executor.enable_lora:
         raise ValueError(
             f"max_cpu_loras: {executor.max_cpu_loras} given; the {executor.max_loras} on the device (max_loras) are "
@@ -258,7 +276,7 @@ def _check_together(said: EngineOptions, config: EngineConfig) -> None:
         raise ValueError("ray_allow_open_dashboard: given; only executor 'ray' has a dashboard")
     if executor.kv_peer_secret_file and not (executor.kv_peers or executor.kv_peer_listen):
         raise ValueError("kv_peer_secret_file: given; it needs kv_peers or kv_peer_listen")
-    for name in ("kv_host_bytes", "kv_disk_bytes", "kv_peers", "kv_peer_listen"):
+    for name in ("kv_host_bytes", "kv_disk_bytes", "kv_peers", "kv_peer_listen", "verify_blocks"):
         if getattr(executor, name) and not scheduler.enable_prefix_caching:
             raise ValueError(f"{name}: given; without enable_prefix_caching no block is found again")
 

@@ -8,9 +8,19 @@ from typing import Literal
 
 import msgspec
 
-from penstock.executor.protocol import AdapterInfo, ExpertUpdate, ModelInfo, Pooled, Sampling, TokenLogprobs
+from penstock.executor.protocol import (
+    AdapterInfo,
+    ExpertUpdate,
+    ModelInfo,
+    Part,
+    Pooled,
+    Sampling,
+    SleepLevel,
+    TokenLogprobs,
+)
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+PauseMode = Literal["abort", "wait", "keep"]  # what becomes of the requests that run: vLLM's words
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
@@ -39,30 +49,29 @@ class WatchCache(msgspec.Struct, frozen=True, tag="watch", array_like=True):
     is_on: bool
 
 
-class ResetCache(msgspec.Struct, frozen=True, tag="reset_cache", array_like=True):
-    """Forget all cached content; answered by a `CacheReset` with the same number."""
-
-    number: int
-
-
-class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", array_like=True):
-    """Hold the adapter in this folder; answered by an `AdapterLoaded` with the same number."""
-
-    number: int
-    path: str
-
-
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", array_like=True):
     """One that was loaded is not asked for any more, by no request that follows; those before it end as ever."""
 
     key: str
 
 
+class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
+    """What is done between two steps; answered by a `Controlled` with the same number, when it is done. Pauses and so on
+    are in engine/core/rest.py."""
+
+    number: int
+    what: Literal["load_adapter", "reset_prefix_cache", "pause", "resume", "update_weights", "sleep", "wake_up"]
+    path: str = ""  # of an adapter's folder, or of weights
+    mode: PauseMode = "abort"
+    level: SleepLevel = 1
+    parts: tuple[Part, ...] = ()
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
     """Stop at once. A drain is the front's: it stops submitting and waits."""
 
 
-ToCore = Submit | Abort | WatchCache | ResetCache | LoadAdapter | UnloadAdapter | Shutdown
+ToCore = Submit | Abort | WatchCache | UnloadAdapter | Control | Shutdown
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -80,6 +89,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     queued_s: float | None = None  # with the first tokens: from arrival in the core to the first step
     num_preemptions: int = 0
     is_refusal: bool = False  # with an error: the request itself is at fault
+    weights_version: int = 0  # that computed `tokens`
 
 
 class Stats(msgspec.Struct, array_like=True):
@@ -146,17 +156,20 @@ class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):
     error: str
 
 
-class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset", array_like=True):
-    """`ok` is False where requests or transfers were in flight, and nothing was forgotten."""
+class EngineState(msgspec.Struct, frozen=True, array_like=True):
+    """What may change while the engine lives."""
 
+    weights_version: int = 0
+    fingerprint: bytes = b""  # of these weights
+    is_paused: bool = False
+    asleep: tuple[Part, ...] = ()  # what it has let go of
+
+
+class Controlled(msgspec.Struct, frozen=True, tag="controlled", array_like=True):
     number: int
-    ok: bool
+    state: EngineState
+    error: str = ""  # it was refused, and nothing has changed
+    adapter: AdapterInfo | None = None  # that was loaded
 
 
-class AdapterLoaded(msgspec.Struct, frozen=True, tag="adapter_loaded", array_like=True):
-    number: int
-    info: AdapterInfo | None  # None: it cannot be used, and nothing has changed
-    error: str = ""
-
-
-FromCore = Connected | Outputs | CacheUpdate | LoadProgress | Ready | Heartbeat | Dead | CacheReset | AdapterLoaded
+FromCore = Connected | Outputs | CacheUpdate | LoadProgress | Ready | Heartbeat | Dead | Controlled

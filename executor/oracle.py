@@ -20,16 +20,20 @@ import xxhash
 
 from penstock.cache.tiers.base import Store
 from penstock.executor.protocol import (
+    NO_WEIGHTS,
     AdapterInfo,
     Admission,
     ExecutorConfig,
     GroupInfo,
     ModelInfo,
+    Part,
     Row,
     Sampling,
+    SleepLevel,
     Step,
     StepResult,
     TokenLogprobs,
+    WeightsError,
 )
 from penstock.executor.tiers.open_tiers import open_tiers
 from penstock.executor.tiers.transfers import NumpyCopier
@@ -80,6 +84,7 @@ class OracleExecutor:
             max_loras=config.max_loras if config.enable_lora else 0,
         )
         self._adapters: set[str] = set()
+        self._asleep: set[Part] = set()
         self._windows = [group.window for group in groups if group.kind != "state"]  # 0: none
         self._num_pages = groups[-1].pages
         self._model = model
@@ -96,6 +101,7 @@ class OracleExecutor:
     def submit(self, step: Step) -> None:
         assert len(self._queue) < self.info.max_in_flight, "too many steps in flight"
         assert step.step_id > self._last_step_id, "steps out of order"
+        assert not self._asleep, "a step for an executor that sleeps"
         self._last_step_id = step.step_id
         assert self._unmasked is None, "a step is submitted before the masks of the one before"
         self._queue.append(step)
@@ -157,6 +163,29 @@ class OracleExecutor:
 
     def unload_adapter(self, key: str) -> None:
         self._adapters.remove(key)
+
+    def update_weights(self, path: str) -> None:
+        """Any file that there is in the folder is content; without one, there are no weights."""
+        assert not self._queue, "weights change beneath a step"
+        files = sorted(Path(path).glob("*"))
+        if not files:
+            raise WeightsError(f"{path}: no weights")
+        self._model = xxhash.xxh3_64_intdigest(b"".join(file.read_bytes() for file in files))
+        fingerprint = self._model.to_bytes(8, "little")
+        self.info = msgspec.structs.replace(self.info, fingerprint=fingerprint)
+        self._slots.clear()
+        self._asleep.discard("weights")
+
+    def sleep(self, level: SleepLevel) -> None:
+        assert not self._queue, "memory goes beneath a step"
+        self._kv[:] = 0xDEAD
+        self._slots.clear()
+        self._asleep = {"kv_cache"} if level == 1 else {"kv_cache", "weights"}
+
+    def wake(self, parts: Sequence[Part]) -> None:
+        if "kv_cache" in parts and "weights" in self._asleep:
+            raise WeightsError(NO_WEIGHTS)
+        self._asleep -= {*parts} - {"weights"}
 
     def fileno(self) -> int | None:
         return None

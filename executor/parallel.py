@@ -1,7 +1,8 @@
 """The ranks that compute one model together, as an object given to what needs it.
 
 A `RankGroup` of one does nothing. Otherwise its ranks make the same calls in the same order. After `sum` every rank
-holds the same bits; `gather_columns` and `broadcast` know one distinguished rank, the first, which samples for all.
+holds the same bits; on a CPU each number is summed in the order of the ranks. `gather_columns` and `broadcast` know one
+distinguished rank, the first, which samples for all.
 
 On CUDA a collective is launched on the current stream and the host goes on: a graph may hold it
 (executor/step/graphs.py).
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._C._distributed_c10d import AllgatherOptions
 
 
 class CollectiveError(RuntimeError):
@@ -25,6 +27,9 @@ class Connections(Protocol):
     """As much as is asked of a backend of torch's, whose stubs leave it out."""
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any, /) -> dist.Work | None: ...
+    def allgather(
+        self, out: list[list[torch.Tensor]], given: list[torch.Tensor], options: Any, /
+    ) -> dist.Work | None: ...
     def gather(self, out: list[list[torch.Tensor]], given: list[torch.Tensor], options: Any, /) -> dist.Work | None: ...
     def broadcast(self, tensors: list[torch.Tensor], options: Any, /) -> dist.Work | None: ...
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
@@ -44,10 +49,13 @@ class RankGroup:
         world: int = 1,
         connect: Callable[[str], Connections] | None = None,
         device: torch.device | None = None,
+        is_ordered: bool = False,
     ) -> None:
-        """`connect` makes connections between the ranks, to be called by all with the same name."""
+        """`connect` makes connections between the ranks, to be called by all with the same name. Ordered: sums are in the
+        order of the ranks, which those of a backend are not: it may cut a tensor and begin each piece at another rank."""
         assert 0 <= rank < world and (connect is None) == (world == 1)
         self.rank, self.world, self.device = rank, world, device or torch.device("cpu")
+        self._is_ordered = is_ordered
         self._connect = connect
         self._backend = None if connect is None else connect("first")
 
@@ -69,8 +77,16 @@ class RankGroup:
         if self._backend is None:
             return part
         part = part.contiguous()
-        self._run("sum", self._backend.allreduce, [part], dist.AllreduceOptions())
-        return part
+        if self.world == 2 or (part.is_cuda and not self._is_ordered):
+            self._run("sum", self._backend.allreduce, [part], dist.AllreduceOptions())
+            return part
+        # Backends add up in an order that goes by a number's place in the tensor, and so by what else is in the batch.
+        parts = [torch.empty_like(part) for _ in range(self.world)]
+        self._run("sum", self._backend.allgather, [parts], [part], AllgatherOptions())
+        total = parts[0].float()
+        for other in parts[1:]:
+            total += other
+        return total.to(part.dtype)
 
     def minimum(self, value: int) -> int:
         """The least of the ranks' values, on all ranks."""

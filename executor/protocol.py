@@ -9,7 +9,7 @@ the sampling state. A step only says what changed. A token sampled by step N lan
 history, so step N+1 can be built, and submitted, before the host has learned what N sampled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -26,6 +26,8 @@ KvDType = Literal["auto", "fp8", "fp8_e4m3"]  # auto: the model's; the other two
 # In place of tokens: a vector of the last position or the mean over all, or the numbers of a classifier's labels.
 Pooled = Literal["last", "mean", "labels"]
 Activation = Literal["identity", "sigmoid", "softmax"]  # from a label's number to what is shown
+SleepLevel = Literal[1, 2]  # the cache goes; 2: and the weights, for others to take their place
+Part = Literal["weights", "kv_cache"]  # of the memory, as vLLM calls them
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -117,6 +119,10 @@ class Transfers(msgspec.Struct, frozen=True, array_like=True):
     touches: list[bytes] = []  # keys on the disk that were used, in a nearer tier perhaps; starts of chains first
     saved_keys: list[bytes] = []  # of the saves, where peers may ask for them
     forget: bool = False  # nothing computed before may be given to peers any more
+    drops: list[bytes] = []  # what disk and peers have of these keys is not to be trusted; comes before all else
+    # Ticket (below 0), a block that was kept and one that was computed, neither written by a row of the step: the
+    # completion says whether they hold the same. On a CPU that is the same bits, on a GPU (almost) the same numbers.
+    compares: list[tuple[int, int, int]] = []
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -289,6 +295,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     block_size: int = 16
+    verify_blocks: int = 0  # the engine will ask to compare blocks
     kv_cache_dtype: KvDType = "auto"
     kv_cache_bytes: int | None = None  # None: a share of the free memory
     kv_host_bytes: int = 0  # of all ranks together, like the disk's
@@ -307,7 +314,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_loras: Annotated[int, Meta(ge=1, le=256)] = 8
     max_lora_rank: Annotated[int, Meta(ge=1, le=256)] = 16
     max_cpu_loras: Annotated[int, Meta(ge=1)] = 64
+    lora_experts: bool = True
     enforce_eager: bool = False
+    batch_invariant: bool = False
     seed: int = 0
     hf_overrides: dict[str, Any] = {}
 
@@ -345,6 +354,20 @@ class Executor(Protocol):
         """Let go of it; no step that is submitted from now on names it."""
         ...
 
+    def update_weights(self, path: str) -> None:
+        """Compute with other weights of the same model from the next step on: those in a folder, or in a file of named
+        tensors. `info.fingerprint` is theirs then, and every slot is forgotten. No step is in flight. Raises
+        WeightsError if they cannot be used, and then nothing has changed; also not on a single rank."""
+        ...
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Let go of memory; no step is in flight, and none comes before `wake`. Raises WeightsError if it cannot."""
+        ...
+
+    def wake(self, parts: Sequence[Part]) -> None:
+        """Take these parts of the memory back; blocks are empty. Raises WeightsError where weights are to come first."""
+        ...
+
     def fileno(self) -> int | None:
         """Readable when something has happened that no `collect` waits for: call `check` then. None: never."""
         ...
@@ -372,6 +395,13 @@ class ExecutorError(Exception):
 
 class AdapterError(ExecutorError):
     """An adapter cannot be used; the message says which part of it. Everything is as before."""
+
+
+class WeightsError(ExecutorError):
+    """Weights cannot be taken; the message says why. Everything is as before."""
+
+
+NO_WEIGHTS = "wake_up: sleep of level 2 has dropped the weights; update_weights brings others"
 
 
 def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> Executor:

@@ -1,14 +1,22 @@
 """The executor of one device in this process: loads the model, allocates the KV cache, runs steps in order."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import AdapterInfo, ExecutorConfig, ExecutorError, Step, StepResult
+from penstock.executor.protocol import (
+    AdapterInfo,
+    ExecutorConfig,
+    ExecutorError,
+    Part,
+    SleepLevel,
+    Step,
+    StepResult,
+)
 from penstock.executor.ranks.rank import Rank, choose_device
-from penstock.executor.step.runner import Launched
+from penstock.executor.step.runner import Launched, ModelRunner
 
 
 class UniprocExecutor:
@@ -22,9 +30,12 @@ class UniprocExecutor:
                 f"tensor_parallel_size: {config.tensor_parallel_size} given; executor 'uniproc' runs one rank"
             )
         rank = Rank(config, RankGroup(), choose_device(config.device), progress)
-        self.info = rank.info
-        self._rank, self._runner = rank, rank.runner
+        self.info, self._rank = rank.info, rank
         self._in_flight: deque[Launched] = deque()
+
+    @property
+    def _runner(self) -> ModelRunner:
+        return self._rank.runner
 
     def submit(self, step: Step) -> None:
         assert len(self._in_flight) < self.info.max_in_flight, "too many steps in flight"
@@ -44,6 +55,17 @@ class UniprocExecutor:
     def unload_adapter(self, key: str) -> None:
         self._rank.adapters.unload(key)
 
+    def update_weights(self, path: str) -> None:
+        self._rank.prepare_weights(path)
+        self._rank.take_weights()
+        self.info = self._rank.info
+
+    def sleep(self, level: SleepLevel) -> None:
+        self._rank.sleep(level)
+
+    def wake(self, parts: Sequence[Part]) -> None:
+        self._rank.wake(parts)
+
     def fileno(self) -> int | None:
         return None
 
@@ -54,4 +76,4 @@ class UniprocExecutor:
         """Forget the model and the cache; their memory goes with the last reference."""
         self._in_flight.clear()
         self._rank.close()
-        del self._runner, self._rank
+        del self._rank

@@ -19,18 +19,17 @@ from penstock.engine.http.auth import Keys
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.http.page.document import document
-from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.http.token_form import CONTENT_TYPE, REPORT_HEADER
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig
-from penstock.router.exchange import Exchange, Outgoing
+from penstock.router.exchange import Exchange, Outgoing, as_refusal
 from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection, Edge
 from penstock.router.http.heads import ClientRequest, Headers
 from penstock.router.lines import line_of
 from penstock.router.metrics import KEPT, RouterMetrics, route_of
-from penstock.router.placement.prompts import Asked, Routable, Texts
+from penstock.router.placement.prompts import Asked, Routable, Texts, length_of
 from penstock.router.preview import preview
 from penstock.router.quota import Accounts, Quotas
 from penstock.router.tokenizing import tokens_at_replica
@@ -57,8 +56,6 @@ TEXT = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
 
 WITH_IDS = b"content-type: %b\r\n" % CONTENT_TYPE
 
-_ASKED = msgspec.json.Decoder(Asked)
-
 
 class ReplicaChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST and DELETE /replicas; `peer` of one that only computes prompts."""
@@ -76,7 +73,11 @@ class RouterApp:
         self.edge = Edge(self, config.limits)
         self.accounts = None if config.quotas is None else Accounts(Quotas.read(config.quotas))
         self.num_shadows = 0
-        self.spans = _open_spans(config.telemetry)
+        self.spans: ExchangeSpans | None = None
+        if config.telemetry.otlp_traces_endpoint is not None:  # else nothing of it is even imported
+            from penstock.router import spans
+
+            self.spans = spans.ExchangeSpans(config.telemetry)
         self.lines = AccessLog(form, "router") if (form := config.access_log) != "off" else None
         exporter = None if self.spans is None else self.spans.exporter
         self.metrics = RouterMetrics(fleet, self.edge.refused, exporter)
@@ -142,22 +143,24 @@ class RouterApp:
             if path == "/route":
                 self.spawn(self._preview(request, connection))
                 return
-            status, headers, body = self._own(request, path)
-        except HttpError as error:
+            answer = self._own(request, path)
+        except Exception as error:  # the top of a request: it must not end without an answer
             self._refuse_here(request, connection, error)
-            return
-        except Exception:  # the top of a request: it must not end without an answer
-            log.exception("a request failed in the router")
-            self._refuse_here(request, connection, HttpError(500, "internal error"))
-            return
+        else:
+            self._answer(request, connection, *answer)
+
+    def _answer(
+        self, request: ClientRequest, connection: ClientConnection, status: int, headers: Headers, body: bytes
+    ) -> None:
         self.note(request, status)
         self.metrics.count(request, status)
         connection.answer(status, headers, body)
 
-    def _refuse_here(self, request: ClientRequest, connection: ClientConnection, error: HttpError) -> None:
+    def _refuse_here(self, request: ClientRequest, connection: ClientConnection, error: Exception) -> None:
         """What never became an exchange, which would have a line of its own."""
-        self.note(request, error.status)
-        self.refuse(request, connection, error)
+        refusal = as_refusal(error)
+        self.note(request, refusal.status)
+        self.refuse(request, connection, refusal)
 
     def refuse(self, request: ClientRequest, connection: ClientConnection, error: HttpError) -> None:
         self.metrics.count(request, error.status)
@@ -197,7 +200,7 @@ class RouterApp:
     # A request for a replica.
 
     def _proxy(self, request: ClientRequest, connection: ClientConnection) -> None:
-        asked = decode(_ASKED, request.body) if request.body or request.path in PROXIED else Asked()
+        asked = decode(Asked, request.body) if request.body or request.path in PROXIED else Asked()
         group = self.fleet.group_of(asked.model)
         if bytes(asked.kv_transfer_params) not in (b"", b"null") and self.fleet.has_prefills:
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
@@ -235,17 +238,10 @@ class RouterApp:
     async def _preview(self, request: ClientRequest, connection: ClientConnection) -> None:
         try:
             reply = await preview(self, request)
-        except HttpError as error:
+        except Exception as error:  # as in `handle`
             self._refuse_here(request, connection, error)
-            return
-        except Exception:  # as in `handle`
-            log.exception("a request failed in the router")
-            self._refuse_here(request, connection, HttpError(500, "internal error"))
-            return
-        self.note(request, 200)
-        self.metrics.count(request, 200)
-        if connection.current is request:
-            connection.answer(200, JSON, msgspec.json.encode(reply))
+        else:
+            self._answer(request, connection, 200, JSON, msgspec.json.encode(reply))
 
     def _begin(self, exchange: Exchange, group: ReplicaGroup, asked: Asked, prepared: Routable) -> None:
         request = exchange.request
@@ -264,6 +260,7 @@ class RouterApp:
             prepared.prompt,
             prepared.num_tokens,
             self._client_key(request),
+            length_of(request.path, asked, prepared),
         )
         try:
             exchange.start(group, outgoing)
@@ -364,7 +361,7 @@ class RouterApp:
             raise HttpError(403, "the fleet can be changed only where the router was started with --admin-api-key")
         if not _admits(self._admin_keys, request):
             raise HttpError(403, "changing the fleet needs the admin key")
-        change = decode(msgspec.json.Decoder(ReplicaChange), request.body)
+        change = decode(ReplicaChange, request.body)
         try:
             backend = Backend.of(change.url, "url")
             backend.lines(os.environ)
@@ -403,14 +400,6 @@ class RouterApp:
                 leg.attempt for leg in (exchange, exchange.prefill) if leg is not None and leg.attempt is not None
             ]
         assert self.fleet.num_in_flight == len(attempts), f"{self.fleet.num_in_flight} in flight, {len(attempts)} known"
-
-
-def _open_spans(telemetry: Telemetry) -> "ExchangeSpans | None":
-    if telemetry.otlp_traces_endpoint is None:  # then nothing of it is even imported
-        return None
-    from penstock.router import spans
-
-    return spans.ExchangeSpans(telemetry)
 
 
 def is_proxied(path: str) -> bool:

@@ -5,6 +5,7 @@ import random
 from typing import TYPE_CHECKING
 
 from penstock.router.fleet.fleet import ReplicaGroup
+from penstock.router.fleet.replica import Replica
 from penstock.router.http.upstream import ConnectFailed, fetch
 
 if TYPE_CHECKING:
@@ -27,18 +28,17 @@ def drawn(group: ReplicaGroup) -> frozenset[str]:
 
 def cast_shadows(app: "RouterApp", group: ReplicaGroup, outgoing: "Outgoing") -> None:
     for url in group.aside:
-        share = group.replicas[url].backend.shadow
-        if share is None or random.random() >= share:
+        replica = group.replicas[url]
+        if (share := replica.backend.shadow) is None or random.random() >= share:
             continue
-        if app.num_shadows >= MOST_SHADOWS or not group.replicas[url].is_up:
+        if app.num_shadows >= MOST_SHADOWS or not replica.is_up:
             app.metrics.counts["shadows", "skipped"] += 1
         else:
             app.num_shadows += 1
-            app.spawn(_shadow(app, url, group, outgoing))
+            app.spawn(_shadow(app, replica, outgoing))
 
 
-async def _shadow(app: "RouterApp", url: str, group: ReplicaGroup, outgoing: "Outgoing") -> None:
-    replica = group.replicas[url]
+async def _shadow(app: "RouterApp", replica: Replica, outgoing: "Outgoing") -> None:
     # The last line of the client's headers is the content type, which `fetch` writes itself.
     lines = outgoing.lines.rpartition(b"content-type:")[0] + (replica.key_line or outgoing.client_key)
     try:

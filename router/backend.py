@@ -2,16 +2,18 @@
 DNS, Kubernetes and `POST /replicas`:
 
     http://HOST:PORT[,events=PORT|ENDPOINT][,replay=PORT|ENDPOINT][,key=VARIABLE][,canary=SHARE][,shadow=SHARE]
+                    [,priority=lowest|highest]
 """
 
 import re
 from collections.abc import Mapping
+from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
-WORDS = ("events", "replay", "key", "canary", "shadow")
-FORM = "URL[,events=PORT][,replay=PORT][,key=VARIABLE][,canary=SHARE][,shadow=SHARE]"
+WORDS = ("events", "replay", "key", "canary", "shadow", "priority")
+FORM = "URL[,events=PORT][,replay=PORT][,key=VARIABLE][,canary=SHARE][,shadow=SHARE][,priority=lowest|highest]"
 _ENDPOINT = re.compile(r"(tcp://[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}|ipc:///[^,\s]+)")
 
 
@@ -22,7 +24,8 @@ class RouteError(ValueError):
 class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
     """`events`, `replay`: where an engine of another kind publishes what it caches (ZMQ), and repeats what was missed.
     `key`: the environment variable with the key that it asks for. `canary`: the share of its model's requests that it
-    gets, in place of its turn. `shadow`: the share that it gets beside them, its answers unread."""
+    gets, in place of its turn. `shadow`: the share that it gets beside them, its answers unread. `priority`: which goes first there, where it serves
+    priorities at all."""
 
     url: str
     events: str | None = None
@@ -30,6 +33,7 @@ class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
     key: str | None = None
     canary: float | None = None
     shadow: float | None = None
+    priority: Literal["lowest", "highest"] | None = None
 
     @classmethod
     def of(cls, text: str, field: str = "backend") -> "Backend":
@@ -79,6 +83,10 @@ def _read(name: str, value: str, url: str, field: str) -> str | float:
     if name == "key":
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
             raise RouteError(f"{field}: key={value[:40]!r} is not the name of an environment variable")
+        return value
+    if name == "priority":
+        if value not in ("lowest", "highest"):
+            raise RouteError(f"{field}: priority={value[:40]!r}; lowest or highest is expected, which goes first there")
         return value
     try:
         share = float(value)

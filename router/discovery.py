@@ -44,7 +44,7 @@ SOURCE = re.compile(
 )
 
 
-class SourceError(Exception):
+class SourceError(ValueError):
     """A source cannot be read now; the message says why."""
 
 
@@ -68,6 +68,7 @@ class Discovery:
         self._sources = sources
         self._apply = apply
         self._found: dict[str, dict[str, str]] = {source: {} for source in sources}  # by URL: how it is written
+        self._added: set[str] = set()  # of their URLs, those that were not there before
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -86,7 +87,7 @@ class Discovery:
                     async for texts in found:
                         self._take(source, texts)
                         said = ""
-            except (SourceError, OSError, RouteError, TimeoutError, ValueError) as error:
+            except (OSError, ValueError, LookupError, TypeError) as error:  # or what it says has another form
                 if str(error) != said:
                     said = str(error)
                     log.warning("discover: %s: %s; the replicas that are known stay", source, said or "no answer")
@@ -100,29 +101,36 @@ class Discovery:
         for url in (old.keys() | new.keys()) - others:
             if old.get(url) == new.get(url):
                 continue
-            for method, text in (("DELETE", old.get(url)), ("POST", new.get(url))):
-                if text is not None:
-                    self._change(method, text)
+            if url in self._added:
+                self._added.remove(url)
+                self._change("DELETE", url)
+            if url in new and self._change("POST", new[url]):
+                self._added.add(url)
 
-    def _change(self, method: str, text: str) -> None:
+    def _change(self, method: str, text: str) -> bool:
         try:
             self._apply(method, text)
         except (HttpError, RouteError) as error:  # the operator has named it too, or its key is not set
             log.warning("discover: %s: %s", text, error)
+            return False
+        return True
 
 
 async def states(source: str) -> AsyncGenerator[list[str], None]:
     """All replicas of a source, each time that they may have changed."""
     found = check_source(source)
     if found["path"]:
-        seen: tuple[int, int] | None = None
+        read: tuple[int, int] | None = None
+        before = read
         while True:
             status = await asyncio.to_thread(os.stat, found["path"])
-            if seen != (status.st_mtime_ns, status.st_size):
-                seen = status.st_mtime_ns, status.st_size
+            seen = status.st_mtime_ns, status.st_size
+            if seen != read and (seen == before or read is None):  # the same twice: it is not being written
+                read = seen
                 text = await asyncio.to_thread(Path(found["path"]).read_text)
                 lines = [line.strip() for line in text.splitlines()]
                 yield [line for line in lines if line and not line.startswith("#")]
+            before = seen
             await asyncio.sleep(LOOK_S)
     elif found["service"]:
         async with contextlib.aclosing(endpoints(found["namespace"], found["service"], found["k8s_port"])) as states:
@@ -240,6 +248,7 @@ async def endpoints(namespace: str, service: str, port: str | None) -> AsyncGene
             async for line in changes:
                 if json.loads(line)["type"] != "BOOKMARK":
                     break  # all of it is read again: a slice is a part, and this is simple
+        await asyncio.sleep(LOOK_S)  # changes come in groups, and a watch may end at once
 
 
 def _ready(piece: dict[str, Any], wanted: str | None) -> list[str]:

@@ -24,13 +24,16 @@ from penstock.router.aside import cast_shadows, drawn
 from penstock.router.attempt import Attempt
 from penstock.router.fleet.fleet import ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
+from penstock.router.foreign_error import in_openais_form
 from penstock.router.http.edge import ClientConnection
 from penstock.router.http.heads import AnswerHead, ClientRequest, answer_head
 from penstock.router.http.upstream import Dechunker
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import NO_NAMES, Prompt
+from penstock.router.placement.prompts import NO_LENGTH, Length
 from penstock.router.prefill import PrefillLeg, place
-from penstock.router.quota import Account
+from penstock.router.quota import PRIORITIZED, Bill
+from penstock.router.split import with_field
 
 if TYPE_CHECKING:
     from penstock.router.app import RouterApp
@@ -53,6 +56,14 @@ def cached_tokens_in(data: bytes) -> int | None:
     return int(found[-1]) if found else None
 
 
+def as_refusal(error: Exception) -> HttpError:
+    """Of a bug of ours the traceback goes to the log, and nothing of it to the client."""
+    if isinstance(error, HttpError):
+        return error
+    log.error("a request failed in the router", exc_info=error)
+    return HttpError(500, "internal error")
+
+
 class Outgoing(msgspec.Struct, frozen=True, gc=False):
     """What is sent, and by what a replica is chosen. The body is the client's; `with_ids` has the token ids in it."""
 
@@ -66,6 +77,7 @@ class Outgoing(msgspec.Struct, frozen=True, gc=False):
     prompt: Prompt | None
     num_tokens: int
     client_key: bytes  # the header with the client's own key, for replicas that have none
+    length: Length = NO_LENGTH
 
 
 class Exchange:
@@ -80,7 +92,7 @@ class Exchange:
     __slots__ = (
         "_aside", "_cached", "_group", "_head", "_held", "_is_whole", "_num_data", "_num_data_then", "_num_lost",
         "_num_reported", "_outgoing", "_plain", "_prefills_tried", "_quiet_since_s", "_reason", "_status", "_tried",
-        "account", "app", "attempt", "begun_s", "connection", "first_byte_s", "model", "num_attempts", "prefill",
+        "app", "attempt", "begun_s", "bill", "connection", "first_byte_s", "model", "num_attempts", "prefill",
         "replica", "request", "state", "trace",
     )  # fmt: skip
     _group: ReplicaGroup
@@ -108,7 +120,7 @@ class Exchange:
         self._plain: Dechunker | None = None  # a client of HTTP/1.0 knows no chunks
         self._held: tuple[bytes, ...] = ()  # the body of a busy answer
         self._aside = NO_NAMES  # replicas that stand aside for this request
-        self.account: Account | None = None  # what its client may ask for
+        self.bill: Bill | None = None  # of what its client may ask for
         self._cached: int | None = -1  # in the body, of an engine that says it there; -1: not looked for
         self._num_data = self._num_reported = self._num_data_then = 0
 
@@ -122,16 +134,15 @@ class Exchange:
         self.connection.reader = self
         self.app.exchanges.add(self)
         if self.app.accounts is not None:
-            self.account = self.app.accounts.of(self.request.key)
-            self.account.begin()
+            self.bill = Bill(self.app.accounts.of(self.request.key))
 
     def start(self, group: ReplicaGroup, outgoing: Outgoing) -> None:
         self._group, self._outgoing, self.model = group, outgoing, outgoing.model or group.root
         if group.aside:
             self._aside = drawn(group)
             cast_shadows(self.app, group, outgoing)
-        if self.account is not None:
-            self.account.charge(outgoing.num_tokens)
+        if self.bill is not None:
+            self.bill.charge(outgoing.num_tokens, 0)
         self.app.fleet.budget.deposit(self.app.fleet.num_in_flight)
         self._next()
 
@@ -143,23 +154,19 @@ class Exchange:
             self.app.refuse(self.request, self.connection, error)
 
     def fail(self, error: Exception) -> None:
-        """Something was raised: end with an answer, or it would count as in flight for ever. Of a bug of ours the traceback
-        goes to the log, and nothing of it to the client."""
+        """Something was raised: end with an answer, or it would count as in flight for ever."""
         if self.attempt is not None:
             self._let_go("gone", "")
-        if not isinstance(error, HttpError):
-            log.error("a request failed in the router", exc_info=error)
-            error = HttpError(500, "internal error")
-        self.refuse(error)
+        self.refuse(as_refusal(error))
 
     def _close(self, status: int) -> None:
         if self.state == "over":
             return
         self.state = "over"
         self.app.exchanges.discard(self)
-        if self.account is not None:
-            self.account.end()
-            self.account = None
+        if self.bill is not None:
+            self.bill.end()
+            self.bill = None
         if self.trace is not None:
             self.trace.end(self, status)
         self.app.note(self.request, status, self)
@@ -168,7 +175,7 @@ class Exchange:
 
     def _next(self) -> None:
         group, outgoing = self._group, self._outgoing
-        exclude = group.not_for(outgoing.model, self._tried)
+        exclude = group.not_for(outgoing.model, self._tried, outgoing.length)
         charge = group.placement.choose(
             outgoing.prompt,
             num_tokens=outgoing.num_tokens,
@@ -181,7 +188,7 @@ class Exchange:
             self._next()
             return
         if charge is None:
-            self._give_up(self.app.fleet.refusal(group, outgoing.model))
+            self._give_up(self.app.fleet.refusal(group, outgoing.model, outgoing.length))
             return
         self.state = "asking"
         self.replica, self.num_attempts = charge.replica, self.num_attempts + 1
@@ -192,26 +199,27 @@ class Exchange:
         lines, body = outgoing.lines, outgoing.body
         if outgoing.with_ids is not None and attempt.replica.text_digest == outgoing.text_digest:
             lines, body = outgoing.with_ids
+        is_form = body is not outgoing.body
+        if (priority := self.priority_at(attempt.replica)) is not None:
+            body = with_field(body, is_form, "priority", priority)
         if self.prefill is not None:
-            body = self.prefill.hint(body, is_form=body is not outgoing.body)
+            body = self.prefill.hint(body, is_form=is_form)
         attempt.start(
             outgoing.target, lines + (attempt.replica.key_line or outgoing.client_key), body, self.request.method
         )
+
+    def priority_at(self, replica: Replica) -> int | None:
+        """Of its client's class, as this replica has them; None: it says itself."""
+        if self.bill is None or self.bill.account.quota.priority is None or self.request.path not in PRIORITIZED:
+            return None
+        return replica.priority_sign * self.bill.account.quota.priority if replica.priority_sign else None
 
     def _split(self, prefills: ReplicaGroup, charge: Charge) -> None:
         """Have the prompt computed elsewhere, if enough of it is missing here and a replica is there to do it."""
         outgoing = self._outgoing
         num_missing = charge.num_tokens - charge.predicted_cached_tokens
         if not self._is_whole and num_missing >= self.app.config.prefill_threshold:
-            self.prefill = place(
-                self.app,
-                prefills,
-                self.request.path,
-                outgoing,
-                self._prefills_tried,
-                self._prefill_failed,
-                self.trace,
-            )
+            self.prefill = place(self, prefills, outgoing, self._prefills_tried)
         if self.prefill is not None:
             charge.hand_over(self.prefill.predicted_ttft_s)
         elif outgoing.prompt is not None:
@@ -226,7 +234,7 @@ class Exchange:
         if self._status < 400 and self._outgoing.prompt is not None:
             self._group.placement.expect(charge, self._outgoing.prompt)
 
-    def _prefill_failed(self, leg: PrefillLeg, outcome: Outcome) -> None:
+    def prefill_failed(self, leg: PrefillLeg, outcome: Outcome) -> None:
         """Nothing is out yet: withdraw the question from who answers, and begin again, with another to compute the
         prompt or without. Never an error: who answers can do without."""
         assert self.state == "asking"
@@ -294,7 +302,10 @@ class Exchange:
 
     def _retry_now(self) -> None:
         if self.state == "between":
-            self._next()
+            try:
+                self._next()
+            except Exception as error:  # as at its beginning
+                self.fail(error)
 
     def _give_up(self, error: HttpError) -> None:
         """No other can be asked: a busy replica's own answer, if there was one, or an error."""
@@ -303,7 +314,7 @@ class Exchange:
             return
         self._close(self._status)
         self.app.metrics.count(self.request, self._status)
-        self._write_first(b"".join(self._held))
+        self._write_first(b"".join(self._held), is_whole=True)
         self.connection.finish(self._keeps())
 
     # What comes from the replica.
@@ -316,14 +327,17 @@ class Exchange:
 
     def data(self, data: bytes) -> None:
         self._num_data += 1
-        if self._cached != -1 and b'"cached_tokens":' in data:
+        # `in` would cost three times as much: on bytes it first tries its left side as a number, by an exception.
+        if self._cached != -1 and data.rfind(b'"cached_tokens":') >= 0:
             self._cached = cached_tokens_in(data)
+        if self.bill is not None:
+            self.bill.read(data)
         if self._plain is not None:
             data = self._plain.feed(data)
         if self.state == "relaying":
             self.connection.transport.write(data)
-        elif self._status in BUSY and sum(map(len, self._held)) < MAX_HELD_BYTES:
-            self._held += (data,)
+        elif self._status >= 400 and not self._head.is_stream and sum(map(len, self._held)) < MAX_HELD_BYTES:
+            self._held += (data,)  # of an error, to be replaced or put into its form
         else:
             self._begin(data)
 
@@ -333,7 +347,7 @@ class Exchange:
             self._settle("busy", f"it answered {self._status}")
             return
         if self.state == "asking":
-            self._begin(b"")
+            self._begin(b"", is_whole=True)
         self.connection.finish(self._keeps())
         if self._cached is not None and self._cached >= 0 and self.attempt is not None:
             self._group.placement.counted(self.attempt.charge, self._cached)
@@ -346,7 +360,7 @@ class Exchange:
         elif (outcome := self.attempt.loss()) is not None:
             self._settle(outcome, reason)
 
-    def _begin(self, data: bytes) -> None:
+    def _begin(self, data: bytes, is_whole: bool = False) -> None:
         """The first byte: from here on nothing can be asked of another replica."""
         assert self.attempt is not None
         self.state = "relaying"
@@ -359,11 +373,14 @@ class Exchange:
             self._blocks_came(self.prefill, charge)
         elif self._group.prefills is not None:
             metrics.counts["split_requests", "direct"] += 1
-        self._write_first(b"".join((*self._held, data)) if self._held else data)
+        self._write_first(b"".join((*self._held, data)) if self._held else data, is_whole)
 
-    def _write_first(self, data: bytes) -> None:
-        lines = self._head.lines
-        if self._plain is None and self._head.is_chunked:
+    def _write_first(self, data: bytes, is_whole: bool) -> None:
+        lines, is_chunked = self._head.lines, self._plain is None and self._head.is_chunked
+        mapped = in_openais_form(self._head, data, is_chunked) if is_whole and self._status >= 400 else None
+        if mapped is not None:
+            lines, data = mapped
+        elif is_chunked:
             lines += b"transfer-encoding: chunked\r\n"
         self.connection.transport.write(answer_head(self._status, lines, self._keeps()) + data)
         self._held = ()
@@ -439,8 +456,8 @@ class Exchange:
     def _report_progress(self) -> None:
         if self.attempt is not None and self._num_data > self._num_reported:
             self.attempt.charge.tokens(self._num_data - self._num_reported)
-            if self.account is not None:
-                self.account.charge(self._num_data - self._num_reported)
+            if self.bill is not None:
+                self.bill.charge(0, self._num_data - self._num_reported)
             self._num_reported = self._num_data
 
     def check(self) -> None:

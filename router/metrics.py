@@ -4,16 +4,15 @@ With several workers each knows what the others counted a second ago (router/wor
 answers with the sums. States, caches and load are its own view.
 """
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock.engine.http.distribution import Distribution
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import State
 from penstock.router.http.heads import ClientRequest
@@ -41,21 +40,18 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "replica_failures": ("Failures seen of a replica.", ("replica",)),
     "replica_ejections": ("Times that a replica was ejected for its conduct.", ("replica",)),
 }
+PREFIX = "penstock:router_"
 SEPARATOR = "\x1f"  # between a counter's name and its labels in a report
 
 
-class Buckets:
-    def __init__(self, help_text: str, bounds: Sequence[float]) -> None:
-        self.help_text, self.bounds = help_text, bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-
 KEPT = ("/v1/responses/", "/v1/conversations/")  # before an id: what replicas keep, and find where they share a store
+
+
+def new_histograms() -> tuple[Distribution, Distribution]:
+    return (
+        Distribution(f"{PREFIX}first_byte_seconds", "Request complete to first byte relayed.", FIRST_BYTE_S),
+        Distribution(f"{PREFIX}loop_lag_seconds", "How late a timer ran.", LAG_S),
+    )
 
 
 class RouterMetrics(Collector):
@@ -64,9 +60,7 @@ class RouterMetrics(Collector):
         self._exporter = exporter
         # By name and labels; those without labels are shown from the start.
         self.counts: Counter[tuple[object, ...]] = Counter({("client_gone",): 0, ("broken_streams",): 0})
-        self.first_byte = Buckets("Request complete to first byte relayed.", FIRST_BYTE_S)
-        self.loop_lag = Buckets("How late a timer ran.", LAG_S)
-        self._histograms = {"first_byte_seconds": self.first_byte, "loop_lag_seconds": self.loop_lag}
+        self.first_byte, self.loop_lag = self._histograms = new_histograms()
         self.others: dict[int, dict[str, float]] = {}  # worker → what it last reported
         self._refused = refused  # status → what never became a request
         self._registry = CollectorRegistry()
@@ -89,9 +83,9 @@ class RouterMetrics(Collector):
         for replica in self.fleet.replicas.values():
             for name in ("requests", "failures", "ejections"):
                 found[_key(f"replica_{name}", replica.url)] = getattr(replica, f"num_{name}")
-        for name, histogram in self._histograms.items():
-            found |= {_key(name, place): count for place, count in enumerate(histogram.counts)}
-            found[_key(name, "sum")] = histogram.total
+        for histogram in self._histograms:
+            found |= {_key(histogram.name, place): count for place, count in enumerate(histogram.counts)}
+            found[_key(histogram.name, "sum")] = histogram.total
         for role, group in self.fleet.all_groups():
             found |= {
                 _key("placement", group.root, role, name): value for name, value in group.placement.metrics().items()
@@ -110,12 +104,15 @@ class RouterMetrics(Collector):
             name, *labels = key.split(SEPARATOR)
             by_name.setdefault(name, []).append((labels, value))
         for name, (help_text, names) in COUNTERS.items():
-            family = CounterMetricFamily(f"penstock:router_{name}", help_text, labels=names)
+            family = CounterMetricFamily(f"{PREFIX}{name}", help_text, labels=names)
             for values, count in by_name.get(name, ()):
                 family.add_metric(values, count)
             yield family
-        for name, histogram in self._histograms.items():
-            yield _family(name, histogram, {labels[0]: value for labels, value in by_name[name]})
+        for histogram in new_histograms():  # of all workers together
+            counts = {labels[0]: value for labels, value in by_name[histogram.name]}
+            histogram.total = counts.pop("sum")
+            histogram.counts = [counts[str(place)] for place in range(len(counts))]
+            yield histogram.family({})
         yield from _placement(by_name.get("placement", []))
         yield from self._of_replicas()
 
@@ -136,15 +133,6 @@ def route_of(request: ClientRequest) -> str:
 
 def _key(*parts: object) -> str:
     return SEPARATOR.join(map(str, parts))
-
-
-def _family(name: str, histogram: Buckets, counts: dict[str, float]) -> Metric:
-    """`counts` by place, of all workers together."""
-    bounds = [*map(str, histogram.bounds), "+Inf"]
-    buckets = list(zip(bounds, accumulate(counts[str(place)] for place in range(len(bounds))), strict=True))
-    return HistogramMetricFamily(
-        f"penstock:router_{name}", histogram.help_text, buckets=buckets, sum_value=counts["sum"]
-    )
 
 
 def _placement(found: list[tuple[list[str], float]]) -> Iterator[Metric]:

@@ -5,7 +5,6 @@ takes place while the rest of it is computed. This leg lives beside the exchange
 itself, or is dropped when the other has its first byte, fails, or loses its client.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.router.attempt import Attempt
@@ -14,32 +13,24 @@ from penstock.router.fleet.replica import Outcome
 from penstock.router.http.heads import AnswerHead
 from penstock.router.placement.load import Charge
 from penstock.router.placement.prompts import COMPLETIONS
-from penstock.router.split import form_with_peer, ids_of, is_splittable, prompt_of, with_peer
+from penstock.router.split import HINT, ids_of, is_splittable, prompt_of, with_field
 
 if TYPE_CHECKING:
-    from penstock.router.app import RouterApp
-    from penstock.router.exchange import Outgoing
-    from penstock.router.spans import ExchangeTrace
+    from penstock.router.exchange import Exchange, Outgoing
 
 LEAST_WAIT_S = 2.0
 MOST_WAIT_S = 60.0
 
 
 class PrefillLeg:
-    """`on_failure` is called at most once, and not after `leave`."""
+    """The exchange hears at most once that it failed (`prefill_failed`), and not after `leave`."""
 
-    def __init__(
-        self,
-        app: "RouterApp",
-        charge: Charge,
-        on_failure: Callable[["PrefillLeg", Outcome], None],
-        trace: "ExchangeTrace | None",
-    ) -> None:
-        self.attempt = Attempt(app, charge, self, None if trace is None else trace.attempt(charge, "prefill"))
+    def __init__(self, exchange: "Exchange", charge: Charge) -> None:
+        trace = exchange.trace
+        self.attempt = Attempt(exchange.app, charge, self, None if trace is None else trace.attempt(charge, "prefill"))
         self.replica = self.attempt.replica
         self.predicted_ttft_s = charge.predicted_ttft_s
-        self._app = app
-        self._on_failure = on_failure
+        self._exchange = exchange
         self._status = 0
         self._cached_tokens: int | None = None
 
@@ -56,7 +47,7 @@ class PrefillLeg:
         """
         assert self.replica.peer is not None
         wait_s = min(LEAST_WAIT_S + 2 * self.predicted_ttft_s, MOST_WAIT_S)
-        return (form_with_peer if is_form else with_peer)(body, self.replica.peer, wait_s)
+        return with_field(body, is_form, HINT, {"peer": self.replica.peer, "wait_s": round(wait_s, 3)})
 
     def leave(self, outcome: Outcome = "gone", reason: str = "") -> None:
         """It is not needed any more, or has failed."""
@@ -64,9 +55,9 @@ class PrefillLeg:
             return
         is_computed = outcome == "answered" and self._status < 400
         self.attempt.end(outcome, self._status, reason, is_ok=is_computed or outcome == "gone")
-        self._app.metrics.counts["prefills", _name(outcome, self._status)] += 1
+        self._exchange.app.metrics.counts["prefills", _name(outcome, self._status)] += 1
         if not is_computed and outcome != "gone":
-            self._on_failure(self, outcome)
+            self._exchange.prefill_failed(self, outcome)
 
     # What comes from the replica.
 
@@ -87,15 +78,10 @@ class PrefillLeg:
 
 
 def place(
-    app: "RouterApp",
-    prefills: ReplicaGroup,
-    path: str,
-    outgoing: "Outgoing",
-    tried: frozenset[str],
-    on_failure: Callable[[PrefillLeg, Outcome], None],
-    trace: "ExchangeTrace | None",
+    exchange: "Exchange", prefills: ReplicaGroup, outgoing: "Outgoing", tried: frozenset[str]
 ) -> PrefillLeg | None:
     """The leg, in flight; None where the prompt has to be computed with the answer, or no other can do it soon."""
+    path = exchange.request.path
     if outgoing.prompt is None or not is_splittable(path, outgoing.body):
         return None
     charge = prefills.placement.choose(
@@ -109,15 +95,17 @@ def place(
     if charge.predicted_ttft_s > MOST_WAIT_S:
         charge.release(ok=False)
         return None
-    leg = PrefillLeg(app, charge, on_failure, trace)
+    leg = PrefillLeg(exchange, charge)
     key_line = leg.replica.key_line or outgoing.client_key
-    if outgoing.with_ids is not None and leg.replica.text_digest == outgoing.text_digest:
+    is_form = outgoing.with_ids is not None and leg.replica.text_digest == outgoing.text_digest
+    if is_form and outgoing.with_ids is not None:
         lines, form = outgoing.with_ids
-        leg.attempt.start(
-            COMPLETIONS.encode(), lines + key_line, ids_of(form)
-        )  # to ids it is all the same what made them
+        path, body = COMPLETIONS, ids_of(form)  # to ids it is all the same what made them
     else:
-        leg.attempt.start(path.encode(), outgoing.lines + key_line, prompt_of(outgoing.body))
+        lines, body = outgoing.lines, prompt_of(outgoing.body)
+    if (priority := exchange.priority_at(leg.replica)) is not None:
+        body = with_field(body, is_form, "priority", priority)
+    leg.attempt.start(path.encode(), lines + key_line, body)
     return leg
 
 

@@ -1,14 +1,16 @@
-"""What each client may ask for: requests and tokens a minute, requests at a time. `--quotas FILE`:
+"""What each client may ask for: requests and tokens a minute, requests at a time; and before whom. `--quotas FILE`:
 
     {"default": {"requests": 600, "concurrent": 16},
-     "keys": {"sk-…": {"requests": 60, "tokens": 100000, "concurrent": 4}, "sk-other…": {}}}
+     "keys": {"sk-…": {"requests": 60, "tokens": 100000, "concurrent": 4}, "sk-other…": {"priority": -10}}}
 
 A minute's worth may be used at once and comes back evenly. Prompts are charged when they are known, answers as they come,
-so tokens can run into debt by one request; the next ones wait for it. Each process of the router has its own count.
+so tokens can run into debt by one request; the next ones wait for it. An answer that states its usage has been charged
+that in the end. Each process of the router has its own count.
 """
 
 import hmac
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,14 +24,19 @@ from penstock.engine.options import Count
 from penstock.router.backend import RouteError
 
 BEARER = b"bearer "
+# Of an answer's usage. (In a text of the model's the quotes would be escaped.) It may be cut by the end of a piece.
+_USAGE = re.compile(rb'"(total_tokens|completion_tokens|output_tokens)" ?: ?(\d{1,9})')
+USAGE_BYTES = 40
+PRIORITIZED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 
 class Quota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """None: as much as they like."""
+    """None: as much as they like, and the priority that they ask for."""
 
     requests: Count | None = None  # a minute
     tokens: Count | None = None  # a minute
     concurrent: Count | None = None
+    priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None  # the smallest goes first
 
 
 class Quotas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,6 +98,40 @@ class Account:
 
     def end(self) -> None:
         self.num_open -= 1
+
+
+class Bill:
+    """What one request is charged: its prompt as the router counts it, its answer by chunks, and then what its usage
+    says beyond or below that."""
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self._charged = {b"total_tokens": 0, b"output_tokens": 0}
+        self._said: dict[bytes, int] = {}
+        self._rest = b""
+        account.begin()
+
+    def charge(self, num_prompt: int, num_answer: int) -> None:
+        self._charged[b"total_tokens"] += num_prompt + num_answer
+        self._charged[b"output_tokens"] += num_answer
+        self.account.charge(num_prompt + num_answer)
+
+    def read(self, data: bytes) -> None:
+        """A piece of the answer. In a stream the last usage is the greatest."""
+        if self.account.tokens is None:
+            return
+        text = self._rest + data
+        for name, number in _USAGE.findall(text) if text.rfind(b'_tokens"') >= 0 else ():
+            name = b"output_tokens" if name == b"completion_tokens" else name
+            self._said[name] = max(self._said.get(name, 0), int(number))
+        self._rest = text[-USAGE_BYTES:]
+
+    def end(self) -> None:
+        for name in self._charged:  # the total, or at least that of the answer
+            if name in self._said:
+                self.account.charge(self._said[name] - self._charged[name])
+                break
+        self.account.end()
 
 
 class Accounts:

@@ -93,15 +93,11 @@ def check(args: argparse.Namespace) -> RouterConfig:
     """What will run; RouteError for what cannot."""
     config = resolve(_config(args), os.environ)
     check_tokens(config)
-    check_files(config)
-    return config
-
-
-def check_files(config: RouterConfig) -> None:
     for source in config.discover:
         check_source(source)
     if config.quotas is not None:
         Quotas.read(config.quotas)
+    return config
 
 
 def check_tokens(config: RouterConfig) -> None:
@@ -190,6 +186,7 @@ class RouterProcess:
 
     def _on_info(self, replica: Replica, model: ServedModel) -> None:
         self.texts.max_model_len = max(self.texts.max_model_len, model.max_model_len or 0)
+        replica.is_alike = model.text_digest is not None and model.text_digest == self.texts.digest
         if self.texts.digest is not None and model.text_digest not in (None, self.texts.digest):
             log.warning(
                 "%s has another tokenizer or chat template than --tokenizer names: it is sent text, and what it has "
@@ -206,6 +203,7 @@ class RouterProcess:
         is_same: bool | None = self.texts.tokenizer is not None or self.config.tokenize_at_replica
         if is_same and not self.config.tokenize_at_replica:
             is_same = await agrees(replica, self.texts, self.config.patience.response_s)
+            replica.is_alike = is_same is True
         if is_same is False:
             log.warning(
                 "%s makes other tokens of a text than --tokenizer does, or none is given: its cache events are not used, and what it has "

@@ -48,11 +48,8 @@ def ids_of(form: bytes) -> bytes:
     return token_form.join(msgspec.json.encode({**kept, "prompt": None, **ONE_TOKEN}), ids)
 
 
-def with_peer(body: bytes, peer: str, wait_s: float) -> bytes:
-    """`body`, and where the prompt's blocks are or will be."""
-    return msgspec.json.encode({**split_object(body), HINT: {"peer": peer, "wait_s": round(wait_s, 3)}})
-
-
-def form_with_peer(form: bytes, peer: str, wait_s: float) -> bytes:
-    text, ids = token_form.cut(form)
-    return token_form.join(with_peer(text, peer, wait_s), ids)
+def with_field(body: bytes, is_form: bool, name: str, value: object) -> bytes:
+    """The request, or its form with ids, with this field, whatever it says of it itself."""
+    text, ids = token_form.cut(body) if is_form else (body, b"")
+    text = msgspec.json.encode({**split_object(text), name: value})
+    return token_form.join(text, ids) if is_form else text

@@ -6,7 +6,6 @@ ids serve to know what is cached where; the replica itself is sent the client's 
 
 import asyncio
 from array import array
-from typing import Any
 
 import msgspec
 
@@ -65,12 +64,7 @@ async def agrees(replica: Replica, texts: Texts, timeout_s: float) -> bool | Non
     for path, fields in ((COMPLETIONS, {"prompt": SAMPLE}), (CHAT, {"messages": messages})):
         body = msgspec.json.encode({"model": replica.models[0], **fields})
         theirs = await ask_tokens(replica, body, timeout_s)
-        ours = await asyncio.to_thread(_own, texts, path, body)
+        ours = await asyncio.to_thread(texts.ids, path, body, msgspec.json.decode(body, type=Asked))
         if theirs is not None and ours is not None:
-            said.append(theirs == ours)
+            said.append(theirs == ours.packed)
     return all(said) if said else None
-
-
-def _own(texts: Texts, path: str, body: bytes) -> bytes | None:
-    ids: Any = texts.ids(path, body, msgspec.json.decode(body, type=Asked))
-    return None if ids is None else ids.packed

@@ -19,7 +19,16 @@ ROOMS = ("engine", "cache", "executor", "router", "eplb")
 
 # Where imports may point, per room; a name stands for itself and everything beneath it.
 MAY_IMPORT = {
-    "engine": {"engine", "cache", "executor.protocol", "executor.process_life", "executor.gguf_header", "_csrc"},
+    "engine": {
+        "engine",
+        "cache",
+        "executor.protocol",
+        "executor.process_life",
+        "executor.gguf_header",
+        "executor.shared_tensors",
+        "executor.forward",
+        "_csrc",
+    },
     "executor": {"executor", "cache", "eplb", "_csrc"},
     "cache": {"cache", "_csrc"},
     "eplb": {"eplb"},
@@ -38,11 +47,11 @@ MAY_IMPORT = {
 PARTS = {
     "engine": ("options vllm_options sampling_params model_files messages config", "http", "text", "grammar", "core", "front",
                "server", "commands"),
-    "executor": ("protocol gguf_header cache_layout batch moe_spec parallel staging progress process_life outbox free_memory",
+    "executor": ("protocol gguf_header shared_tensors cache_layout batch moe_spec parallel staging progress process_life outbox free_memory",
                  "kernels", "loading", "models",
-                 "sampling", "tiers", "step", "ring", "ranks", "uniproc oracle"),
+                 "sampling", "tiers", "step", "ring", "ranks", "uniproc oracle forward"),
     "router": ("backend config", "http", "placement", "fleet",
-               "discovery split spans lines attempt prefill quota aside exchange preview tokenizing app metrics workers serve",
+               "discovery split spans lines foreign_error quota attempt prefill aside exchange preview tokenizing app metrics workers serve",
                "deploy"),
     "cache": ("keys pool", "tiers.base tiers.health tiers.measures tiers.memory", "tiers.index", "tiers.disk",
               "tiers.peer"),

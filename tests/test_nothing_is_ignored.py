@@ -55,6 +55,7 @@ COMPANY = {
     "max_loras": ["--enable-lora", "--max-cpu-loras", "99"],
     "max_lora_rank": ["--enable-lora"],
     "max_cpu_loras": ["--enable-lora"],
+    "lora_experts": ["--enable-lora"],
     "kv_disk_path": ["--kv-disk-bytes", "1GiB"],
     "kv_disk_bytes": ["--kv-disk-path", "/somewhere"],
     "kv_peer_secret_file": ["--kv-peer", "127.0.0.1:9100"],
@@ -65,7 +66,13 @@ COMPANY = {
     "chat_template": ["--tokenizer", "model"],
     "trace_share": ["--otlp-traces-endpoint", "http://127.0.0.1:4318"],
 }
-OFF = {"enforce_eager", "enable_expert_parallel", "enable_eplb", "enable_lora"}  # unless they are asked for
+OFF = {
+    "enforce_eager",
+    "batch_invariant",
+    "enable_expert_parallel",
+    "enable_eplb",
+    "enable_lora",
+}  # unless they are asked for
 # Of `penstock serve`: what finds the model's files and what of them is used, before there is a configuration.
 OF_FILES = {"model", "model_option", "revision", "chat_template", "generation_config"}
 

@@ -16,10 +16,12 @@ from penstock.executor.kernels import (
     Activation,
     HeadNorms,
     InputOps,
+    KeyStore,
     Ops,
     Rotation,
     SamplingOps,
     Scaled,
+    ScoreExtras,
     torch_inputs,
     torch_ops,
 )
@@ -109,7 +111,7 @@ def attention(
 
     def attend(kernels: Kernels) -> torch.Tensor:
         k, v = (kernels.wide(pages) for pages in pages_of(kv, kit.middle))
-        return kernels.ops.paged_attention(kernels.wide(q), k, v, batch, dim**-0.5, window)
+        return kernels.ops.paged_attention(kernels.wide(q), (k, v), batch, dim**-0.5, ScoreExtras(window=window))
 
     yield Case(name, attend, None, *work(rows, q, 2 * kv_heads * dim))
 
@@ -165,7 +167,7 @@ def rope_cases(kit: Kit, num_tokens: int) -> Iterator[Case]:
             q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
             mine = kv.clone() if kernels.is_held else kv
             pages = pages_of(mine, kit.middle)
-            return kernels.ops.rope_and_store(q, k, v, rotation, pages, batch.kv_slots, norms), mine
+            return kernels.ops.rope_and_store(q, k, v, KeyStore(rotation, pages, batch.kv_slots, norms)), mine
 
         yield Case(name, call, error, 2 * merged.nbytes + 2 * angles.nbytes)
 

@@ -45,7 +45,7 @@ RUNGS = (
     Rung("kernel tests", 90, "pytest_part", {"paths": KERNEL_TESTS, "marks": "gpu and not slow"}),
     Rung("graphs", 70, "graph_part"),
     Rung("ceilings", 70, "kernel_part"),
-    Rung("decoding", 100, "model_part", {"models": DECODED, "parts": ["startup", "decode", "profile"]}),
+    Rung("decoding", 140, "model_part", {"models": DECODED, "parts": ["startup", "decode", "profile"]}),
     Rung("models", 130, "pytest_part", {"paths": MODEL_TESTS, "marks": "gpu"}),
     Rung("suite", 420, "suite_part"),
 )

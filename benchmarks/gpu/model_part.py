@@ -4,8 +4,8 @@
 
 Decoding and prompts go to the executor directly: no scheduler, requests that are "at" a length because the cache holds
 random numbers there. The batch of requests goes through `LLM`. Without `engine` in the job there is no engine and no
-measuring of memory, the shortest way from nothing to a step's time; then kernels are launched as usual, and once more
-as those that may start early.
+measuring of memory, the shortest way from nothing to a step's time; then kernels are launched as usual, once more as
+those that may start early, and once with `batch_invariant`: what that costs.
 """
 
 import gc
@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity
 
 from penstock.executor.protocol import Executor, ExecutorConfig, Row, open_executor
 
+VARIANTS = {"usual launch": {}, "dependent launch": {"dependent": True}, "fixed sums": {"batch_invariant": True}}
 NUM_KERNELS = 15  # of a profile, those that take longest
 KV_BYTES = 40 << 30  # 256 requests of a Llama-3.1-8B at 1,100 positions; beside its weights an H100 holds that
 
@@ -36,9 +37,8 @@ def main(job: dict[str, Any]) -> None:
         if job.get("engine"):
             measure(model, job, "")
             continue
-        for dependent in (False, True) if job["device"] == "cuda" else (False,):
-            prefix = f"{model}, {'dependent' if dependent else 'usual'} launch: "
-            measure(model, job | {"dependent": dependent}, prefix)
+        for variant, options in VARIANTS.items() if job["device"] == "cuda" else [("usual launch", {})]:
+            measure(model, job | options, f"{model}, {variant}: ")
             gc.collect()
             if job["device"] == "cuda":
                 torch.cuda.empty_cache()
@@ -69,6 +69,7 @@ def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tupl
         "max_model_len": min(8192, config["max_position_embeddings"]),
         "max_num_seqs": 8 if job["tiny"] else 256,
     }
+    options["batch_invariant"] = job.get("batch_invariant", False)
     if job["tiny"]:
         options["kv_cache_bytes"] = 2**22
     if not job.get("engine"):

@@ -5,6 +5,7 @@ It knows neither sockets nor text. The core process (engine/core/process.py) and
 """
 
 import gc
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from penstock.engine.config import EngineConfig
+from penstock.engine.core.rest import Rest
 from penstock.engine.core.scheduler import Scheduler, refusal
 from penstock.engine.http.kv_stream import KEY_BYTES
 from penstock.engine.messages import CacheUpdate, Output, Stats, Submit
@@ -30,6 +32,9 @@ from penstock.executor.protocol import (
 if TYPE_CHECKING:
     from penstock.engine.core.constraints import Constraints
     from penstock.engine.grammar.compiler import Compiler
+
+log = logging.getLogger("penstock.engine")
+DIFFERS = "a kept block is not what is computed: %s, which came from %s; all that begins with block %s is dropped"
 
 # Where nothing computes and only stores are at work, they are asked this often, and at a stop for this long.
 POLL_S = 0.0005
@@ -65,6 +70,7 @@ class EngineCore:
         self.cache_log = CacheLog(pools)
         self._clock = clock
         self.last_step_tokens = 0  # of the step that `step` collected
+        self.rest = Rest(self)
         self._experts: ExpertUpdate | None = None
         self._adapters: Counter[str] = Counter()  # how often each is loaded; 0: it goes with its last request
         # What a heartbeat of another thread reads, of the step that runs; each is one assignment.
@@ -97,6 +103,8 @@ class EngineCore:
             self.executor.unload_adapter(key)
 
     def submit(self, message: Submit) -> Output | None:
+        if self.rest.hold_back(message):
+            return None
         if message.adapter is not None and not self._adapters[message.adapter]:
             return refusal(message, "adapter: it is not loaded")
         if message.grammar is None:
@@ -111,7 +119,7 @@ class EngineCore:
         return self._constraints.submit(message)
 
     def abort(self, request_id: str) -> Output | None:
-        return self.scheduler.abort(request_id)
+        return self.rest.abort(request_id) or self.scheduler.abort(request_id)
 
     def warm_grammars(self) -> None:
         """Make the vocabulary in a thread before the first constrained request needs it; again is without effect."""
@@ -125,15 +133,15 @@ class EngineCore:
         return self._compiler
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return bool(self.scheduler.in_flight) if self.rest.is_paused else self.scheduler.has_work()
 
     def _runs(self, step: Step | None) -> None:
         """This step runs from now on, as the one before it has ended; None: no step does."""
         self.step_started_s = None if step is None else self._clock()
         self.step_deadline_s = STEP_DEADLINE_S if step is None else step_deadline_s(_num_tokens(step))
 
-    def step(self) -> list[Output]:
-        """Keep the executor's pipeline full, then take in the oldest result.
+    def step(self, plans: bool = True) -> list[Output]:
+        """Keep the executor's pipeline full, if it `plans`; then take in the oldest result.
 
         The masks of constrained rows follow from all tokens before them. So those of a step that is submitted behind
         another are set as soon as that one is collected; those of a step that is alone are filled while it computes.
@@ -141,7 +149,8 @@ class EngineCore:
         scheduler, constraints = self.scheduler, self._constraints
         outputs = [] if constraints is None else constraints.take_compiled()
         self.last_step_tokens = 0
-        while len(scheduler.in_flight) < self.info.max_in_flight:
+        plans = plans and not self.rest.is_paused
+        while plans and len(scheduler.in_flight) < self.info.max_in_flight:
             step = scheduler.schedule()
             if step is None:
                 break
@@ -154,6 +163,8 @@ class EngineCore:
                 self.executor.submit(step)
                 outputs += constraints.set_masks()
         if not scheduler.in_flight:
+            if not plans:
+                return outputs
             if constraints is not None and scheduler.held:
                 return outputs + constraints.wait_for_compiled()
             # A pool that holds the longest request alone can always admit one.
@@ -164,6 +175,9 @@ class EngineCore:
         self._runs(scheduler.in_flight[1].step if len(scheduler.in_flight) > 1 else None)
         self._experts = result.experts or self._experts
         outputs += scheduler.apply(result)
+        for each in scheduler.differences:
+            log.error(DIFFERS, each.key.hex(), each.path, each.first.hex())
+        scheduler.differences.clear()
         self._drop_adapters()
         if constraints is not None and scheduler.in_flight:
             outputs += constraints.set_masks()
@@ -179,8 +193,8 @@ class EngineCore:
 
     @property
     def is_settled(self) -> bool:
-        """No block is in flight between the tiers; an idle core that is not goes on stepping."""
-        return self.scheduler.tiers is None or self.scheduler.tiers.is_idle
+        """No block is in flight between the tiers; an idle core that is not goes on stepping, unless it is paused."""
+        return self.scheduler.tiers is None or self.scheduler.tiers.is_idle or self.rest.is_paused
 
     def settle(self, timeout_s: float = SETTLE_S) -> None:
         """Without requests: let what was computed last reach the tiers."""

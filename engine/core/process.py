@@ -19,18 +19,16 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
 from penstock.engine.messages import (
     Abort,
-    AdapterLoaded,
-    CacheReset,
     Connected,
+    Control,
+    Controlled,
     Dead,
     FromCore,
     Heartbeat,
-    LoadAdapter,
     LoadProgress,
     Output,
     Outputs,
     Ready,
-    ResetCache,
     Shutdown,
     Submit,
     ToCore,
@@ -38,7 +36,14 @@ from penstock.engine.messages import (
     WatchCache,
 )
 from penstock.executor.process_life import Reporter, begin, leave_with, send
-from penstock.executor.protocol import AdapterError, ExecutorConfig, ExecutorError, ModelInfo, open_executor
+from penstock.executor.protocol import (
+    AdapterError,
+    ExecutorConfig,
+    ExecutorError,
+    ModelInfo,
+    WeightsError,
+    open_executor,
+)
 
 if TYPE_CHECKING:
     from penstock.engine.grammar.compiler import Compiler
@@ -128,6 +133,7 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
         link.wake_for(fd)
     checked = False
     tiers_due_s = 0.0
+    pausing: list[int] = []  # numbers of what is answered when requests have ended
     while True:
         working = core.has_work()
         patience_s = idle_wait_s if checked else IDLE_CHECK_S
@@ -146,6 +152,7 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
             continue
         checked = False
         outputs: list[Output | None] = []
+        done: list[Controlled] = []
         for message in messages:
             if isinstance(message, Submit):
                 log.debug("request %s: %d tokens", message.request_id, len(message.tokens) // 4)
@@ -154,31 +161,58 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
                 outputs += map(core.abort, message.request_ids)
             elif isinstance(message, WatchCache):
                 core.cache_log.watch(message.is_on)
-            elif isinstance(message, ResetCache):
-                link.send(CacheReset(message.number, core.reset_prefix_cache()))
-            elif isinstance(message, LoadAdapter):
-                link.send(_load_adapter(core, message))
             elif isinstance(message, UnloadAdapter):
                 core.unload_adapter(message.key)
+            elif isinstance(message, Control):
+                outputs += _control(core, message, pausing, done)
             elif isinstance(message, Shutdown):
                 return
         num_tokens = 0
         if core.has_work():
             outputs += core.step()
             num_tokens = core.last_step_tokens
+        outputs += core.rest.look()
         with_tiers = not core.has_work() or time.monotonic() >= tiers_due_s
         if with_tiers:
             tiers_due_s = time.monotonic() + TIER_STATS_S
         link.send(Outputs([*filter(None, outputs)], core.stats(with_tiers), num_tokens))
         for update in core.cache_log.updates():
             link.send(update)
+        if pausing and not core.rest.is_pausing:
+            error = "" if core.rest.is_paused else "pause: it was resumed before the last request had ended"
+            done += [Controlled(number, core.rest.state, error) for number in pausing]
+            pausing.clear()
+        for answer in done:
+            link.send(answer)
 
 
-def _load_adapter(core: EngineCore, message: LoadAdapter) -> AdapterLoaded:
+def _control(core: EngineCore, message: Control, pausing: list[int], done: list[Controlled]) -> list[Output]:
+    """The requests' outputs that come of it. A pause is answered when the requests have ended that it waits for."""
+    rest, error, adapter = core.rest, "", None
+    outputs: list[Output] = []
     try:
-        return AdapterLoaded(message.number, core.load_adapter(message.path))
-    except AdapterError as error:
-        return AdapterLoaded(message.number, None, str(error))
+        match message.what:
+            case "load_adapter":
+                adapter = core.load_adapter(message.path)
+            case "reset_prefix_cache":
+                error = "" if core.reset_prefix_cache() else "requests or transfers between the tiers are in flight"
+            case "pause":
+                outputs = rest.pause(message.mode)
+                pausing.append(message.number)
+                return outputs
+            case "resume":
+                outputs = rest.resume()
+            case "update_weights":
+                outputs = rest.drain()
+                rest.update_weights(message.path)
+            case "sleep":
+                rest.sleep(message.level)
+            case "wake_up":
+                rest.wake(message.parts)
+    except (AdapterError, WeightsError) as refused:
+        error = str(refused)
+    done.append(Controlled(message.number, rest.state, error, adapter))
+    return outputs
 
 
 def _heartbeat(core: EngineCore) -> Heartbeat:

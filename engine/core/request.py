@@ -54,6 +54,7 @@ class Request:
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    weights_version: int = 0  # which compute what comes next
     has_output: bool = False
     finished: bool = False
 
@@ -196,6 +197,7 @@ class Request:
             None if started_s is None else started_s - self.arrival_s,
             self.num_preemptions,
             is_refusal,
+            self.weights_version,
         )
 
     def check(self, block_size: int) -> None:
@@ -269,10 +271,7 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         del self._waiting[request]
         if len(self._by_arrival) > 2 * len(self._waiting) + 64:
-            self._compact()
-
-    def _compact(self) -> None:
-        self._by_priority = [(r.priority, r.sequence, r) for r in self._waiting]
-        self._by_arrival = [(r.sequence, r) for r in self._waiting]
-        heapq.heapify(self._by_priority)
-        heapq.heapify(self._by_arrival)
+            self._by_priority = [(r.priority, r.sequence, r) for r in self._waiting]
+            self._by_arrival = [(r.sequence, r) for r in self._waiting]
+            heapq.heapify(self._by_priority)
+            heapq.heapify(self._by_arrival)

@@ -30,12 +30,14 @@ from penstock.executor.protocol import (
     Step,
     StepResult,
     TokenLogprobs,
+    Transfers,
 )
 
 if TYPE_CHECKING:  # half of the core, for those that have tiers, drafts, grammars or several groups of layers
     from penstock.engine.core.drafts import Drafter, Sent
     from penstock.engine.core.groups import Groups
     from penstock.engine.core.tiering import Tiering
+    from penstock.engine.core.verifier import Difference, Verifier
     from penstock.engine.grammar.matcher import Matcher
 
 
@@ -74,9 +76,23 @@ class Scheduler:
 
             saves_per_step = -(-config.max_num_batched_tokens // info.block_size)  # as many as a step can fill
             self.tiers = tiering.Tiering(info, self.pool, saves_per_step, self.groups)
+        self._verifier: Verifier | None = None
+        self.differences: list[Difference] = []  # not logged yet
+        if config.verify_blocks:
+            from penstock.engine.core import verifier
+
+            assert self.groups is None, "the executor has refused it"
+            stores = ("host", *info.stores) if info.host_slots else ()
+            self._verifier = verifier.Verifier(config.verify_blocks, self.pool, info.block_size, stores)
         self._stats = Stats()  # its counters; the gauges are taken when they are asked for
         self._holdings = Holdings(
-            self.pool, self.tiers, info.block_size, config.enable_prefix_caching, self._stats, self.groups
+            self.pool,
+            self.tiers,
+            info.block_size,
+            config.enable_prefix_caching,
+            self._stats,
+            self.groups,
+            self._verifier,
         )
         self._drafter: Drafter | None = None
         if (speculative := config.speculative_config) is not None:
@@ -89,6 +105,7 @@ class Scheduler:
         self._clock = clock
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._num_submitted = 0
+        self._weights_version = 0
 
     def submit(self, message: Submit, matcher: "Matcher | None" = None) -> Output | None:
         """Queue a sequence. A refusal is its terminal output. One with a grammar and no matcher is held until
@@ -112,7 +129,10 @@ class Scheduler:
             needs_all or not self.config.enable_prefix_caching,
             matcher,
         )
+        request.weights_version = self._weights_version
         self._holdings.extend_keys(request)
+        if self._verifier is not None:
+            self._verifier.trim(self._has)
         if self.tiers is not None and not self.has_work():
             self.tiers.wake()
         self._num_submitted += 1
@@ -153,12 +173,19 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         planned: dict[Request, Row] = {}
         preempted = False
+        checks: dict[Request, Row] = {}
+        compares = [] if self._verifier is None else self._verifier.take_compares()
         if self.tiers is not None:
             self.tiers.begin_step(self.waiting, len(self.running), self._clock())
         for request in list(self.running):
             if budget == 0:
                 break
             if request.slot < 0:  # preempted a moment ago, for an earlier one
+                continue
+            if self._verifier is not None and self._verifier.waits(request):
+                if (check := self._verifier.row(request, budget)) is not None:
+                    checks[request] = check
+                    budget -= check.count
                 continue
             ready = request.num_ready
             count = min(ready - request.num_scheduled, budget)
@@ -175,6 +202,8 @@ class Scheduler:
             while missing > self.pool.num_free and request.slot >= 0:
                 victim = self._victim()
                 preempted = True
+                if (check := checks.pop(victim, None)) is not None:
+                    budget += check.count
                 dropped = planned.pop(victim, None)
                 if dropped is not None:  # planned a moment ago, and not sent after all
                     victim.num_pending -= dropped.sample
@@ -191,7 +220,7 @@ class Scheduler:
         for request in planned:
             self._holdings.register(request)
         admissions = [] if preempted else self._admit(budget, planned)
-        rows, sent = self._with_drafts(planned)
+        rows, sent = self._with_drafts(planned, list(checks.values()))
         if self.groups is not None:
             for request in planned:
                 self.groups.keep_checkpoints(request)
@@ -200,17 +229,21 @@ class Scheduler:
         transfers = None if self.tiers is None else self.tiers.end_step()
         # A transfer's end is reported with a step's result only; a step in flight will bring it.
         must_ask = self.tiers is not None and not self.in_flight and (self.tiers.is_stale or not self.tiers.is_idle)
-        if not planned and not admissions and transfers is None and not must_ask:
+        if compares:
+            transfers = msgspec.structs.replace(transfers or Transfers(), compares=compares)
+        elif self._verifier is not None and self._verifier.is_waiting and not self.in_flight:
+            must_ask = True
+        if not rows and not admissions and transfers is None and not must_ask:
             return None
         self._stats.num_steps += 1
         step = Step(self._stats.num_steps, admissions, rows, transfers)
         self.in_flight.append(InFlight(step, list(planned), sent))
         return step
 
-    def _with_drafts(self, planned: dict[Request, Row]) -> "tuple[list[Row], dict[int, Sent]]":
+    def _with_drafts(self, planned: dict[Request, Row], checks: list[Row]) -> "tuple[list[Row], dict[int, Sent]]":
         """The step's rows, with drafts where there are any: they get what all others leave."""
-        if self._drafter is None:
-            return list(planned.values()), {}
+        if self._drafter is None or checks:  # these are rare
+            return [*planned.values(), *checks], {}
         budget = self.config.max_num_batched_tokens - sum(row.count for row in planned.values())
         # Requests that run take a block each before long, and those that wait take all there are.
         spare = 0 if self.waiting else max(0, self.pool.num_free - len(self.running))
@@ -219,8 +252,10 @@ class Scheduler:
 
     def _admit(self, budget: int, planned: dict[Request, Row]) -> list[Admission]:
         admissions: list[Admission] = []
-        if self.tiers is not None and self.tiers.is_stale:
+        if not self.waiting or (self.tiers is not None and self.tiers.is_stale):
             return admissions
+        max_loras = self.info.max_loras
+        adapters = {None, *(other.message.adapter for other in (self.running if max_loras else ()))}
         passed: list[Request] = []  # others' adapters hold all the places
         while budget > 0 and self._free_slots:
             now = self._clock()
@@ -228,7 +263,8 @@ class Scheduler:
             # A preempted request whose last tokens are still being computed comes back when they are known.
             if request is None or request.num_pending > 0:
                 break
-            if self._lacks_place(request):
+            adapter = request.message.adapter
+            if max_loras and adapter not in adapters and len(adapters) > max_loras:
                 if request.is_late(now, self.config.patience_s) or len(passed) == MOST_PASSED:
                     break  # no others, until there is a place: one of the adapters that run gets no more requests
                 self.waiting.remove(request)
@@ -244,6 +280,7 @@ class Scheduler:
                 break
             self.waiting.remove(request)
             self.running[request] = None
+            adapters.add(adapter)
             request.slot = self._free_slots.pop()
             request.num_known = len(request.tokens)
             if request.first_scheduled_s is None:
@@ -252,6 +289,8 @@ class Scheduler:
                 self._stats.prompt_tokens += request.num_prompt
             admissions.append(request.admission())
             if request.is_restoring:  # its first row comes in a later step than the last block it reads
+                continue
+            if self._verifier is not None and self._verifier.waits(request):
                 continue
             count = min(len(request.tokens) - request.num_scheduled, budget)
             if self.groups is not None:
@@ -263,14 +302,6 @@ class Scheduler:
         for request in passed:
             self.waiting.add(request)
         return admissions
-
-    def _lacks_place(self, request: Request) -> bool:
-        """Whether its adapter would be one more than there may be in a step."""
-        adapter, most = request.message.adapter, self.info.max_loras
-        if adapter is None or not most:
-            return False
-        running = {other.message.adapter for other in self.running} - {None}
-        return adapter not in running and len(running) >= most
 
     def _victim(self) -> Request:
         """The running request that is cheapest to lose: of the least urgent class, the fewest positions to
@@ -328,7 +359,23 @@ class Scheduler:
                 logprobs = [result.logprobs[i] for i in indices if i in result.logprobs] or None
                 outputs.append(self._append(request, [result.tokens[i] for i in indices], logprobs, sent))
         self._holdings.drop_replaced()
+        if self._verifier is not None:
+            for difference in self._verifier.finish(result.transfers):
+                self._distrust(self._verifier, difference)
         return outputs
+
+    def _distrust(self, verifier: "Verifier", difference: "Difference") -> None:
+        """A kept block is not what is computed: nothing that begins as its chain does is read any more."""
+        self.differences.append(difference)
+        is_bad = verifier.begins_with(difference.first)
+        self.pool.drop([key for key in self.pool.cached_keys() if is_bad(key)])
+        if self.tiers is not None:
+            self.tiers.drop(is_bad)
+        for request in list(self.running):
+            if request.keys and request.keys[0] == difference.first:
+                request.num_cached = 0
+                self._leave(request)
+                self.waiting.add(request)
 
     def _append(
         self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None, sent: "Sent | None"
@@ -403,6 +450,39 @@ class Scheduler:
             return False
         return self.pool.forget()
 
+    def _has(self, key: bytes) -> bool:
+        """Any tier."""
+        if self.pool.find(key) or self.tiers is None:
+            return self.pool.find(key) > 0
+        return self.tiers.place(key) != 0 or self.tiers.index.store_of(key) is not None
+
+    def _tier_stats(self) -> dict[str, dict[str, float]]:
+        found = {} if self.tiers is None else self.tiers.stats()
+        for tier, counts in self._verifier.counts.items() if self._verifier is not None else ():
+            found[tier] = found.get(tier, {}) | counts
+        return found
+
+    def change_model(self, info: ModelInfo, weights_version: int) -> None:
+        """Nothing is in flight. What is on the device is of no use any more: requests that run are computed again, from
+        keys of the fingerprint of `info`."""
+        assert not self.in_flight
+        self.info, self._weights_version = info, weights_version
+        for request in [*self.running]:
+            self._preempt(request)
+        for request in [*(() if self.tiers is None else self.tiers.loading)]:
+            self.waiting.add(request)
+        for request in self.requests.values():
+            if self.tiers is not None:
+                self.tiers.leave(request)
+            message = request.message
+            request.root = namespace_root(model=info.fingerprint, adapter=message.adapter, salt=message.cache_salt)
+            request.weights_version = weights_version
+            request.keys = []
+            request.page_keys.clear()
+            self._holdings.extend_keys(request)
+        is_forgotten = self.pool.forget()
+        assert is_forgotten, "a block is held, and no request runs"
+
     def stats(self, with_tiers: bool = True) -> Stats:
         num_loading = 0 if self.tiers is None else len(self.tiers.loading)
         return msgspec.structs.replace(
@@ -412,7 +492,7 @@ class Scheduler:
             num_blocks=self.pool.num_usable,
             num_used_blocks=self.pool.num_usable - self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
-            tiers=self.tiers.stats() if self.tiers is not None and with_tiers else {},
+            tiers=self._tier_stats() if with_tiers else {},
         )
 
     def check(self) -> None:
@@ -430,6 +510,8 @@ class Scheduler:
                 self.groups.check(request)
             for block in request.blocks if self.groups is None else self.groups.held(request):
                 refs[block] = refs.get(block, 0) + 1
+        for block in self._verifier.held() if self._verifier is not None else ():
+            refs[block] = refs.get(block, 0) + 1
         transfers = [plan.step.transfers for plan in self.in_flight]
         for each in transfers:
             for block, _ in each.saves if each else ():

@@ -30,6 +30,7 @@ class Update(msgspec.Struct):
     stop_reason: int | str | None = None  # the stop id or stop string that ended it; None for the model's own end
     error: str | None = None
     is_refusal: bool = False  # with an error: the request itself is at fault
+    versions: list[int] = []  # of the weights, that made each of these tokens; []: those of the start made all
     arrived_s: float = 0.0  # the newest of it, since the request was submitted
 
 
@@ -38,12 +39,16 @@ def joined(updates: Sequence[Update]) -> Update:
     last = updates[-1]
     if len(updates) == 1:
         return last
+    has_versions = any(update.versions for update in updates)
     has_logprobs = any(update.logprobs is not None for update in updates)
     return msgspec.structs.replace(
         last,
         text="".join(update.text for update in updates),
         token_ids=[token for update in updates for token in update.token_ids],
         logprobs=[entry for update in updates for entry in update.logprobs or ()] if has_logprobs else None,
+        versions=[each for update in updates for each in update.versions or [0] * len(update.token_ids)]
+        if has_versions
+        else [],
     )
 
 
@@ -97,6 +102,8 @@ class Choice:
         self._num_tokens += num_taken
         if output.logprobs is not None:
             update.logprobs = output.logprobs[:num_taken]
+        if output.weights_version:
+            update.versions = [output.weights_version] * num_taken
         if self._stops is not None and self._stops.found is not None:
             update.finish_reason, update.stop_reason = "stop", self._stops.found
             self.state = ChoiceState.STOPPED if output.finish_reason is None else ChoiceState.ENDED

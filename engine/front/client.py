@@ -23,19 +23,18 @@ from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.front.submit import AnswerOptions, begin_answer, check_room
 from penstock.engine.messages import (
     Abort,
-    AdapterLoaded,
-    CacheReset,
     CacheUpdate,
     Connected,
+    Control,
+    Controlled,
     Dead,
+    EngineState,
     FromCore,
     Heartbeat,
-    LoadAdapter,
     LoadProgress,
     Output,
     Outputs,
     Ready,
-    ResetCache,
     Shutdown,
     Stats,
     Submit,
@@ -46,7 +45,7 @@ from penstock.engine.messages import (
 from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.process_life import HEARTBEAT_S, ChildProcess, receive, start_child
-from penstock.executor.protocol import AdapterError, AdapterInfo, ModelInfo
+from penstock.executor.protocol import AdapterError, AdapterInfo, ModelInfo, WeightsError
 
 HEARTBEAT_LIMIT_S = 5 * HEARTBEAT_S
 STOP_GRACE_S = 5.0  # for the core to leave after Shutdown, before it is killed
@@ -86,7 +85,8 @@ class AsyncEngine:
         progress: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self.stats = Stats()
-        self._config = config
+        self.state = EngineState()
+        self.config = config
         self.tokenizer = tokenizer  # None: answers are token ids, and end at their length
         self._max_logprobs = max_logprobs
         self._progress = progress
@@ -98,7 +98,7 @@ class AsyncEngine:
         self._heartbeat: Heartbeat | None = None
         self._heard_s = time.monotonic()
         self._death: str | None = None
-        self._asked: dict[int, asyncio.Future[Any]] = {}  # what the core has not answered yet
+        self._asked: dict[int, asyncio.Future[Controlled]] = {}  # what the core has not answered yet
         self._closing = False
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: ChildProcess | None = None
@@ -108,6 +108,7 @@ class AsyncEngine:
         self.on_step: Callable[[Outputs], None] | None = None  # the server's metrics listen here
         self.on_submit: Callable[[Submit], None] | None = None
         self.on_cache_update: Callable[[CacheUpdate], None] | None = None  # after `watch_cache`
+        self.on_model: Callable[[ModelInfo], None] | None = None  # when its weights have changed
 
     async def start(self) -> None:
         """Wait until the core's model is loaded."""
@@ -132,7 +133,7 @@ class AsyncEngine:
         self._to_core = self._bind(zmq.PUSH, "to_core")
         self._from_core = self._bind(zmq.PULL, "from_core")
         loop.add_reader(self._from_core.fileno(), self._drain)
-        start = CoreStart(str(self._directory), self._config)
+        start = CoreStart(str(self._directory), self.config)
         self._process = process = start_child("penstock.engine.core.process", "the engine core", start)
         loop.add_reader(process.channel, self._hear, process)
 
@@ -182,13 +183,15 @@ class AsyncEngine:
             return EngineHealth(False, False, f"the engine core has been silent for {silent_s:.0f} s")
         if overdue_s > 0:
             return EngineHealth(False, False, f"a step of the engine core is {overdue_s:.0f} s beyond its deadline")
+        if self.state.is_paused:
+            return EngineHealth(True, False, "the engine sleeps" if self.state.asleep else "the engine is paused")
         return EngineHealth(True, True, "ok")
 
     def admit(self, num_sequences: int = 1) -> None:
         """Raise at once what `generate` would raise for want of room or of a core: called before tokenizing."""
         if self._death is not None:
             raise EngineDead(self._death)
-        limit = self._config.scheduler.max_sequences
+        limit = self.config.scheduler.max_sequences
         if len(self._open) + num_sequences > limit:
             raise QueueFull(
                 f"{len(self._open)} sequences are in flight and {limit} are the limit; try again later",
@@ -238,39 +241,44 @@ class AsyncEngine:
 
     async def reset_prefix_cache(self) -> bool:
         """Have the core forget all cached content; False while something uses it."""
-        done: bool = await self._ask(ResetCache)
-        return done
+        return not (await self._ask("reset_prefix_cache")).error
+
+    async def control(self, what: str, **fields: Any) -> EngineState:
+        """Pause and so on, with the fields of `Control`. Raises WeightsError where it is refused."""
+        answer = await self._ask(what, **fields)
+        if answer.error:
+            raise WeightsError(answer.error)
+        return answer.state
 
     async def load_adapter(self, path: str) -> AdapterInfo:
         """Have the core hold the adapter in this folder; AdapterError says why it cannot."""
-        loading: asyncio.Future[AdapterInfo] = self._ask(lambda number: LoadAdapter(number, path))
+        loading = self._ask("load_adapter", path=path)
         try:
-            return await asyncio.shield(loading)
+            answer = await asyncio.shield(loading)
         except asyncio.CancelledError:  # the caller has left, and no request will name it
             loading.add_done_callback(self._unload_again)
             raise
+        if answer.adapter is None:
+            raise AdapterError(answer.error)
+        return answer.adapter
 
-    def _ask(self, message: Callable[[int], ToCore]) -> asyncio.Future[Any]:
-        """Send the message of a new number, under which the core answers."""
+    def _ask(self, what: str, **fields: Any) -> asyncio.Future[Controlled]:
+        """Send it with a new number, under which the core answers."""
         if self._death is not None:
             raise EngineDead(self._death)
         number = next(self._ids)
         waiting = self._asked[number] = asyncio.get_running_loop().create_future()
-        self._send(message(number))
+        self._send(Control(number, what, **fields))  # type: ignore[arg-type]
         return waiting
 
-    def _unload_again(self, loading: "asyncio.Future[AdapterInfo]") -> None:
-        if loading.exception() is None:
-            self.unload_adapter(loading.result().key)
+    def _unload_again(self, loading: asyncio.Future[Controlled]) -> None:
+        if loading.exception() is None and (adapter := loading.result().adapter) is not None:
+            self.unload_adapter(adapter.key)
 
     def unload_adapter(self, key: str) -> None:
         """No request from now on has it; those in flight finish."""
         if self._death is None:
             self._send(UnloadAdapter(key))
-
-    @property
-    def max_num_batched_tokens(self) -> int:
-        return self._config.scheduler.max_num_batched_tokens
 
     @property
     def num_open(self) -> int:
@@ -309,7 +317,7 @@ class AsyncEngine:
         elif isinstance(message, CacheUpdate):
             if self.on_cache_update is not None:
                 self.on_cache_update(message)
-        elif isinstance(message, CacheReset | AdapterLoaded):
+        elif isinstance(message, Controlled):
             self._take_answer(message)
         elif isinstance(message, Heartbeat):
             is_new = not (self._heartbeat and self._heartbeat.overdue_s)
@@ -327,16 +335,16 @@ class AsyncEngine:
         elif isinstance(message, Dead):
             self._die(message.error)
 
-    def _take_answer(self, message: CacheReset | AdapterLoaded) -> None:
+    def _take_answer(self, message: Controlled) -> None:
+        """The state also where the caller has left: it is how things are."""
+        self.state, before = message.state, self.info
+        if self.state.fingerprint != before.fingerprint:
+            self.info = msgspec.structs.replace(before, fingerprint=self.state.fingerprint)
+            if self.on_model is not None:
+                self.on_model(self.info)
         waiting = self._asked.pop(message.number)
-        if waiting.done():  # the caller has left
-            return
-        if isinstance(message, CacheReset):
-            waiting.set_result(message.ok)
-        elif message.info is not None:
-            waiting.set_result(message.info)
-        else:
-            waiting.set_exception(AdapterError(message.error))
+        if not waiting.done():
+            waiting.set_result(message)
 
     def _hear(self, process: ChildProcess) -> None:
         """The core's heartbeats. When its process ends, so does every request."""

@@ -55,18 +55,12 @@ class FamiliarTokenizer:
         *,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        **template_kwargs: Any,
+        **others: Any,
     ) -> str | list[int]:
-        """The conversation as the model was trained to see it: its text, or the text's token ids."""
+        """The conversation as the model was trained to see it: its text, or the text's token ids. `others`:
+        `continue_final_message`, and variables of the template."""
         if self._template is None:
             raise InvalidRequest("conversation", "this model has no chat template")
-        text = self._template.render(
-            conversation,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **template_kwargs,
-        )
+        others |= {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
+        text = self._template.render(conversation, **others)
         return self.encode(text, add_special_tokens=False) if tokenize else text

@@ -4,14 +4,16 @@ No server, no sockets: `generate` drives the engine core itself, in the calling 
 """
 
 import contextlib
+import os
 import random
 import signal
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from os import PathLike
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -44,7 +46,7 @@ from penstock.engine.text.prompt import chat_prompt
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.engine.vllm_options import METHODS, nearest, refuse_keywords
-from penstock.executor.protocol import ModelInfo, Pooled, open_executor
+from penstock.executor.protocol import ModelInfo, Part, Pooled, SleepLevel, open_executor
 
 Prompt = str | list[int] | dict[str, Any]  # a dictionary has "prompt" or "prompt_token_ids", and maybe "cache_salt"
 Messages = list[dict[str, Any]]
@@ -233,6 +235,41 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         return self._running().reset_prefix_cache()
 
+    def update_weights(self, weights: "str | PathLike[str] | Mapping[str, Any]") -> int:
+        """Compute with other weights of the same model from now on: of a folder, a .gguf or a .safetensors file, or tensors
+        by their names. Returns how many updates there were. WeightsError says why they cannot be used; nothing has
+        changed then."""
+        if isinstance(weights, Mapping):
+            from penstock.executor.shared_tensors import SharedTensors
+
+            with SharedTensors(weights) as shared:
+                return self.update_weights(shared.path)
+        rest = self._running().rest
+        rest.drain()
+        rest.update_weights(os.fspath(weights))
+        return rest.version
+
+    def sleep(self, level: SleepLevel = 1) -> None:
+        """Give memory back: of the cache, and with level 2 that of the weights, which `update_weights` brings again."""
+        if level not in (1, 2):
+            raise InvalidRequest("level", f"{level!r} given; 1 or 2 is expected")
+        rest = self._running().rest
+        rest.pause("abort")
+        try:
+            rest.sleep(level)
+        finally:
+            if not rest.asleep:  # it was refused
+                rest.resume()
+
+    def wake_up(self, tags: Sequence[Part] = ("weights", "kv_cache")) -> None:
+        """Take back the memory for these; when both are there it runs again."""
+        if wrong := [tag for tag in tags if tag not in ("weights", "kv_cache")]:
+            raise InvalidRequest("tags", f"{wrong[0]!r} given; 'weights' and 'kv_cache' are expected")
+        rest = self._running().rest
+        rest.wake(tags)
+        if not rest.asleep:
+            rest.resume()
+
     def shutdown(self) -> None:
         """Free the model and its memory; the object cannot be used afterwards."""
         if self._core is not None:
@@ -338,6 +375,8 @@ class LLM:
     def _run(self, answers: list[Answer], use_tqdm: Bar) -> None:
         """Until all of them are finished; raises what ended one of them."""
         core, self._open = self._running(), OpenAnswers()
+        if core.rest.asleep:
+            raise RuntimeError("this LLM sleeps; wake_up comes first")
         for answer in answers:
             self._open.add(answer)
         backlog = iter([message for answer in answers for message in answer.messages])

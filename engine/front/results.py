@@ -45,6 +45,7 @@ class CompletionOutput(msgspec.Struct):
     stop_reason: int | str | None = None
     logprobs: list[Candidates] | None = None
     cumulative_logprob: float | None = None
+    weights_versions: list[int] | None = None  # that made each token, by number of updates; None: none has been updated
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -138,4 +139,5 @@ def _completion(update: Update, text: TokenText | None) -> CompletionOutput:
         stop_reason=update.stop_reason,
         logprobs=None if entries is None else [candidates(entry, text) for entry in entries],
         cumulative_logprob=None if entries is None else sum(entry.values[0] for entry in entries),
+        weights_versions=update.versions or None,
     )

@@ -232,15 +232,16 @@ class _Document:
     def _one_of(self, members: list[Any], schema: dict[str, Any], base: str) -> list[Any]:
         """As anyOf, where no value can keep to two of them. One that could keeps away from the other's values; if it
         has no opposite, all may hold where the user has said so."""
+        # What stands beside the oneOf and may distinguish its schemas.
+        names = ("type", "properties", "required", "additionalProperties")
+        beside = {name: schema[name] for name in names if name in schema}
         branches = []
         for index, member in enumerate(members):
             others = [
                 opposite(other)
                 for number, other in enumerate(members)
                 if number != index
-                and not self._exclusion.between(
-                    At({**_plainly(schema), "allOf": [member]}, base), At({"allOf": [other]}, base)
-                )
+                and not self._exclusion.between(At({**beside, "allOf": [member]}, base), At({"allOf": [other]}, base))
             ]
             if None in others or (others and len(members) > MAX_BRANCHES):
                 if self._coerces:
@@ -248,15 +249,6 @@ class _Document:
                 raise _NotHeld(f"two of its schemas can hold for the same value; {_COERCED}")
             branches.append({"allOf": [member, *others]} if others else member)
         return [{"anyOf": branches}]
-
-
-def _plainly(schema: dict[str, Any]) -> dict[str, Any]:
-    """What stands beside a oneOf and may distinguish its schemas."""
-    return {
-        name: value
-        for name, value in schema.items()
-        if name in ("type", "properties", "required", "additionalProperties")
-    }
 
 
 def _is_reference(schema: Any) -> bool:

@@ -42,12 +42,10 @@ class Keys:
 
 
 class Authentication:
-    """ASGI middleware: without one of the keys only `open_routes` answer, whatever the method."""
+    """ASGI middleware: without one of the keys only OPEN_ROUTES answer, whatever the method."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, open_routes: frozenset[tuple[str, str]] = OPEN_ROUTES) -> None:
-        self.app = app
-        self.keys = keys
-        self.open_routes = open_routes
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self.app, self.keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self.keys or self._is_open(scope) or self.keys.admit(scope["headers"]):
@@ -64,11 +62,8 @@ class Authentication:
 
     def _is_open(self, scope: Scope) -> bool:
         # A root_path would make the router match another string than scope["path"]; then nothing is open.
-        return (
-            scope["type"] == "http"
-            and not scope.get("root_path")
-            and (scope["method"], scope["path"]) in self.open_routes
-        )
+        has_prefix = bool(scope.get("root_path"))
+        return scope["type"] == "http" and not has_prefix and (scope["method"], scope["path"]) in OPEN_ROUTES
 
 
 def key_digest(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:

@@ -6,7 +6,8 @@ strictly.
 """
 
 import re
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive
@@ -18,7 +19,9 @@ MAX_FIELDS = 256  # at the top level: more than there are, and the walk over the
 
 T = TypeVar("T")
 
-_SPLIT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+FIELDS = dict[str, msgspec.Raw]
+
+_decoder = cache(msgspec.json.Decoder[Any])  # of a type, made when it is first asked for
 _KEY = re.compile(rb'[\s{,]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+')
 _AFTER_VALUE = re.compile(rb"\s*[,}]")
 
@@ -41,7 +44,7 @@ def split_object(body: bytes) -> dict[str, msgspec.Raw]:
         raise HttpError(400, "the body is empty; a JSON object is expected")
     if not body.isascii():
         _check_utf8(body)  # also where no decoder will look: in names and in fields that are not used
-    fields = decode(_SPLIT, body)
+    fields = decode(FIELDS, body)
     if len(fields) > MAX_FIELDS:
         raise HttpError(400, f"the body has {len(fields)} fields; at most {MAX_FIELDS} are allowed")
     # Of a name that comes twice the decoder keeps the last value only, in the first one's place, so a walk over
@@ -58,12 +61,13 @@ def split_object(body: bytes) -> dict[str, msgspec.Raw]:
     return fields
 
 
-def decode(decoder: msgspec.json.Decoder[T], source: bytes | msgspec.Raw, field: str = "") -> T:
+def decode(kind: type[T], source: bytes | msgspec.Raw, field: str = "") -> T:
     """Decode `source`, the value of `field` or the whole body; an objection becomes a 400 that names its place."""
     try:
-        return decoder.decode(source)
+        found: T = _decoder(kind).decode(source)  # type: ignore[arg-type]  # types are hashable
+        return found
     except msgspec.ValidationError as error:
-        within, what = objection(error)
+        within, what = objection(error, kind)
         place = (field + within).lstrip(".")
         raise HttpError(400, f"{clip(place)}: {what}" if place else what, param=place or None) from None
     except msgspec.DecodeError as error:

@@ -6,6 +6,8 @@ first 8 bytes of block keys, run together; token ids never do. A stream opens wi
 gets a new snapshot in the stream instead of what it missed.
 """
 
+from collections.abc import Mapping
+
 import msgspec
 
 KEY_BYTES = 8
@@ -58,6 +60,19 @@ class Alive(msgspec.Struct, frozen=True, tag="alive", array_like=True):
 
 
 Frame = Hello | Snapshot | Changes | Alive
+
+
+def snapshot(seq: int, runs: Mapping[str, bytes]) -> list[Snapshot]:
+    """All that is cached, by tier, in parts; where nothing is, one says so."""
+    size = FRAME_KEYS * KEY_BYTES
+    parts = [(tier, run[at : at + size]) for tier, run in runs.items() for at in range(0, len(run), size)]
+    parts = parts or [("device", b"")]
+    last = len(parts) - 1
+    return [Snapshot(seq, tier, run, i == 0, i == last) for i, (tier, run) in enumerate(parts)]
+
+
+def keys_in(run: bytes) -> list[bytes]:
+    return [run[at : at + KEY_BYTES] for at in range(0, len(run), KEY_BYTES)]
 
 
 def pack(frame: Frame) -> bytes:

@@ -3,6 +3,7 @@
 The defaults serve a 128k context; the flags of `penstock serve` and `penstock route` change them.
 """
 
+import resource
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -25,3 +26,12 @@ class Limits:
     body_timeout_s: Seconds = 60.0  # from the end of the headers to the end of the body
     write_timeout_s: Seconds = 60.0  # a client that lets its full buffer stand this long is cut off
     max_connections: Count = flag("default: %(default)s", "N", default=4096)
+
+
+def allow_open_files(wanted: int) -> None:
+    """Raise the soft limit of open files, as far as the hard one lets us: a connection is a file, and the usual 1,024 are
+    fewer than a server, or a run of a benchmark, may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < reachable:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))

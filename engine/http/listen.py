@@ -5,7 +5,6 @@ client would see a refused connection where it should see 503.
 """
 
 import asyncio
-import resource
 import socket
 import time
 from collections import Counter
@@ -16,7 +15,7 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from penstock.engine.http.connection import GuardedConnection
-from penstock.engine.http.limits import KEEP_ALIVE_S, Limits
+from penstock.engine.http.limits import KEEP_ALIVE_S, Limits, allow_open_files
 
 BACKLOG = 2048
 SETTLE_S = 1.0
@@ -90,7 +89,7 @@ class Listener:
 
     async def __aenter__(self) -> "Listener":
         self._config.load()
-        _allow_open_files(self._limits.max_connections + SPARE_FILES)
+        allow_open_files(self._limits.max_connections + SPARE_FILES)
         self._tick()
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._connection, sock=self.sock, backlog=BACKLOG)
@@ -122,11 +121,3 @@ class Listener:
     def _tick(self) -> None:
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         self._clock = asyncio.get_running_loop().call_later(1.0, self._tick)
-
-
-def _allow_open_files(wanted: int) -> None:
-    """Raise the soft limit of open files, as far as the hard one lets us: the usual 1024 is below our own limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < reachable:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))

@@ -67,8 +67,7 @@ class Exporter:
                 self._wake.wait(SEND_S)
                 self._wake.clear()
             pause_s = 0.0 if self._send_all() else min(max(PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)
-        if self._connection is not None:
-            self._connection.close()
+        self._drop_connection()
 
     def _send_all(self) -> bool:
         """False: the collector takes no spans, and those that wait stay."""

@@ -5,7 +5,7 @@ anywhere below is answered in the one error format.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -50,7 +50,7 @@ POSTS = (
     PostRoute("/v1/embeddings", embeddings, schema.EmbeddingRequest, reply.Embeddings),
     PostRoute("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
     PostRoute("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
-    PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status),
+    PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status, takes_none=True),
 )
 SCORING = {
     "/classify": "scoring.classify",
@@ -128,7 +128,17 @@ def build_app(
 
 def _routes(service: Service, kv_events: KvEvents) -> list[Route]:
     started = int(time.time())
-    posts = (*POSTS, *(ADAPTER_POSTS if service.config.allow_lora_updates else ()))
+    posts, shown = (*POSTS, *(ADAPTER_POSTS if service.config.allow_lora_updates else ())), {}
+    if service.config.allow_weight_updates:
+        from penstock.engine.server import control
+
+        posts, shown = (*posts, *control.POSTS), control.GETS
+
+    def showing(what: Callable[[Service], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
+        async def show(_request: Request) -> Response:
+            return _json(what(service))
+
+        return show
 
     async def models(request: Request) -> Response:
         await service.know_text_digest()
@@ -188,11 +198,12 @@ def _routes(service: Service, kv_events: KvEvents) -> list[Route]:
         "/kv_events": kv_events,
         "/openapi.json": unchanging,
         "/docs": unchanging,
+        **{path: showing(what) for path, what in shown.items()},
     }
     return (
         [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
         + [
-            Route(post.path, Endpoint(service, post.handler, post.streams is not None), methods=["POST"])
+            Route(post.path, Endpoint(service, post.handler, bool(post.streams), post.takes_none), methods=["POST"])
             for post in posts
         ]
         + [
@@ -214,7 +225,7 @@ def _model(service: Service, name: str, started: int) -> reply.Model:
         block_size=info.block_size,
         fingerprint=info.fingerprint.hex(),
         num_blocks=info.num_blocks - 1,  # block 0 holds nothing
-        max_num_batched_tokens=service.engine.max_num_batched_tokens,
+        max_num_batched_tokens=service.engine.config.scheduler.max_num_batched_tokens,
         text_digest=service.text_digest,
     )
 

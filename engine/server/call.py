@@ -63,7 +63,4 @@ class Call:
 
 def client_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """The client's X-Request-Id, cut and cleaned until it can stand in a header and in a line of the log."""
-    for name, value in headers:
-        if name == b"x-request-id":
-            return clean_id(value.decode("latin-1"))
-    return None
+    return next((clean_id(value.decode("latin-1")) for name, value in headers if name == b"x-request-id"), None)

@@ -14,7 +14,15 @@ from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import given_ids, render, to_ids
 from penstock.engine.server.requests import ChatRequest
 from penstock.engine.server.response_format import Wanted, wanted_outputs
-from penstock.engine.server.responses import Chat, ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, Delta
+from penstock.engine.server.responses import (
+    Chat,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatLogprobs,
+    ChatMessage,
+    Delta,
+)
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import ReadingPlan
 from penstock.engine.text.tools.formats import Calls
@@ -22,12 +30,10 @@ from penstock.engine.text.tools.formats import Calls
 if TYPE_CHECKING:
     from penstock.engine.server.reading import Reading
 
-_DECODER = msgspec.json.Decoder(ChatRequest)
-
 
 async def chat(service: Service, call: Call, body: bytes) -> msgspec.Struct | AsyncGenerator[bytes, None]:
     """Answer the conversation, n times."""
-    request = service.accept(call, body, _DECODER)
+    request = service.accept(call, body, ChatRequest)
     plan = await ask(service, call, request, len(body))
     return await respond(service, call, request, ChatReply(service, call, request, plan))
 
@@ -102,11 +108,15 @@ class ChatReply:
         return ChatChoice(
             update.index,
             ChatMessage(update.text) if reading is None else reading.message(update.text),
-            chat_logprobs(self._tokenizer, update.logprobs or ()) if self._request.logprobs else None,
+            self._logprobs(update) if self._request.logprobs else None,
             update.finish_reason if reading is None else reading.finish_reason(update.finish_reason),
             update.stop_reason,
             update.token_ids if self._request.return_token_ids else UNSET,
+            (update.versions or UNSET) if self._request.return_token_ids else UNSET,
         )
+
+    def _logprobs(self, update: Update) -> ChatLogprobs:
+        return chat_logprobs(self._tokenizer, update.logprobs or (), self._request.return_tokens_as_token_ids)
 
     def chunks(self, _place: int, update: Update) -> list[ChatChunk]:
         request = self._request
@@ -131,11 +141,11 @@ class ChatReply:
         last = chunks[-1].choices[0]
         last.finish_reason = reason if reading is None else reading.finish_reason(reason)
         if request.logprobs:
-            last.logprobs = chat_logprobs(self._tokenizer, update.logprobs or ())
+            last.logprobs = self._logprobs(update)
         if reason is not None:
             last.stop_reason = update.stop_reason
         if request.return_token_ids:
-            last.token_ids = update.token_ids
+            last.token_ids, last.weights_versions = update.token_ids, update.versions or UNSET
         return chunks
 
     def empty(self) -> ChatChunk:

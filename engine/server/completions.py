@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
+from msgspec import UNSET
 
 from penstock.engine.front.answer import Update
 from penstock.engine.sampling_params import InvalidRequest
@@ -15,12 +16,10 @@ from penstock.engine.server.response_format import wanted_outputs
 from penstock.engine.server.responses import Completion, CompletionChoice, CompletionLogprobs
 from penstock.engine.server.service import MAX_SEQUENCES, Service
 
-_DECODER = msgspec.json.Decoder(CompletionRequest)
-
 
 async def completions(service: Service, call: Call, body: bytes) -> msgspec.Struct | AsyncGenerator[bytes, None]:
     """Complete the prompt or prompts, n times each."""
-    request = service.accept(call, body, _DECODER)
+    request = service.accept(call, body, CompletionRequest)
     # The echoed prompt shows its log-probabilities as well.
     asked = [request.prompt_logprobs, request.logprobs if request.echo else None]
     wanted = wanted_outputs(request, service.config.coerce_one_of)
@@ -98,7 +97,7 @@ class CompletionReply:
         if is_first and request.echo:
             choice.text = self._echo(place) + choice.text
         if request.return_token_ids:
-            choice.token_ids = update.token_ids
+            choice.token_ids, choice.weights_versions = update.token_ids, update.versions or UNSET
             if is_first:
                 choice.prompt_token_ids = self._call.answers[place].prompt_token_ids
         return choice
@@ -108,12 +107,13 @@ class CompletionReply:
 
     def _logprobs(self, place: int, update: Update, offset: int, is_first: bool) -> CompletionLogprobs | None:
         tokens, answer = update.logprobs or [], self._call.answers[place]
+        as_ids = self._request.return_tokens_as_token_ids
         if self._request.logprobs is None:
             return None
         if not (is_first and self._request.echo):
-            return completion_logprobs(self._tokenizer, tokens, offset)
+            return completion_logprobs(self._tokenizer, tokens, offset, as_ids=as_ids)
         tokens = [*(answer.prompt_logprobs or ()), *tokens]
-        return completion_logprobs(self._tokenizer, tokens, offset, answer.prompt_token_ids[0])
+        return completion_logprobs(self._tokenizer, tokens, offset, answer.prompt_token_ids[0], as_ids)
 
     def _echo(self, place: int) -> str:
         """The text that was given, if it is what the model reads."""

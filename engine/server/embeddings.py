@@ -4,8 +4,6 @@ import base64
 from array import array
 from collections.abc import Sequence
 
-import msgspec
-
 from penstock.engine.front.results import unit_length
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.answers import gather, usage
@@ -19,13 +17,12 @@ from penstock.executor.protocol import Pooled
 MAX_INPUTS = 2048  # as at OpenAI
 INLINE_FLOATS = 16 * 1024  # a millisecond's; 2048 vectors of 4096 would hold up the event loop for a second
 
-_DECODER = msgspec.json.Decoder(EmbeddingRequest)
 _PARAMS = SamplingParams(max_tokens=1, detokenize=False)
 
 
 async def embeddings(service: Service, call: Call, body: bytes) -> Embeddings:
     """Embed every input, by the hidden state of its last token or the mean over all of them."""
-    request = service.accept(call, body, _DECODER)
+    request = service.accept(call, body, EmbeddingRequest)
     size = service.info.hidden_size
     if request.dimensions not in (None, size):
         what = f"{request.dimensions} given; this model has {size}, and they are not cut"

@@ -32,6 +32,7 @@ class PostRoute(NamedTuple):
     takes: type[msgspec.Struct]
     gives: type[msgspec.Struct]
     streams: type[msgspec.Struct] | None = None
+    takes_none: bool = False  # a body may be missing, and with it what it is
 
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -40,10 +41,11 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 class Endpoint:
     """The ASGI application of one route. `takes_ids`: the prompt may be in the form of token_form.py."""
 
-    def __init__(self, service: Service, handler: Handler, takes_ids: bool) -> None:
+    def __init__(self, service: Service, handler: Handler, takes_ids: bool, takes_none: bool = False) -> None:
         self._service = service
         self._handler = handler
         self._takes_ids = takes_ids
+        self._takes_none = takes_none
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, call = self._service, scope["penstock.call"]
@@ -65,7 +67,9 @@ class Endpoint:
 
     def _content_type(self, scope: Scope) -> bytes:
         """JSON must be called JSON. A web page can make a browser post plain text anywhere, but not this."""
-        given = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+        given: bytes = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+        if self._takes_none and not given and all(name != b"origin" for name, _ in scope["headers"]):
+            return b""  # no web page's: that has the one or the other
         kind = given.split(b";")[0].strip().lower()
         if kind == b"application/json" or (self._takes_ids and kind == token_form.CONTENT_TYPE):
             return kind
@@ -98,19 +102,15 @@ async def _send_events(send: Send, events: AsyncGenerator[bytes, None], call: Ca
         first = await anext(events, b"") if call.reports else b""
         headers = [*_EVENTS, *((name.encode(), value.encode()) for name, value in _report(call).items())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await _send_pieces(send, events, first)
-
-
-async def _send_pieces(send: Send, events: AsyncGenerator[bytes, None], first: bytes) -> None:
-    try:
-        if first:
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-        async for data in events:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-    except REFUSALS as error:
-        body = b"data: " + as_http_error(error).body() + b"\n\n" + DONE
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-    await send({"type": "http.response.body", "body": b""})
+        try:
+            if first:
+                await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except REFUSALS as error:
+            body = b"data: " + as_http_error(error).body() + b"\n\n" + DONE
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

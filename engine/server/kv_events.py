@@ -14,10 +14,11 @@ from contextlib import aclosing
 from starlette.types import Receive, Scope, Send
 
 from penstock.engine.http.errors import ClientGone
-from penstock.engine.http.kv_stream import ALIVE_S, FRAME_KEYS, KEY_BYTES, Alive, Changes, Hello, Snapshot, pack
+from penstock.engine.http.kv_stream import ALIVE_S, Alive, Changes, Hello, keys_in, pack, snapshot
 from penstock.engine.messages import CacheUpdate
 from penstock.engine.server.endpoint import unless_gone
 from penstock.engine.server.service import Service
+from penstock.executor.protocol import ModelInfo
 
 MAX_BACKLOG_BYTES = 2**22  # more than a snapshot of half a million blocks: from there on a snapshot is cheaper
 _HEADERS = [(b"content-type", b"application/octet-stream"), (b"cache-control", b"no-store")]
@@ -28,6 +29,7 @@ class KvEvents:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        service.engine.on_model = self._end_streams
         self._engine_id = secrets.token_hex(8)
         self._seq = 0
         self._mirror: dict[str, set[bytes]] | None = None  # tier → keys; None until the core's snapshot
@@ -59,11 +61,13 @@ class KvEvents:
             info = self._service.info
             numbers = info.block_size, info.num_blocks - 1, info.hits_at_ends
             yield pack(Hello(self._engine_id, "sha256", info.fingerprint, *numbers))
-            while not self._service.is_draining and self._service.engine.health().alive:
+            # The keys of other weights are others: who goes by them asks again.
+            while self._service.info is info and not self._service.is_draining and self._service.engine.health().alive:
                 if listener.is_behind and self._mirror is not None:
                     listener.is_behind = False
-                    for frame in self._snapshot(self._mirror):
-                        yield frame
+                    # What changes while they are sent waits in the backlog.
+                    for frame in snapshot(self._seq, {tier: b"".join(keys) for tier, keys in self._mirror.items()}):
+                        yield pack(frame)
                 while listener.backlog and not listener.is_behind:
                     yield listener.take()
                 if not await listener.wait(ALIVE_S):
@@ -74,32 +78,25 @@ class KvEvents:
                 self._mirror = None
                 self._service.engine.watch_cache(False)
 
+    def _end_streams(self, _info: ModelInfo) -> None:
+        for listener in self._listeners:
+            listener.fall_behind()
+
     def _take(self, update: CacheUpdate) -> None:
         if update.is_snapshot:
             if self._mirror is None:
                 self._mirror = {}
-            self._mirror[update.tier] = set(_keys(update.stored))
+            self._mirror[update.tier] = set(keys_in(update.stored))
             for listener in self._listeners:
                 listener.fall_behind()
         elif self._mirror is not None:  # else an update from before the last listener left
             keys = self._mirror.setdefault(update.tier, set())
-            keys.difference_update(_keys(update.removed))
-            keys.update(_keys(update.stored))
+            keys.difference_update(keys_in(update.removed))
+            keys.update(keys_in(update.stored))
             self._seq += 1
             frame = pack(Changes(self._seq, update.tier, update.stored, update.removed))
             for listener in self._listeners:
                 listener.put(frame)  # one that is too long for a frame is too long for a backlog
-
-    def _snapshot(self, mirror: dict[str, set[bytes]]) -> list[bytes]:
-        """All that is cached now, in parts; what changes while they are sent waits in the backlog."""
-        parts = []
-        for tier, keys in mirror.items():
-            run = b"".join(keys)
-            size = FRAME_KEYS * KEY_BYTES
-            parts += [(tier, run[start : start + size]) for start in range(0, len(run), size)]
-        parts = parts or [("device", b"")]
-        last = len(parts) - 1
-        return [pack(Snapshot(self._seq, tier, run, i == 0, i == last)) for i, (tier, run) in enumerate(parts)]
 
 
 class _Listener:
@@ -138,7 +135,3 @@ class _Listener:
             return False
         self._arrived.clear()
         return True
-
-
-def _keys(run: bytes) -> list[bytes]:
-    return [run[start : start + KEY_BYTES] for start in range(0, len(run), KEY_BYTES)]

@@ -18,7 +18,7 @@ import zmq
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.config import ConfigError
-from penstock.engine.http.kv_stream import KEY_BYTES, Changes, FrameReader, Hello, Snapshot
+from penstock.engine.http.kv_stream import KEY_BYTES, Changes, Frame, FrameReader, Snapshot, keys_in
 from penstock.engine.messages import Outputs, Submit
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.server_config import KvEventsConfig
@@ -81,8 +81,19 @@ class Known:
     def __init__(self, fingerprint: bytes, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
         self.blocks: dict[bytes, KnownBlock] = {}
-        self._fingerprint, self._most = fingerprint, 2 * num_blocks + SPARE
+        self._fingerprint, self._num_new = fingerprint, 2 * num_blocks  # between two sweeps
+        self._most = self._num_new + SPARE
         self._open: dict[str, OpenRequest] = {}
+
+    def change_model(self, fingerprint: bytes) -> None:
+        """What is open is computed again under keys of these weights."""
+        if fingerprint != self._fingerprint:
+            self._fingerprint = fingerprint
+            for before in [*self._open.values()]:
+                self.submitted(before.message)
+                request = self._open[before.message.request_id]
+                request.tokens = before.tokens
+                self._extend(request)
 
     def submitted(self, message: Submit) -> None:
         root = namespace_root(model=self._fingerprint, adapter=message.adapter, salt=message.cache_salt)
@@ -98,11 +109,13 @@ class Known:
                 if output.finish_reason is not None:
                     del self._open[output.request_id]
 
-    def forget(self, cached: set[bytes]) -> None:
-        """All but what is cached, and the newest."""
-        if len(self.blocks) > self._most + len(cached):
+    def forget(self, tiers: Iterable[set[bytes]]) -> None:
+        """All but what is cached, and the newest. Often there is nothing to do yet: every block is looked at."""
+        if len(self.blocks) > self._most:
+            cached = set().union(*tiers)
             newest = dict(list(self.blocks.items())[-SPARE:])
             self.blocks = {key: block for key, block in self.blocks.items() if key in cached} | newest
+            self._most = len(self.blocks) + self._num_new
 
     def _extend(self, request: OpenRequest) -> None:
         """Name the blocks that have become full."""
@@ -115,6 +128,7 @@ class Known:
         for at, key in zip(range(first, full, size), keys, strict=True):
             tokens = request.tokens[at : at + size].tobytes()
             short = key[:KEY_BYTES]
+            self.blocks.pop(short, None)  # or it would keep its place, and not be among the newest
             self.blocks[short] = KnownBlock(parent, tokens, message.adapter, None if at else message.cache_salt)
             parent = short
         request.last_key, request.num_keyed = keys[-1], full
@@ -166,23 +180,28 @@ class KvPublisher:
         self._context.destroy(linger=0)
 
     async def _follow(self) -> None:
-        frames = FrameReader()
-        async for data in self._events.frames():
-            for frame in frames.feed(data):
-                events: list[Event] = []
-                if isinstance(frame, Snapshot):
-                    if frame.is_first and self._cached:
-                        self._cached = {}
-                        events.append(AllBlocksCleared())
-                    events += self._stored(frame.tier, self._in_order(_keys(frame.keys)))
-                elif isinstance(frame, Changes):
-                    events += self._removed(frame.tier, _keys(frame.removed))
-                    events += self._stored(frame.tier, _keys(frame.stored))
-                elif isinstance(frame, Hello):
-                    continue
-                if events:
-                    self._publish(events)
-        # The stream has ended because the server drains or the engine is dead.
+        """Until the server drains or the engine is dead. With other weights a stream ends as well; the next one begins."""
+        info = None
+        while info is not self._service.info:
+            info = self._service.info
+            self._known.change_model(info.fingerprint)
+            frames = FrameReader()
+            async for data in self._events.frames():
+                for frame in frames.feed(data):
+                    self._take(frame)
+
+    def _take(self, frame: Frame) -> None:
+        events: list[Event] = []
+        if isinstance(frame, Snapshot):
+            if frame.is_first and self._cached:
+                self._cached = {}
+                events.append(AllBlocksCleared())
+            events += self._stored(frame.tier, self._in_order(keys_in(frame.keys)))
+        elif isinstance(frame, Changes):
+            events += self._removed(frame.tier, keys_in(frame.removed))
+            events += self._stored(frame.tier, keys_in(frame.stored))
+        if events:
+            self._publish(events)
 
     def _in_order(self, keys: Iterable[bytes]) -> Iterator[bytes]:
         """Each behind its parent: a snapshot has no order."""
@@ -212,7 +231,7 @@ class KvPublisher:
             cached.add(key)
         if run:
             yield self._stored_run(tier, run)
-        self._known.forget(set().union(*self._cached.values()))
+        self._known.forget(self._cached.values())
 
     def _stored_run(self, tier: str, run: list[bytes]) -> Event:
         blocks = [self._known.blocks[key] for key in run]
@@ -270,7 +289,3 @@ class KvPublisher:
 
 def _number(key: bytes) -> int:
     return int.from_bytes(key, "little")
-
-
-def _keys(run: bytes) -> list[bytes]:
-    return [run[at : at + KEY_BYTES] for at in range(0, len(run), KEY_BYTES)]

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.listen import Listener, bind_socket
 from penstock.engine.server.app import ServerApp, build_app
-from penstock.engine.server.kv_publisher import KvPublisher
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import Service
 from penstock.engine.text.template import ChatTemplate
@@ -43,36 +42,12 @@ async def serve(
     app = build_app(engine, tokenizer, template, config)
     await app.service.adapters.load_all(config.lora_modules)
     sock = sock or bind_socket(config.host, config.port)
-    async with published(app, config):
-        return await _serve(app, engine, config, sock, on_listening)
-
-
-@contextlib.asynccontextmanager
-async def published(app: ServerApp, config: ServerConfig) -> AsyncIterator[None]:
-    """With cache events over ZMQ, if they are asked for."""
-    if config.kv_events_config is None or not config.kv_events_config.is_on:
-        yield
-        return
-    publisher = KvPublisher(app.service, app.kv_events, config.kv_events_config)
-    try:
-        publisher.start()
-        yield
-    finally:
-        await publisher.close()
-
-
-async def _serve(
-    app: ServerApp,
-    engine: AsyncEngine,
-    config: ServerConfig,
-    sock: socket.socket,
-    on_listening: Callable[[str], None],
-) -> int:
     stopping = Stopping()
     with stop_signals(stopping.take), contextlib.ExitStack() as at_the_end:
         if app.service.spans is not None:
             at_the_end.callback(app.service.spans.exporter.close)  # no request is left that would wait for it
-        async with Listener(app, sock, config.limits, app.service.metrics.refused) as listener:
+        listener = Listener(app, sock, config.limits, app.service.metrics.refused)
+        async with published(app, config), listener:
             on_listening(listener.url)
             warming = asyncio.create_task(_warm_when_quiet(app.service))
             await wait_for(lambda: not engine.health().alive, stopping.drain)
@@ -81,6 +56,22 @@ async def _serve(
                 return await _leave_dead(engine, app.service)
             await _drain(app.service, config.drain_timeout_s, stopping.stop)
             return 0 if engine.health().alive else 1
+
+
+@contextlib.asynccontextmanager
+async def published(app: ServerApp, config: ServerConfig) -> AsyncIterator[None]:
+    """With cache events over ZMQ, if they are asked for; most servers load nothing of it."""
+    if config.kv_events_config is None or not config.kv_events_config.is_on:
+        yield
+        return
+    from penstock.engine.server.kv_publisher import KvPublisher
+
+    publisher = KvPublisher(app.service, app.kv_events, config.kv_events_config)
+    try:
+        publisher.start()
+        yield
+    finally:
+        await publisher.close()
 
 
 async def _warm_when_quiet(service: Service) -> None:

@@ -10,9 +10,16 @@ from penstock.executor.protocol import TokenLogprobs
 FLOOR = -9999.0  # stands for minus infinity, which JSON cannot say
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
+def id_text(id_: int) -> str:
+    """A token by its number, for clients that asked with `return_tokens_as_token_ids`."""
+    return f"token_id:{id_}"
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], as_ids: bool | None = None) -> ChatLogprobs:
+    read = id_text if as_ids else tokenizer.token_text
+
     def shown(id_: int, value: float) -> TopLogprob:
-        return TopLogprob(tokenizer.token_text(id_), value, list(tokenizer.token_bytes(id_)))
+        return TopLogprob(read(id_), value, list(tokenizer.token_bytes(id_)))
 
     content = []
     for token in map(_bounded, tokens):
@@ -22,27 +29,32 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> Chat
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], offset: int, first_id: int | None = None
+    tokenizer: Tokenizer,
+    tokens: Sequence[TokenLogprobs],
+    offset: int,
+    first_id: int | None = None,
+    as_ids: bool | None = None,
 ) -> CompletionLogprobs:
     """The old format: parallel lists. `first_id` is a token before the others that has no probability."""
     reply = CompletionLogprobs([], [], [], [])
+    read = id_text if as_ids else tokenizer.token_text
 
-    def add(text: str, value: float | None, top: dict[str, float] | None) -> None:
+    def add(id_: int, value: float | None, top: dict[str, float] | None) -> None:
         nonlocal offset
-        reply.tokens.append(text)
+        reply.tokens.append(read(id_))
         reply.token_logprobs.append(value)
         reply.top_logprobs.append(top)
         reply.text_offset.append(offset)
-        offset += len(text)
+        offset += len(tokenizer.token_text(id_))
 
     if first_id is not None:
-        add(tokenizer.token_text(first_id), None, None)
+        add(first_id, None, None)
     for token in map(_bounded, tokens):
         # Two ids may read the same; the likelier one comes first and keeps the place.
         top: dict[str, float] = {}
         for id_, value in (*zip(token.ids[1:], token.values[1:], strict=True), (token.ids[0], token.values[0])):
-            top.setdefault(tokenizer.token_text(id_), value)
-        add(tokenizer.token_text(token.ids[0]), token.values[0], top)
+            top.setdefault(read(id_), value)
+        add(token.ids[0], token.values[0], top)
     return reply
 
 

@@ -8,7 +8,6 @@ request.
 
 import time
 from array import array
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
@@ -25,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.client import AsyncEngine
+from penstock.engine.http.distribution import Distribution
 from penstock.engine.messages import Outputs, Stats
 from penstock.executor.protocol import ExpertUpdate
 
@@ -77,30 +76,6 @@ TIER_GAUGES = frozenset(
         "served_clients",
     }
 )
-
-
-class Distribution:
-    """Counts per bucket. `bounds` are upper limits, the last bucket is open."""
-
-    def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
-        self.name = name
-        self.help_text = help_text
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def family(self, model_name: str) -> HistogramMetricFamily:
-        buckets, seen = [], 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            seen += count
-            buckets.append((bound, seen))
-        found = HistogramMetricFamily(self.name, self.help_text, labels=["model_name"])
-        found.add_metric([model_name], buckets, sum_value=self.total)
-        return found
 
 
 class ServerMetrics(Collector):
@@ -165,7 +140,7 @@ class ServerMetrics(Collector):
         yield from stats_families(self.engine.stats, model)
         tokens, times = (self.prompt, self.generated, self.step), (self.first_token, self.next_token)
         for distribution in (*times, self.whole, self.queued, *tokens):
-            yield distribution.family(model)
+            yield distribution.family({"model_name": model})
         finished = [((model, reason), self.finished[reason]) for reason in ("stop", "length", "abort", "error")]
         text = "Sequences that ended, by reason."
         yield family(CounterMetricFamily, "vllm:request_success", text, ["model_name", "finished_reason"], finished)

@@ -25,12 +25,6 @@ MAX_MESSAGES = 2048
 
 T = TypeVar("T")
 
-_TEXT = msgspec.json.Decoder(str)
-_TEXTS = msgspec.json.Decoder(list[str])
-_IDS = msgspec.json.Decoder(list[int])
-_MESSAGES = msgspec.json.Decoder(list[Message])
-_ID_LISTS = msgspec.json.Decoder(list[list[int]])
-
 
 def decode_inputs(field: str, raw: Raw, max_inputs: int, info: ModelInfo) -> list[str] | list[list[int]]:
     """The one or many texts or id lists that `prompt` and `input` may be.
@@ -40,16 +34,16 @@ def decode_inputs(field: str, raw: Raw, max_inputs: int, info: ModelInfo) -> lis
     value = bytes(raw)
     inside = value[1:].lstrip(b" \t\r\n")[:1] if value[:1] == b"[" else b""
     if value[:1] == b'"':
-        return [decode(_TEXT, raw, field)]
+        return [decode(str, raw, field)]
     if inside == b'"':
-        texts = decode(_TEXTS, raw, field)
+        texts = decode(list[str], raw, field)
         _check_count(field, len(texts), max_inputs)
         return texts
     if inside == b"[":
         _check_count(field, value.count(b"[") - 1, max_inputs)
         if value.count(b",") + 1 > max_inputs * info.max_model_len:
             check_length(value.count(b",") // max_inputs, info, field)
-        return decode(_ID_LISTS, raw, field)
+        return decode(list[list[int]], raw, field)
     if inside and inside in b"-0123456789":
         return [decode_ids(field, raw, info)]
     raise InvalidRequest(field, "a string, a list of strings, or one or more lists of token ids is expected")
@@ -58,7 +52,7 @@ def decode_inputs(field: str, raw: Raw, max_inputs: int, info: ModelInfo) -> lis
 def decode_ids(field: str, raw: Raw, info: ModelInfo) -> list[int]:
     """A list of token ids that could be a prompt by its length."""
     check_length(bytes(raw).count(b","), info, field)  # n ids have n - 1 commas, the last one is free here
-    return decode(_IDS, raw, field)
+    return decode(list[int], raw, field)
 
 
 async def to_ids(
@@ -71,8 +65,10 @@ async def to_ids(
     """Token ids of every input, each checked to be a prompt that this model can take."""
     info, tokenizer = service.info, service.tokenizer
     texts = [text for text in inputs if isinstance(text, str)]
-    for text in texts:
-        _check_chars(field, len(text), info)
+    limit = MAX_CHARS_PER_TOKEN * info.max_model_len
+    if (longest := max(map(len, texts), default=0)) > limit:  # it cannot fit, whatever its tokens are
+        what = f"{longest} characters; a context of {info.max_model_len} tokens takes at most {limit}"
+        raise InvalidRequest(field, what)
     keep = _kept_tokens(truncate_to, info)
     prompts = [ids for ids in inputs if isinstance(ids, list)]
     if texts:
@@ -104,7 +100,10 @@ async def render(request: ChatRequest | TokenizeRequest, service: Service, size_
     template = service.template
     if template is None:
         raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
-    messages = _decode_messages(request.messages, service.info)
+    check_braces("messages", request.messages, service.info)
+    messages = decode(list[Message], request.messages, "messages")
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InvalidRequest("messages", f"{len(messages)} given; 1 to {MAX_MESSAGES} are allowed")
     tools = None if request.tool_choice == "none" else for_template(request.tools)
 
     def prompt() -> str:
@@ -113,14 +112,6 @@ async def render(request: ChatRequest | TokenizeRequest, service: Service, size_
         return chat_prompt(template, plain, tools=tools, **rendering(request))
 
     return await in_thread_if(max(size_bytes, len(bytes(request.messages))) > INLINE_CHARS, prompt)
-
-
-def _decode_messages(raw: Raw, info: ModelInfo) -> list[Message]:
-    check_braces("messages", raw, info)
-    messages = decode(_MESSAGES, raw, "messages")
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise InvalidRequest("messages", f"{len(messages)} given; 1 to {MAX_MESSAGES} are allowed")
-    return messages
 
 
 def check_braces(field: str, raw: Raw, info: ModelInfo) -> None:
@@ -161,15 +152,6 @@ def _kept_tokens(truncate_to: int | None, info: ModelInfo) -> int:
         raise InvalidRequest(field, "0 is out of range; it must be at least 1, or -1 for what fits")
     check_length(truncate_to, info, field)
     return truncate_to
-
-
-def _check_chars(field: str, num_chars: int, info: ModelInfo) -> None:
-    """The cheap half of check_length: a text that cannot fit whatever its tokens are."""
-    limit = MAX_CHARS_PER_TOKEN * info.max_model_len
-    if num_chars > limit:
-        raise InvalidRequest(
-            field, f"{num_chars} characters; a context of {info.max_model_len} tokens takes at most {limit}"
-        )
 
 
 def _check_count(field: str, count: int, limit: int) -> None:

@@ -21,7 +21,6 @@ TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens", "query", "quer
 # Those of SamplingParams that a request has under the same name, with the same meaning.
 SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in ("logprobs", "detokenize")]
 
-_ANY = msgspec.json.Decoder(Any)
 Request = TypeVar("Request", bound=msgspec.Struct)
 
 _TEXTS_OR_IDS = Meta(
@@ -83,6 +82,7 @@ class GenerateRequest(PromptRequest, kw_only=True):
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # among log-probabilities
     kv_transfer_params: KvTransfer | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -181,6 +181,10 @@ class ChatRequest(GenerateRequest, kw_only=True):
     top_logprobs: int | None = None
 
 
+# Those that agents' APIs have under the same name, with the same meaning, where they have them.
+CHAT_FIELDS = frozenset(ChatRequest.__struct_fields__) - {"messages", "tools", "tool_choice"}
+
+
 class EmbeddingRequest(PromptRequest, kw_only=True):
     """POST /v1/embeddings"""
 
@@ -237,7 +241,6 @@ UNSERVED: dict[str, Unserved] = {
     **OF_SAMPLING,
     "echo": Unserved("messages are not repeated in the answer", (False,)),
     "suffix": Unserved("text cannot be inserted before a suffix", ("",)),
-    "return_tokens_as_token_ids": Unserved("use return_token_ids", (False,)),
     "modalities": Unserved("only text is generated", (["text"],)),
     "audio": Unserved("only text is generated"),
     "verbosity": Unserved("the model has no such setting", ("medium",)),
@@ -248,12 +251,17 @@ UNSERVED: dict[str, Unserved] = {
     "prompt_embeds": Unserved("embeddings cannot be given as a prompt"),
     "kv_transfer_params": Unserved("the cache finds blocks by content; no transfer is asked for", ({},)),
     "vllm_xargs": Unserved("there are no extra arguments", ({},)),
+    # SGLang's; the gateways of vLLM and SGLang write bodies anew and put these into each.
+    "no_stop_trim": Unserved("a stop string is cut off", (False,)),
+    "return_hidden_states": Unserved("only text is answered", (False,)),
+    "separate_reasoning": Unserved("how reasoning is marked is the server's --reasoning-parser", (True,)),
+    "stream_reasoning": Unserved("what a stream has of it comes as it is made", (True,)),
 }
 
 
-def parse(body: bytes, decoder: msgspec.json.Decoder[Request], unserved: Mapping[str, Unserved] = UNSERVED) -> Request:
+def parse(body: bytes, kind: type[Request], unserved: Mapping[str, Unserved] = UNSERVED) -> Request:
     """The request in `body`, or a 400 that names the field that cannot be served as it stands."""
-    known = decoder.type.__struct_fields__
+    known = kind.__struct_fields__
     for name, raw in split_object(body).items():
         if name in known:
             if name not in TEXT_FIELDS and len(bytes(raw)) > MAX_FIELD_BYTES:
@@ -262,11 +270,11 @@ def parse(body: bytes, decoder: msgspec.json.Decoder[Request], unserved: Mapping
             _check_neutral(name, raw, unserved[name])
         elif name not in HARMLESS:
             raise HttpError(400, f"{clip(name)}: there is no such field here", param=name)
-    return decode(decoder, body)
+    return decode(kind, body)
 
 
 def _check_neutral(name: str, raw: Raw, unserved: Unserved) -> None:
     reason, neutral = unserved
-    value = decode(_ANY, raw, name) if len(bytes(raw)) <= 256 else raw
+    value = decode(object, raw, name) if len(bytes(raw)) <= 256 else raw
     if value is not None and value not in neutral:
         raise InvalidRequest(name, reason)

@@ -40,16 +40,22 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    weights_versions: list[int] | UnsetType = UNSET  # of each of these, when the weights have been updated
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct):
-    """A whole answer, or one event of a stream."""
+class NamedAnswer(msgspec.Struct):
+    """What every answer begins with."""
 
     id: str
     created: int
     model: str
+
+
+class Completion(NamedAnswer):
+    """A whole answer, or one event of a stream."""
+
     choices: list[CompletionChoice]
     object: Literal["text_completion"] = "text_completion"
     usage: Usage | UnsetType | None = UNSET
@@ -96,12 +102,10 @@ class ChatChoice(msgspec.Struct):
     finish_reason: ChatFinish | None
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
+    weights_versions: list[int] | UnsetType = UNSET  # of each of these, when the weights have been updated
 
 
-class Chat(msgspec.Struct):
-    id: str
-    created: int
-    model: str
+class Chat(NamedAnswer):
     choices: list[ChatChoice]
     usage: Usage | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
@@ -137,12 +141,10 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: ChatFinish | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weights_versions: list[int] | UnsetType = UNSET  # of each of these, when the weights have been updated
 
 
-class ChatChunk(msgspec.Struct):
-    id: str
-    created: int
-    model: str
+class ChatChunk(NamedAnswer):
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET

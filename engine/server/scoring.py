@@ -15,7 +15,7 @@ from penstock.engine.server.embeddings import INLINE_FLOATS, MAX_INPUTS, pooled
 from penstock.engine.server.endpoint import PostRoute
 from penstock.engine.server.prompts import decode_inputs, in_thread_if
 from penstock.engine.server.requests import Inputs, PromptRequest
-from penstock.engine.server.responses import Usage
+from penstock.engine.server.responses import NamedAnswer, Usage
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.executor.protocol import LabelInfo
@@ -73,12 +73,9 @@ class Score(msgspec.Struct):
     object: Literal["score"] = "score"
 
 
-class Labelled(msgspec.Struct, Generic[Each]):
+class Labelled(NamedAnswer, Generic[Each]):
     """Of /classify and of /score."""
 
-    id: str
-    created: int
-    model: str
     data: list[Each]
     usage: Usage
     object: Literal["list"] = "list"
@@ -97,14 +94,9 @@ class Reranked(msgspec.Struct):
     usage: Usage
 
 
-_CLASSIFY = msgspec.json.Decoder(ClassifyRequest)
-_SCORE = msgspec.json.Decoder(ScoreRequest)
-_RERANK = msgspec.json.Decoder(RerankRequest)
-
-
 async def classify(service: Service, call: Call, body: bytes) -> Labelled[Classified]:
     """The labels of every input, with their probabilities."""
-    request = service.accept(call, body, _CLASSIFY)
+    request = service.accept(call, body, ClassifyRequest)
     labels = labels_of(service.info)
     inputs = decode_inputs("input", request.input, MAX_INPUTS, service.info)
     found = await _numbers(service, call, request, "input", inputs, labels)
@@ -117,7 +109,7 @@ async def classify(service: Service, call: Call, body: bytes) -> Labelled[Classi
 
 async def score(service: Service, call: Call, body: bytes) -> Labelled[Score]:
     """How well the two texts of every pair go together: one text with each of many, or each with its own."""
-    request = service.accept(call, body, _SCORE)
+    request = service.accept(call, body, ScoreRequest)
     ones, others = (request.text_1, request.queries), (request.text_2, request.documents)
     given = [_texts(each) for pair in (ones, others) for each in pair if each is not None]
     if None not in ones or None not in others or len(given) != 2:
@@ -130,7 +122,7 @@ async def score(service: Service, call: Call, body: bytes) -> Labelled[Score]:
 
 async def rerank(service: Service, call: Call, body: bytes) -> Reranked:
     """The documents, those that go best with the query first."""
-    request = service.accept(call, body, _RERANK)
+    request = service.accept(call, body, RerankRequest)
     texts = _texts(request.documents)
     found = await _of_pairs(service, call, request, [request.query], texts, ("query", "documents"))
     order = sorted(range(len(found)), key=lambda index: -found[index])[: request.top_n or None]

@@ -13,12 +13,13 @@ from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.telemetry import TELEMETRY, AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
-from penstock.engine.options import Count, Delay, Port, Seconds, check, flag, size_bytes
+from penstock.engine.options import Count, Delay, Port, Seconds, check, converted, flag, json_object, size_bytes
 from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.tools import formats, harmony, thinking
 
 TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES, harmony.NAME, *formats.ALIASES)
 REASONING_PARSERS = ("auto", "none", *thinking.NAMES)
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 
 
@@ -134,6 +135,7 @@ class ServerConfig:
         'publish what is cached over ZMQ, as vLLM does: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", '
         '"replay_endpoint": "tcp://*:5558"} (default: no; GET /kv_events needs none of it)',
         "JSON",
+        read=lambda text: converted(json_object(text), KvEventsConfig),
     )
     access_log: AccessForm = flag("a line of the log for each request (default: %(default)s)", default="text")
     telemetry: Telemetry = TELEMETRY
@@ -149,6 +151,10 @@ class ServerConfig:
     )
     allow_lora_updates: bool = flag(
         "let clients load adapters from the server's folders, and unload them (default: off)", default=False
+    )
+    allow_weight_updates: bool = flag(
+        "let clients pause the engine, put it to sleep and give it other weights of its model (default: off)",
+        default=False,
     )
     drain_timeout_s: Delay = flag(
         "how long a stop waits for running requests (default: %(default)g)",
@@ -169,6 +175,10 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
             raise ValueError(f"{API_KEY_VARIABLE} is set but empty; unset it to serve without a key")
         keys = (*keys, environment[API_KEY_VARIABLE])
     Keys(keys)  # refuses what cannot be one
+    if config.allow_weight_updates and not keys and config.host not in LOOPBACK:
+        raise ValueError(
+            f"allow_weight_updates: given, and any client that reaches {config.host} could use it; give api_keys as well"
+        )
     if not config.served_model_names or not all(config.served_model_names):
         raise ValueError("served_model_names: at least one name is needed, and none may be empty")
     for origin in config.allowed_origins:

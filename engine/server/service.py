@@ -19,7 +19,6 @@ from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.http.errors import HttpError, clean_id, clip
-from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, Unserved
 from penstock.engine.server.adapters import Adapters
 from penstock.engine.server.call import Call
@@ -31,6 +30,7 @@ from penstock.engine.server.tool_choice import Tools
 from penstock.engine.text.model_text import text_digest
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.executor.protocol import ModelInfo
 
 if TYPE_CHECKING:
     from penstock.engine.server.agents.item_store import ItemStore
@@ -47,13 +47,16 @@ class Service:
         self, engine: AsyncEngine, tokenizer: Tokenizer, template: ChatTemplate | None, config: ServerConfig
     ) -> None:
         self.engine = engine
-        self.info = engine.info
         self.tokenizer = tokenizer
         self.template = template
         self.config = config
         self.adapters = Adapters(engine, config.served_model_names)
         self.tools = Tools(config, template, tokenizer)
-        self.spans = _open_spans(config.telemetry)
+        self.spans: RequestSpans | None = None
+        if config.telemetry.otlp_traces_endpoint is not None:  # else nothing of it is even imported
+            from penstock.engine.server import spans
+
+            self.spans = spans.RequestSpans(config.telemetry)
         self.metrics = ServerMetrics(config.served_model_names[0], engine, self.spans)
         self.is_draining = False
         self.text_digest = ""  # see know_text_digest
@@ -64,6 +67,11 @@ class Service:
         self._seeds = None if config.seed is None else random.Random(config.seed)
         self._num_preparing = 0  # sequences admitted but not yet with the engine
         self._answers: set[Answer] = set()
+
+    @property
+    def info(self) -> ModelInfo:
+        """Changes with the weights."""
+        return self.engine.info
 
     @property
     def model_name(self) -> str:
@@ -101,11 +109,11 @@ class Service:
         self,
         call: Call,
         body: bytes,
-        decoder: msgspec.json.Decoder[Asked],
+        kind: type[Asked],
         unserved: Mapping[str, Unserved] = UNSERVED,
     ) -> Asked:
         """The request in `body`, for a model that is served."""
-        request = parse(body, decoder, unserved)
+        request = parse(body, kind, unserved)
         call.model = self.check_model(request.model)
         # An id in the body counts if there is none in the headers.
         if request.request_id is not None and call.client_id is None:
@@ -186,14 +194,6 @@ class Service:
         """End what still runs; the readers still get the last update and finish their answers properly."""
         for answer in self._answers:
             answer.abort()
-
-
-def _open_spans(telemetry: Telemetry) -> "RequestSpans | None":
-    if telemetry.otlp_traces_endpoint is None:  # then nothing of it is even imported
-        return None
-    from penstock.engine.server import spans
-
-    return spans.RequestSpans(telemetry)
 
 
 def as_http_error(error: Exception) -> HttpError:

@@ -1,8 +1,6 @@
 """What runs no model: POST /tokenize and /detokenize, between text and token ids, /reset_prefix_cache, and the adapters'
 routes."""
 
-import msgspec
-
 from penstock.engine.front.submit import token_bytes
 from penstock.engine.http.errors import HttpError
 from penstock.engine.sampling_params import InvalidRequest
@@ -14,16 +12,10 @@ from penstock.engine.server.responses import Detokenized, Status, Tokens
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS, RENDERING
 
-_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
-_RESET = msgspec.json.Decoder(ResetRequest)
-_LOAD = msgspec.json.Decoder(LoadAdapterRequest)
-_UNLOAD = msgspec.json.Decoder(UnloadAdapterRequest)
-
 
 async def tokenize(service: Service, _call: Call, body: bytes) -> Tokens:
     """The token ids of `prompt`, or of `messages` under the chat template."""
-    request = parse(body, _TOKENIZE)
+    request = parse(body, TokenizeRequest)
     service.check_model(request.model)
     has_messages = bytes(request.messages) not in (b"", b"null")
     if (request.prompt is not None) == has_messages:
@@ -44,7 +36,7 @@ async def tokenize(service: Service, _call: Call, body: bytes) -> Tokens:
 
 async def detokenize(service: Service, _call: Call, body: bytes) -> Detokenized:
     """The text of `tokens`."""
-    request = parse(body, _DETOKENIZE)
+    request = parse(body, DetokenizeRequest)
     service.check_model(request.model)
     with service.admit(1):
         ids = decode_ids("tokens", request.tokens, service.info)
@@ -60,7 +52,7 @@ async def detokenize(service: Service, _call: Call, body: bytes) -> Detokenized:
 
 async def reset_prefix_cache(service: Service, _call: Call, body: bytes) -> Status:
     """For measurements, or where there is reason to distrust what is cached: forget all cached content, in all tiers; 409 while requests run or transfers are in flight."""
-    parse(body or b"{}", _RESET)
+    parse(body or b"{}", ResetRequest)
     if not await service.engine.reset_prefix_cache():
         raise HttpError(409, "requests or transfers between the tiers are in flight; try again when they are done")
     return Status("reset")
@@ -68,13 +60,13 @@ async def reset_prefix_cache(service: Service, _call: Call, body: bytes) -> Stat
 
 async def load_adapter(service: Service, _call: Call, body: bytes) -> Status:
     """Serve the PEFT adapter in a folder of the server's under a name of its own, beside the model."""
-    request = parse(body, _LOAD)
+    request = parse(body, LoadAdapterRequest)
     await service.adapters.load(request.lora_name, request.lora_path, bool(request.load_inplace))
     return Status(f"adapter {request.lora_name!r} is loaded")
 
 
 async def unload_adapter(service: Service, _call: Call, body: bytes) -> Status:
     """Take no more requests for an adapter; those in flight finish."""
-    request = parse(body, _UNLOAD)
+    request = parse(body, UnloadAdapterRequest)
     service.adapters.unload(request.lora_name)
     return Status(f"adapter {request.lora_name!r} is unloaded")

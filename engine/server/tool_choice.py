@@ -124,7 +124,7 @@ class Tools:
         self, request: ChatRequest, calls: Calls | None, prompt: list[int], wanted: Wanted
     ) -> tuple[ReadingPlan, Wanted]:
         """How the answers are to be read, and the grammar that answers to `wanted` under these calls and reasoning."""
-        thought = None if self.marks is None else self._thinking(self.marks, self._end(prompt))
+        thought = None if self.marks is None else self._thinking(self.marks, prompt)
         is_held = calls is not None and (calls.must or wanted.outputs is not None or self._constrains_auto)
         outputs = self._constraint(calls if is_held else None, wanted.outputs, thought)
         shows = request.include_reasoning is not False
@@ -148,11 +148,9 @@ class Tools:
             functions.append(function)
         return None if functions == list(calls.functions) else calls._replace(functions=functions)
 
-    def _thinking(self, marks: thinking.Marks, end: str) -> Thinking:
+    def _thinking(self, marks: thinking.Marks, prompt: list[int]) -> Thinking:
+        end = self._tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
         return harmony.after_prompt(end) if marks is thinking.HARMONY else thinking.thinking_after(marks, end)
-
-    def _end(self, prompt: list[int]) -> str:
-        return self._tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
 
     def _constraint(
         self, calls: Calls | None, answer: StructuredOutputs | None, thought: Thinking | None

@@ -16,11 +16,10 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.model_files import ModelNotFound, ModelRefused, read_json
+from penstock.engine.model_files import ModelNotFound, ModelRefused, check_size, read_json, read_template
 from penstock.engine.text.tokenizer import Tokenizer, refusing
 
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest known tokenizer.json has 35 MB
-MAX_TEMPLATE_BYTES = 1 << 20
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CONVERSION_LIMIT_S = 300
 CONVERSION = """
@@ -50,8 +49,7 @@ def tokenizer_from_folder(folder: Path, model_config: dict[str, Any]) -> Tokeniz
 
 
 def _read_file(path: Path) -> Backend:
-    if path.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise ModelRefused(f"tokenizer: {path} has {path.stat().st_size} bytes; at most {MAX_TOKENIZER_BYTES} are read")
+    check_size("tokenizer", path, MAX_TOKENIZER_BYTES)
     with refusing(f"tokenizer: {path} is not a tokenizer"):
         return Backend.from_file(str(path))
 
@@ -145,12 +143,5 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     for name, path in files.items():
-        if path.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise ModelRefused(
-                f"tokenizer: {path} has {path.stat().st_size} bytes; at most {MAX_TEMPLATE_BYTES} are read"
-            )
-        try:
-            templates[name] = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ModelRefused(f"tokenizer: {path} is not UTF-8 text ({error})") from None
+        templates[name] = read_template("tokenizer", path)
     return {name: source for name, source in templates.items() if isinstance(source, str)}

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Template, TemplateError
 
 from penstock.engine.http.errors import clip
-from penstock.engine.model_files import ModelRefused
+from penstock.engine.model_files import MAX_TEMPLATE_BYTES, ModelRefused, read_template
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.budget import Budget, TooMuch
 from penstock.engine.text.conversation import (
@@ -29,7 +29,6 @@ from penstock.engine.text.conversation import (
 from penstock.engine.text.sandbox import BUDGET, Refused, Sandbox
 from penstock.engine.text.tokenizer import Tokenizer
 
-MAX_SOURCE_CHARS = 1 << 20
 MAX_ERROR_CHARS = 300
 
 # Prints the arguments of a call as they are, so that they must be JSON already; and what prints objects itself.
@@ -120,19 +119,14 @@ def _operators(override: str) -> str:
     path = Path(override).expanduser()
     if not path.is_file():
         raise ModelRefused(f"chat template: {override!r} is neither a file nor a template (which has braces)")
-    if path.stat().st_size > MAX_SOURCE_CHARS:
-        raise ModelRefused(
-            f"chat template: {path} has {path.stat().st_size} bytes; at most {MAX_SOURCE_CHARS} are allowed"
-        )
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ModelRefused(f"chat template: {path} is not UTF-8 text ({error})") from None
+    return read_template("chat template", path)
 
 
 def _compile(environment: Sandbox, name: str, source: str) -> Template:
-    if len(source) > MAX_SOURCE_CHARS:
-        raise ModelRefused(f"chat template {name!r}: {len(source)} characters; at most {MAX_SOURCE_CHARS} are allowed")
+    if len(source) > MAX_TEMPLATE_BYTES:
+        raise ModelRefused(
+            f"chat template {name!r}: {len(source)} characters; at most {MAX_TEMPLATE_BYTES} are allowed"
+        )
     try:
         return environment.from_string(source)
     except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:

@@ -3,8 +3,8 @@
 A model receives an `Ops` when it is built and calls nothing else that is not a plain tensor operation.
 """
 
-from collections.abc import Iterable
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from penstock.executor.kernels.card import Card, card_of
 from penstock.executor.kernels.recurrent import RecurrentOps
 from penstock.executor.kernels.state import Places
 from penstock.executor.moe_spec import MoeSpec
+from penstock.executor.protocol import ExecutorError
 
 # The last is that of gpt-oss: swish of slope 1.702 of a gate up to 7, times one more than an `up` from -7 to 7.
 Activation = Literal["silu", "gelu_tanh", "clamped_swish"]
@@ -21,6 +22,7 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swish"]
 Quantized = tuple[Tensor, Tensor]
 # A weight, and its scales if it has eight bits.
 Scaled = tuple[Tensor, Tensor | None]
+FIXED_ON = "8.x, 9.0 or 12.x"  # whose tensor cores have one instruction for tiles of few rows and of many
 Pages = tuple[Tensor, Tensor]  # of one layer: keys and values, each [pages, PAGE, Hkv * D]
 HeadNorms = tuple[Tensor | None, Tensor | None, float]  # weights [D] for query heads and for key heads, and eps
 NO_NORMS: HeadNorms = (None, None, 0.0)
@@ -61,11 +63,22 @@ class Packed(NamedTuple):
         return Packed(codes, scales, below, order, self.bits, self.half)
 
 
+Weight = TypeVar("Weight", contravariant=True)
+
+
+class Adds(NamedTuple):
+    """What adapters add to the two products of all experts: each is called with rows of x and what they gave, y."""
+
+    gate_up: Callable[[Tensor, Tensor], None]
+    down: Callable[[Tensor, Tensor], None]
+
+
 class ScoreExtras(NamedTuple):
     """What some models do with the scores of attention, scaled as they are."""
 
     cap: float | None = None  # then a score is cap * tanh(score / cap)
     sinks: Tensor | None = None  # [Hq] float32: a further score of each head, which has no value
+    window: int | None = None  # then only the last `window` positions have a score
 
 
 NO_EXTRAS = ScoreExtras()
@@ -77,6 +90,24 @@ class Rotation(NamedTuple):
     cos: Tensor  # [P, rot / 2] float32
     sin: Tensor
     positions: Tensor  # [T] int32: each token's row in the tables
+
+
+class KeyStore(NamedTuple):
+    """How queries and keys are rotated, and where keys and values go."""
+
+    rotation: Rotation
+    pages: Pages
+    kv_slots: Tensor
+    norms: HeadNorms = NO_NORMS
+
+
+class LatentStore(NamedTuple):
+    """How latents become keys, and where these go."""
+
+    norm: tuple[Tensor, float]  # weight [rank], and eps
+    rotation: Rotation
+    pages: Tensor
+    kv_slots: Tensor
 
 
 class Ops(Protocol):
@@ -91,50 +122,27 @@ class Ops(Protocol):
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """gate_up [T, 2 I], the gate first -> activation(gate) * up [T, I]"""
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K], weight [N, K], bias [N] -> [T, N]"""
+
     def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
         """x [T, K], weight [2 I, K], the gate's rows first -> [T, I]: a product, and `gate`"""
 
-    def rope_and_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        rotation: Rotation,
-        pages: Pages,
-        kv_slots: Tensor,
-        norms: HeadNorms,
-    ) -> Tensor:
+    def rope_and_store(self, q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> Tensor:
         """Normalize q [T, Hq, D] and k [T, Hkv, D] per head if weights are given, rotate them, write k and v into their
         pages; returns q. v = None: k is all there is to store."""
 
     def latent_rope_and_store(
-        self,
-        goal: Tensor,
-        q: Tensor,
-        down: Tensor,
-        norm: tuple[Tensor, float],
-        rotation: Rotation,
-        latents: Tensor,
-        kv_slots: Tensor,
-        first: int,
-        is_whole: bool,
+        self, goal: Tensor, q: Tensor, down: Tensor, store: LatentStore, first: int, is_whole: bool
     ) -> None:
         """For tokens first … first + t - 1 of q [T, H, nope + rope] and down [T, rank + rope], as a checkpoint's
-        projections make them: normalize the latents by a weight [rank] and eps, rotate keys and queries. Keys go into the pages,
-        queries to the beginnings of goal [t, H, rope + …], whole ones with nope behind them."""
+        projections make them: normalize the latents, rotate keys and queries. Keys go into the pages, queries to the
+        beginnings of goal [t, H, rope + …], whole ones with nope behind them."""
 
     def paged_attention(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        batch: ForwardBatch,
-        scale: float,
-        window: int | None = None,
-        extras: ScoreExtras = NO_EXTRAS,
+        self, q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, extras: ScoreExtras = NO_EXTRAS
     ) -> Tensor:
-        """Causal attention of every token over its row's pages [pages, PAGE, Hkv * D], q [T, Hq, D] -> [T, Hq, D]; with a
-        window, over the last `window` positions."""
+        """Causal attention of every token over its row's pages [pages, PAGE, Hkv * D], q [T, Hq, D] -> [T, Hq, D]."""
 
     def latent_attention(self, q: Tensor, latents: Tensor, batch: ForwardBatch, scale: float, rope_dim: int) -> Tensor:
         """q [T, H, rope + rank], latents [pages, PAGE, rope + rank] -> [T, H, rank]: as with one key-value head whose keys
@@ -154,7 +162,7 @@ class Ops(Protocol):
         """None: there is only `latent_attention`."""
 
     @property
-    def fused_experts(self) -> "FusedExperts | None":
+    def fused_experts(self) -> "FusedExperts[Scaled] | None":
         """None: expert after expert."""
 
     @property
@@ -185,22 +193,26 @@ class ExpandedAttention(Protocol):
         has of the latents: q [T, H, rope + nope], expand [H, nope + value, rank] -> [T, H, value]."""
 
 
-class FusedExperts(Protocol):
+class FusedExperts(Protocol[Weight]):
+    """With `Scaled` weights, or with `Packed` ones, which have no biases."""
+
     def __call__(
         self,
         hidden: Tensor,
         slots: Tensor,
         shares: Tensor,
-        gate_up: Scaled,
-        down: Scaled,
+        gate_up: Weight,
+        down: Weight,
         first: int,
         activation: Activation,
         added: Tensor | None = None,
         biases: tuple[Tensor | None, Tensor | None] = (None, None),
+        adds: Adds | None = None,
     ) -> Tensor:
         """What the experts in slots first … first + S - 1 add up to, each by its share, and `added`: hidden [T, H], slots
         and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. An entry of another rank's slot adds nothing.
-        Biases are those of the two products, [S, 2 I] and [S, H]. Weights of MXFP4 are bytes (`four_bits`)."""
+        Biases are those of the two products, [S, 2 I] and [S, H]. Weights of MXFP4 are bytes (`four_bits`).
+        `adds` gets the entries of `slots` as rows of y."""
 
 
 class BlockOps(Protocol):
@@ -227,19 +239,8 @@ class GroupOps(Protocol):
     def packed_linear(self, x: Tensor, weight: Packed) -> Tensor:
         """x [T, K] -> [T, N]"""
 
-    def packed_experts(
-        self,
-        hidden: Tensor,
-        slots: Tensor,
-        shares: Tensor,
-        gate_up: Packed,
-        down: Packed,
-        first: int,
-        activation: Activation,
-        added: Tensor | None = None,
-        biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> Tensor:
-        """As `FusedExperts`, without biases."""
+    @property
+    def packed_experts(self) -> FusedExperts[Packed]: ...
 
 
 class SamplingOps(Protocol):
@@ -317,8 +318,8 @@ class InputOps(Protocol):
         """`longest`: the most tokens of a row. Rows that are not real get zeros, and the spare place for their token."""
 
 
-def select_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ops:
-    """The fastest set there is for a model of this kind."""
+def select_ops(device: torch.device, dtype: torch.dtype, head_dim: int, is_invariant: bool = False) -> Ops:
+    """The fastest set there is for a model of this kind; if it has to be `batch_invariant`, of those that are."""
     if device.type == "cpu":
         from penstock.executor.kernels.cpu_ops import make_ops
 
@@ -326,7 +327,9 @@ def select_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ops:
     if _has_triton_kernels(device):
         from penstock.executor.kernels.cuda.ops import choose_ops
 
-        return choose_ops(_card(device))
+        return choose_ops(_card(device), is_invariant)
+    if is_invariant:
+        raise ExecutorError(f"batch_invariant: given; it needs a CPU, or a GPU of compute capability {FIXED_ON}")
     from penstock.executor.kernels import torch_ops
 
     return torch_ops

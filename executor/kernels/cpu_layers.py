@@ -22,7 +22,6 @@ class DenseLayer(NamedTuple):
     norms: tuple[Tensor, Tensor | None, Tensor, Tensor | None]
     head_norms: HeadNorms
     tables: tuple[Tensor, Tensor]  # cos and sin
-    window: int | None
     extras: ScoreExtras = NO_EXTRAS  # with one cap for all layers
 
 
@@ -48,19 +47,20 @@ class CpuLayers:
             plan.input_norm, plan.attention_norm, plan.mlp_norm, plan.output_norm = addresses(*layer.norms)
             plan.q_norm, plan.k_norm = addresses(*layer.head_norms[:2])
             plan.cos, plan.sin, plan.sinks = addresses(*layer.tables, layer.extras.sinks)
-            plan.half, plan.window = layer.tables[0].shape[1], layer.window or 0
+            plan.half, plan.window = layer.tables[0].shape[1], layer.extras.window or 0
         self._shared = _csrc.ffi.new("struct penstock_layers *")
-        self._shared.layers, self._shared.num = self._layers, len(layers)
+        self._shared.layers = self._layers
         self._shared.cap = layers[0].extras.cap or 0.0
         self._shared.activation = ACTIVATIONS.index(sizes.activation)
         for name in ("q_heads", "kv_heads", "head_dim", "eps", "scale"):
             setattr(self._shared, name, getattr(sizes, name))
 
-    def __call__(self, residual: Tensor, batch: ForwardBatch, pages: KvPages) -> Tensor:
-        """The residual stream [T, hidden] goes through the layers in its place; returns what is to be added to it."""
+    def __call__(self, residual: Tensor, batch: ForwardBatch, pages: KvPages, num: int) -> Tensor:
+        """The residual stream [T, hidden] goes through `num` layers in its place; returns what is to be added to it."""
         if pages is not self._pages:
             self._bind(pages, batch.group_of)
         assert residual.is_contiguous()
+        self._shared.num = num
         tables, groups = batch.block_tables, ((batch.kv_slots, batch.block_tables), *batch.other_groups)
         assert all(each.stride() == tables.stride() for _, each in groups)
         kv_slots, block_tables = (_csrc.ffi.new("uintptr_t[]", addresses(*each)) for each in zip(*groups, strict=True))
@@ -94,7 +94,7 @@ class CpuLayers:
         first = own[0][0]
         self._shared.page_size = first.shape[1]
         self._shared.page_stride, self._shared.slot_stride, _ = first.stride()
-        for index, (plan, layer_pages) in enumerate(zip(self._layers, own[: len(self._layers)], strict=True)):
+        for index, (plan, layer_pages) in enumerate(zip(self._layers, own, strict=True)):
             assert all(each.stride() == first.stride() for each in layer_pages)
             plan.k_pages, plan.v_pages = addresses(*layer_pages)
             plan.group = group_of[index] if group_of else 0

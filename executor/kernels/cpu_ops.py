@@ -15,16 +15,16 @@ from penstock import _csrc
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import (
     NO_EXTRAS,
-    NO_NORMS,
     Activation,
     BlockOps,
     ExpandedAttention,
     FusedExperts,
     GroupOps,
-    HeadNorms,
+    KeyStore,
+    LatentStore,
     Ops,
     Pages,
-    Rotation,
+    Scaled,
     ScoreExtras,
     torch_ops,
 )
@@ -71,7 +71,7 @@ class CpuOps:
 
     choose_experts = staticmethod(torch_ops.choose_experts)
     expanded_attention: ExpandedAttention | None = None
-    fused_experts: FusedExperts | None = None
+    fused_experts: FusedExperts[Scaled] | None = None
     blocks: BlockOps | None = None
     groups: GroupOps | None = None
 
@@ -106,21 +106,14 @@ class CpuOps:
         self._lib.penstock_gate(self.cpu, number, *_rows(gate_up), out.data_ptr(), rows, width // 2)
         return out
 
+    linear = staticmethod(F.linear)
+
     def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
         return self.gate(F.linear(x, weight), activation)
 
-    def rope_and_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        rotation: Rotation,
-        pages: Pages,
-        kv_slots: Tensor,
-        norms: HeadNorms,
-    ) -> Tensor:
+    def rope_and_store(self, q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> Tensor:
         tokens, q_heads, head_dim = q.shape
-        (cos, sin, positions), (k_pages, v_pages), (q_weight, k_weight, eps) = rotation, pages, norms
+        (cos, sin, positions), (k_pages, v_pages), kv_slots, (q_weight, k_weight, eps) = store
         page_stride, slot_stride, _ = k_pages.stride()
         assert q.dtype is k_pages.dtype is self._dtype and v_pages.stride() == (page_stride, slot_stride, 1)
         assert positions.dtype is torch.int32 and kv_slots.dtype is torch.int64 and cos.dtype is torch.float32
@@ -146,36 +139,20 @@ class CpuOps:
         return rotated
 
     def latent_rope_and_store(
-        self,
-        goal: Tensor,
-        q: Tensor,
-        down: Tensor,
-        norm: tuple[Tensor, float],
-        rotation: Rotation,
-        latents: Tensor,
-        kv_slots: Tensor,
-        first: int,
-        is_whole: bool,
+        self, goal: Tensor, q: Tensor, down: Tensor, store: LatentStore, first: int, is_whole: bool
     ) -> None:
         """There is no attention here that asks for whole queries."""
-        rope_dim = 2 * rotation.cos.shape[1]
+        rope_dim = 2 * store.rotation.cos.shape[1]
         assert len(goal) == len(q) and first == 0 and not is_whole
-        rotating, key = torch_ops.latent_parts(self.rms_norm, q, down, norm, rope_dim)
-        given = None, rotation, (latents, latents), kv_slots, NO_NORMS
-        self.rope_and_store(key[:, :0], key, *given)
-        goal[..., :rope_dim] = self.rope_and_store(rotating, rotating[:, :0], *given)
+        rotating, key = torch_ops.latent_parts(self.rms_norm, q, down, store)
+        given = KeyStore(store.rotation, (store.pages, store.pages), store.kv_slots)
+        self.rope_and_store(key[:, :0], key, None, given)
+        goal[..., :rope_dim] = self.rope_and_store(rotating, rotating[:, :0], None, given)
 
     def paged_attention(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        batch: ForwardBatch,
-        scale: float,
-        window: int | None = None,
-        extras: ScoreExtras = NO_EXTRAS,
+        self, q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, extras: ScoreExtras = NO_EXTRAS
     ) -> Tensor:
-        tokens, q_heads, head_dim = q.shape
+        (tokens, q_heads, head_dim), (k_pages, v_pages) = q.shape, pages
         _, page_size, kv_width = k_pages.shape
         page_stride, slot_stride, _ = k_pages.stride()
         assert q.dtype is k_pages.dtype is self._dtype and v_pages.stride() == (page_stride, slot_stride, 1)
@@ -197,7 +174,7 @@ class CpuOps:
             head_dim,
             page_size,
             scale,
-            window or 0,
+            extras.window or 0,
             extras.cap or 0.0,
             *addresses(extras.sinks),
         )
@@ -206,7 +183,7 @@ class CpuOps:
         return out
 
     def latent_attention(self, q: Tensor, latents: Tensor, batch: ForwardBatch, scale: float, rope_dim: int) -> Tensor:
-        return self.paged_attention(q, latents, latents, batch, scale)[..., rope_dim:]
+        return self.paged_attention(q, (latents, latents), batch, scale)[..., rope_dim:]
 
 
 def addresses(*tensors: Tensor | None) -> list[int]:

@@ -43,11 +43,12 @@ class CpuRecurrent:
         assert max(heads.key_dim, heads.value_dim) <= MAX_HEAD
         assert heads.key_dim * heads.value_dim * 4 <= states.unit_bytes
         out = torch.empty((len(z), heads.values), dtype=self._dtype)
-        names = "qkv", "z", "gates", "rate", "shift", "norm_weight", "out"
-        tensors = qkv, z, gates, heads.rate, heads.shift, heads.norm, out
+        names = "qkv", "z", "gates", "rate", "shift", "norm_weight", "skip", "out"
+        tensors = qkv, z, gates, heads.rate, heads.shift, heads.norm, heads.skip, out
         strides = {f"{name}_stride": part.stride(0) for name, part in zip(names, inputs, strict=False)}
         sizes = {name: getattr(heads, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "eps")}
-        delta = dict(zip(names, map(Tensor.data_ptr, tensors), strict=True)) | strides | sizes
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+        delta = dict(zip(names, addresses, strict=True)) | strides | sizes
         self._lib.penstock_delta_rule(
             self._cpu, _describe(states, batch), _csrc.ffi.new("struct penstock_delta *", delta)
         )

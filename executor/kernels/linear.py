@@ -5,10 +5,9 @@ from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.kernels import BlockOps
+from penstock.executor.kernels import BlockOps, Ops
 from penstock.executor.kernels.codes import CodedLinear
 from penstock.executor.kernels.cpu_linear import CpuLinear, is_repacked
 from penstock.executor.kernels.grouped import GroupedLinear
@@ -56,30 +55,30 @@ def take_narrow(*linears: Linear | None) -> bool:
     return all(linear is None or isinstance(linear, BlockLinear) for linear in linears)
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+def make_linear(weight: Tensor, bias: Tensor | None, ops: Ops) -> Linear:
     """A linear layer [T, in] -> [T, out] from weight [out, in] and bias [out]; on the CPU `weight` may go then."""
     if is_repacked(weight):
         return CpuLinear(weight, bias)
-    return Plain(weight, bias)
+    return Plain(weight, bias, ops)
 
 
-def tied(table: Tensor | CodedLinear | GroupedLinear) -> tuple[Linear, Callable[[Tensor], Tensor]]:
+def tied(table: Tensor | CodedLinear | GroupedLinear, ops: Ops) -> tuple[Linear, Callable[[Tensor], Tensor]]:
     """The head that shares an embedding's weight [size, width], and the embedding: tokens [T] -> [T, width]. Where
     the layer has repacked the weight its rows are gathered from there, so that it is kept once."""
     if isinstance(table, CodedLinear | GroupedLinear):
         return table, table.rows
     if not is_repacked(table):
-        return Plain(table, None), partial(table.index_select, 0)
+        return Plain(table, None, ops), partial(table.index_select, 0)
     head = CpuLinear(table)
     return head, head.rows
 
 
 class Plain:
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(self, weight: Tensor, bias: Tensor | None, ops: Ops) -> None:
+        self.weight, self.bias, self._multiply = weight, bias, ops.linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self._multiply(x, self.weight, self.bias)
 
     def tensors(self) -> list[Tensor]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]

@@ -5,8 +5,10 @@ hold as many adapters as a step may have (places.py and cuda/adapter_products.py
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,12 +29,15 @@ class LowRankPart(NamedTuple):
 LowRank = Sequence[LowRankPart]  # of one adapter for one product; none: it changes nothing
 
 
-class AdapterRun(NamedTuple):
-    """Rows next to each other with the same adapter."""
-
-    first: int
-    num_rows: int
-    adapter: int  # its number
+def find_runs(numbers: np.ndarray, slots: np.ndarray | None = None) -> np.ndarray:
+    """Of rows [T] with these adapters (0: none), in these slots: [runs, 4] of rows next to each other with the same, each
+    the first row, how many, adapter and slot."""
+    slots = np.zeros_like(numbers) if slots is None else slots
+    changes = [np.diff(each, prepend=-1, append=-1) != 0 for each in (numbers, slots)]
+    bounds = np.flatnonzero(changes[0] | changes[1])
+    first = bounds[:-1]
+    runs: np.ndarray = np.stack((first, np.diff(bounds), numbers[first], slots[first]), 1)[numbers[first] != 0]
+    return runs
 
 
 class CpuAdapter:
@@ -47,14 +52,14 @@ class CpuAdapter:
 
     def _describe(self, struct: Any, parts: LowRank) -> None:
         dtype = torch.bfloat16 if all(map(_is_narrow, [t for p in parts for t in (p.up, p.down)])) else torch.float32
-        down = _aligned(torch.cat([part.down for part in parts]).T, dtype)
+        shared = {id(part.down): part.down for part in parts}  # an expert's gate and up may have one between them
+        firsts = dict(zip(shared, accumulate((len(each) for each in shared.values()), initial=0), strict=False))
+        down = _aligned(torch.cat([*shared.values()]).T, dtype)
         described = _csrc.ffi.new("struct penstock_adapter_part[]", len(parts))
-        first = 0
         for each, part in zip(described, parts, strict=True):
             up, (rank, width) = _aligned(part.up, dtype), part.up.shape
-            each.up, each.up_stride, each.first = up.data_ptr(), up.stride(0), first
+            each.up, each.up_stride, each.first = up.data_ptr(), up.stride(0), firsts[id(part.down)]
             each.rank, each.column, each.width = rank, part.column, width
-            first += rank
             self._kept.append(up)
             struct.num_weights += up.numel()
         self._kept += [down, described]
@@ -64,18 +69,45 @@ class CpuAdapter:
         struct.num_weights += down.numel()
 
 
+class CpuAdapters:
+    """Those that are held, by number."""
+
+    num_bytes = 0  # on a device
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._held: dict[int, CpuAdapter] = {}
+        self._dtype = dtype
+
+    def hold(self, number: int, products: Sequence[LowRank]) -> None:
+        self._held[number] = CpuAdapter(products)
+
+    def forget(self, number: int) -> None:
+        del self._held[number]
+
+    def runs(self, numbers: np.ndarray) -> "CpuRuns":
+        """numbers [T] of the tokens' adapters"""
+        adapters = {number: self._held[number] for number in np.unique(numbers).tolist() if number}
+        return CpuRuns(adapters, describe_cpu(self._dtype, None, None), numbers)
+
+
 class CpuRuns:
     """Those of a step, as the C kernels take them."""
 
-    def __init__(self, runs: Sequence[AdapterRun], adapters: Sequence[CpuAdapter], dtype: torch.dtype) -> None:
-        self._adapters, self._cpu = adapters, describe_cpu(dtype, None, None)
-        self.structs = _csrc.ffi.new("struct penstock_run[]", len(runs))
-        for struct, run, adapter in zip(self.structs, runs, adapters, strict=True):
-            struct.first, struct.count, struct.adapters = run.first, run.num_rows, adapter.structs
+    def __init__(
+        self, adapters: dict[int, CpuAdapter], cpu: Any, numbers: np.ndarray, slots: np.ndarray | None = None
+    ) -> None:
+        self._adapters, self._cpu, self._numbers = adapters, cpu, numbers
+        self._runs = find_runs(numbers, slots)
+        self.structs = _csrc.ffi.new("struct penstock_run[]", len(self._runs))
+        for struct, (first, count, number, slot) in zip(self.structs, self._runs.tolist(), strict=True):
+            struct.first, struct.count, struct.adapters = first, count, adapters[number].structs + slot
         self._lib: Any = _csrc.lib
 
     def __len__(self) -> int:
         return len(self.structs)
+
+    def of_experts(self, _num_slots: int, tokens: Tensor, slots: Tensor) -> "CpuRuns":
+        return CpuRuns(self._adapters, self._cpu, self._numbers[tokens.numpy()], slots.numpy())
 
     def add(self, product: int, x: Tensor, y: Tensor) -> None:
         """x [T, depth], y [T, width], to which is added."""

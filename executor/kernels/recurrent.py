@@ -1,4 +1,4 @@
-"""What layers ask for that carry a state along: a short convolution, and the gated delta rule."""
+"""What layers ask for that carry a state along: a short convolution, and the gated delta rule, or Mamba 2."""
 
 from typing import NamedTuple, Protocol
 
@@ -19,8 +19,13 @@ class DeltaHeads(NamedTuple):
     value_dim: int
     rate: Tensor  # [value heads]: of the decay, below zero
     shift: Tensor  # [value heads]
-    norm: Tensor  # [value dim]
+    norm: Tensor | None  # [value dim]; None of Mamba 2, whose norm is over several heads
     eps: float
+    skip: Tensor | None = None  # [value heads]: of Mamba 2, which erases nothing
+
+    @property
+    def erases(self) -> bool:
+        return self.skip is None
 
     @property
     def keys(self) -> int:
@@ -36,7 +41,7 @@ class DeltaInputs(NamedTuple):
 
     qkv: Tensor  # [T, 2 keys + values], out of the convolution
     z: Tensor  # [T, values]
-    gates: Tensor  # [T, 2 value heads]: b, then a
+    gates: Tensor  # [T, 2 value heads]: b, then a; of Mamba 2 a alone
 
 
 class RecurrentOps(Protocol):
@@ -54,4 +59,6 @@ class RecurrentOps(Protocol):
 
         S = e^(rate softplus(a + shift)) S, S = S + k (sigmoid(b) (v - k S)), rms_norm(q S) * silu(z)
 
-        where S [key_dim, value_dim] is float32."""
+        where S [key_dim, value_dim] is float32. Mamba 2, with q and k as they are:
+
+        S = e^(rate softplus(a + shift)) S + k (softplus(a + shift) v), (q S + skip v) * silu(z)"""

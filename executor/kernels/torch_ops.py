@@ -13,24 +13,25 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import (
     NO_EXTRAS,
-    NO_NORMS,
     Activation,
     BlockOps,
     FusedExperts,
     GroupOps,
-    HeadNorms,
+    KeyStore,
+    LatentStore,
     Pages,
-    Rotation,
+    Scaled,
     ScoreExtras,
     torch_recurrent,
 )
 from penstock.executor.kernels.recurrent import RecurrentOps
 from penstock.executor.moe_spec import MoeSpec
 
-fused_experts: FusedExperts | None = None
+fused_experts: FusedExperts[Scaled] | None = None
 blocks: BlockOps | None = None
 groups: GroupOps | None = None
 recurrent: RecurrentOps = torch_recurrent
+linear = F.linear
 
 # Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
 GATHER_ELEMENTS = 2**23
@@ -47,11 +48,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def rope_and_store(
-    q: Tensor, k: Tensor, v: Tensor | None, rotation: Rotation, pages: Pages, kv_slots: Tensor, norms: HeadNorms
-) -> Tensor:
-    k_pages, v_pages = pages
-    q_weight, k_weight, eps = norms
+def rope_and_store(q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> Tensor:
+    rotation, (k_pages, v_pages), kv_slots, (q_weight, k_weight, eps) = store
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)
     if k_weight is not None:
@@ -67,37 +65,26 @@ def rope_and_store(
 
 
 def latent_rope_and_store(
-    goal: Tensor,
-    q: Tensor,
-    down: Tensor,
-    norm: tuple[Tensor, float],
-    rotation: Rotation,
-    latents: Tensor,
-    kv_slots: Tensor,
-    first: int,
-    is_whole: bool,
+    goal: Tensor, q: Tensor, down: Tensor, store: LatentStore, first: int, is_whole: bool
 ) -> None:
-    tokens, rope_dim = slice(first, first + len(goal)), 2 * rotation.cos.shape[1]
-    rotation, kv_slots = rotation._replace(positions=rotation.positions[tokens]), kv_slots[tokens]
-    rotating, key = latent_parts(rms_norm, q[tokens], down[tokens], norm, rope_dim)
-    goal[..., :rope_dim] = rope_and_store(rotating, key, None, rotation, (latents, latents), kv_slots, NO_NORMS)
+    tokens, rope_dim = slice(first, first + len(goal)), 2 * store.rotation.cos.shape[1]
+    rotation, kv_slots = store.rotation._replace(positions=store.rotation.positions[tokens]), store.kv_slots[tokens]
+    rotating, key = latent_parts(rms_norm, q[tokens], down[tokens], store)
+    goal[..., :rope_dim] = rope_and_store(rotating, key, None, KeyStore(rotation, (store.pages,) * 2, kv_slots))
     if is_whole:
         goal[..., rope_dim:] = q[tokens, :, :-rope_dim]
 
 
 def latent_parts(
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor],
-    q: Tensor,
-    down: Tensor,
-    norm: tuple[Tensor, float],
-    rope_dim: int,
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor], q: Tensor, down: Tensor, store: LatentStore
 ) -> tuple[Tensor, Tensor]:
     """What of the queries rotates [T, H, rope], and the keys [T, 1, rope + rank], neither rotated yet.
 
     The checkpoint rotates neighbours (2i, 2i + 1), our kernels (i, i + half): queries and keys move alike.
     """
-    latent, rotating = down.split((len(norm[0]), rope_dim), dim=-1)
-    key = torch.cat((_pairs_apart(rotating), rms_norm(latent, *norm)), dim=-1)
+    rope_dim = 2 * store.rotation.cos.shape[1]
+    latent, rotating = down[:, :-rope_dim], down[:, -rope_dim:]
+    key = torch.cat((_pairs_apart(rotating), rms_norm(latent, *store.norm)), dim=-1)
     return _pairs_apart(q[..., -rope_dim:]), key[:, None]
 
 
@@ -126,26 +113,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    batch: ForwardBatch,
-    scale: float,
-    window: int | None = None,
-    extras: ScoreExtras = NO_EXTRAS,
+    q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, extras: ScoreExtras = NO_EXTRAS
 ) -> Tensor:
-    out, pages = torch.empty(q.shape, dtype=q.dtype, device=q.device), (k_pages, v_pages)
-    _attend_single(q, pages, batch, scale, window, extras, out)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _attend_single(q, pages, batch, scale, extras, out)
     first = batch.num_single_rows  # of tokens and of rows alike: each of these rows has one token
     for index, (count, context) in enumerate(zip(batch.query_lens, batch.query_contexts, strict=True)):
         table = batch.block_tables[batch.num_single_rows + index]
-        _attend_row(q[first : first + count], pages, table, context, scale, window, extras, out[first:])
+        _attend_row(q[first : first + count], pages, table, context, scale, extras, out[first:])
         first += count
     return out
 
 
 def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: float, rope_dim: int) -> Tensor:
-    return paged_attention(q, latents, latents, batch, scale)[..., rope_dim:]
+    return paged_attention(q, (latents, latents), batch, scale)[..., rope_dim:]
 
 
 def expanded_attention(
@@ -176,7 +157,7 @@ def expanded_attention(
 
 
 def _attend_single(
-    q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, window: int | None, extras: ScoreExtras, out: Tensor
+    q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, extras: ScoreExtras, out: Tensor
 ) -> None:
     """The rows with one token, a rectangle at a time, padded to the longest context."""
     page, width = pages[0].shape[1:]
@@ -188,8 +169,8 @@ def _attend_single(
         contexts = batch.context_lens[rows, None]
         seen = torch.arange(num_blocks * page, device=q.device)
         mask = seen < contexts  # [rows, positions]
-        if window is not None:
-            mask &= seen >= contexts - window
+        if extras.window is not None:
+            mask &= seen >= contexts - extras.window
         # What lies past the context may be anything, even NaN, which no mask and no weight of zero would hide.
         unseen = ~mask[:, None, :, None]
         keys, values = (_gather(part, tables, q).masked_fill_(unseen, 0) for part in pages)
@@ -199,17 +180,10 @@ def _attend_single(
 
 
 def _attend_row(
-    q: Tensor,
-    pages: Pages,
-    table: Tensor,
-    context: int,
-    scale: float,
-    window: int | None,
-    extras: ScoreExtras,
-    out: Tensor,
+    q: Tensor, pages: Pages, table: Tensor, context: int, scale: float, extras: ScoreExtras, out: Tensor
 ) -> None:
     """A row of several tokens, the last of `context` positions; its queries are folded with the head group."""
-    (count, num_heads, dim), page = q.shape, pages[0].shape[1]
+    (count, num_heads, dim), page, window = q.shape, pages[0].shape[1], extras.window
     # Blocks before the first window are not read: they may be another request's by now.
     low = 0 if window is None else max(0, context - count + 1 - window)
     blocks = table[None, low // page : -(-context // page)]
@@ -267,7 +241,8 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
 
 def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared: int = 0) -> tuple[Tensor, Tensor]:
     scores = logits[:, : moe.num_experts]
-    scores = scores.softmax(-1) if moe.scoring == "softmax" else scores.sigmoid()
+    # torch's sigmoid computes the last numbers of a tensor otherwise than those before, so bits would depend on the batch.
+    scores = scores.softmax(-1) if moe.scoring == "softmax" else (1 + (-scores).exp()).reciprocal()
     wanted = scores if bias is None else scores + bias  # the bias steers the choice, never the share
     if moe.num_groups > 1:
         grouped = wanted.unflatten(-1, (moe.num_groups, -1))

@@ -34,24 +34,31 @@ def delta_rule(inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch
     size = heads.key_dim * heads.value_dim * 4
     before = _read(states, batch, 1, num, size).view(torch.float32).unflatten(2, shape)
     q, k, v = (part.float() for part in inputs.qkv.split((heads.keys, heads.keys, heads.values), 1))
-    q, k = (_direction(part.unflatten(1, (heads.key_heads, -1))).repeat_interleave(group, 1) for part in (q, k))
-    q, v = q * heads.key_dim**-0.5, v.unflatten(1, (num, -1))  # [T, H, dim]
-    b, a = inputs.gates.float().chunk(2, 1)
-    decay, beta = (heads.rate * F.softplus(a + heads.shift)).exp(), b.sigmoid()
+    q, k = (part.unflatten(1, (heads.key_heads, -1)).repeat_interleave(group, 1) for part in (q, k))
+    v = v.unflatten(1, (num, -1))  # [T, H, dim]
+    gates = inputs.gates.float()
+    step = F.softplus(gates[:, -num:] + heads.shift)
+    decay, beta = (heads.rate * step).exp(), gates[:, :num].sigmoid() if heads.erases else step
+    if heads.erases:
+        q, k = _direction(q) * heads.key_dim**-0.5, _direction(k)
     out, after = torch.empty_like(v), []
     starts = batch.query_starts.tolist()
     for row, (first, end) in enumerate(pairwise(starts)):
         state = before[row]  # [H, key_dim, value_dim]
         for token in range(first, end):
             state = state * decay[token, :, None, None]
-            change = beta[token, :, None] * (v[token] - torch.einsum("hk,hkv->hv", k[token], state))
+            known = torch.einsum("hk,hkv->hv", k[token], state) if heads.erases else 0
+            change = beta[token, :, None] * (v[token] - known)
             state = state + k[token, :, :, None] * change[:, None]
             out[token] = torch.einsum("hk,hkv->hv", q[token], state)
         after.append(state)
     if after:
         _write(states, batch, 1, torch.stack(after).flatten(2))
-    scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + heads.eps)
-    y = out * scale * heads.norm * F.silu(inputs.z.float().unflatten(1, (num, -1)))
+    if heads.skip is not None:
+        out += heads.skip[:, None] * v
+    if heads.norm is not None:
+        out *= torch.rsqrt(out.square().mean(-1, keepdim=True) + heads.eps) * heads.norm
+    y = out * F.silu(inputs.z.float().unflatten(1, (num, -1)))
     return y.flatten(1).to(inputs.z.dtype)
 
 

@@ -1,7 +1,7 @@
 """How the checkpoints of a family name and arrange tensors, where it is not as the decoder asks for them.
 
 The decoder knows one arrangement, that of Llama: one tensor for each projection of each expert, rotated pairs (i, i +
-half). `arranged` shows a checkpoint so, and reads nothing before it is asked for.
+half). `Arranged` shows a checkpoint so, and reads nothing before it is asked for.
 
 Joined tensors of MXFP4 are two, as gpt-oss has them: `x_blocks` [experts, rows, depth / 32, 16] of two codes a byte and
 `x_scales` [experts, rows, depth / 32], powers of two. Such rows become those of GGUF, where a byte has the codes i and
@@ -57,10 +57,6 @@ class _Place(NamedTuple):
     start: int = 0
     step: int = 1
     is_turned: bool = False
-
-
-def arranged(checkpoint: Checkpoint, arrangement: Arrangement) -> "Arranged":
-    return Arranged(checkpoint, arrangement)
 
 
 class Arranged:

@@ -14,6 +14,7 @@ from penstock.executor.kernels.codes import Coded
 from penstock.executor.kernels.grouped import Grouped
 from penstock.executor.loading.quantization import old_config, read_schemes
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
+from penstock.executor.shared_tensors import check_sealed
 
 MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a trillion weights has 10 MB
 
@@ -40,6 +41,18 @@ def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None) -> C
     checkpoint = _open(path) if not path.is_dir() else _open_folder(path, overrides)
     checkpoint.config = {**checkpoint.config, **overrides}
     return checkpoint
+
+
+def open_tensors(path: Path, model: Path, config: ExecutorConfig) -> Checkpoint:
+    """Named tensors in one safetensors file: numbers for the model at `model`, however that has its own stored. In shared
+    memory it must be sealed (executor/shared_tensors.py), so that it is what it was when it is read again."""
+    from penstock.executor.loading.safetensors_folder import SafetensorsFolder
+
+    if not path.is_file():
+        raise ExecutorError(f"{path}: no folder of weights, and no file")
+    check_sealed(path)
+    settings = open_checkpoint(model, config).config
+    return SafetensorsFolder(path, {key: value for key, value in settings.items() if key != "quantization_config"})
 
 
 def _open_folder(path: Path, overrides: dict[str, Any]) -> Checkpoint:

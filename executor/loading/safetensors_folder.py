@@ -46,7 +46,11 @@ class SafetensorsFolder:
 
     def stored(self, name: str) -> Tensor:
         """Of any dtype."""
-        tensor: Tensor = self._files[name][1].get_tensor(name)
+        path, file = self._files[name]
+        try:
+            tensor: Tensor = file.get_tensor(name)
+        except SafetensorError as error:
+            raise ExecutorError(f"{path}: tensor {name!r}: {error}") from None
         return tensor
 
     def dtype(self, name: str) -> str:
@@ -86,6 +90,8 @@ class SafetensorsFolder:
 
     def _single_file(self) -> Path | None:
         """The one file that has all tensors; None if there is an index of several."""
+        if self._folder.is_file():
+            return self._folder
         if (self._folder / SINGLE).is_file():
             return self._folder / SINGLE
         if (self._folder / INDEX).is_file():

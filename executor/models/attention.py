@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, Ops, Pages, Rotation, ScoreExtras
+from penstock.executor.kernels import NO_NORMS, KeyStore, Ops, Pages, Rotation, ScoreExtras
 from penstock.executor.kernels.linear import Narrow, multiply, take_narrow
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
@@ -18,7 +18,6 @@ class GroupedAttention:
         self._spec, self._ops = spec, ops
         self.tables = tables[spec.layers[index].rope]
         self._no_turns = self.tables[0][:, :0].contiguous()  # a table for heads that are not rotated
-        self.window = spec.layers[index].window
         prefix = f"model.layers.{index}.self_attn."
         num_heads, num_kv_heads = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)
         self._head_split: tuple[int, ...] = (num_heads, num_kv_heads, num_kv_heads)
@@ -30,7 +29,7 @@ class GroupedAttention:
             )
             self.norms = q_norm, k_norm, spec.norm_eps
         sinks = weights.tensor(f"{prefix}sinks", (spec.num_heads,), "rows").float() if spec.has_sinks else None
-        self.extras = ScoreExtras(spec.score_cap, sinks)
+        self.extras = ScoreExtras(spec.score_cap, sinks, spec.layers[index].window)
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         names, rows = tuple(f"{prefix}{part}_proj" for part in "qkv"), tuple(each * spec.head_dim for each in heads)
         pieces = None
@@ -40,6 +39,7 @@ class GroupedAttention:
         self.qkv = weights.linear(
             names, rows, spec.hidden_size, spec.qkv_bias, split="rows", units=heads, pieces=pieces
         )
+        self.takes_narrow = take_narrow(self.qkv)
         self.output = weights.linear(
             (f"{prefix}o_proj",), (spec.hidden_size,), heads[0] * spec.head_dim, spec.output_bias, split="columns"
         )
@@ -49,10 +49,6 @@ class GroupedAttention:
         """Whether it is a product, `rope_and_store`, `paged_attention` and a product."""
         spec = self._spec
         return self._wide_norms is None and not (spec.rotates_first or spec.query_growth or spec.output_gate)
-
-    @property
-    def takes_narrow(self) -> bool:
-        return take_narrow(self.qkv)
 
     def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
@@ -67,14 +63,13 @@ class GroupedAttention:
             q, k = self._wide_norms(q, k)
         if self._spec.rotates_first:  # what this stores is stored over
             both = heads[:, : q.shape[1] + k.shape[1]]
-            both = self._ops.rope_and_store(both, k, None, rotation, pages, batch.kv_slots, NO_NORMS)
+            both = self._ops.rope_and_store(both, k, None, KeyStore(rotation, pages, batch.kv_slots))
             q, k = torch.split_with_sizes(both, self._head_split[:2], dim=1)
             rotation = Rotation(self._no_turns, self._no_turns, batch.positions)
-        q = self._ops.rope_and_store(q, k, v, rotation, pages, batch.kv_slots, self.norms)
+        q = self._ops.rope_and_store(q, k, v, KeyStore(rotation, pages, batch.kv_slots, self.norms))
         if self._spec.query_growth is not None:
             q *= _growth(batch, *self._spec.query_growth).to(q.dtype)
-        scale = self._spec.attention_scale
-        out = self._ops.paged_attention(q, *pages, batch, scale, self.window, self.extras)
+        out = self._ops.paged_attention(q, pages, batch, self._spec.attention_scale, self.extras)
         for gate in gates:
             out *= gate.sigmoid()
         return out.flatten(1)

@@ -42,7 +42,7 @@ FAMILIES = (
     Family("gpt-oss", ("GptOss",), ("experts", "window", "sinks"), ("gpt-oss",), ("harmony",), "harmony"),
     Family("Granite 3", ("Granite",), (), ("granite",), ("granite",)),
     Family("Granite 3 and 4 MoE", ("GraniteMoe", "GraniteMoeShared"), ("experts",), (), ("granite",)),
-    Family("Granite 4 without Mamba", ("GraniteMoeHybrid",), ("experts", "unrotated"), (), ("hermes",)),
+    Family("Granite 4", ("GraniteMoeHybrid",), ("experts", "recurrent", "unrotated"), (), ("hermes",)),
     Family("Hunyuan dense", ("HunYuanDenseV1",), (), ("hunyuan-dense",), ("hunyuan_a13b",), "think"),
     Family("LFM2", ("Lfm2",), ("recurrent",), (), ("lfm2",)),
     Family("Llama 1 to 3, SmolLM2", ("Llama",), (), ("llama",), ("llama3_json",)),

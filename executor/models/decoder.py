@@ -18,7 +18,7 @@ from penstock.executor.models.attention import GroupedAttention, heads_of
 from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.rope import Tables, rope_tables
-from penstock.executor.models.spec import DecoderSpec, DeltaSpec
+from penstock.executor.models.spec import DecoderSpec, DeltaSpec, MambaSpec
 from penstock.executor.models.vocabulary import Vocabulary
 from penstock.executor.models.weights import Weights
 from penstock.executor.parallel import RankGroup
@@ -39,7 +39,7 @@ class Decoder:
         rounded = weights.dtype if spec.rounds_scale else torch.float64
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=rounded).item()
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
-        self.adapted = tuple(linear for layer in self._layers for linear in layer.adapted())
+        self.adapted = tuple(alike for layer in self._layers for alike in layer.adapted())
         self._joined = self._join(weights.group)
         name = "model.embed_tokens"
         self._vocabulary = Vocabulary(weights, name, spec.vocab_size, spec.hidden_size, spec.tied_head)
@@ -57,7 +57,8 @@ class Decoder:
         update: Tensor | None = None  # what the previous layer adds to the residual stream
         first, last = 0, self.num_layers - 1
         if self._joined is not None:
-            first, update = last, self._joined(residual, batch, pages)
+            first = self.num_layers if batch.wanted is None else last
+            update = self._joined(residual, batch, pages, first)
         batches = batch.by_layer(self.num_layers)
         for index in range(first, self.num_layers):
             wanted, own = batch.wanted if index == last else None, pages[index]
@@ -66,10 +67,10 @@ class Decoder:
         return self._ops.add_rms_norm(update, residual, self._norm, self._spec.norm_eps)[0]
 
     def _join(self, group: RankGroup) -> CpuLayers | None:
-        """All layers but the last, whose MLP computes wanted tokens alone, where one call can compute them."""
+        """All layers, where one call can compute them; all but the last where its MLP computes wanted tokens alone."""
         spec = self._spec
-        dense = [each for layer in self._layers[:-1] if (each := layer.dense()) is not None]
-        if group.world > 1 or len(dense) < self.num_layers - 1:
+        dense = [each for layer in self._layers if (each := layer.dense()) is not None]
+        if group.world > 1 or len(dense) < self.num_layers:
             return None
         heads = *heads_of(spec.num_heads, spec.num_kv_heads, group), spec.head_dim
         return join_layers(self._ops, dense, DenseSizes(*heads, spec.norm_eps, spec.attention_scale, spec.activation))
@@ -105,9 +106,7 @@ class _Mixer(Protocol):
     """What brings a layer's tokens together: it attends, or carries a state along."""
 
     output: Linear
-
-    @property
-    def takes_narrow(self) -> bool: ...
+    takes_narrow: bool
 
     def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Any) -> Tensor: ...
 
@@ -117,10 +116,12 @@ def _mixer_of(spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables:
     if recurrent is None:
         kind: type[GroupedAttention | LatentAttention] = GroupedAttention if spec.latent is None else LatentAttention
         return kind(spec, index, weights, ops, tables)
-    from penstock.executor.models.recurrent_layers import DeltaNet, ShortConv
+    from penstock.executor.models.recurrent_layers import DeltaNet, Mamba, ShortConv
 
     if isinstance(recurrent, DeltaSpec):
         return DeltaNet(spec, recurrent, index, weights, ops)
+    if isinstance(recurrent, MambaSpec):
+        return Mamba(spec, recurrent, index, weights, ops)
     return ShortConv(spec, recurrent, index, weights, ops)
 
 
@@ -147,11 +148,11 @@ class _Layer:
 
             self.mlp = MoeMlp(spec, moe, index, weights, ops)
 
-    def adapted(self) -> list[Linear]:
+    def adapted(self) -> list[tuple[Linear, ...]]:
         """The products that adapters may change: four where nothing is special, as in the one call of `_join`."""
-        attention, mlp = self._attention, self.mlp
-        first = [attention.qkv] if isinstance(attention, GroupedAttention) else []
-        return [*first, attention.output, *([mlp.gate_up, mlp.down] if isinstance(mlp, Mlp) else [])]
+        attention = self._attention
+        first = [(attention.qkv,)] if isinstance(attention, GroupedAttention) else []
+        return [*first, (attention.output,), *self.mlp.adapted()]
 
     def dense(self) -> DenseLayer | None:
         """What it is made of; None with experts, latents or what else that call does not have."""
@@ -165,7 +166,6 @@ class _Layer:
             (self._input_norm, self._attention_norm, self._mlp_norm, self._output_norm),
             attention.norms,
             attention.tables,
-            attention.window,
             attention.extras,
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages, StatePages
 from penstock.executor.cache_layout import LayerCache
-from penstock.executor.kernels import Ops, Pages, Rotation
+from penstock.executor.kernels import KeyStore, Ops, Pages, Rotation, ScoreExtras
 from penstock.executor.kernels.linear import Linear, make_linear
 from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
@@ -136,7 +136,7 @@ def _arrangement(num_own: int, num_layers: int) -> Arrangement:
 
 class Gemma4:
     kv_parts = 2
-    adapted: tuple[Linear, ...] = ()
+    adapted: tuple[tuple[Linear, ...], ...] = ()
 
     def __init__(self, spec: Gemma4Spec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self._spec, self._ops = spec, ops
@@ -244,7 +244,7 @@ class _Attention:
     def __init__(self, spec: Gemma4Spec, index: int, weights: Weights, ops: Ops, tables: tuple[Tensor, Tensor]) -> None:
         heads, prefix = spec.heads[index], f"model.layers.{index}.self_attn."
         self._heads, self._spec, self._ops, self._tables = heads, spec, ops, tables
-        self._window = spec.layers[index].window
+        self._extras = ScoreExtras(window=spec.layers[index].window)
         num_heads, num_kv = heads_of(spec.num_heads, heads.num_kv, weights.group)
         parts = "q" if heads.reads_only else "qkv" if heads.has_values else "qk"
         self._split = [num_heads, *(num_kv for _ in parts[1:])]
@@ -270,8 +270,8 @@ class _Attention:
             values = ops.rms_norm(kv[-1].reshape(-1, dim), self._value_norm, self._norms[2])
             k, v, written = kv[0], values.view(len(hidden), -1, dim), seen
         rotation = Rotation(*self._tables, batch.positions)
-        q = ops.rope_and_store(q, k, v, rotation, written, batch.kv_slots, self._norms)
-        return ops.paged_attention(q, *seen, batch, self._spec.attention_scale, self._window).flatten(1)
+        q = ops.rope_and_store(q, k, v, KeyStore(rotation, written, batch.kv_slots, self._norms))
+        return ops.paged_attention(q, seen, batch, self._spec.attention_scale, self._extras).flatten(1)
 
 
 class _MoeBeside:
@@ -282,7 +282,7 @@ class _MoeBeside:
         self._moe, self._ops, self._eps = moe, ops, spec.norm_eps
         scale = weights.float32(f"{prefix}router.scale", (spec.hidden_size,)) * spec.hidden_size**-0.5
         router = weights.float32(f"{prefix}router.proj.weight", (moe.num_experts, spec.hidden_size))
-        self._router = make_linear(router * scale)
+        self._router = make_linear(router * scale, None, ops)
         self._no_scale = torch.ones_like(scale)
         self._growth = weights.float32(f"{prefix}router.per_expert_scale", (moe.num_experts,))
         self.experts = Experts(spec, moe, prefix, index, weights, ops)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import Ops, Pages, Rotation
+from penstock.executor.kernels import LatentStore, Ops, Pages, Rotation
+from penstock.executor.kernels.cpu_linear import CpuLinear, is_repacked
 from penstock.executor.kernels.linear import Linear, Narrow, multiply, take_narrow
 from penstock.executor.models.attention import heads_of
 from penstock.executor.models.rope import Tables
@@ -44,22 +45,19 @@ class LatentAttention:
             self._down = weights.linear(names, (sizes.q_rank, kv_rows), hidden, spec.qkv_bias)
             self._q_norm = weights.norm(f"{prefix}q_a_layernorm.weight", sizes.q_rank)
             self._q = weights.linear((f"{prefix}q_b_proj",), (q_width,), sizes.q_rank, split="rows", units=(heads,))
+        self.takes_narrow = take_narrow(self._down)
         self._kv_norm = weights.norm(f"{prefix}kv_a_layernorm.weight", sizes.kv_rank)
         expand_shape = (heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank)
         expand = weights.tensor(f"{prefix}kv_b_proj.weight", expand_shape, split="rows", units=heads)
         self._expand = expand.view(self._num_heads, -1, sizes.kv_rank)  # [heads, nope + value, rank]
-        self._to_latent = self._expand[:, : sizes.nope_dim]
-        self._from_latent = self._expand[:, sizes.nope_dim :].transpose(1, 2)  # [heads, rank, value]
+        to_latent, from_latent = self._expand[:, : sizes.nope_dim], self._expand[:, sizes.nope_dim :].transpose(1, 2)
         if ops.expanded_attention is None:  # then the whole is not needed, and one token's product is 8 times as fast
-            self._to_latent, self._from_latent = self._to_latent.contiguous(), self._from_latent.contiguous()
+            to_latent, from_latent = to_latent.contiguous(), from_latent.contiguous()
             del self._expand
+        self._to_latent, self._from_latent = _ByHead(to_latent, ops), _ByHead(from_latent, ops)
         self.output = weights.linear(
             (f"{prefix}o_proj",), (hidden,), heads * sizes.value_dim, spec.output_bias, split="columns", units=(heads,)
         )
-
-    @property
-    def takes_narrow(self) -> bool:
-        return take_narrow(self._down)
 
     def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * value]; the new latents are in their pages before any is read."""
@@ -72,19 +70,18 @@ class LatentAttention:
         q = q.unflatten(1, (heads, -1))  # [T, heads, nope + rope]
         num_rows, end = self._absorbed(batch)
         q_absorbed, q_expanded = q.new_empty(end, heads, width), q.new_empty(len(q) - end, *q.shape[1:])
-        norm, rotation = (self._kv_norm, NORM_EPS), Rotation(*self._tables, batch.positions)
-        stored = norm, rotation, pages[0], batch.kv_slots
+        rotation = Rotation(*self._tables, batch.positions)
+        store = LatentStore((self._kv_norm, NORM_EPS), rotation, pages[0], batch.kv_slots)
         if end:
-            to_latent = q_absorbed[..., rope_dim:].transpose(0, 1)
-            torch.bmm(q[:end, :, : sizes.nope_dim].transpose(0, 1), self._to_latent, out=to_latent)
-            self._ops.latent_rope_and_store(q_absorbed, q, down, *stored, first=0, is_whole=False)
+            self._to_latent(q[:end, :, : sizes.nope_dim], q_absorbed[..., rope_dim:])
+            self._ops.latent_rope_and_store(q_absorbed, q, down, store, first=0, is_whole=False)
         if end < len(q):
-            self._ops.latent_rope_and_store(q_expanded, q, down, *stored, first=end, is_whole=True)
+            self._ops.latent_rope_and_store(q_expanded, q, down, store, first=end, is_whole=True)
         out: Tensor = q.new_empty(len(q), heads, sizes.value_dim)
         if end:
             first = batch if end == len(q) else batch.first_rows(num_rows)
             attended = self._ops.latent_attention(q_absorbed, pages[0], first, self._scale, rope_dim)
-            torch.bmm(attended.transpose(0, 1), self._from_latent, out=out[:end].transpose(0, 1))
+            self._from_latent(attended, out[:end])
         if end < len(q):
             assert self._ops.expanded_attention is not None
             attended = self._ops.expanded_attention(
@@ -101,3 +98,22 @@ class LatentAttention:
             return len(batch.context_lens), len(batch.positions)
         several = bisect_left(batch.query_lens, True, key=self._sizes.is_expanded)
         return batch.num_single_rows + several, batch.num_single_rows + sum(batch.query_lens[:several])
+
+
+class _ByHead:
+    """x [T, heads, in] by weight [heads, in, out], into out [T, heads, out]. On a CPU in C, for torch's product of few
+    rows sums in another order than that of many."""
+
+    def __init__(self, weight: Tensor, ops: Ops) -> None:
+        rows = weight.transpose(1, 2)
+        is_in_c = ops.expanded_attention is None and is_repacked(rows[0])
+        self._linears = [CpuLinear(each) for each in rows] if is_in_c else []
+        self._weight = None if is_in_c else weight
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        x = x.transpose(0, 1)
+        if self._weight is None:
+            made = CpuLinear.each(self._linears, [x.shape[1]] * len(x), x.flatten(0, 1))
+            out.copy_(made.unflatten(0, x.shape[:2]).transpose(0, 1))
+        else:
+            torch.bmm(x, self._weight, out=out.transpose(0, 1))

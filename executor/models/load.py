@@ -1,17 +1,19 @@
 """From a path to a model ready to run: config, dtype, architecture, weights, fingerprint."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import numpy as np
 import torch
 
 from penstock.executor.kernels import Ops, codes, has_expert_products, select_ops
 from penstock.executor.kernels.cpu_linear import is_repacked
-from penstock.executor.loading.arrangement import AS_LLAMA, arranged
-from penstock.executor.loading.checkpoint import Checkpoint, open_checkpoint
+from penstock.executor.loading.arrangement import AS_LLAMA, Arranged
+from penstock.executor.loading.checkpoint import Checkpoint, open_checkpoint, open_tensors
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.fields import Fields
 from penstock.executor.loading.packed_weights import PackedCheckpoint
@@ -43,12 +45,60 @@ class LoadedModel:
     label_head: torch.Tensor | None  # … [labels, hidden], float32
     adapters: "AdapterStore | None"
 
+    @property
+    def has_model(self) -> bool:
+        return self.model is not None
+
+    def without_model(self) -> "LoadedModel":
+        """What is known of it, while its weights are gone."""
+        adapters = self.adapters and self.adapters.over(())
+        return replace(self, model=cast("CausalModel", None), adapters=adapters)
+
+
+def load_update(
+    source: str, config: ExecutorConfig, before: LoadedModel, device: torch.device, group: RankGroup
+) -> LoadedModel:
+    """Other weights of the same model: from a folder, a .gguf file, or a safetensors file of named tensors. All of them,
+    every number finite, computed as those before."""
+    path = Path(source)
+    if path.is_dir() or path.suffix == ".gguf":
+        config = msgspec.structs.replace(config, model=source)
+        checkpoint = open_checkpoint(path, config)
+    else:
+        checkpoint = open_tensors(path, Path(config.model), config)
+    loaded = load_model(
+        msgspec.structs.replace(config, load_format="auto"), device, group, lambda _line: None, checkpoint, before
+    )
+    for name in ("architecture", "spec", "labels", "num_positions", "kv_dtype"):
+        old, new = getattr(before, name), getattr(loaded, name)
+        if old != new:
+            raise ExecutorError(f"{source}: another model: {_difference(name, old, new)}")
+    return loaded
+
+
+def _difference(name: str, old: Any, new: Any) -> str:
+    """The first field in which two settings differ."""
+    if is_dataclass(old) and type(old) is type(new):
+        different = [field.name for field in fields_of(old) if getattr(old, field.name) != getattr(new, field.name)]
+        return _difference(different[0], getattr(old, different[0]), getattr(new, different[0]))
+    return f"its {name} is {clip(str(new))}, and that of the one that serves {clip(str(old))}"
+
+
+def clip(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
 
 def load_model(
-    config: ExecutorConfig, device: torch.device, group: RankGroup, progress: Callable[[str], None]
+    config: ExecutorConfig,
+    device: torch.device,
+    group: RankGroup,
+    progress: Callable[[str], None],
+    checkpoint: Checkpoint | None = None,
+    before: LoadedModel | None = None,
 ) -> LoadedModel:
+    """`checkpoint`: where its weights are, if not in the config's `model`. They may take the place of those `before`."""
     path = Path(config.model)
-    checkpoint = open_checkpoint(path, config)
+    checkpoint = checkpoint or open_checkpoint(path, config)
     is_packed = isinstance(checkpoint, PackedCheckpoint)
     where = str(path / "config.json" if path.is_dir() else path)
     config_of_all, labels = without_head(checkpoint.config, where)
@@ -64,9 +114,12 @@ def load_model(
     stored = "bfloat16" if is_gguf else _stored_dtype(fields)
     if kept_codes == "all" and (is_gguf or is_packed):
         stored = "float32"
-    dtype = choose_dtype(config.dtype, stored, device)
-    ops = select_ops(device, dtype, spec.head_dim)
+    dtype = choose_dtype(config.dtype, stored, device) if before is None else before.dtype
+    ops = select_ops(device, dtype, spec.head_dim, config.batch_invariant)
     group_ops = ops.groups if (is_packed or checkpoint.has_codes) and config.load_format != "dummy" else None
+    fixed = ["fixed sums"] if config.batch_invariant and device.type != "cpu" else []
+    if fixed:
+        _check_fixed(spec, group.world)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, ops, device)
     has_blocks = "quantization_config" in fields and not (checkpoint.has_codes or is_packed)
     if config.max_model_len is not None and config.max_model_len > spec.max_positions:
@@ -79,15 +132,17 @@ def load_model(
             progress("Positions beyond the original length: contexts of any length rotate as long ones (max_model_len)")
         spec = spec.for_positions(num_positions)
         if (spec.arrangement != AS_LLAMA or text is not config_of_all) and config.load_format != "dummy":
-            checkpoint = arranged(checkpoint, spec.arrangement)
+            checkpoint = Arranged(checkpoint, spec.arrangement)
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     placement = first_placement(config, spec, group.world)
     read = (
         DummyWeights(config.seed, dtype, has_blocks)
         if config.load_format == "dummy"
-        else CheckpointReader(checkpoint, config.model)
+        else CheckpointReader(checkpoint, config.model, is_checked=before is not None)
     )
-    weights = Weights(read, dtype, device, group, progress, placement, ops.blocks, kept_codes, group_ops)
+    # Adapters do not follow experts from slot to slot, and have no kernel of fixed sums that joins them in.
+    adapts_experts = config.enable_lora and config.lora_experts and not config.enable_eplb and not fixed
+    weights = Weights(read, dtype, device, group, progress, ops, placement, kept_codes, group_ops, adapts_experts)
     model = architecture.build(spec, weights, ops, num_positions, device)
     head = None
     if labels is not None and labels.tokens is None:
@@ -101,15 +156,29 @@ def load_model(
     # The spec has everything of the config that reaches the numbers: sizes, RoPE, windows, scales.
     computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
     computed += ["codes"] if weights.num_code_bytes else []
-    fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed)
+    if fixed and not all(experts.is_fused for experts in model.experts):
+        raise ExecutorError("batch_invariant: given; these experts' weights have no kernel of fixed sums on a GPU")
+    fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed, *fixed)
     memory = _memory(weights, dtype, "coded" if checkpoint.has_codes else "FP8")
     adapters = None
     if config.enable_lora:
-        adapters = _open_adapters(config, name, spec, model, weights, device)
+        held = before and before.adapters
+        adapters = held.over(model.adapted) if held else _open_adapters(config, name, spec, model, weights, device)
         memory |= {"adapters": adapters.num_bytes} if adapters.num_bytes else {}
     return LoadedModel(
         name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement, labels, head, adapters
     )
+
+
+def _check_fixed(spec: Spec, world: int) -> None:
+    """What a GPU has no kernels for whose sums have one order."""
+    what = ""
+    if isinstance(spec, DecoderSpec) and spec.latent is not None:
+        what = "multi-head latent attention"
+    elif isinstance(spec, DecoderSpec) and spec.is_qk_norm_wide and world > 1:
+        what = "norms over the heads of several ranks"
+    if what:
+        raise ExecutorError(f"batch_invariant: given; {what} cannot be computed so on a GPU: leave it out")
 
 
 def _open_adapters(
@@ -119,8 +188,9 @@ def _open_adapters(
         raise ExecutorError(f"enable_lora: given; adapters of {name} are not computed here")
     from penstock.executor.models.adapters import AdapterStore
 
-    products = {linear: weights.products[linear] for linear in model.adapted}
-    return AdapterStore(config, products, spec.arrangement, weights.group, weights.dtype, device)
+    products = [{linear: weights.products[linear] for linear in alike} for alike in model.adapted]
+    num_experts = max(0 if layer.moe is None else layer.moe.num_experts for layer in spec.layers)
+    return AdapterStore(config, products, spec.arrangement, weights.group, weights.dtype, device, num_experts)
 
 
 def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> KeptCodes:
@@ -148,6 +218,11 @@ def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> "Plan | N
         raise ExecutorError("enable_expert_parallel: given, but the model has no experts")
     if world == 1:
         return None
+    if config.batch_invariant and sparse[0].num_experts % world:
+        raise ExecutorError(
+            f"batch_invariant: given; enable_expert_parallel shares {sparse[0].num_experts} experts out evenly over "
+            f"{world} ranks (tensor_parallel_size) only with second copies, which tokens are sent to by their place in a step"
+        )
     asked = sparse[0].num_experts + (config.eplb_config.redundant_experts if config.enable_eplb else 0)
     from penstock.eplb import plan
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from penstock.executor.batch import AdaptedRows
-from penstock.executor.kernels import Ops
-from penstock.executor.kernels.linear import Narrow, Plain, multiply, multiply_each, take_narrow
+from penstock.executor.kernels import Adds, Ops
+from penstock.executor.kernels.linear import Linear, Narrow, Plain, multiply, multiply_each, take_narrow
 from penstock.executor.models.product import Split
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
@@ -30,6 +30,7 @@ class Mlp:
         self.gate_up = weights.linear((gate, up), (size, size), spec.hidden_size, spec.mlp_bias, split=rows)
         self.down = weights.linear((down,), (spec.hidden_size,), size, spec.mlp_bias, split=columns)
         self._activation, self._ops = spec.activation, ops
+        self.takes_narrow = take_narrow(self.gate_up)
         self._quantize = None if ops.blocks is None or spec.activation != "silu" else ops.blocks.silu_mul_quantize
 
     def __call__(self, hidden: Tensor | Narrow, adapters: AdaptedRows | None = None) -> Tensor:
@@ -50,20 +51,25 @@ class Mlp:
         return self.down(self._ops.gate(gate_up, self._activation))
 
     @staticmethod
-    def each(mlps: "Sequence[Mlp]", counts: Sequence[int], hidden: Tensor) -> Tensor:
+    def each(mlps: "Sequence[Mlp]", counts: Sequence[int], hidden: Tensor, adds: Adds | None = None) -> Tensor:
         """[T, hidden] -> [T, hidden]: the first counts[0] rows through the first of these, the next through the second."""
         one = mlps[0]
         gate_up = multiply_each([mlp.gate_up for mlp in mlps], counts, hidden)
-        return multiply_each([mlp.down for mlp in mlps], counts, one._ops.gate(gate_up, one._activation))
+        if adds is not None:
+            adds.gate_up(hidden, gate_up)
+        gated = one._ops.gate(gate_up, one._activation)
+        out = multiply_each([mlp.down for mlp in mlps], counts, gated)
+        if adds is not None:
+            adds.down(gated, out)
+        return out
+
+    def adapted(self) -> list[tuple[Linear, ...]]:
+        return [(self.gate_up,), (self.down,)]
 
     @property
     def has_blocks(self) -> bool:
         """Whether all of it computes in eight bits."""
         return take_narrow(self.gate_up, self.down)
-
-    @property
-    def takes_narrow(self) -> bool:
-        return take_narrow(self.gate_up)
 
     def tensors(self) -> list[Tensor]:
         return [*self.gate_up.tensors(), *self.down.tensors()]

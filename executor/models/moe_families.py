@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.dense_families import ernie4_5, multiplied, unrotated
+from penstock.executor.models.dense_families import ernie4_5, multiplied
 from penstock.executor.models.families import (
     attention_biases,
     llama,
@@ -152,7 +152,7 @@ def granite_moe_shared(fields: Fields) -> DecoderSpec:
 def _granite_moe(fields: Fields, shared: int) -> DecoderSpec:
     """`shared`: the size of what every token goes through, beside experts or, in Granite 4, without any."""
     size = fields.integer("intermediate_size")
-    num_experts, top_k = fields.integer("num_local_experts", 8, low=0), fields.integer("num_experts_per_tok", 2)
+    num_experts = fields.integer("num_local_experts", 8, low=0)
     spec = multiplied(fields, llama(fields.with_defaults(mlp_bias=False)))
     names = ((".router.layer.", ".gate."),)
     experts = (
@@ -169,20 +169,9 @@ def _granite_moe(fields: Fields, shared: int) -> DecoderSpec:
     arrangement = Arrangement(names, (experts, out, always, after))
     if not num_experts:
         return replace(spec, intermediate_size=shared, arrangement=arrangement)
+    top_k = fields.integer("num_experts_per_tok", 2)  # 0 where there are none
     moe = MoeSpec(num_experts, top_k, size, renormalize=True, shared_size=shared, block="block_sparse_moe")
     return replace(spec, layers=_sparse(fields, spec.layers, moe), arrangement=arrangement)
-
-
-def granite_hybrid(fields: Fields) -> DecoderSpec:
-    kinds = fields.texts("layer_types")
-    num_layers = fields.integer("num_hidden_layers")
-    if kinds is None or len(kinds) != num_layers or not set(kinds) <= {"attention", "full_attention"}:
-        raise fields.error("layer_types", kinds, f"{num_layers} times 'attention' (Mamba layers are not computed here)")
-    fields.only("position_embedding_type", None, "rope", "nope")
-    spec = granite_moe_shared(fields.with_defaults(shared_intermediate_size=1024))
-    if fields.text("position_embedding_type", "nope") == "rope":
-        return spec
-    return replace(spec, layers=tuple(unrotated(layer) for layer in spec.layers))
 
 
 def _deepseek_v3_moe(fields: Fields) -> MoeSpec:

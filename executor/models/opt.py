@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages, StatePages
 from penstock.executor.cache_layout import LayerCache
-from penstock.executor.kernels import NO_NORMS, Ops, Pages, Rotation
+from penstock.executor.kernels import KeyStore, Ops, Pages, Rotation
 from penstock.executor.kernels.linear import Linear
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.attention import heads_of
@@ -72,7 +72,7 @@ class Opt:
         self.caches, self.unit_bytes = (LayerCache(),) * spec.num_layers, 0
         self.kv_width = heads_of(spec.num_heads, spec.num_heads, weights.group)[1] * spec.head_dim
         self.experts: list[Experts] = []
-        self.adapted: tuple[Linear, ...] = ()
+        self.adapted: tuple[tuple[Linear, ...], ...] = ()
         prefix = "model.decoder."
         name = f"{prefix}embed_tokens"
         self._vocabulary = Vocabulary(weights, name, spec.vocab_size, spec.embedding_size, spec.tied_head)
@@ -146,8 +146,8 @@ class _OptLayer:
     def _attend(self, hidden: Tensor, batch: ForwardBatch, pages: Pages) -> Tensor:
         q, k, v = self._qkv(hidden).unflatten(-1, (-1, self._head_dim)).chunk(3, dim=1)
         rotation = Rotation(self._no_rotation, self._no_rotation, batch.positions)
-        q = self._ops.rope_and_store(q, k, v, rotation, pages, batch.kv_slots, NO_NORMS)
-        attended = self._ops.paged_attention(q, *pages, batch, self._head_dim**-0.5)
+        q = self._ops.rope_and_store(q, k, v, KeyStore(rotation, pages, batch.kv_slots))
+        attended = self._ops.paged_attention(q, pages, batch, self._head_dim**-0.5)
         return self._group.sum(self._output(attended.flatten(1)))
 
 

@@ -43,14 +43,14 @@ class Product(NamedTuple):
 
     def _outputs(self, index: int, group: RankGroup) -> list[Span]:
         size = self.rows[index]
-        return _shares(size, self.units[index], group) if self.splits[index] == "rows" else [(0, size)]
+        return shares(size, self.units[index], group) if self.splits[index] == "rows" else [(0, size)]
 
     def _inputs(self, group: RankGroup) -> list[Span]:
-        return _shares(self.columns, self.units[0], group)
+        return shares(self.columns, self.units[0], group)
 
 
-def _shares(size: int, units: Units, group: RankGroup) -> list[Span]:
-    """What `Weights` cuts out for the rank."""
+def shares(size: int, units: Units, group: RankGroup) -> list[Span]:
+    """The rank's of so many rows or columns, one span for each section."""
     if isinstance(units, tuple):
         starts = accumulate(units, initial=0)
         own = (group.share(section) for section in units)

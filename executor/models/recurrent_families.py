@@ -5,9 +5,10 @@ from dataclasses import replace
 from penstock.executor.kernels.recurrent import MAX_HEAD, MAX_TAPS
 from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
+from penstock.executor.models.dense_families import unrotated
 from penstock.executor.models.families import spec_of, uniform_layers
-from penstock.executor.models.moe_families import qwen_moe, qwen_sparse, shared_expert
-from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec
+from penstock.executor.models.moe_families import granite_moe_shared, qwen_moe, qwen_sparse, shared_expert
+from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec
 
 _EXPERTS = (
     ("mlp.experts.gate_up_proj", (("mlp.experts.#.gate_proj.weight", 1), ("mlp.experts.#.up_proj.weight", 1))),
@@ -89,6 +90,60 @@ def _lfm2_mlp(fields: Fields) -> int:
     multiple = fields.integer("block_multiple_of", 256)
     size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
     return -(-size // multiple) * multiple
+
+
+def granite_hybrid(fields: Fields) -> DecoderSpec:
+    kinds, num_layers = fields.texts("layer_types"), fields.integer("num_hidden_layers")
+    # As published, and as transformers 5 writes it.
+    names = {"attention": False, "full_attention": False, "mamba": True, "linear_attention": True}
+    if kinds is None or len(kinds) != num_layers or not set(kinds) <= set(names):
+        raise fields.error("layer_types", kinds, f"{num_layers} times 'attention' or 'mamba', one per layer")
+    fields.only("position_embedding_type", None, "rope", "nope")
+    spec = granite_moe_shared(fields.with_defaults(shared_intermediate_size=1024))
+    layers = spec.layers
+    if fields.text("position_embedding_type", "nope") == "nope":
+        layers = tuple(unrotated(layer) for layer in layers)
+    if not any(names[kind] for kind in kinds):
+        return replace(spec, layers=layers)
+    mamba = _mamba(fields)
+    keys, values = mamba.key_heads * mamba.key_dim, mamba.value_heads * mamba.value_dim
+    parts = ("x", values), ("b", keys), ("c", keys)
+    products = ("z", values), *parts, ("dt", mamba.value_heads)
+    joined = (
+        ("mamba.in_proj", tuple((f"mamba.{name}_proj", size) for name, size in products)),
+        ("mamba.conv1d", tuple((f"mamba.{name}_conv", size) for name, size in parts)),
+    )
+    return replace(
+        spec,
+        layers=tuple(
+            replace(layer, recurrent=mamba) if names[kind] else layer for layer, kind in zip(layers, kinds, strict=True)
+        ),
+        arrangement=replace(spec.arrangement, joined=(*spec.arrangement.joined, *joined)),
+    )
+
+
+def _mamba(fields: Fields) -> MambaSpec:
+    # As JSON has it, and as transformers 5 writes it.
+    fields.only("time_step_limit", None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
+    values = fields.integer("mamba_expand", 2, high=16) * fields.integer("hidden_size")
+    heads, groups = fields.integer("mamba_n_heads", 128), fields.integer("mamba_n_groups", 1)
+    if values % heads:
+        raise fields.error("mamba_n_heads", heads, f"a divisor of mamba_expand * hidden_size ({values})")
+    if heads % groups:
+        raise fields.error("mamba_n_groups", groups, f"a divisor of mamba_n_heads ({heads})")
+    fields.only("mamba_d_head", "auto", values // heads, default="auto")
+    if values // heads > MAX_HEAD:
+        raise fields.error("mamba_n_heads", heads, f"enough for heads of at most {MAX_HEAD} numbers")
+    return MambaSpec(
+        groups,
+        heads,
+        key_dim=fields.integer("mamba_d_state", 256, high=MAX_HEAD),
+        value_dim=values // heads,
+        taps=fields.integer("mamba_d_conv", 4, high=MAX_TAPS),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        bias=fields.flag("mamba_proj_bias", False),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+    )
 
 
 def _kinds(fields: Fields, other: str, attends: list[bool]) -> list[bool]:

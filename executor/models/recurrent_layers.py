@@ -1,5 +1,5 @@
-"""Layers that carry a state along where others attend: the gated delta rule (Qwen3-Next, Qwen3.5), the short convolution
-(LFM2). What is kept of a request does not grow with it.
+"""Layers that carry a state along where others attend: the gated delta rule (Qwen3-Next, Qwen3.5), Mamba 2 (Granite 4), the
+short convolution (LFM2). What is kept of a request does not grow with it.
 """
 
 import torch
@@ -9,7 +9,8 @@ from penstock.executor.batch import ForwardBatch, StatePages
 from penstock.executor.kernels import Ops
 from penstock.executor.kernels.linear import Narrow, multiply, take_narrow
 from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
-from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec
+from penstock.executor.models.product import Units
+from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec
 from penstock.executor.models.weights import Weights
 from penstock.executor.protocol import ExecutorError
 
@@ -43,12 +44,9 @@ class DeltaNet:
             self._input = weights.linear(names, (channels, values), hidden, False, "rows", (sections, None))
             names = f"{prefix}in_proj_b", f"{prefix}in_proj_a"
             self._gates = weights.linear(names, (num, num), hidden, False, "rows")
-        self._taps = _taps(weights, f"{prefix}conv1d.weight", sections, delta.taps)
+        self.takes_narrow = take_narrow(self._input, self._gates)
+        self._taps = _taps(weights, f"{prefix}conv1d.weight", channels, delta.taps, sections)
         self.output = weights.linear((f"{prefix}out_proj",), (hidden,), values, split="columns")
-
-    @property
-    def takes_narrow(self) -> bool:
-        return take_narrow(self._input, self._gates)
 
     def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, states: StatePages) -> Tensor:
         """[T, hidden] -> [T, values]"""
@@ -58,19 +56,71 @@ class DeltaNet:
         return self._recurrent.delta_rule(inputs, self.heads, states, batch)
 
 
+class Mamba:
+    def __init__(self, spec: DecoderSpec, mamba: MambaSpec, index: int, weights: Weights, ops: Ops) -> None:
+        self._recurrent, num, groups = ops.recurrent, mamba.value_heads, mamba.key_heads
+        prefix = f"model.layers.{index}.mamba."
+        self.heads = DeltaHeads(
+            *_heads_of(mamba, weights.group.world),
+            mamba.key_dim,
+            mamba.value_dim,
+            rate=-weights.float32(f"{prefix}A_log", (num,), "rows").exp(),
+            shift=weights.float32(f"{prefix}dt_bias", (num,), "rows"),
+            norm=None,
+            eps=mamba.norm_eps,
+            skip=weights.float32(f"{prefix}D", (num,), "rows"),
+        )
+        keys, values = groups * mamba.key_dim, num * mamba.value_dim
+        rows, units = (keys, keys, values, values, num), (groups, groups, num, num, num)
+        names = tuple(f"{prefix}{part}_proj" for part in ("c", "b", "x", "z", "dt"))
+        self._input = weights.linear(names, rows, spec.hidden_size, mamba.bias, "rows", units)
+        self.takes_narrow = take_narrow(self._input)
+        convs = [(f"{prefix}{part}_conv", size, of) for part, size, of in zip("cbx", rows, units, strict=False)]
+        self._taps = torch.cat([_taps(weights, f"{name}.weight", size, mamba.taps, of) for name, size, of in convs], 1)
+        biases = [weights.float32(f"{name}.bias", (size,), "rows", of) for name, size, of in convs if mamba.conv_bias]
+        self._bias = torch.cat(biases) if biases else None
+        self._norm = _GroupNorm(f"{prefix}norm.weight", mamba, weights, ops)
+        self.output = weights.linear((f"{prefix}out_proj",), (spec.hidden_size,), values, mamba.bias, "columns")
+
+    def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, states: StatePages) -> Tensor:
+        """[T, hidden] -> [T, values]"""
+        heads = self.heads
+        qkv, z, gates = multiply(self._input, hidden).split((self._taps.shape[1], heads.values, heads.value_heads), 1)
+        qkv = self._recurrent.convolve(qkv, self._taps, self._bias, states, batch, True)
+        return self._norm(self._recurrent.delta_rule(DeltaInputs(qkv, z, gates), heads, states, batch))
+
+
+class _GroupNorm:
+    """Over the heads of each group together. Ranks that share one add up the squares of their heads."""
+
+    def __init__(self, name: str, mamba: MambaSpec, weights: Weights, ops: Ops) -> None:
+        self._ops, self._group, self._eps, self._groups = ops, weights.group, mamba.norm_eps, mamba.key_heads
+        values = mamba.value_heads * mamba.value_dim
+        self._size = values // self._groups
+        self._weight = weights.float32(name, (values,), "rows")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, values], the rank's"""
+        if self._groups >= self._group.world:
+            pairs = zip(x.split(self._size, 1), self._weight.split(self._size), strict=True)
+            parts = [self._ops.rms_norm(part, weight, self._eps) for part, weight in pairs]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        squares, own = x.new_zeros((self._groups, len(x)), dtype=torch.float32), self._group.share(self._groups)[0]
+        squares[own] = x.float().square().sum(1)
+        scale = (self._group.sum(squares)[own] / self._size + self._eps).rsqrt()
+        return (x.float() * scale[:, None] * self._weight).to(x.dtype)
+
+
 class ShortConv:
     def __init__(self, spec: DecoderSpec, conv: ConvSpec, index: int, weights: Weights, ops: Ops) -> None:
         self._recurrent, width = ops.recurrent, spec.hidden_size
         prefix = f"model.layers.{index}.conv."
         names, units = (f"{prefix}in_proj",), ((width,) * 3,)
         self._input = weights.linear(names, (3 * width,), width, conv.bias, "rows", units)
-        self._taps = _taps(weights, f"{prefix}conv.weight", (width,), conv.taps)
+        self.takes_narrow = take_narrow(self._input)
+        self._taps = _taps(weights, f"{prefix}conv.weight", width, conv.taps, (width,))
         self._bias = weights.float32(f"{prefix}conv.bias", (width,), "rows") if conv.bias else None
         self.output = weights.linear((f"{prefix}out_proj",), (width,), width, conv.bias, "columns")
-
-    @property
-    def takes_narrow(self) -> bool:
-        return take_narrow(self._input)
 
     def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, states: StatePages) -> Tensor:
         """[T, hidden] -> [T, channels]"""
@@ -78,10 +128,12 @@ class ShortConv:
         return after * self._recurrent.convolve(before * x, self._taps, self._bias, states, batch, False)
 
 
-def state_of(spec: DecoderSpec, recurrent: DeltaSpec | ConvSpec, dtype: torch.dtype, world: int) -> tuple[int, int]:
+def state_of(
+    spec: DecoderSpec, recurrent: DeltaSpec | MambaSpec | ConvSpec, dtype: torch.dtype, world: int
+) -> tuple[int, int]:
     """What one layer keeps of a request on each rank: the number of units, and the bytes of the largest."""
     heads, matrix = 0, 0
-    if isinstance(recurrent, DeltaSpec):
+    if not isinstance(recurrent, ConvSpec):
         key_heads, heads = _heads_of(recurrent, world)
         channels = 2 * key_heads * recurrent.key_dim + heads * recurrent.value_dim
         matrix = recurrent.key_dim * recurrent.value_dim * torch.float32.itemsize
@@ -90,8 +142,13 @@ def state_of(spec: DecoderSpec, recurrent: DeltaSpec | ConvSpec, dtype: torch.dt
     return 1 + heads, max(matrix, (recurrent.taps - 1) * channels * dtype.itemsize, 1)
 
 
-def _heads_of(delta: DeltaSpec, world: int) -> tuple[int, int]:
+def _heads_of(delta: DeltaSpec | MambaSpec, world: int) -> tuple[int, int]:
     """A rank's key heads, and value heads, of which every key head has as many."""
+    if isinstance(delta, MambaSpec):
+        groups, heads = delta.key_heads, _shared_out(delta.value_heads, world, "Mamba heads (mamba_n_heads)")
+        if world % groups:  # else several ranks have one
+            _shared_out(groups, world, "groups of Mamba heads (mamba_n_groups), or be a multiple of them")
+        return max(1, groups // world), heads
     key_heads = _shared_out(delta.key_heads, world, "key heads of recurrent layers (linear_num_key_heads)")
     return key_heads, delta.value_heads // world
 
@@ -102,6 +159,6 @@ def _shared_out(count: int, world: int, what: str) -> int:
     return count // world
 
 
-def _taps(weights: Weights, name: str, sections: tuple[int, ...], taps: int) -> Tensor:
+def _taps(weights: Weights, name: str, channels: int, taps: int, units: Units) -> Tensor:
     """[taps, channels], as the kernels read them."""
-    return weights.float32(name, (sum(sections), 1, taps), "rows", sections)[:, 0].T.contiguous()
+    return weights.float32(name, (channels, 1, taps), "rows", units)[:, 0].T.contiguous()

@@ -38,7 +38,9 @@ class CausalModel(Protocol):
     unit_bytes: int  # of a state's largest unit; 0: no layer has a state
     kv_parts: int  # 2: keys and values; 1: one vector that is both
     kv_width: int  # of each part, of one position in one layer
-    adapted: tuple[Linear, ...]  # what adapters may change; with any, `forward` heeds `ForwardBatch.adapters`
+    # What adapters may change, the layers of all slots of experts in one; with any, `forward` heeds
+    # `ForwardBatch.adapters`.
+    adapted: tuple[tuple[Linear, ...], ...]
 
     @property
     def experts(self) -> "list[Experts]": ...
@@ -73,7 +75,7 @@ ARCHITECTURES = {
     "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
     "GraniteForCausalLM": ("dense_families", "granite"),
     "GraniteMoeForCausalLM": ("moe_families", "granite_moe"),
-    "GraniteMoeHybridForCausalLM": ("moe_families", "granite_hybrid"),
+    "GraniteMoeHybridForCausalLM": ("recurrent_families", "granite_hybrid"),
     "GraniteMoeSharedForCausalLM": ("moe_families", "granite_moe_shared"),
     "HunYuanDenseV1ForCausalLM": ("dense_families", "hunyuan_dense"),
     "Lfm2ForCausalLM": ("recurrent_families", "lfm2"),

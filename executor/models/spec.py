@@ -43,6 +43,20 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MambaSpec:
+    """Mamba 2, named as the delta rule's heads are: B are keys, C queries, x values."""
+
+    key_heads: int  # groups, over each of which there is one norm
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    conv_bias: bool
+    bias: bool
+    norm_eps: float  # the config's own, whatever becomes of the stream's
+
+
+@dataclass(frozen=True, slots=True)
 class ConvSpec:
     """A short convolution between two gates, over all channels of the stream."""
 
@@ -55,7 +69,7 @@ class LayerSpec:
     rope: Rope
     window: int | None = None  # attend to this many positions, the own one included; None: to all
     moe: MoeSpec | None = None  # instead of the dense MLP
-    recurrent: DeltaSpec | ConvSpec | None = None  # instead of attention
+    recurrent: DeltaSpec | MambaSpec | ConvSpec | None = None  # instead of attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class Vocabulary:
         self._head: Linear
         self._rows: Callable[[Tensor], Tensor]
         if is_tied:
-            self._head, self._rows = tied(table)
+            self._head, self._rows = tied(table, weights.ops)
         else:
             self._head = weights.linear(("lm_head",), (size,), width, split="rows")
             self._rows = partial(table.index_select, 0) if isinstance(table, Tensor) else table.rows

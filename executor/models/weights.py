@@ -5,11 +5,11 @@ what it did not ask for must not be there.
 """
 
 import hashlib
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,14 +17,14 @@ import torch
 import xxhash
 from torch import Tensor
 
-from penstock.executor.kernels import BlockOps, GroupOps
+from penstock.executor.kernels import GroupOps, Ops
 from penstock.executor.kernels.codes import Coded, CodedLinear
 from penstock.executor.kernels.grouped import Grouped, GroupedLinear
 from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.models.code_layers import CodeLayers, KeptCodes, Part
-from penstock.executor.models.product import Product, Split, Units, sorted_rows
+from penstock.executor.models.product import Product, Split, Units, shares, sorted_rows
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
 from penstock.executor.protocol import ExecutorError
@@ -42,8 +42,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class CheckpointReader:
     """Reads tensors of an expected shape from a checkpoint and remembers which."""
 
-    def __init__(self, checkpoint: Checkpoint, where: str) -> None:
-        self._checkpoint, self._where = checkpoint, where
+    def __init__(self, checkpoint: Checkpoint, where: str, is_checked: bool = False) -> None:
+        """`is_checked`: every number must be finite."""
+        self._checkpoint, self._where, self._is_checked = checkpoint, where, is_checked
         self._names = set(checkpoint.names())
         self._read: set[str] = set()
 
@@ -58,7 +59,10 @@ class CheckpointReader:
                 f"{self._where}: tensor {name!r} has shape {list(found)}; config.json calls for {list(shape)}"
             )
         self._read.add(name)
-        return self._checkpoint.read(name)
+        stored = self._checkpoint.read(name)
+        if self._is_checked and not _is_finite(stored):
+            raise ExecutorError(f"{self._where}: tensor {name!r} has numbers that are not finite")
+        return stored
 
     def check_all_read(self, ignored: tuple[str, ...] = (), prefixes: tuple[str, ...] = ()) -> None:
         """`ignored`: how names end that may be left; `prefixes`: how they begin."""
@@ -81,6 +85,14 @@ class CheckpointReader:
         return isinstance(stored, Tensor) and not stored.any()
 
 
+def _is_finite(stored: Tensor | Coded | Grouped) -> bool:
+    if not isinstance(stored, Tensor):
+        stored = stored.numbers(torch.device("cpu"), torch.float32)
+    elif stored.element_size() == 1:  # eight bits: a NaN of theirs would need a look at every number as another dtype
+        stored = stored.float() if stored.dtype.is_floating_point else torch.zeros(1)
+    return not stored.numel() or all(map(math.isfinite, (float(end) for end in stored.aminmax())))
+
+
 class Weights:
     """Hands out the rank's part of each tensor in the model's dtype on its device."""
 
@@ -91,20 +103,22 @@ class Weights:
         device: torch.device,
         group: RankGroup,
         progress: Callable[[str], None],
+        ops: Ops,
         placement: "Plan | None" = None,
-        block_ops: BlockOps | None = None,
         kept_codes: KeptCodes = None,
         group_ops: GroupOps | None = None,
+        adapts_experts: bool = False,
     ) -> None:
-        """`block_ops`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`, as
+        """`ops.blocks`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`, as
         codes do unless `kept_codes` or `group_ops` are for them."""
         self._read, self.dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
+        self.adapts_experts = adapts_experts
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
         self.num_bytes = 0  # as stored in memory, by this rank, without codes …
         self.num_widened_bytes = 0  # … of which these were eight bits or codes, and are not here
-        self._block_ops = block_ops
-        self._codes = CodeLayers(kept_codes, group_ops, block_ops is not None, dtype, device)
+        self.ops = ops
+        self._codes = CodeLayers(kept_codes, group_ops, ops.blocks is not None, dtype, device)
         # What each layer of `linear` was made of. Experts' layers go as soon as their weights are joined.
         self.products: WeakKeyDictionary[Linear, Product] = WeakKeyDictionary()
         self._digests: dict[str, bytes] = {}
@@ -171,15 +185,15 @@ class Weights:
         layer = self._codes.layer(parts, added, self._plain)
         if layer is not None:
             return layer
-        if self._block_ops is not None and (blocks := whole_blocks(parts, self._device)) is not None:
-            return BlockLinear(self._count(blocks.values), self._count(blocks.scales), added, self._block_ops)
+        if self.ops.blocks is not None and (blocks := whole_blocks(parts, self._device)) is not None:
+            return BlockLinear(self._count(blocks.values), self._count(blocks.scales), added, self.ops.blocks)
         return self._plain(parts, added)
 
     def _sorted(self, part: Part, kinds: tuple[int, ...]) -> WeightPart:
         return WeightPart(sorted_rows(self._numbers(part), kinds))
 
     def _plain(self, parts: Sequence[Part], bias: Tensor | None) -> Linear:
-        return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), bias)
+        return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), bias, self.ops)
 
     @property
     def num_code_bytes(self) -> int:
@@ -255,16 +269,11 @@ class Weights:
         if split is None or self.group.world == 1:
             return [part]
         dim = 0 if split == "rows" else 1
-        if not isinstance(units, tuple):
-            return [self._share(part, dim, 0, part.shape[dim], units)]
-        starts = accumulate(units, initial=0)
-        return [self._share(part, dim, start, size, None) for start, size in zip(starts, units, strict=False)]
+        return [
+            self._narrow(part, dim, first, end - first) for first, end in shares(part.shape[dim], units, self.group)
+        ]
 
-    def _share(self, part: Part, dim: int, begin: int, size: int, units: int | None) -> Part:
-        """The rank's, of `size` rows or columns from `begin` on."""
-        first, end = self.group.share(units or size)
-        unit_size = size // (units or size)
-        start, size = begin + first * unit_size, (end - first) * unit_size
+    def _narrow(self, part: Part, dim: int, start: int, size: int) -> Part:
         cut = part.narrow(dim, start, size)
         if cut is None:  # through blocks or groups
             cut = WeightPart(part.numbers(self._device, torch.float32)).narrow(dim, start, size)

@@ -15,7 +15,7 @@ COLLECTIVE_TIMEOUT_S = 300.0
 JOIN_TIMEOUT_S = 120.0
 
 
-def join(rank: int, world: int, at: Rendezvous, device: torch.device) -> RankGroup:
+def join(rank: int, world: int, at: Rendezvous, device: torch.device, is_ordered: bool = False) -> RankGroup:
     """Meet the other ranks and return the group of all: gloo on the CPU, NCCL on CUDA."""
     if world == 1:
         return RankGroup()
@@ -33,7 +33,7 @@ def join(rank: int, world: int, at: Rendezvous, device: torch.device) -> RankGro
         def connect(name: str) -> Connections:
             return _backend(PrefixStore(name, store), rank, world, at.address, device)
 
-        return RankGroup(rank, world, connect, device)
+        return RankGroup(rank, world, connect, device, is_ordered)
 
 
 def _backend(store: Store, rank: int, world: int, address: str, device: torch.device) -> Connections:

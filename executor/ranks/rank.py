@@ -7,16 +7,25 @@ With one rank this is the whole model, and `UniprocExecutor` drives it in place;
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 
 from penstock.executor.cache_layout import CacheLayout, plan_layout
 from penstock.executor.kernels import select_input_ops, select_sampling_ops
-from penstock.executor.models.load import load_model
+from penstock.executor.models.load import LoadedModel, load_model, load_update
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
+from penstock.executor.protocol import (
+    NO_WEIGHTS,
+    ExecutorConfig,
+    ExecutorError,
+    GroupInfo,
+    ModelInfo,
+    SleepLevel,
+    WeightsError,
+)
 from penstock.executor.sampling.sampler import Sampler
 from penstock.executor.step.graphs import CudaGraphs, DecodeGraphs, choose_buckets
 from penstock.executor.step.inputs import ONE_GROUP, DeviceInputs, HostInputs, Inputs
@@ -32,7 +41,7 @@ from penstock.executor.step.memory import (
 )
 from penstock.executor.step.runner import ModelRunner
 from penstock.executor.step.warmup import KV_BLOCKS, warm_up
-from penstock.executor.tiers.cuda_copies import CudaCopier
+from penstock.executor.tiers.cuda_copies import CLOSE, CudaCopier
 from penstock.executor.tiers.open_tiers import open_tiers
 from penstock.executor.tiers.transfers import Copier, NumpyCopier, RankTransfers
 
@@ -51,9 +60,16 @@ class Rank:
             self._loaded = load_model(config, device, group, progress)
         loaded, model = self._loaded, self._loaded.model
         layer_bytes = model.kv_parts * config.block_size * model.kv_width * loaded.kv_dtype.itemsize
+        self._source = config.model if config.load_format != "dummy" else ""  # where its weights can be read again
+        self._prepared: tuple[LoadedModel, str] | None = None  # weights that are to be next, and their source
         self._layout = layout = plan_layout(model.caches, loaded.num_positions, layer_bytes, model.unit_bytes)
+        if config.verify_blocks and layout.groups != (GroupInfo(),):
+            raise ExecutorError(
+                f"verify_blocks: {config.verify_blocks} given; {loaded.architecture} keeps windows or states beside its "
+                "blocks, which cannot be computed again by themselves: leave it off"
+            )
         block_bytes = layout.depth * layer_bytes
-        buckets = self._buckets()
+        self._graph_buckets = buckets = self._buckets()
         meter = CudaMeter(device) if _is_gpu(device) else None  # a CPU has nothing to compile
         use = None if meter is None else self._warm_up(buckets, meter)
         plan = plan_kv(config, block_bytes, loaded.num_positions, group, use, layout.groups)
@@ -61,10 +77,9 @@ class Rank:
         self._tiers = open_tiers(
             config, block_bytes, tier_fingerprint(loaded.fingerprint, layout), self._make_copier, group.rank
         )
-        self.runner = self._open_runner(
-            self.kv, plan.max_model_len, self._tiers.transfers, self._make_rebalancer(), buckets
-        )
-        graph_bytes = 0 if meter is None else self._capture(meter)
+        self._max_model_len, self._rebalancer = plan.max_model_len, self._make_rebalancer()
+        self._runner: ModelRunner | None = None  # while it sleeps
+        graph_bytes = self._start()
         self.info = ModelInfo(
             architecture=loaded.architecture,
             dtype=str(loaded.dtype).removeprefix("torch."),
@@ -91,6 +106,96 @@ class Rank:
             labels=loaded.labels,
         )
         progress(f"Loaded and {plan.num_blocks} KV blocks allocated in {time.monotonic() - started_s:.1f} s")
+
+    @property
+    def runner(self) -> ModelRunner:
+        assert self._runner is not None, "a step for a rank that sleeps"
+        return self._runner
+
+    def _start(self) -> int:
+        """Open a runner over the model and the blocks; the bytes that its graphs take."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None  # before another one takes as much memory
+        self._runner = self._open_runner(
+            self.kv, self._max_model_len, self._tiers.transfers, self._rebalancer, self._graph_buckets
+        )
+        return self._capture(CudaMeter(self._device)) if _is_gpu(self._device) else 0
+
+    def prepare_weights(self, source: str) -> bytes:
+        """Load them beside those that compute; their fingerprint. Raises WeightsError."""
+        self._prepared = None
+        self._check_experts_stay()
+        try:
+            with naming_options("the weights, beside those that compute,", "put the engine to sleep before the update"):
+                loaded = load_update(source, self._config, self._loaded, self._device, self._group)
+        except OSError as error:
+            raise WeightsError(f"{source}: {error.strerror or error}") from None
+        except ExecutorError as error:
+            raise WeightsError(str(error)) from None
+        self._prepared = loaded, source
+        return loaded.fingerprint
+
+    def _check_experts_stay(self) -> None:
+        if self._config.enable_eplb:
+            raise WeightsError("enable_eplb: given; weights do not change beneath experts that move")
+
+    def take_weights(self) -> None:
+        """Compute with what was prepared."""
+        assert self._prepared is not None
+        (self._loaded, self._source), self._prepared = self._prepared, None
+        self.info = msgspec.structs.replace(self.info, fingerprint=self._loaded.fingerprint)
+        if self._runner is not None:
+            self._start()
+
+    def drop_weights(self) -> None:
+        """What was prepared is not to be."""
+        self._prepared = None
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Level 1 keeps the weights in the host's memory. Where they lie on a GPU they go too, to be read again."""
+        drops_weights = level == 2 or _is_gpu(self._device)
+        if drops_weights:
+            self._check_experts_stay()
+        self.runner.close()
+        self._runner = None
+        self._move_blocks(self.kv[:0].clone())
+        if level == 2:
+            self._source = ""
+        if drops_weights:
+            self._loaded = self._loaded.without_model()
+        if _is_gpu(self._device):
+            torch.cuda.empty_cache()
+
+    def wake(self, parts: Sequence[str]) -> None:
+        if not self._loaded.has_model and self._source:
+            if self.prepare_weights(self._source) != self._loaded.fingerprint:
+                self.drop_weights()
+                raise WeightsError(
+                    f"wake_up: {self._source} has other weights than those that slept; use update_weights"
+                )
+            self.take_weights()
+        if "kv_cache" not in parts:
+            return
+        if not self._loaded.has_model:
+            raise WeightsError(NO_WEIGHTS)
+        if self._runner is None:
+            try:
+                self._move_blocks(self._allocate(self.info.num_blocks))
+                self._start()
+            except ExecutorError as error:
+                self._move_blocks(self.kv[:0].clone())
+                raise WeightsError(f"wake_up: {error}") from None
+
+    def _move_blocks(self, kv: torch.Tensor) -> None:
+        self.kv = kv
+        if self._tiers.transfers is not None:
+            self._tiers.transfers.use(self._copied())
+
+    def _copied(self) -> Any:
+        """The blocks as copiers take them, [blocks, bytes of a block]."""
+        blocks = self.kv.flatten(1).view(torch.uint8)
+        return blocks if blocks.is_cuda else blocks.numpy()
 
     @property
     def adapters(self) -> "AdapterStore":
@@ -171,8 +276,10 @@ class Rank:
         return allocate_kv(num_blocks, self._layout.depth, model.kv_parts, size, model.kv_width, dtype, self._device)
 
     def _make_copier(self, arena: np.ndarray) -> Copier:
-        blocks = self.kv.view(len(self.kv), -1).view(torch.uint8)  # [blocks, bytes of a block]
-        return CudaCopier(blocks, arena) if blocks.is_cuda else NumpyCopier(blocks.numpy(), arena)
+        blocks = self._copied()
+        if not self.kv.is_cuda:
+            return NumpyCopier(blocks, arena)
+        return CudaCopier(blocks, arena, self.kv.dtype, 0.0 if self._config.batch_invariant else CLOSE)
 
     def _make_rebalancer(self) -> "Rebalancer | None":
         if not self._config.enable_eplb:

@@ -6,7 +6,7 @@ worker holds the requests' state (executor/step/inputs.py). A rank that dies, fa
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -17,11 +17,14 @@ from penstock.executor.protocol import (
     AdapterInfo,
     ExecutorError,
     ModelInfo,
+    Part,
+    SleepLevel,
     Step,
     StepResult,
     TransferResult,
+    WeightsError,
 )
-from penstock.executor.ranks.wire import CLOSE, LOAD, MASKS, STEP, UNLOAD, AdapterAnswer, Done
+from penstock.executor.ranks.wire import Done, MessageKind, RankAnswer
 from penstock.executor.ranks.worker_watch import WorkerWatch
 from penstock.executor.tiers.transfers import Merge
 
@@ -31,6 +34,7 @@ RING_SLOTS = 8
 SLOT_BYTES = 1 << 20
 CLOSE_TIMEOUT_S = 1.0
 ADAPTER_S = 120.0  # for all ranks to read one
+WEIGHTS_S = 1800.0  # for all ranks to read theirs, of a large model from a slow disk
 REASON_S = 1.0  # for a worker to say why it does not take a step
 
 
@@ -56,7 +60,7 @@ class RankedExecutor:
         self._results: deque[StepResult] = deque()
         self._transfers: list[TransferResult] = []  # received since the last result
         self._adapters: set[str] = set()  # that all ranks hold
-        self._answers: list[AdapterAnswer] = []  # of the ranks to the last `load_adapter`
+        self._answers: list[RankAnswer] = []  # of the ranks to the last `_ask`
         self._merge = Merge(len(worker_watch.workers))
         try:
             self.info = _agreed([loaded.info for loaded in worker_watch.wait_loaded(progress)])
@@ -67,14 +71,14 @@ class RankedExecutor:
     def submit(self, step: Step) -> None:
         assert len(self._due) < self.info.max_in_flight, "too many steps in flight"
         allowed_s = self._deadline_s(sum(row.count for row in step.rows))
-        self._send((STEP, self._encoder.encode(step)), allowed_s)
+        self._send((MessageKind.STEP, self._encoder.encode(step)), allowed_s)
         before_s = self._due[-1][1] if self._due else time.monotonic()
         self._due.append((step, before_s + allowed_s))
 
     def set_masks(self, step_id: int, rows: np.ndarray, masks: np.ndarray) -> None:
         step, due_s = self._due[-1]
         assert step.step_id == step_id, "masks come before the next step is submitted"
-        self._send((MASKS, rows, masks), due_s - time.monotonic())
+        self._send((MessageKind.MASKS, rows, masks), due_s - time.monotonic())
 
     def collect(self) -> StepResult:
         step, due_s = self._due[0]
@@ -91,25 +95,50 @@ class RankedExecutor:
 
     def load_adapter(self, path: str) -> AdapterInfo:
         """Each rank reads its part; if one of them cannot, none keeps it."""
-        self._answers = []
-        self._send((LOAD, path.encode()), ADAPTER_S)
-        until_s, world = time.monotonic() + ADAPTER_S, len(self.worker_watch.workers)
-        while len(self._answers) < world:
-            if time.monotonic() > until_s:
-                self.worker_watch.give_up(f"an adapter is not read within {ADAPTER_S:.0f} s: {path}")
-            self._receive(1.0)
-        infos = [answer.info for answer in self._answers]
-        errors = [answer.error for answer in self._answers if answer.error]
-        if None not in infos and len({info.key for info in infos if info}) == 1 and infos[0] is not None:
-            self._adapters.add(infos[0].key)
+        answers = self._ask(MessageKind.LOAD, path, ADAPTER_S)
+        infos = [answer.adapter for answer in answers if answer.adapter is not None]
+        keys = {info.key for info in infos}
+        if len(infos) == len(answers) and len(keys) == 1:
+            self._adapters |= keys
             return infos[0]
-        for key in {info.key for info in infos if info} - self._adapters:
+        for key in keys - self._adapters:
             self.unload_adapter(key)
-        raise AdapterError(errors[0] if errors else f"{path}: the ranks have read different content")
+        raise AdapterError(_first_error(answers) or f"{path}: the ranks have read different content")
 
     def unload_adapter(self, key: str) -> None:
         self._adapters.discard(key)
-        self._send((UNLOAD, key.encode()), ADAPTER_S)
+        self._send((MessageKind.UNLOAD, key.encode()), ADAPTER_S)
+
+    def update_weights(self, path: str) -> None:
+        """Every rank reads its part beside what it has. When all have the same, all take it; else none does."""
+        answers = self._ask(MessageKind.PREPARE, path)
+        prepared = {answer.fingerprint for answer in answers}
+        if (error := _first_error(answers)) or len(prepared) > 1:
+            self._send((MessageKind.DROP, b""), WEIGHTS_S)
+            raise WeightsError(error or f"{path}: the ranks have read different weights; they changed meanwhile")
+        self._ask(MessageKind.TAKE)
+        self.info = msgspec.structs.replace(self.info, fingerprint=prepared.pop())
+
+    def sleep(self, level: SleepLevel) -> None:
+        self._demand(MessageKind.SLEEP, str(level))
+
+    def wake(self, parts: Sequence[Part]) -> None:
+        self._demand(MessageKind.WAKE, " ".join(parts))
+
+    def _demand(self, kind: bytes, named: str) -> None:
+        if error := _first_error(self._ask(kind, named)):
+            raise WeightsError(error)
+
+    def _ask(self, kind: bytes, named: str = "", timeout_s: float = WEIGHTS_S) -> list[RankAnswer]:
+        """The answers of all ranks."""
+        self._answers = []
+        self._send((kind, named.encode()), timeout_s)
+        until_s = time.monotonic() + timeout_s
+        while len(self._answers) < len(self.worker_watch.workers):
+            if time.monotonic() > until_s:
+                self.worker_watch.give_up(f"{kind.decode()} {named}: the ranks are not done within {timeout_s:.0f} s")
+            self._receive(1.0)
+        return self._answers
 
     def fileno(self) -> int:
         return self.worker_watch.fileno()
@@ -121,7 +150,7 @@ class RankedExecutor:
         """End the workers, in peace if they can be asked to; nothing is left of them afterwards."""
         try:
             if not self.worker_watch.has_failed:
-                self._broadcast.send((CLOSE,), timeout_s=CLOSE_TIMEOUT_S)
+                self._broadcast.send((MessageKind.CLOSE,), timeout_s=CLOSE_TIMEOUT_S)
                 self.worker_watch.stop()
         except (ConnectionError, TimeoutError):
             pass  # they cannot be asked, they are killed
@@ -140,7 +169,7 @@ class RankedExecutor:
 
     def _receive(self, timeout_s: float) -> None:
         for message in self.worker_watch.hear(timeout_s):
-            if isinstance(message, AdapterAnswer):
+            if isinstance(message, RankAnswer):
                 self._answers.append(message)
             if not isinstance(message, Done):
                 continue
@@ -155,6 +184,10 @@ class RankedExecutor:
             return result
         received, self._transfers = self._transfers, []
         return msgspec.structs.replace(result, transfers=self._merge.merge(received))
+
+
+def _first_error(answers: Sequence[RankAnswer]) -> str:
+    return next((answer.error for answer in answers if answer.error), "")
 
 
 def _agreed(infos: list[ModelInfo]) -> ModelInfo:

@@ -22,7 +22,7 @@ from penstock.executor.process_life import Reporter
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, step_deadline_s
 from penstock.executor.ranks.network import Hub, Spoke, Ticket
 from penstock.executor.ranks.ranked import RING_SLOTS, SLOT_BYTES, RankedExecutor
-from penstock.executor.ranks.wire import MASKS, STACKS, Failed, FromWorker, Rendezvous, Start
+from penstock.executor.ranks.wire import Failed, FromWorker, MessageKind, Rendezvous, Start
 from penstock.executor.ranks.worker_watch import WorkerWatch
 from penstock.executor.ring.queue import MessageQueue
 
@@ -112,7 +112,7 @@ class RayRanks:
     def send(self, message: tuple[Any, ...], timeout_s: float | None = None) -> None:
         """The same for every rank: those of this node get it through the ring, the others through the hub."""
         for rank in self._remote:
-            if message[0] != MASKS or rank == 0:  # only the first samples
+            if message[0] != MessageKind.MASKS or rank == 0:  # only the first samples
                 self._hub.send(rank, message)
         if self._ring is not None:
             self._ring.send(message, timeout_s=timeout_s)
@@ -198,7 +198,7 @@ class RankActor:
 
 
 def _sort(message: list[memoryview], inbox: "queue.SimpleQueue[Any]") -> None:
-    if message[0] == STACKS:
+    if message[0] == MessageKind.STACKS:
         faulthandler.dump_traceback(file=sys.__stderr__ or 2)
     else:
         inbox.put(message)
@@ -215,7 +215,7 @@ class ActorProcess:
 
     def dump_stacks(self) -> None:
         with contextlib.suppress(ConnectionError):  # beyond a cut cable there is no asking
-            self._hub.send(self._rank, [STACKS])
+            self._hub.send(self._rank, [MessageKind.STACKS])
 
     def wait(self, timeout_s: float) -> bool:
         return bool(ray.wait([self._done], timeout=timeout_s)[0])

@@ -9,10 +9,15 @@ import msgspec
 from penstock.executor.protocol import AdapterInfo, ExecutorConfig, ModelInfo, StepResult
 from penstock.executor.ring.memory_segment import RingHandle
 
-# The first of the buffers that make up a message to a worker; the rest is that kind's own. A step is msgpack: as a pickle
-# it takes eight times as long to encode, and the ring's pickle around these buffers costs 1 µs (docs/ring.md).
-STEP, MASKS, CLOSE, STACKS = b"step", b"masks", b"close", b"stacks"
-LOAD, UNLOAD = b"load", b"unload"  # an adapter: of a folder, by its key; both UTF-8
+
+class MessageKind:
+    """The first of the buffers that make up a message to a worker; the rest is that kind's own. A step is msgpack: as a
+    pickle it takes eight times as long to encode, and the ring's pickle around these buffers costs 1 µs (docs/ring.md)."""
+
+    STEP, MASKS, CLOSE, STACKS = b"step", b"masks", b"close", b"stacks"
+    LOAD, UNLOAD = b"load", b"unload"  # an adapter: of a folder, by its key; both UTF-8
+    # Weights from a path, in two steps: all ranks take what each has prepared, or none does. And the memory: a level, parts.
+    PREPARE, TAKE, DROP, SLEEP, WAKE = b"prepare", b"take", b"drop", b"sleep", b"wake"
 
 
 class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
@@ -57,12 +62,13 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
     result: StepResult
 
 
-class AdapterAnswer(msgspec.Struct, frozen=True, tag="adapter", array_like=True):
-    """To LOAD, from every rank."""
+class RankAnswer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
+    """From every rank, to what is asked beside steps."""
 
     rank: int
-    info: AdapterInfo | None
-    error: str = ""
+    error: str = ""  # it was refused, and nothing has changed
+    adapter: AdapterInfo | None = None  # to LOAD
+    fingerprint: bytes = b""  # to PREPARE
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
@@ -73,4 +79,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     is_consequence: bool  # the ranks lost each other: another one's failure, or death, is the cause
 
 
-FromWorker = RankProgress | ModelLoaded | Beat | Done | AdapterAnswer | Failed
+FromWorker = RankProgress | ModelLoaded | Beat | Done | RankAnswer | Failed

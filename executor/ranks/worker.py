@@ -20,23 +20,17 @@ import torch
 
 from penstock.executor.parallel import CollectiveError, RankGroup
 from penstock.executor.process_life import Reporter, begin, leave, leave_with, send
-from penstock.executor.protocol import AdapterError, ExecutorError, Step, TransferResult
+from penstock.executor.protocol import (
+    AdapterError,
+    ExecutorError,
+    SleepLevel,
+    Step,
+    TransferResult,
+    WeightsError,
+)
 from penstock.executor.ranks.join import join
 from penstock.executor.ranks.rank import Rank, choose_device
-from penstock.executor.ranks.wire import (
-    CLOSE,
-    LOAD,
-    MASKS,
-    STEP,
-    UNLOAD,
-    AdapterAnswer,
-    Beat,
-    Done,
-    Failed,
-    ModelLoaded,
-    RankProgress,
-    Start,
-)
+from penstock.executor.ranks.wire import Beat, Done, Failed, MessageKind, ModelLoaded, RankAnswer, RankProgress, Start
 from penstock.executor.ring.queue import MessageQueue
 from penstock.executor.step.runner import Launched
 
@@ -83,7 +77,7 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
     else:
         torch.cuda.set_device(device)
     reporter.doing = "waiting for the other ranks to join"
-    group = join(rank, start.world, start.rendezvous, device)
+    group = join(rank, start.world, start.rendezvous, device, config.batch_invariant)
     reporter.doing = "loading the model"
     ours = Rank(config, group, device, lambda line: reporter.report(RankProgress(line)) if rank == 0 else None)
     reporter.report(ModelLoaded(ours.info))
@@ -93,9 +87,9 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
     while True:
         reporter.doing = "waiting for a step"
         with receive() as (kind, *parts):
-            if kind == CLOSE:
+            if kind == MessageKind.CLOSE:
                 break
-            if kind == MASKS:
+            if kind == MessageKind.MASKS:
                 if unsampled is not None:  # only the first rank samples
                     rows = np.frombuffer(parts[0], np.int32)
                     masks = np.frombuffer(parts[1], np.int32)
@@ -104,15 +98,12 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
                     finisher.take(unsampled)
                     unsampled = None
                 continue
-            if kind in (LOAD, UNLOAD):
-                named = bytes(parts[0]).decode()
-                reporter.doing = f"{kind.decode()}ing an adapter"
-                if kind == LOAD:
-                    reporter.report(_load_adapter(ours, rank, named))
-                else:
-                    ours.adapters.unload(named)
+            if kind != MessageKind.STEP:
+                reporter.doing = f"at work on weights and memory: {kind.decode()}"
+                answer = _control(ours, rank, kind, bytes(parts[0]).decode())
+                if kind not in (MessageKind.UNLOAD, MessageKind.DROP):
+                    reporter.report(answer)
                 continue
-            assert kind == STEP, kind
             step = decoder.decode(parts[0])
         reporter.doing = f"computing step {step.step_id} of {len(step.rows)} rows"
         log.debug("rank %d: %s", start.rank, reporter.doing)
@@ -126,11 +117,27 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
     group.close()
 
 
-def _load_adapter(ours: Rank, rank: int, path: str) -> AdapterAnswer:
+def _control(ours: Rank, rank: int, kind: bytes, named: str) -> RankAnswer:
+    """What is asked beside steps."""
     try:
-        return AdapterAnswer(rank, ours.adapters.load(path))
-    except AdapterError as error:
-        return AdapterAnswer(rank, None, str(error))
+        if kind == MessageKind.LOAD:
+            return RankAnswer(rank, adapter=ours.adapters.load(named))
+        if kind == MessageKind.UNLOAD:
+            ours.adapters.unload(named)
+        elif kind == MessageKind.PREPARE:
+            return RankAnswer(rank, fingerprint=ours.prepare_weights(named))
+        elif kind == MessageKind.TAKE:
+            ours.take_weights()
+        elif kind == MessageKind.DROP:
+            ours.drop_weights()
+        elif kind == MessageKind.SLEEP:
+            ours.sleep(msgspec.json.decode(named, type=SleepLevel))
+        else:
+            assert kind == MessageKind.WAKE, kind
+            ours.wake(named.split())
+    except (AdapterError, WeightsError) as error:
+        return RankAnswer(rank, str(error))
+    return RankAnswer(rank)
 
 
 class Finisher:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from penstock.executor.protocol import ExecutorError
-from penstock.executor.ranks.wire import AdapterAnswer, Beat, Done, Failed, FromWorker, ModelLoaded, RankProgress
+from penstock.executor.ranks.wire import Beat, Done, Failed, FromWorker, ModelLoaded, RankAnswer, RankProgress
 
 BEAT_LIMIT_S = 8.0  # silent for so long, a worker is stopped or starved; it has a heartbeat every second
 START_BEAT_LIMIT_S = 60.0  # while it loads, long calls may hold the interpreter
@@ -96,7 +96,7 @@ class WorkerWatch:
         """Readable when a worker has reported something, or is gone."""
         return self._reports.fileno()
 
-    def hear(self, timeout_s: float, beat_limit_s: float | None = None) -> list[Done | RankProgress | AdapterAnswer]:
+    def hear(self, timeout_s: float, beat_limit_s: float | None = None) -> list[Done | RankProgress | RankAnswer]:
         """What the workers report within the time, the first message ends the wait; raises when one has failed."""
         if self._error is not None:
             raise self._error
@@ -137,7 +137,7 @@ class WorkerWatch:
         self.close()
         raise self._error
 
-    def _hear(self, timeout_s: float) -> Iterator[Done | RankProgress | AdapterAnswer]:
+    def _hear(self, timeout_s: float) -> Iterator[Done | RankProgress | RankAnswer]:
         for rank, message in self._reports.hear(timeout_s):
             each = self._watched[rank]
             each.heard_s = time.monotonic()

@@ -82,6 +82,10 @@ class ModelRunner:
             self._graphs.capture(progress)
         return self._graphs is not None
 
+    def close(self) -> None:
+        """The last step is over. Whatever has kept the pages at hand lets go of them with this list."""
+        self._pages.clear()
+
     @naming_options("a step", STEP_OPTIONS)
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
@@ -132,6 +136,25 @@ class ModelRunner:
             transfers=None if self._transfers is None else self._transfers.end(),
             experts=None if self._rebalancer is None else self._rebalancer.take_update(),
         )
+
+    @naming_options("a step", STEP_OPTIONS)
+    @torch.inference_mode()
+    def hidden(self, step: Step) -> list[torch.Tensor]:
+        """Of every position of each row, [count, hidden]. Nothing is sampled, and no row has an adapter."""
+        for admission in step.admissions:
+            self._admit(admission)
+        self._inputs.take(step.rows)
+        layout = Layout(step.rows)
+        batch, _ = self._inputs.prepare(layout, np.arange(layout.num_tokens))
+        parts = self._model.forward(batch, self._pages).split(layout.counts.tolist())
+        return [parts[place] for place in np.argsort(layout.order)]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the first rank. [n, hidden] -> [n, vocabulary]"""
+        logits = self._model.logits(hidden)
+        assert logits is not None
+        return logits
 
     def _admit(self, admission: Admission) -> None:
         slot, sampling = admission.slot, admission.sampling

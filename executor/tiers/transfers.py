@@ -28,6 +28,10 @@ Pairs = Sequence[tuple[int, int]]
 class Copier(Protocol):
     """Moves blocks. Copies of one `start` come after the rows of earlier steps and run beside those of their own."""
 
+    def use(self, blocks: Any) -> None:
+        """In place of those that it was made with: an array where that is the host's memory, else a tensor."""
+        ...
+
     def begin_step(self, written: Iterable[int]) -> None:
         """The rows from here on come after all restores that were started so far, and after all saves of the blocks that
         are theirs to write from now on."""
@@ -37,6 +41,10 @@ class Copier(Protocol):
 
     def finish(self) -> float:
         """Wait for the copies of the oldest `start` that has not been finished; how many seconds they took."""
+        ...
+
+    def compare(self, kept: int, computed: int) -> Callable[[], bool]:
+        """Whether these blocks are the same after `begin_step`, before the rows of the step; the result waits until that is known."""
         ...
 
     def settle(self, hosts: Iterable[int]) -> None:
@@ -49,6 +57,7 @@ class Copies(NamedTuple):
 
     num_blocks: int
     saved: list[Filling]
+    compared: list[tuple[int, Callable[[], bool]]]  # ticket, result
 
 
 class RankTransfers:
@@ -75,14 +84,19 @@ class RankTransfers:
         self._served = None if serve is None else Served(arena, stores, self._lock, self._poll)
         self._server = None if serve is None or self._served is None else serve(self._served)
 
+    def use(self, blocks: Any) -> None:
+        """The device's blocks lie here from now on. No step is in flight."""
+        self._copier.use(blocks)
+
     def begin(self, transfers: Transfers | None, written: Iterable[int] = ()) -> None:
         """Start a step's transfers; called before its rows are launched. written: the blocks that are new to the rows, as
         far as they write them."""
         self._copier.begin_step(written)
         if transfers is None:
-            self._in_flight.append(Copies(0, []))
+            self._in_flight.append(Copies(0, [], []))
             return
-        copies = Copies(len(transfers.saves) + len(transfers.restores), self._withdraw(transfers))
+        compared = [(ticket, self._copier.compare(*blocks)) for ticket, *blocks in transfers.compares]
+        copies = Copies(len(transfers.saves) + len(transfers.restores), self._withdraw(transfers), compared)
         self._in_flight.append(copies)
         if copies.num_blocks:
             self._copier.start(transfers.saves, transfers.restores)
@@ -93,9 +107,11 @@ class RankTransfers:
 
     def end(self) -> TransferResult:
         """With the result of the oldest step that has begun: what has been completed since the last."""
-        num_copied, saved = self._in_flight.popleft()
+        num_copied, saved, compared = self._in_flight.popleft()
         seconds = self._copier.finish() if num_copied else 0.0
+        found = [(ticket, is_same()) for ticket, is_same in compared]
         with self._lock:
+            self._done += found
             for filling in saved:
                 self._fill(filling)
             result = self._report(num_copied, seconds)
@@ -121,6 +137,8 @@ class RankTransfers:
         with self._lock:
             if transfers.forget:
                 self._served.forget()
+            if transfers.drops:
+                self._served.drop(transfers.drops)
             saves = zip(transfers.saves, transfers.saved_keys, strict=True)
             return [self._served.overwrite(host, key) for (_, host), key in saves]
 
@@ -129,6 +147,8 @@ class RankTransfers:
             self._served.fill(filling)
 
     def _start(self, transfers: Transfers) -> None:
+        if transfers.drops and DISK in self._stores:
+            self._stores[DISK].drop(transfers.drops)
         for ticket, name, key, host in transfers.reads:
             filling = None if self._served is None else self._served.overwrite(host, key)
             theirs = self._stores[name].start_load(key, memoryview(self._arena[host]))
@@ -187,6 +207,9 @@ class NumpyCopier:
         self._hosts = arena[:, : blocks.shape[1]]
         self._seconds: list[float] = []
 
+    def use(self, blocks: np.ndarray) -> None:
+        self._blocks = blocks
+
     def begin_step(self, written: Iterable[int]) -> None:
         pass
 
@@ -200,6 +223,10 @@ class NumpyCopier:
 
     def finish(self) -> float:
         return self._seconds.pop(0)
+
+    def compare(self, kept: int, computed: int) -> Callable[[], bool]:
+        is_same = bool(np.array_equal(self._blocks[kept], self._blocks[computed]))
+        return lambda: is_same
 
     def settle(self, hosts: Iterable[int]) -> None:
         pass

@@ -200,21 +200,13 @@ class RayHandle:
         ray.kill(self._actor)
 
 
-class ChildActor:
-    """What runs in the actor's process: a child, and answers about it."""
+class ChildActor(Child):
+    """A child in the actor's process."""
 
     def __init__(self, words: list[str], env: dict[str, str], is_told_host: bool) -> None:
         address = ray.util.get_node_ip_address()
-        if is_told_host:
-            words = [*words, "--host", address]
-        self._child = Child(words, env, address)
-        self._child.start()
-
-    def look(self) -> Sight:
-        return self._child.look()
-
-    def drain(self) -> None:
-        self._child.drain()
+        super().__init__([*words, "--host", address] if is_told_host else words, env, address)
+        self.start()
 
 
 def _one_line(error: RayError) -> str:

@@ -8,21 +8,13 @@ import msgspec
 TIMEOUT_S = 2.0
 
 
-class _Replica(msgspec.Struct):
-    url: str
-    state: str
-
-
-class _Replicas(msgspec.Struct):
-    replicas: list[_Replica]
-
-
 class HttpGate:
     """Every method returns None, and changes nothing, when the router does not answer."""
 
     def __init__(self, url: str, admin_key: str) -> None:
         parts = urlsplit(url)
-        self._address = (_reachable(parts.hostname or ""), parts.port or 80)
+        host = parts.hostname or ""  # where a router that listens everywhere is to be found on its own node
+        self._address = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), parts.port or 80)
         self._headers = {"authorization": f"Bearer {admin_key}", "content-type": "application/json"}
 
     def states(self) -> dict[str, str] | None:
@@ -41,14 +33,8 @@ class HttpGate:
         try:
             connection.request(method, "/replicas", body, self._headers)
             answer = connection.getresponse()
-            said = msgspec.json.decode(answer.read(), type=_Replicas)
-        except (OSError, http.client.HTTPException, msgspec.MsgspecError):  # a refusal has no list of replicas
-            return None
+            return {each["url"]: each["state"] for each in msgspec.json.decode(answer.read())["replicas"]}
+        except (OSError, http.client.HTTPException, msgspec.MsgspecError, LookupError, TypeError):
+            return None  # a refusal has no list of replicas
         finally:
             connection.close()
-        return {each.url: each.state for each in said.replicas}
-
-
-def _reachable(host: str) -> str:
-    """Where a router that listens everywhere is to be found on its own node."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -31,7 +31,7 @@ LINK_COUNTS = ("batches", "replayed", "lost", "restarts")
 
 
 class EngineLink:
-    """`take` gets the frames. Ends by OtherBlockSize, or when it is cancelled."""
+    """`take` gets the frames. Ends by OtherBlockSize, or soon after it is not wanted any more."""
 
     def __init__(
         self,
@@ -40,12 +40,13 @@ class EngineLink:
         fingerprint: bytes,
         block_size: int,
         take: Callable[[Iterable[Frame]], None],
+        is_wanted: Callable[[], bool],
     ) -> None:
         self.counts = dict.fromkeys(LINK_COUNTS, 0)
         self.is_connected = False
         self.last: int | None = None  # the number of the last batch
         self.blocks = EngineBlocks(fingerprint, block_size, secrets.token_hex(8))
-        self._context, self._backend, self._take = context, backend, take
+        self._context, self._backend, self._take, self._is_wanted = context, backend, take, is_wanted
         self._fingerprint = fingerprint
         self._last_batch = b""
 
@@ -69,7 +70,7 @@ class EngineLink:
         try:
             assert self._backend.events is not None
             events.connect(self._backend.events)
-            while True:
+            while self._is_wanted():
                 ready = dict(await poller.poll(int(1000 * ALIVE_S)))
                 if monitor in ready:
                     await self._connection(await recv_monitor_message(monitor))

@@ -64,7 +64,9 @@ class KvLinks:
                 group.placement.apply_events(replica.url, frames)
 
         info = replica.info
-        replica.link = EngineLink(self._context, replica.backend, info.fingerprint, info.block_size, take)
+        replica.link = EngineLink(
+            self._context, replica.backend, info.fingerprint, info.block_size, take, lambda: self._is_ours(replica)
+        )
         try:
             await replica.link.run()
         except OtherBlockSize as error:

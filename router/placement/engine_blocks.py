@@ -5,7 +5,8 @@ blocks' tokens and the hash of the block before them: so each of its hashes stan
 one to the other is kept here for as long as the block is cached anywhere. It knows one replica, no sockets and no time.
 
 A batch is a msgpack array (time, events, rank). An event is a map with its name under "type" (vLLM since 2026), or an
-array that begins with its name (vLLM before, SGLang); fields that came later stand at the end, so one list serves all.
+array that begins with its name (vLLM before, SGLang until 2026); fields that came later stand at the end, so one list
+serves all. SGLang names a salt in a field of its own, and of models with EAGLE drafts says each token with the next.
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from penstock.cache.keys import block_keys, namespace_root
-from penstock.engine.http.kv_stream import FRAME_KEYS, KEY_BYTES, Changes, Frame, Hello, Snapshot
+from penstock.engine.http.kv_stream import KEY_BYTES, Changes, Frame, Hello, snapshot
 
 Hash = bytes | int
 
@@ -27,7 +28,7 @@ WHOLE = (None, "full_attention", "mla_attention", "chunked_local_attention")  # 
 class Stored(msgspec.Struct):
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
-    token_ids: list[int]
+    token_ids: list[int | tuple[int, int]]
     block_size: int
     lora_id: int | None = None
     medium: str | None = None
@@ -37,6 +38,11 @@ class Stored(msgspec.Struct):
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
+    cache_salt: str | None = None  # SGLang's, of every block behind it
+
+    @property
+    def tokens(self) -> list[int]:
+        return [each if isinstance(each, int) else each[0] for each in self.token_ids]
 
 
 class Removed(msgspec.Struct):
@@ -121,15 +127,8 @@ class EngineBlocks:
     def snapshot(self) -> Iterator[Frame]:
         """All that is known to be there, in place of what the placement has."""
         yield Hello(self._engine, "sha256", self._fingerprint, self.block_size, 0)
-        parts = [
-            (tier, names[start : start + FRAME_KEYS])
-            for tier, held in self._held.items()
-            for names in [list(held)]
-            for start in range(0, len(names), FRAME_KEYS)
-        ] or [("device", [])]
-        for index, (tier, names) in enumerate(parts):
-            keys = b"".join([self._keys[name][:KEY_BYTES] for name in names])
-            yield Snapshot(self._seq, tier, keys, index == 0, index == len(parts) - 1)
+        runs = {tier: b"".join([self._keys[name][:KEY_BYTES] for name in held]) for tier, held in self._held.items()}
+        yield from snapshot(self._seq, runs)
 
     def missed(self) -> None:
         """Batches are lost for good: the next frame's number shows it."""
@@ -173,7 +172,7 @@ class EngineBlocks:
         tier = _tier(event.medium)
         held, changed = self._held.setdefault(tier, set()), changes.setdefault(tier, {})
         try:
-            keys = block_keys(event.token_ids[: size * len(names)], size, root=root)
+            keys = block_keys(event.tokens[: size * len(names)], size, root=root)
         except ValueError as error:  # no token ids
             raise BadEvents(str(error)) from None
         for name, key in zip(names, keys, strict=True):
@@ -192,7 +191,7 @@ class EngineBlocks:
                 self.counts["unknown_parent"] += len(event.block_hashes)
             return parent
         words = _beside_adapter(event, 0)
-        salt = words[0] if len(words) == 1 and isinstance(words[0], str) else None
+        salt = words[0] if len(words) == 1 and isinstance(words[0], str) else event.cache_salt
         return namespace_root(model=self._fingerprint, adapter=event.lora_name, salt=salt)
 
     def _remove(self, event: Removed, changes: dict[str, dict[bytes, bool]]) -> None:

@@ -101,11 +101,10 @@ class Knowledge:
     def _greet(self, cache: ReplicaCache, hello: Hello) -> None:
         cache.wants_snapshot = False  # it follows
         cache.seq = None
-        if cache.engine_id not in (None, hello.engine_id):  # a new process: it has nothing
-            self._forget(cache)
-        cache.engine_id = hello.engine_id
-        if cache.hits_at_ends != hello.hits_at_ends:  # what was guessed at meant something else
-            cache.hits_at_ends = hello.hits_at_ends
+        is_new = cache.engine_id not in (None, hello.engine_id)  # a new process: it has nothing
+        is_other = cache.hits_at_ends != hello.hits_at_ends  # what was guessed at meant something else
+        cache.engine_id, cache.hits_at_ends = hello.engine_id, hello.hits_at_ends
+        if is_new or is_other:
             self._forget(cache)
 
     def _take_snapshot(self, cache: ReplicaCache, part: Snapshot) -> None:

@@ -140,35 +140,25 @@ class Placement:
         """The replica for a request, charged with it; None where none may take it. `expects`: the prompt will be in its
         cache at once; else the caller says so when it is (`expect`)."""
         self.knowledge.tick()
-        now_s = self._clock()
-        self._look_up(prompt)
-        sticky = self._replicas.get(self._sessions.get(session, "")) if session is not None else None
-        row = self.loads.choose(
-            num_tokens,
-            now_s,
-            -1 if sticky is None else sticky.load.row,
-            [self._replicas[name].load.row for name in exclude if name in self._replicas] if exclude else (),
-        )
+        row = self._row(prompt, num_tokens, session, exclude)
         if row < 0:
             return None
         replica = self._rows[row]
         if session is not None:
             self._remember(session, replica.name)
         cached, backlog, ttft = self.loads.prediction(row)
+        charge = Charge(replica.load, replica.name, num_tokens, cached, backlog, ttft)
         if expects and prompt is not None:
-            self._expect(replica, prompt, int(cached))
-        return Charge(replica.load, replica.name, num_tokens, cached, backlog, ttft)
+            self.expect(charge, prompt)
+        return charge
 
     def preview(
         self, prompt: Prompt | None, num_tokens: int, session: str | None, exclude: frozenset[str]
     ) -> tuple[str | None, list[dict[str, Any]]]:
         """What `choose` would do now, and what it goes by; nothing is charged, remembered or expected."""
-        self._look_up(prompt)
-        sticky = self._replicas.get(self._sessions.get(session, "")) if session is not None else None
-        excluded = [self._replicas[name].load.row for name in exclude if name in self._replicas]
         fleet = self.loads.c
         kept = fleet.turn, fleet.random
-        row = self.loads.choose(num_tokens, self._clock(), -1 if sticky is None else sticky.load.row, excluded)
+        row = self._row(prompt, num_tokens, session, exclude)
         fleet.turn, fleet.random = kept
         rows = []
         for name, replica in self._replicas.items():
@@ -187,13 +177,11 @@ class Placement:
     def expect(self, charge: Charge, prompt: Prompt) -> None:
         """The prompt is in its replica's cache now, or about to be."""
         replica = self._replicas.get(charge.replica)
-        if replica is not None:
-            self._expect(replica, prompt, charge.predicted_cached_tokens)
-
-    def _expect(self, replica: PlacedReplica, prompt: Prompt, num_cached: int) -> None:
+        if replica is None:
+            return
         for space, match in prompt.matches:
             if space == replica.cache.space and len(match.keys):
-                num_known = num_cached // space.block_size + 1
+                num_known = charge.predicted_cached_tokens // space.block_size + 1
                 self.knowledge.expect(replica.cache, match, min(num_known, len(match.keys)))
 
     def counted(self, charge: Charge, cached_tokens: int) -> None:
@@ -202,6 +190,14 @@ class Placement:
         replica = self._replicas.get(charge.replica)
         if replica is not None:
             self.knowledge.compare(replica.cache, charge.predicted_cached_tokens, cached_tokens)
+
+    def _row(self, prompt: Prompt | None, num_tokens: int, session: str | None, exclude: frozenset[str]) -> int:
+        """The one that is chosen; below 0: none."""
+        now_s = self._clock()
+        self._look_up(prompt)
+        sticky = self._replicas.get(self._sessions.get(session, "")) if session is not None else None
+        excluded = [self._replicas[name].load.row for name in exclude if name in self._replicas] if exclude else ()
+        return self.loads.choose(num_tokens, now_s, -1 if sticky is None else sticky.load.row, excluded)
 
     def _look_up(self, prompt: Prompt | None) -> None:
         """What of the prompt is cached where, into the fleet's column."""

@@ -71,6 +71,14 @@ class Asked(msgspec.Struct):
     session_id: Any = None
     prompt_cache_key: Any = None
     kv_transfer_params: Raw = msgspec.field(default_factory=Raw)
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+
+    @property
+    def num_asked(self) -> int:
+        """The tokens of an answer that are asked for; one at least."""
+        given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return given if type(given) is int and given > 0 else 1
 
     @property
     def session(self) -> str | None:
@@ -102,6 +110,23 @@ class Routable(msgspec.Struct, frozen=True, gc=False):
     prompt: Prompt | None
     num_tokens: int
     body_with_ids: bytes | None = None
+
+
+class Length(NamedTuple):
+    """Tokens that a request needs room for: its prompt's (0: not known), and at most its answer's."""
+
+    prompt: int
+    answer: int
+
+
+NO_LENGTH = Length(0, 0)
+
+
+def length_of(path: str, asked: Asked, prepared: Routable) -> Length:
+    """Of a request that an engine refuses where it has no room for all of it; the prompt counts where its ids are sure."""
+    if path not in (CHAT, COMPLETIONS):
+        return NO_LENGTH
+    return Length(prepared.num_tokens if prepared.body_with_ids is not None else 0, asked.num_asked)
 
 
 class Ids(NamedTuple):
@@ -148,11 +173,8 @@ class Texts:
             whole = text[: len(text) // BYTES_PER_TOKEN * BYTES_PER_TOKEN]
             return Routable(placement.prepare(whole, asked.cache_salt, adapter), len(text) // BYTES_PER_TOKEN)
         prompt = placement.prepare(ids.packed, asked.cache_salt, adapter)
-        num_tokens = len(ids.packed) // 4
-        if not ids.is_exact:
-            return Routable(prompt, num_tokens)
-        form = token_form.pack(ids.fields, PROMPTS[path][0], ids.packed)
-        return Routable(prompt, num_tokens, form)
+        form = token_form.pack(ids.fields, PROMPTS[path][0], ids.packed) if ids.is_exact else None
+        return Routable(prompt, len(ids.packed) // 4, form)
 
     def ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
         """None: no tokenizer, several prompts, or something that only the replica can judge."""

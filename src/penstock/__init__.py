@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.engine.front.forward import open_forward
     from penstock.engine.front.llm import LLM
     from penstock.engine.front.lora import LoRARequest
     from penstock.engine.front.results import RequestOutput
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     TextPrompt = TokensPrompt = dict[str, Any]
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "LoRARequest", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "LoRARequest", "RequestOutput", "SamplingParams", "__version__", "open_forward"]
 __all__ += ["StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"]
 
 _HOMES = {
@@ -25,6 +26,7 @@ _HOMES = {
     "StructuredOutputsParams": ("penstock.engine.sampling_params", "StructuredOutputs"),  # vLLM's name for it
     "TextPrompt": ("builtins", "dict"),  # of vLLM: prompts in dictionaries
     "TokensPrompt": ("builtins", "dict"),
+    "open_forward": ("penstock.engine.front.forward", "open_forward"),
 }
 
 

@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from penstock import __version__
@@ -92,9 +93,22 @@ def _deploy() -> Command:
 
 def _bench() -> Command:
     from penstock.engine.commands import bench
+    from penstock.engine.commands.bench import reference
     from penstock.eplb import bench as eplb
 
-    others = [("eplb", eplb, "Plans that spread experts over ranks: time, balance, moves; tables and a heat map.")]
+    def compare(args: argparse.Namespace) -> int:
+        from penstock.executor.models.reference import reference_logprobs
+
+        return reference.run(args, reference_logprobs)
+
+    others = [
+        ("eplb", eplb, "Plans that spread experts over ranks: time, balance, moves; tables and a heat map."),
+        (
+            "logprobs",
+            SimpleNamespace(add_arguments=reference.add_arguments, run=compare),
+            "How far log-probabilities are from those of a transformers forward pass.",
+        ),
+    ]
     return lambda parser: bench.add_arguments(parser, others), bench.run
 
 

@@ -58,8 +58,11 @@ class Rig:
         return self.outputs[name][0].num_cached_tokens
 
 
-def alone(adapter: str | None) -> list[int]:
+def alone(adapter: str | None, weights: str | None = None) -> list[int]:
     rig = Rig()
+    if weights is not None:
+        rig.executor.update_weights(weights)
+        rig.core.scheduler.change_model(rig.core.info, 1)
     rig.executor._adapters.add(adapter or "")
     rig.core._adapters[adapter or ""] = 1
     rig.submit("alone", adapter)
@@ -79,6 +82,22 @@ def test_requests_with_different_adapters_never_read_each_others_blocks(tmp_path
         for index, key in enumerate(keys):
             assert rig.tokens(f"{index}.{turn}") == alone(key)
             assert rig.num_cached(f"{index}.{turn}") == (0, len(PROMPT) - 1)[turn]
+
+
+@pytest.mark.parametrize("host_bytes", [0, 2**16], ids=["device", "with a tier"])
+def test_adapters_stay_over_other_weights_and_no_block_of_the_old_ones_is_hit(tmp_path: Path, host_bytes: int) -> None:
+    rig = Rig(host_bytes=host_bytes)
+    keys = [None, *(rig.core.load_adapter(folder_of(tmp_path, name)).key for name in "ab")]
+    for weights in [None, folder_of(tmp_path, "first"), folder_of(tmp_path, "second")]:
+        if weights is not None:
+            rig.core.rest.drain()
+            rig.core.rest.update_weights(weights)
+        for num_cached in (0, len(PROMPT) - 1):
+            for index, key in enumerate(keys):
+                rig.submit(str(index), key)
+            rig.run()
+            for index, key in enumerate(keys):
+                assert rig.tokens(str(index)) == alone(key, weights) and rig.num_cached(str(index)) == num_cached
 
 
 def test_events_name_different_blocks_for_the_same_prompt(tmp_path: Path) -> None:
@@ -178,6 +197,7 @@ def test_without_enable_lora_adapters_are_refused(tmp_path: Path) -> None:
     [
         ({"max_loras": 4}, "max_loras: given; it needs enable_lora"),
         ({"max_lora_rank": 8}, "max_lora_rank: given; it needs enable_lora"),
+        ({"lora_experts": False}, "lora_experts: given; it needs enable_lora"),
         ({"enable_lora": True, "max_loras": 0}, "max_loras: 0 given"),
         ({"enable_lora": True, "max_lora_rank": 512}, "max_lora_rank: 512 given"),
         ({"enable_lora": True, "max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras: 4 given; the 8 on the device"),

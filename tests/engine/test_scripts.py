@@ -145,7 +145,7 @@ def own_template(llm: LLM) -> None:
 def structured(llm: LLM) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["Positive", "Negative"]))
     assert llm.generate("Is it?", sampling_params=params)[0].outputs[0].text in ("Positive", "Negative")
-    params = SamplingParams(structured_outputs={"regex": r"\d{4}"}, max_tokens=10)  # type: ignore[arg-type]
+    params = SamplingParams(structured_outputs={"regex": "[0-9]{4}"}, max_tokens=10)  # type: ignore[arg-type]
     assert llm.generate("A year:", params)[0].outputs[0].text.isdigit()
 
 
@@ -212,7 +212,6 @@ REFUSED: dict[str, tuple[Callable[[LLM], Any], type[Exception], str]] = {
     "encode": (lambda llm: llm.encode(PROMPTS, pooling_task="token_embed"), AttributeError, "embed"),
     "reward": (lambda llm: llm.reward(PROMPTS), AttributeError, "classify"),
     "the engine within": (lambda llm: llm.llm_engine.model_config, AttributeError, "info"),
-    "sleep": (lambda llm: llm.sleep(level=1), AttributeError, "shutdown"),
     "a misspelt method": (lambda llm: llm.genrate(PROMPTS), AttributeError, "did you mean generate"),
     "scores of a chat model": (lambda llm: llm.score("a", ["b"]), InvalidRequest, "classification head"),
     "labels of a chat model": (lambda llm: llm.classify("a"), InvalidRequest, "embeddings"),

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.executor.kernels.cpu_ops import levels
-from penstock.executor.models.decoder import Decoder
 from penstock.executor.protocol import AdapterError, DType, ExecutorError, Sampling
 from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.test_batch_invariance import trace
+from tests.executor.test_cpu_layers import executor_with
 from tests.executor.test_models import executor_of, prompts
 from tests.support.adapters import EVERYWHERE, PREFIX, Adapter
-from tests.support.driver import Driver, Sequence
+from tests.support.driver import Driver
 from tests.support.small_models import greedy
 
 COUNT = 12
@@ -72,16 +73,6 @@ def test_scales_of_rslora_and_of_patterns(tmp_path: Path) -> None:
     assert other.scale == 6.0 / 4  # the pattern says what the field says, so nothing else was to come
 
 
-def trace(driver: Driver, watched: Sequence, *others: Sequence, chunk: int | None = None) -> list[Any]:
-    seen: list[Any] = []
-    while len(watched.output) < COUNT:
-        result = driver.advance(*others, watched, chunk=chunk)
-        if len(others) in result.logprobs:
-            found = result.logprobs[len(others)]
-            seen.append((found.ids, found.values))
-    return seen
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["stored as float32", "stored as bfloat16"])
 @pytest.mark.parametrize("case", [LLAMA, "gemma3"])
@@ -111,11 +102,7 @@ def test_all_layers_in_one_call_and_one_by_one_give_the_same_bits(dtype: DType, 
     adapters = [Adapter(LLAMA, tmp_path / str(seed), seed, rank=6) for seed in range(2)]
     traces = []
     for is_joined in (True, False):
-        executor = with_adapters(LLAMA, dtype=dtype)
-        model = executor._rank._loaded.model
-        assert isinstance(model, Decoder) and model._joined is not None
-        if not is_joined:
-            model._joined = None
+        executor = executor_with(LLAMA, dtype, is_joined, enable_lora=True)
         driver = Driver(executor)
         keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
         others = [driver.admit(prompt, adapter=keys[1]) for prompt in prompts(3, seed=4)]
@@ -185,7 +172,7 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "biases": (config(bias="all"), "bias: 'all' found; 'none' is expected"),
     "biases of B": (config(lora_bias=True), "lora_bias: True found"),
     "whole modules": (config(modules_to_save=["lm_head"]), r"modules_to_save: \['lm_head'\] found"),
-    "parameters": (config(target_parameters=["experts.gate_up_proj"]), "target_parameters: .* found"),
+    "parameters": (config(target_parameters=["experts.gate_up_proj"]), "no tensors for 'experts.gate_up_proj', which"),
     "another base": (config(init_lora_weights="pissa"), "init_lora_weights: 'pissa' found"),
     "a field of tomorrow": (config(use_xlora=True), "use_xlora: True found; no field but"),
     "a pattern that takes for ever": (config(rank_pattern={"(a+)+$": 4}), "rank_pattern: .* is expected"),
@@ -211,6 +198,10 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "other outputs": (
         set_to(UP, torch.zeros(68, 4)),
         "the adapter is for 64 inputs and 68 outputs; the model's q_proj",
+    ),
+    "the same tensor twice": (
+        tensors(lambda held: held.update({DOWN.replace(".model.model.", ".model."): held[DOWN] + 1})),
+        "are of one module; one of them is expected",
     ),
     "integers": (set_to(UP, torch.zeros(64, 4, dtype=torch.int32)), "lora_B.weight' is I32 .*; a matrix of F32"),
     "a vector": (set_to(UP, torch.zeros(64)), "a matrix of F32, BF16, F16 is expected"),

@@ -1,7 +1,8 @@
 """A request computes the same bits alone, among others, in chunks, after a prefix hit and after a preemption.
 
 Compared are the log-probabilities of the whole vocabulary at every step, exactly. This is what makes greedy
-output reproducible under load; it holds on the CPU, for float32 and bfloat16.
+output reproducible under load; it holds on the CPU, for float32 and bfloat16. There `batch_invariant` asks for what is so
+anyway; tests/executor/kernels/test_triton_invariant.py is the same for what it asks of a GPU.
 """
 
 import random
@@ -18,8 +19,8 @@ FULL = Sampling(temperature=0.0, logprobs=-1)
 RNG = random.Random(3)
 PROMPT = [RNG.randrange(160) for _ in range(61)]
 OTHERS = [[RNG.randrange(160) for _ in range(RNG.randint(1, 90))] for _ in range(63)]
-CASES = ["llama-wide", "mistral-sliding", "gemma3", "gpt-oss", "gemma4"]
-WITH_STATES = [*CASES, "qwen3.5"]
+CASES = ["llama-wide", "mistral-sliding", "gemma3", "gpt-oss", "gemma4", "deepseek-v3"]
+WITH_STATES = [*CASES, "qwen3.5", "granite4-mamba-groups"]
 
 Trace = list[tuple[tuple[int, ...], tuple[float, ...]]]
 
@@ -46,6 +47,17 @@ def trace(driver: Driver, watched: Sequence, *others: Sequence, chunk: int | Non
             found = result.logprobs[len(others)]
             seen.append((found.ids, found.values))
     return seen
+
+
+def test_what_asks_for_it_changes_nothing_on_a_cpu(dtype: DType) -> None:
+    config = ExecutorConfig(
+        model=str(folder("llama-wide")), dtype=dtype, device="cpu", kv_cache_bytes=2**24, batch_invariant=True
+    )
+    executor = UniprocExecutor(config)
+    plain = driver_of("llama-wide", dtype)
+    assert executor.info.fingerprint == plain.executor.info.fingerprint  # so its blocks are the same, too
+    driver = Driver(executor)
+    assert trace(driver, driver.admit(PROMPT, FULL)) == trace(plain, plain.admit(PROMPT, FULL))
 
 
 def alone(case: str, dtype: DType) -> Trace:

@@ -1,6 +1,7 @@
 """All layers of a dense decoder in one call: the same bits as one call after the other, whatever the layers have."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from penstock.executor.kernels.cpu_ops import levels
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.protocol import DType
+from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_models import executor_of, prompts
 from tests.support.driver import Driver
 
@@ -29,13 +31,18 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     yield seen
 
 
-def run(case: str, dtype: DType, is_joined: bool) -> None:
-    executor = executor_of(case, dtype=dtype)
+def executor_with(case: str, dtype: DType, is_joined: bool, **options: Any) -> UniprocExecutor:
+    """Whose model computes all its layers in one call, or each by itself."""
+    executor = executor_of(case, dtype=dtype, **options)
     model = executor._rank._loaded.model
     assert isinstance(model, Decoder) and model._joined is not None
     if not is_joined:
         model._joined = None
-    driver = Driver(executor)
+    return executor
+
+
+def run(case: str, dtype: DType, is_joined: bool) -> None:
+    driver = Driver(executor_with(case, dtype, is_joined))
     running = []
     for prompt in prompts(4, seed=3):
         running.append(driver.admit(prompt))

@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 import torch
 
-from penstock.executor.kernels import NO_EXTRAS, Activation, Ops, Rotation, ScoreExtras, cpu_ops, torch_ops
+from penstock.executor.kernels import NO_EXTRAS, Activation, KeyStore, Ops, Rotation, ScoreExtras, cpu_ops, torch_ops
 from tests.support.paged import Cache, attend, latent_step, random
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -89,7 +89,7 @@ def test_rope_writes_the_pages_like_the_twin(
     for kernels in (ops, torch_ops):
         kv = torch.zeros(20, 3, 2, page, kv_heads * dim, dtype=dtype)
         arguments = Rotation(angles.cos(), angles.sin(), positions), (kv[:, 1, 0], kv[:, 1, 1]), slots, weights
-        results.append((kernels.rope_and_store(q, k, v, *arguments), kv))
+        results.append((kernels.rope_and_store(q, k, v, KeyStore(*arguments)), kv))
     close(results[0][0], results[1][0])
     close(results[0][1], results[1][1])
 
@@ -165,7 +165,7 @@ def test_a_sink_is_one_more_score_without_a_value_and_a_cap_bounds_scores() -> N
     batch.block_tables[:] = 0
     weights = torch.tensor([5.0, -5.0, 4.0]).exp()
     for ops in (cpu_ops.make_ops(torch.float32, 2, 1), torch_ops):
-        out = ops.paged_attention(q, k_pages, v_pages, batch, 1.0, None, ScoreExtras(5.0, torch.tensor([4.0])))
+        out = ops.paged_attention(q, (k_pages, v_pages), batch, 1.0, ScoreExtras(5.0, torch.tensor([4.0])))
         close(out[0, 0], weights[:2] / weights.sum())
 
 
@@ -175,7 +175,7 @@ def test_attention_without_tokens_is_empty(dtype: torch.dtype) -> None:
     ops = cpu_ops.make_ops(dtype, 64, 2)
     for rows in ([], [(0, 0, 5)]):
         q = torch.empty(0, 3, 64, dtype=dtype)
-        assert ops.paged_attention(q, cache.k_pages, cache.v_pages, cache.batch(rows), 0.125).shape == (0, 3, 64)
+        assert ops.paged_attention(q, (cache.k_pages, cache.v_pages), cache.batch(rows), 0.125).shape == (0, 3, 64)
 
 
 @every_level

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.executor.kernels import NO_NORMS, FusedExperts, Rotation, torch_ops
+from penstock.executor.kernels import FusedExperts, KeyStore, Rotation, Scaled, torch_ops
 from penstock.executor.kernels.eight_bits import pad_scales
 from penstock.executor.kernels.linear import BlockLinear, multiply_each
 from penstock.executor.loading.block_scales import WeightPart, whole_blocks
@@ -36,7 +36,7 @@ def config_of(path: Path, **options: Any) -> ExecutorConfig:
     return ExecutorConfig(model=str(path), **given)
 
 
-def in_eight_bits(monkeypatch: pytest.MonkeyPatch, fused: FusedExperts | None = None, **changes: Any) -> None:
+def in_eight_bits(monkeypatch: pytest.MonkeyPatch, fused: FusedExperts[Scaled] | None = None, **changes: Any) -> None:
     """As on a GPU, with the twins for kernels."""
     blocks = changed(eight_bits_twin, **changes)
     ops = changed(torch_ops, blocks=blocks, fused_experts=fused)
@@ -337,7 +337,7 @@ def test_what_goes_through_a_page_of_eight_bits_errs_by_a_sixteenth() -> None:
     pages = torch.zeros(2, 3, 4, 64).to(torch.float8_e4m3fn)
     still = torch.zeros(8, 0)
     rotation = Rotation(still, still, torch.arange(5))
-    torch_ops.rope_and_store(k, k, v, rotation, (pages[0], pages[1]), torch.arange(4, 9), NO_NORMS)
+    torch_ops.rope_and_store(k, k, v, KeyStore(rotation, (pages[0], pages[1]), torch.arange(4, 9)))
     for stored, given in ((pages[0], k), (pages[1], v.clamp(-448, 448))):
         back = stored.float().flatten(0, 1)[4:9]
         assert ((back - given.flatten(1)).abs() <= (given.abs().flatten(1) / 16).clamp(min=2**-10)).all()

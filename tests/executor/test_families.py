@@ -127,7 +127,6 @@ def test_layers_that_guess_ahead_are_left(case: str, name: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("case", "changes", "expected"),
     [
-        ("granite4-moe", {"layer_types": ["mamba", "attention", "mamba"]}, "(Mamba layers are not computed here)"),
         ("granite4-moe", {"layer_types": ["attention"] * 2}, "layer_types: ['attention', 'attention'] found; 3 times"),
         (
             "olmo3",

@@ -68,6 +68,7 @@ PLAIN = [
     "minimax-m2",
     "hunyuan",
     "qwen3.5",
+    "granite4-mamba",
     *LATENT,
 ]
 

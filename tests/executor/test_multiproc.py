@@ -110,7 +110,8 @@ def test_sampling_and_log_probabilities_are_those_of_one_rank() -> None:
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_over_ranks_too_a_drawn_answer_is_the_same_bits_alone_beside_others_and_after_a_preemption() -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_over_ranks_too_a_drawn_answer_is_the_same_bits_alone_beside_others_and_after_a_preemption(ranks: int) -> None:
     """The same as over as many ranks, that is: those of one rank are sums in another order, and a draw may tip over."""
     prompt, *others = prompts(20, seed=10)
     drawn = Sampling(temperature=0.8, seed=7, logprobs=-1)
@@ -127,7 +128,7 @@ def test_over_ranks_too_a_drawn_answer_is_the_same_bits_alone_beside_others_and_
         driver.free += [block for each in (*beside, watched) for block in each.blocks]
         return seen
 
-    with running(config_of("llama-wide", 2, max_num_seqs=64)) as executor:
+    with running(config_of("llama-wide", ranks, max_num_seqs=64)) as executor:
         driver = Driver(executor)
         alone = trace(driver)
         assert trace(driver, *others) == alone

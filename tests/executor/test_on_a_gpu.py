@@ -11,7 +11,7 @@ import pytest
 import torch
 from benchmarks.gpu.shapes import MODELS, config_of
 
-from penstock.executor.kernels import Ops, torch_ops
+from penstock.executor.kernels import KeyStore, Ops, ScoreExtras, torch_ops
 from penstock.executor.loading import dummy
 from penstock.executor.protocol import Device, DType, ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
@@ -108,26 +108,57 @@ def test_logits_in_bfloat16_at_real_sizes_are_as_near_as_a_cpus(
     check_beside_a_cpu(monkeypatch, tmp_path, device)
 
 
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-30b-a3b"])
+def test_a_request_has_the_same_bits_alone_and_among_others(name: str, device: Device, tmp_path: Path) -> None:
+    """With `batch_invariant`: a prompt of several splits, in other chunks, decoded beside others from graphs of other sizes."""
+    write(tmp_path, config_of(name, is_tiny=device == "cpu") | SMALL)
+    length = 40 if device == "cpu" else 700
+    prompts = [[random.Random(seed).randrange(5, 5000) for _ in range(length)] for seed in range(40)]
+    config = ExecutorConfig(
+        model=str(tmp_path), device=device, dtype="bfloat16", load_format="dummy", kv_cache_bytes=2**28,
+        max_num_seqs=64, batch_invariant=True,
+    )  # fmt: skip
+    executor = UniprocExecutor(config)
+    seen = []
+    for count, chunk in ((0, None), (2, length // 3), (39, 150)):
+        driver = Driver(executor)
+        others = [driver.admit(prompt) for prompt in prompts[1 : 1 + count]]
+        watched = driver.admit(prompts[0], Sampling(temperature=0.0, logprobs=-1))
+        values: list[tuple[float, ...]] = []
+        while len(values) < 5:
+            found = driver.advance(*others, watched, chunk=chunk).logprobs
+            values += [found[count].values] if count in found else []
+        seen.append(values)
+    executor.close()
+    assert seen[0] == seen[1] == seen[2]
+
+
 def test_a_cpu_in_the_gpus_place_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("qwen3-0.6b", "qwen3-30b-a3b", "deepseek-v2-lite"):
         write(tmp_path, config_of(name, is_tiny=True) | SMALL)
         check_beside_a_cpu(monkeypatch, tmp_path, "cpu")
 
 
+def shifted(store: KeyStore) -> KeyStore:
+    positions = store.rotation.positions
+    return store._replace(rotation=store.rotation._replace(positions=positions + (positions > 99)))
+
+
 MISTAKES: dict[str, Callable[..., Ops]] = {
     "attention sees too little": lambda ops: changed(
         ops,
-        paged_attention=lambda q, k, v, batch, scale, *_: ops.paged_attention(q, k, v, batch, scale, 30),
+        paged_attention=lambda q, pages, batch, scale, *_: ops.paged_attention(
+            q, pages, batch, scale, ScoreExtras(window=30)
+        ),
     ),
     "attention is a tenth too sharp": lambda ops: changed(
         ops,
-        paged_attention=lambda q, k, v, batch, scale, *more: ops.paged_attention(q, k, v, batch, 1.1 * scale, *more),
+        paged_attention=lambda q, pages, batch, scale, *more: ops.paged_attention(q, pages, batch, 1.1 * scale, *more),
     ),
     "positions are off by one": lambda ops: changed(
         ops,
-        rope_and_store=lambda q, k, v, rotation, *more: ops.rope_and_store(
-            q, k, v, rotation._replace(positions=rotation.positions + (rotation.positions > 99)), *more
-        ),
+        rope_and_store=lambda q, k, v, store: ops.rope_and_store(q, k, v, shifted(store)),
     ),
     "a norm forgets its weights": lambda ops: changed(
         ops,

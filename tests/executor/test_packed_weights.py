@@ -138,7 +138,7 @@ def test_codes_in_blocks_for_a_cpu_stand_for_the_same_numbers() -> None:
 def test_experts_of_different_kinds_are_computed_each_by_its_own() -> None:
     """Columns in order, out of order, numbers; also when another's tensors have taken the place of a layer's own."""
     made = [quantize(torch.randn(24, 128), CASES["gptq-ordered"], seed) for seed in (0, 1)]
-    layers: list[Linear] = [make_linear(made[0].numbers)]
+    layers: list[Linear] = [make_linear(made[0].numbers, None, torch_ops)]
     numbers, parts = [made[0].numbers], []
     for one, order in ((made[0], None), (made[1], made[1].g_idx.argsort(stable=True))):
         codes = one.codes if order is None else one.codes[:, order]

@@ -7,7 +7,7 @@ or replayed while the other did not would wait for it in a collective, and the t
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,7 +16,16 @@ import pytest
 import torch
 
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import AdapterInfo, EplbConfig, ExecutorConfig, Sampling, Step, StepResult
+from penstock.executor.protocol import (
+    AdapterInfo,
+    EplbConfig,
+    ExecutorConfig,
+    Part,
+    Sampling,
+    SleepLevel,
+    Step,
+    StepResult,
+)
 from penstock.executor.ranks.join import join
 from penstock.executor.ranks.rank import Rank
 from penstock.executor.ranks.wire import Rendezvous
@@ -67,9 +76,15 @@ class Threads:
         return next(self.ranks[r].runner.finish(self._launched[r]) for r in range(WORLD))
 
     def load_adapter(self, path: str) -> AdapterInfo:
-        raise NotImplementedError
+        raise AssertionError(f"{path}: no test here has adapters")
 
     def unload_adapter(self, key: str) -> None: ...
+
+    def update_weights(self, path: str) -> None: ...
+
+    def sleep(self, level: SleepLevel) -> None: ...
+
+    def wake(self, parts: Sequence[Part]) -> None: ...
 
     def fileno(self) -> None: ...
 

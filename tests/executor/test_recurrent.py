@@ -10,16 +10,20 @@ from tests.support.recurrent import Layer, States, batch_of
 
 every_level = pytest.mark.parametrize("level", cpu_ops.levels())
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+both_rules = pytest.mark.parametrize("erases", [True, False], ids=["delta", "mamba"])
 SIZES = [(2, 4, 16, 16), (1, 1, 8, 40), (2, 2, 128, 128), (1, 2, 20, 12)]
 
 
 @every_level
 @both_dtypes
+@both_rules
 @pytest.mark.parametrize("sizes", SIZES)
-def test_a_mixed_batch_equals_the_twin(level: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> None:
+def test_a_mixed_batch_equals_the_twin(
+    level: str, dtype: torch.dtype, sizes: tuple[int, int, int, int], erases: bool
+) -> None:
     """Rows of one token and of many, some new, one that goes from its pages to others; a row without tokens does nothing."""
     counts = [1, 1, 3, 17, 40]
-    layer = Layer.random(sum(counts), sizes, dtype)
+    layer = Layer.random(sum(counts), sizes, dtype, erases=erases)
     states = States(layer, 6)
     expected_states = states.copy()
     write = states.tables[[0, 1, 5, 3, 4]]
@@ -36,8 +40,9 @@ def test_a_mixed_batch_equals_the_twin(level: str, dtype: torch.dtype, sizes: tu
 
 @every_level
 @both_dtypes
-def test_chunks_and_batches_of_any_size_give_the_same_bits(level: str, dtype: torch.dtype) -> None:
-    layer = Layer.random(75, (2, 4, 32, 48), dtype)
+@both_rules
+def test_chunks_and_batches_of_any_size_give_the_same_bits(level: str, dtype: torch.dtype, erases: bool) -> None:
+    layer = Layer.random(75, (2, 4, 32, 48), dtype, erases=erases)
     one, two = (cpu_ops.make_ops(dtype, 64, threads, level) for threads in (1, 2))
     whole = States(layer, 2)
     expected = layer.run(one, whole.pages, batch_of([75], whole.tables[:1]))
@@ -56,10 +61,12 @@ def test_chunks_and_batches_of_any_size_give_the_same_bits(level: str, dtype: to
 
 
 @every_level
-def test_strong_and_weak_gates_reach_their_limits(level: str) -> None:
+@both_rules
+def test_strong_and_weak_gates_reach_their_limits(level: str, erases: bool) -> None:
     """A decay of nothing and of everything, and a key of zeros: no NaN where there is a limit."""
-    layer = Layer.random(4, (1, 1, 16, 16))
-    layer.inputs.gates[:] = torch.tensor([[300.0, -300.0], [-300.0, 300.0], [100.0, 25.0], [0.0, 19.0]])
+    layer = Layer.random(4, (1, 1, 16, 16), erases=erases)
+    gates = torch.tensor([[300.0, -300.0], [-300.0, 300.0], [100.0, 25.0], [0.0, 19.0]])
+    layer.inputs.gates[:] = gates if erases else gates[:, 1:]
     layer.inputs.qkv[2] = 0
     states, twins = States(layer, 1), States(layer, 1)
     actual = layer.run(cpu_ops.make_ops(torch.float32, 64, 1, level), states.pages, batch_of([4], states.tables))

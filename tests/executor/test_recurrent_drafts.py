@@ -19,7 +19,9 @@ COUNT = 14
 
 
 @pytest.mark.timeout(600)  # transformers is slow at these on a busy machine
-@pytest.mark.parametrize(("case", "is_device"), [("qwen3-next", False), ("qwen3.5", True), ("lfm2", False)])
+@pytest.mark.parametrize(
+    ("case", "is_device"), [("qwen3-next", False), ("qwen3.5", True), ("lfm2", False), ("granite4-mamba-groups", True)]
+)
 def test_requests_with_drafts_get_transformers_tokens(
     case: str, is_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

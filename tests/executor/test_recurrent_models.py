@@ -16,7 +16,7 @@ from penstock.engine.core.request import Request
 from penstock.engine.front.llm import LLM
 from penstock.engine.sampling_params import SamplingParams
 from penstock.executor.models.recurrent_layers import state_of
-from penstock.executor.models.spec import ConvSpec, DeltaSpec
+from penstock.executor.models.spec import ConvSpec, DeltaSpec, MambaSpec
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
@@ -38,7 +38,7 @@ def answers(of: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in of.generate(prompts, GREEDY, use_tqdm=False)]
 
 
-@pytest.fixture(params=["qwen3-next", "qwen3.5", "lfm2"])
+@pytest.fixture(params=["qwen3-next", "qwen3.5", "lfm2", "granite4-mamba"])
 def case(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -128,9 +128,50 @@ def test_settings_that_are_not_computed_are_refused_by_name(change: dict[str, An
         UniprocExecutor(ExecutorConfig(model=str(folder("qwen3.5")), hf_overrides=change))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"layer_types": ["mamba"] * 2},
+            r"layer_types: \['mamba', 'mamba'\] found; 3 times 'attention' or 'mamba', one",
+        ),
+        ({"layer_types": ["conv"] * 3}, "layer_types: .* found; 3 times 'attention' or 'mamba'"),
+        ({"layer_types": None}, "layer_types: None found; 3 times 'attention' or 'mamba'"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit: \[0.0, 0.1\] found; None or \[0.0, inf\] or"),
+        ({"mamba_n_heads": 7}, r"mamba_n_heads: 7 found; a divisor of mamba_expand \* hidden_size \(128\) is expected"),
+        ({"mamba_n_heads": 0}, "mamba_n_heads: 0 found; an integer from 1 to"),
+        ({"mamba_n_groups": 3}, r"mamba_n_groups: 3 found; a divisor of mamba_n_heads \(8\) is expected"),
+        ({"mamba_d_head": 8}, "mamba_d_head: 8 found; 'auto' or 16 is expected"),
+        ({"mamba_expand": 17}, "mamba_expand: 17 found; an integer from 1 to 16"),
+        (
+            {"mamba_expand": 16, "mamba_n_heads": 2},
+            "mamba_n_heads: 2 found; enough for heads of at most 256 numbers is expected",
+        ),
+        ({"mamba_d_state": 257}, "mamba_d_state: 257 found; an integer from 1 to 256"),
+        ({"mamba_d_conv": 9}, "mamba_d_conv: 9 found; an integer from 1 to 8"),
+        ({"mamba_conv_bias": "no"}, "mamba_conv_bias: 'no' found; true or false"),
+        ({"mamba_d_state": 16}, r"mamba\.(in_proj|conv1d)\..* of shape .*: its rows are not mamba\."),
+    ],
+)
+def test_mamba_layers_that_are_not_computed_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    change = {"mamba_d_head": "auto", **change}
+    with pytest.raises(ExecutorError, match=message):
+        UniprocExecutor(ExecutorConfig(model=str(folder("granite4-mamba")), hf_overrides=change))
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize(("name", "ranks"), [("qwen3-next", 2), ("qwen3.5", 2), ("lfm2", 4)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("qwen3-next", 2),
+        ("qwen3.5", 2),
+        ("lfm2", 4),
+        ("granite4-mamba", 2),  # whose only group both ranks have
+        ("granite4-mamba-groups", 2),
+        ("granite4-mamba-groups", 4),
+    ],
+)
 def test_ranks_share_out_heads_and_channels_and_give_the_tokens_of_one(
     name: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,4 +200,14 @@ def test_what_ranks_cannot_share_out_is_refused_by_its_number() -> None:
         state_of(spec, delta, torch.float32, 4)
     with pytest.raises(ExecutorError, match="^tensor_parallel_size: 4 given; it must divide the model's 62 channels"):
         state_of(spec, conv, torch.float32, 4)
+    mamba = MambaSpec(2, 12, 16, 24, 4, True, False, 1e-6)
+    with pytest.raises(
+        ExecutorError, match=r"^tensor_parallel_size: 5 .* the model's 12 Mamba heads \(mamba_n_heads\)$"
+    ):
+        state_of(spec, mamba, torch.float32, 5)
+    with pytest.raises(
+        ExecutorError, match=r"^tensor_parallel_size: 3 .* 2 groups of Mamba heads \(mamba_n_groups\), or"
+    ):
+        state_of(spec, mamba, torch.float32, 3)
+    assert state_of(spec, mamba, torch.float32, 4) == (1 + 3, max(16 * 24 * 4, 3 * (2 * 16 + 3 * 24) * 4))
     assert state_of(spec, delta, torch.float32, 2) == (1 + 2, max(16 * 24 * 4, 3 * (2 * 16 + 2 * 24) * 4))

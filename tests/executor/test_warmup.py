@@ -55,6 +55,7 @@ VALUES: dict[str, tuple[int, ...]] = {
     "max_context": (40960,),
     "itemsize": (2, 4),
     "weight_itemsize": (1, 2),
+    "is_fixed": (False, True),
 }
 SIZES = ("rows", "tokens", "entries", "programs")
 
@@ -94,6 +95,7 @@ def test_nothing_that_requests_will_use_was_touched(monkeypatch: pytest.MonkeyPa
     """Graphs are captured with rows that are padding: these write to the spare place and to block 0."""
     pretend_a_gpu(monkeypatch, Recorder)
     opened: list[ModelRunner] = []
+    folder("qwen3")  # making it draws
     random, open_runner = torch.get_rng_state(), rank.Rank._open_runner
 
     def note(*given: Any) -> ModelRunner:

@@ -4,15 +4,11 @@ import asyncio
 from pathlib import Path
 
 from penstock.cache.keys import block_keys, namespace_root
-from penstock.router.config import Patience, RouterConfig
-from penstock.router.fleet.fleet import Fleet
-from penstock.router.fleet.probe import Prober
-from penstock.router.placement.placement import Placement
-from penstock.router.placement.policy import PolicyConfig
 from penstock.router.placement.prompts import COMPLETIONS, Asked, Texts
 from tests.engine.server.test_adapters_api import UNLOAD, engine_of, load
 from tests.engine.test_adapters import folder_of
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.router_fleet import probed
 from tests.support.running_server import MODEL, running
 
 
@@ -20,14 +16,7 @@ def test_a_replica_is_asked_again_for_its_adapters_and_their_keys_tell_them_apar
     with running(engine_of(), byte_tokenizer(), allow_lora_updates=True) as server:
 
         async def run() -> None:
-            config = RouterConfig(backends=(server.url,), patience=Patience(probe_interval_s=0.01))
-            fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
-            prober = Prober(fleet, config, lambda *_: None)
-            replica = fleet.add(server.url)
-            prober.watch(replica)
-            async with asyncio.timeout(30):
-                while not replica.is_up:
-                    await asyncio.sleep(0.01)
+            async with probed(server.url) as (fleet, replica):
                 group = fleet.group_of(MODEL)
                 assert group.adapters == {}
                 placement, known = group.placement, group
@@ -52,8 +41,5 @@ def test_a_replica_is_asked_again_for_its_adapters_and_their_keys_tell_them_apar
                 while "sql" in replica.models:
                     await asyncio.sleep(0.01)
                 assert group.adapters == {}
-            await prober.close()
-            replica.pool.close()
-            await asyncio.sleep(0)  # in which the transport is closed
 
         asyncio.run(run())

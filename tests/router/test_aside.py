@@ -1,13 +1,20 @@
 """Canaries, shadows and what each client may ask for."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from penstock.router.backend import RouteError
-from penstock.router.quota import Accounts, Quota, Quotas
+from penstock.engine.http import token_form
+from penstock.engine.http.errors import HttpError
+from penstock.router.aside import cast_shadows
+from penstock.router.backend import Backend, RouteError
+from penstock.router.exchange import Outgoing
+from penstock.router.quota import Account, Accounts, Bill, Quota, Quotas
+from penstock.router.split import with_field
 from tests.support.router_fleet import running_router, until
 from tests.support.router_stub import stub, whole
 
@@ -30,6 +37,18 @@ def test_a_shadow_sees_what_the_others_see_and_its_answers_are_dropped() -> None
         until(lambda: router.counts("shadows") == {"500": 5})
         assert sorted(seen.body for seen in shadow.seen) == sorted(seen.body for seen in real.seen)
         assert shadow.seen[0].header(b"content-type") == [b"application/json"]
+
+
+def test_a_shadow_that_leaves_before_it_is_asked_is_counted_out_again() -> None:
+    with stub() as real, stub() as shadow, running_router(real.url, f"{shadow.url},shadow=1") as router:
+        group = router.fleet.group_of("m")
+
+        def leave() -> None:
+            cast_shadows(router.app, group, Outgoing(b"/", b"", b"{}", None, None, "m", None, None, 1, b""))
+            router.fleet.detach(router.fleet.replicas[shadow.url])
+
+        router.call(leave)
+        until(lambda: router.app.num_shadows == 0)
 
 
 def test_each_client_has_what_its_key_may_ask_for(tmp_path: Path) -> None:
@@ -82,3 +101,81 @@ def test_a_file_of_quotas_that_is_wrong_is_refused(tmp_path: Path) -> None:
             Quotas.read(str(path))
     with pytest.raises(RouteError, match="No such file"):
         Quotas.read(str(tmp_path / "none"))
+
+
+def left(account: Account) -> float:
+    assert account.tokens is not None
+    return account.tokens._left
+
+
+def test_an_answer_is_charged_what_its_usage_says_though_it_comes_in_pieces() -> None:
+    whole_answer = b'{"choices": [], "usage": {"prompt_tokens": 30, "completion_tokens": 470, "total_tokens": 500}}'
+    for cut in range(len(whole_answer)):
+        account = Account(Quota(tokens=1000), 0.0)
+        bill = Bill(account)
+        bill.charge(25, 0)  # as the router estimates
+        bill.charge(0, 2)
+        bill.read(whole_answer[:cut])
+        bill.read(whole_answer[cut:])
+        bill.end()
+        assert left(account) == 500 and account.num_open == 0
+
+
+def test_a_stream_is_charged_by_its_last_usage_and_by_its_chunks_where_it_has_none() -> None:
+    account = Account(Quota(tokens=1000), 0.0)
+    bill = Bill(account)
+    bill.charge(100, 7)
+    for number in (1, 2, 3):  # Anthropic's: without a total
+        bill.read(b'data: {"usage": {"output_tokens": %d}}\n\n' % (number * 10))
+    bill.read(b'data: {"text": "\\"total_tokens\\": 9"}\n\n')
+    bill.end()
+    assert left(account) == 1000 - 100 - 30
+    bill = Bill(account)
+    bill.charge(100, 20)
+    bill.end()
+    assert left(account) == 1000 - 130 - 120
+
+
+def test_a_key_pays_for_what_the_replica_counted(tmp_path: Path) -> None:
+    quotas = tmp_path / "quotas.json"
+    quotas.write_text('{"default": {"tokens": 400}}')
+    answer = b'{"usage": {"total_tokens": 300}}'
+    with stub(lambda seen, sock: whole(answer)) as replica, running_router(replica.url, quotas=str(quotas)) as router:
+        statuses = []
+        for _ in range(3):
+            statuses.append(router.complete("x").status_code)
+            until(lambda: not router.app.exchanges)
+        assert statuses == [200, 200, 429]
+
+
+def test_a_keys_class_sets_the_priority_where_a_replica_serves_priorities(tmp_path: Path) -> None:
+    quotas = tmp_path / "quotas.json"
+    quotas.write_text('{"default": {"priority": 5}, "keys": {"sk-first": {"priority": -3}, "sk-own": {}}}')
+    wanted = {
+        "lowest": {"sk-first": -3, "sk-own": 9, "sk-any": 5},
+        "highest": {"sk-first": 3, "sk-own": 9, "sk-any": -5},
+    }
+    for word in ("lowest", "highest", None):
+        with (
+            stub() as replica,
+            running_router(replica.url + (f",priority={word}" if word else ""), quotas=str(quotas)) as router,
+        ):
+            for key in ("sk-first", "sk-own", "sk-any"):
+                body = {"model": "m", "prompt": "x", "priority": 9}
+                headers = {"authorization": f"Bearer {key}"}
+                assert httpx.post(router.url + "/v1/completions", json=body, headers=headers).status_code == 200
+                expected = wanted[word][key] if word else 9
+                assert json.loads(replica.seen[-1].body) == {**body, "priority": expected}
+            twice = b'{"prompt": "x", "priority": 1, "priority": -99}'
+            answer = router.http.post("/v1/completions", content=twice, headers={"content-type": "application/json"})
+            assert answer.status_code == (400 if word else 200)  # or a client might keep the last of the two
+    with pytest.raises(RouteError, match="lowest or highest"):
+        Backend.of("http://h:1,priority=7")
+
+
+def test_the_priority_of_a_request_with_ids_is_set_in_its_json() -> None:
+    form = token_form.pack({"prompt": msgspec.Raw(b'"x"'), "priority": msgspec.Raw(b"9")}, "prompt", b"\1\0\0\0")
+    text, ids = token_form.unpack(with_field(form, True, "priority", -3))
+    assert json.loads(text) == {"prompt": None, "priority": -3} and ids == [1]
+    with pytest.raises(HttpError, match="more than once"):
+        with_field(b'{"priority": 1, "priority": 2}', False, "priority", 0)

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +54,67 @@ def test_a_file_is_followed_and_replicas_come_and_go(tmp_path: Path, monkeypatch
             assert router.complete(model="m").status_code == 200
 
 
+def test_a_file_is_not_read_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "LOOK_S", 0)
+    path = tmp_path / "fleet"
+    writes = {1: "http://a:1\n", 2: "", 3: "http://a:1\nhttp://b", 4: "http://a:1\nhttp://b:2\n"}  # before each look
+    looks = 0
+
+    def stat(path: Path) -> os.stat_result:
+        nonlocal looks
+        looks += 1
+        if looks in writes:
+            Path(path).write_text(writes[looks])
+        return os.stat(path)
+
+    async def run() -> None:
+        monkeypatch.setattr(discovery, "os", SimpleNamespace(stat=stat, environ=os.environ))
+        async with contextlib.aclosing(states(f"file:{path}")) as found:
+            assert await anext(found) == ["http://a:1"]
+            assert await anext(found) == ["http://a:1", "http://b:2"]
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_others_have_added_too_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "LOOK_S", 0.02)
+    path = tmp_path / "fleet"
+    with stub() as one, stub() as other:
+        path.write_text(one.url)
+        with running_router(one.url, discover=(f"file:{path}",)) as router:
+            path.write_text(other.url + "\n")
+            until(lambda: router.states() == ["up", "up"])
+            path.write_text("")
+            until(lambda: list(router.fleet.replicas) == [one.url])
+            assert router.states() == ["up"]
+
+
+def test_a_source_that_says_something_else_for_once_is_followed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "ASK_S", 0.01)
+    answers: list[Any] = [
+        {},
+        {"items": None, "metadata": {}},
+        [],
+        {"items": [{"endpoints": [{}], "ports": [{"port": 1}]}]},
+    ]
+    answers.append({"items": [slice_of("10.0.0.5")], "metadata": {"resourceVersion": "7"}})
+    found: list[str] = []
+
+    async def follow() -> None:
+        following = discovery.Discovery(("k8s:prod/vllm:http",), lambda method, text: found.append(f"{method} {text}"))
+        following.start()
+        async with asyncio.timeout(30):
+            while not found:
+                await asyncio.sleep(0.01)
+        await following.close()
+
+    with stub() as server:
+        monkeypatch.setenv("KUBERNETES_API", server.url)
+        server.questions[SLICES] = lambda seen, sock: whole(json.dumps(answers.pop(0)).encode())
+        asyncio.run(follow())
+    assert found == ["POST http://10.0.0.5:8000"]
+
+
 def test_a_name_stands_for_all_its_addresses() -> None:
     assert take("dns:127.0.0.1:8000,events=5557") == [["http://127.0.0.1:8000,events=5557"]]
 
@@ -91,6 +154,9 @@ def test_srv_records_are_read_and_a_failure_is_no_empty_fleet() -> None:
         server.join()
 
 
+SLICES = b"/apis/discovery.k8s.io/v1/namespaces/prod/endpointslices?labelSelector=kubernetes.io%2Fservice-name%3Dvllm"
+
+
 def slice_of(*addresses: str, ready: bool = True) -> dict[str, Any]:
     return {
         "ports": [{"name": "metrics", "port": 9090}, {"name": "http", "port": 8000}],
@@ -104,7 +170,6 @@ def api_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tupl
     (tmp_path / "token").write_text("secret-token\n")
     slices: list[Any] = [slice_of("10.0.0.5")]
     with stub() as server:
-        path = b"/apis/discovery.k8s.io/v1/namespaces/prod/endpointslices?labelSelector=kubernetes.io%2Fservice-name%3Dvllm"
 
         def listed(seen: Any, _sock: Any) -> bytes:
             if seen.header(b"authorization") != [b"Bearer secret-token"]:
@@ -118,8 +183,8 @@ def api_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tupl
             chunks = b"".join(b"%x\r\n%s\r\n" % (len(line), line) for line in lines)
             return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
 
-        server.questions[path] = listed
-        server.questions[path + b"&watch=1&resourceVersion=7&timeoutSeconds=300"] = watched
+        server.questions[SLICES] = listed
+        server.questions[SLICES + b"&watch=1&resourceVersion=7&timeoutSeconds=300"] = watched
         monkeypatch.setenv("KUBERNETES_API", server.url)
         monkeypatch.setenv("KUBERNETES_SERVICE_ACCOUNT", str(tmp_path))
         yield server, slices
@@ -128,10 +193,26 @@ def api_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tupl
 def test_the_ready_endpoints_of_a_service_are_listed_and_watched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(discovery, "LOOK_S", 0.02)
     with api_server(monkeypatch, tmp_path):
         found = take("k8s:prod/vllm:http,events=5557", 2)
     one, two = (f"http://10.0.0.{number}:8000,events=5557" for number in (5, 6))
     assert found == [[one], [one, two]]
+
+
+def test_a_watch_that_ends_at_once_is_not_asked_for_again_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(discovery, "LOOK_S", 60.0)
+    with api_server(monkeypatch, tmp_path) as (_, slices), pytest.raises(TimeoutError):
+        asyncio.run(ask_for(0.3))
+    assert len(slices) <= 3  # it was asked for once
+
+
+async def ask_for(seconds: float) -> None:
+    async with asyncio.timeout(seconds), contextlib.aclosing(states("k8s:prod/vllm:http")) as each:
+        async for _ in each:
+            pass
 
 
 def test_an_api_server_that_refuses_us_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

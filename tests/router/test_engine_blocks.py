@@ -1,5 +1,6 @@
 """Cache events of vLLM and SGLang, as keys of ours."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -69,6 +70,8 @@ def test_adapters_and_salts_have_namespaces_of_their_own() -> None:
     salted = stored(TOKENS, extra_keys=[["pepper"], None, None, None])
     assert World().take(adapter).known["device"] == keys(TOKENS, adapter="a")
     assert World().take(salted).known["device"] == keys(TOKENS, salt="pepper")
+    sglangs = stored(TOKENS, cache_salt="pepper", session_id="s")
+    assert World().take(sglangs).known["device"] == keys(TOKENS, salt="pepper")
     both = stored(TOKENS, lora_name="a", extra_keys=[["a", "pepper"], ["a"], ["a"], ["a"]])
     assert World().take(both).known["device"] == keys(TOKENS, adapter="a", salt="pepper")
 
@@ -114,3 +117,8 @@ def test_unknown_events_and_fields_are_passed_over_and_rubbish_is_refused() -> N
             EngineBlocks(b"", 16, "e").take(rubbish)
     with pytest.raises(BadEvents):
         EngineBlocks(b"", 16, "e").take(batch(stored([-1] * 16)))
+
+
+def test_tokens_that_are_told_with_the_next_one_are_taken_alone() -> None:
+    pairs = [list(each) for each in itertools.pairwise([*TOKENS, 1])]
+    assert World().take(stored(TOKENS, token_ids=pairs)).known["device"] == keys(TOKENS)

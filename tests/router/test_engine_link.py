@@ -103,6 +103,14 @@ def test_without_a_replay_endpoint_a_connection_begins_with_nothing() -> None:
             until(lambda: blocks(router, engine) == 0 and is_followed(router, engine))
 
 
+def test_an_engine_that_is_taken_out_is_not_listened_to_any_more() -> None:
+    with stand_in() as engine, running_router(engine.backend, tokenizes=True) as router:
+        until(lambda: is_followed(router, engine))
+        links = router.router.links._tasks
+        router.call(lambda: router.app.apply("DELETE", engine.http.url, None))
+        until(lambda: router.call(lambda: links[engine.http.url].done()))
+
+
 def test_requests_go_where_their_beginning_is_cached() -> None:
     with stand_in() as one, stand_in() as other:
         with running_router(one.backend, other.backend, tokenizes=True, policy="prefix") as router:
@@ -123,6 +131,12 @@ def test_answers_that_count_their_cached_tokens_correct_a_guess() -> None:
         metrics = router.call(lambda: next(iter(router.fleet.groups.values())).placement.metrics())
         assert metrics["compared_requests_total"] == 20 and metrics["answers_replicas"] == 1
         assert seen["cached_blocks"]["device"] <= 32  # of a guess that began with 1,000
+
+
+def test_a_path_without_a_prompt_is_refused_by_route() -> None:
+    with stand_in() as engine, running_router(engine.http.url) as router:
+        answer = router.http.post("/route", json={"prompt": TEXT, "path": "/v1/completion"})
+    assert answer.status_code == 400 and "'/v1/completion' is not one of" in answer.json()["error"]["message"]
 
 
 def test_requests_of_others_count_at_a_choice() -> None:

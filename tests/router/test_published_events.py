@@ -1,8 +1,10 @@
 """Our own engine's cache events as vLLM would publish them, read by the router's half of the same: a router that listens,
 by either way, knows the same."""
 
+import argparse
 import contextlib
 import json
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,13 @@ import msgspec
 import pytest
 import zmq
 
+from penstock.cache.keys import block_keys, namespace_root
+from penstock.engine.commands import serve
+from penstock.engine.messages import Submit
+from penstock.engine.server import kv_publisher
+from penstock.engine.server.kv_publisher import Known
 from penstock.engine.server.server_config import KvEventsConfig, ServerConfig, resolve
+from penstock.executor.protocol import Sampling
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
 
 TEXTS = [f"number {number}, " * 30 + "and the rest " * number for number in range(12)]
@@ -59,6 +67,29 @@ def test_what_is_published_and_what_is_streamed_are_the_same(tmp_path: Path, kv_
             until(lambda: brain(late)["cached_blocks"]["device"] == count)
 
 
+def test_blocks_are_forgotten_but_for_those_that_are_cached_and_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_publisher, "SPARE", 8)
+    known = Known(b"", block_size=16, num_blocks=16)
+
+    def submitted(first: int) -> set[bytes]:
+        """A prompt of four blocks, by their keys."""
+        tokens = array("i", range(first, first + 64))
+        known.submitted(Submit(str(first), tokens.tobytes(), Sampling(), 9))
+        return {key[:8] for key in block_keys(tokens, 16, root=namespace_root())}
+
+    again, cached = submitted(1), submitted(2)
+    for first in range(100, 1000):
+        submitted(first)
+        if first == 105:  # before any was forgotten
+            submitted(1)
+            known._most = 0  # at once
+            known.forget([cached, set()])
+            assert again | cached <= known.blocks.keys()
+        known.forget([cached, set()])
+    assert cached <= known.blocks.keys() and not again & known.blocks.keys()
+    assert len(known.blocks) <= 4 + 8 + 32
+
+
 @contextlib.contextmanager
 def sockets(name: Path) -> Iterator[tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]]:
     context = zmq.Context()
@@ -103,3 +134,15 @@ def test_its_configuration_is_vllms_by_name_and_nothing_else() -> None:
     for wrong in ({"endpoint": "*:5557"}, {"publisher": "kafka"}, {"colour": 1}):
         with pytest.raises(msgspec.ValidationError):
             config(**wrong)
+
+
+def test_the_command_line_makes_the_same_of_it() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    given = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
+    args = parser.parse_args(["model", "--kv-events-config", given])
+    found = serve.server_config(args, "model", {}).kv_events_config
+    assert isinstance(found, KvEventsConfig) and found.is_on and found.replay_endpoint == "tcp://*:5558"
+    for wrong in ("5557", '{"colour": 1}'):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["model", "--kv-events-config", wrong])

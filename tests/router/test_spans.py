@@ -1,5 +1,6 @@
 """A trace through router and engine: attempts under the request, replicas' spans under the attempts."""
 
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,8 @@ from penstock.router.config import Prefill
 from tests.support.collector import PARENT, TRACE, Collector, SpanSeen, collecting, traced
 from tests.support.raw_http import connect, status
 from tests.support.router_fleet import mock_replicas, running_router
-from tests.support.router_stub import stub, whole
+from tests.support.router_stub import Seen, stub, whole
+from tests.support.running_server import until
 
 
 @pytest.fixture(autouse=True)
@@ -103,9 +105,13 @@ def test_a_replica_gets_one_context_which_names_the_attempt(
 
 
 def test_a_prompt_that_is_computed_elsewhere_has_a_span_of_its_own(collector: Collector) -> None:
+    def once_asked(seen: Seen, sock: socket.socket) -> bytes:
+        until(lambda: bool(prefill.seen))  # the first byte of an answer ends what the prefill replica is asked
+        return whole()
+
     with (
-        stub(lambda seen, sock: whole()) as decode,
         stub(lambda seen, sock: whole()) as prefill,
+        stub(once_asked) as decode,
         running_router(
             decode.url,
             prefills=(Prefill(prefill.url, "10.0.0.5:9100"),),

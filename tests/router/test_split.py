@@ -6,8 +6,10 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.engine.http import token_form
@@ -15,7 +17,7 @@ from penstock.router.backend import RouteError
 from penstock.router.config import Prefill, RouterConfig, resolve
 from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.serve import RouterProcess
-from penstock.router.split import form_with_peer, ids_of, is_splittable, prompt_of, with_peer
+from penstock.router.split import HINT, ids_of, is_splittable, prompt_of, with_field
 from tests.support.raw_http import connect, post, status
 from tests.support.router_fleet import RunningRouter, running_router, until
 from tests.support.router_stub import Answer, Seen, Stub, stub, whole
@@ -333,7 +335,7 @@ def test_ids_stay_ids_in_both_bodies() -> None:
     head, ids = token_form.cut(ids_of(form))
     assert ids == IDS
     assert json.loads(head) == {"prompt": None, "model": "m", "cache_salt": "s", "max_tokens": 1, "temperature": 0}
-    head, ids = token_form.cut(form_with_peer(form, PEER, 3.0))
+    head, ids = token_form.cut(with_field(form, True, HINT, {"peer": PEER, "wait_s": 3.0}))
     assert ids == IDS
     hint = {"kv_transfer_params": {"peer": PEER, "wait_s": 3.0}}
     assert json.loads(head) == {"messages": None, "model": "m", "stream": True, "cache_salt": "s", **hint}
@@ -341,7 +343,7 @@ def test_ids_stay_ids_in_both_bodies() -> None:
 
 def test_a_null_hint_of_the_client_is_replaced() -> None:
     body = b'{"prompt": "a", "kv_transfer_params": null, "seed": 1.50}'
-    assert with_peer(body, PEER, 2) == (
+    assert with_field(body, False, HINT, {"peer": PEER, "wait_s": 2}) == (
         b'{"prompt":"a","kv_transfer_params":{"peer":"10.0.0.5:9100","wait_s":2},"seed":1.50}'
     )
 
@@ -381,3 +383,22 @@ def test_a_replica_has_one_role_and_the_threshold_is_a_number_of_tokens() -> Non
         resolve(twice, {})
     with pytest.raises(RouteError, match="prefill_threshold"):
         resolve(RouterConfig(prefill_threshold=0), {})
+
+
+def test_a_clients_class_and_the_place_of_its_prompt_go_into_one_body(tmp_path: Path) -> None:
+    quotas = tmp_path / "quotas.json"
+    quotas.write_text('{"default": {"priority": -2}}')
+    with stub() as computing, stub(when_both_are_asked([computing])) as answering:
+        settings: dict[str, Any] = {"prefills": (Prefill(computing.url, PEER),), "quotas": str(quotas), "wait_for": 2}
+        with running_router(f"{answering.url},priority=lowest", **settings) as router:
+            assert router.complete(LONG, model="m", priority=7).status_code == 200
+            asked = fields(answering.seen[-1])
+            assert asked["priority"] == -2 and asked["kv_transfer_params"]["peer"] == PEER
+            assert fields(computing.seen[-1])["priority"] == 7  # it serves none
+    with stub() as computing, stub(when_both_are_asked([computing])) as answering:
+        settings = {"prefills": (Prefill(computing.url, PEER),), "quotas": str(quotas), "wait_for": 2}
+        with running_router(answering.url, **settings) as router:
+            computer = next(each for each in router.fleet.replicas.values() if each.peer)
+            computer.backend = msgspec.structs.replace(computer.backend, priority="highest")
+            assert router.complete(LONG, model="m", priority=7).status_code == 200
+            assert fields(computing.seen[-1])["priority"] == 2 and fields(answering.seen[-1])["priority"] == 7

@@ -6,7 +6,7 @@ dtypes, alignment and tile sizes are the ones a GPU would see; the launch itself
     python tests/support/aot.py GROUP CARD …
 
 it writes one JSON line per card, case and compiled kernel: registers, stack, shared memory, tensor-core and copy
-instructions, accesses of 16 bytes; or what the card lacks for a case, or what the compiler said. The cases of each group
+instructions, how warps share a product, accesses of 16 bytes; or what the card lacks for a case, or what the compiler said. The cases of each group
 are in aot_cases.py, the cards in executor/kernels/card.py.
 """
 
@@ -108,6 +108,9 @@ def describe(kernel: Any) -> dict[str, Any]:
         "stack": stack,
         "shared": kernel.metadata.shared,
         "warps": kernel.metadata.num_warps,
+        # What reaches a sum of a product: the instruction, and how a program's warps share its output.
+        "products": sorted(set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.\S+", kernel.asm["ptx"]))),
+        "layouts": sorted(set(re.findall(r"#mma\d* = #ttg\.nvidia_mma<(.*)>", kernel.asm["ttgir"]))),
         "joins": kernel.asm["ptx"].count("atom.global.gpu.acq_rel.add"),
         "is_dependent": bool(kernel.metadata.launch_pdl),
         "waits": kernel.asm["ptx"].count("griddepcontrol.wait"),

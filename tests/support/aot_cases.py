@@ -5,17 +5,18 @@ them. A case's name says what is special about it: "eight-bit", "dependent", "fl
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, Packed, Rotation, ScoreExtras
+from penstock.executor.kernels import NO_NORMS, Adds, KeyStore, LatentStore, Packed, Rotation, ScoreExtras
 from penstock.executor.kernels.card import Card
-from penstock.executor.kernels.cuda import adapter_products, fp8, packed_products, step_inputs
+from penstock.executor.kernels.cuda import adapter_products, fp8, step_inputs
 from penstock.executor.kernels.cuda import dependent as launch
-from penstock.executor.kernels.cuda import expert_products as moe
+from penstock.executor.kernels.cuda.invariant import InvariantOps
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.state import Places
 from penstock.executor.moe_spec import MoeSpec
@@ -23,6 +24,7 @@ from tests.support.recurrent import Layer, States, batch_of
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 PAGE = 16
+INVARIANT = InvariantOps(has_eight_bits=True)
 LAYERS = 4
 
 
@@ -63,8 +65,25 @@ def attention(
     def call() -> None:
         q = torch.zeros(singles + 64 * prompts, heads, dim, dtype=dtype)
         cache = pages(kv_heads * dim, page_dtype or dtype)
-        extras = ScoreExtras(cap, torch.zeros(heads) if has_sinks else None)
-        OPS.paged_attention(q, *cache, batch(singles, prompts), dim**-0.5, window, extras)
+        extras = ScoreExtras(cap, torch.zeros(heads) if has_sinks else None, window)
+        OPS.paged_attention(q, cache, batch(singles, prompts), dim**-0.5, extras)
+
+    return call
+
+
+def fixed(call: Callable[[], None]) -> Callable[[], None]:
+    """The same with what `batch_invariant` computes with."""
+
+    def changed() -> None:
+        with mock.patch(f"{__name__}.OPS", INVARIANT):
+            call()
+
+    return changed
+
+
+def fixed_linear(tokens: int, width: int, depth: int, dtype: torch.dtype = BF16) -> Callable[[], None]:
+    def call() -> None:
+        INVARIANT.linear(torch.zeros(tokens, depth, dtype=dtype), torch.empty(width, depth, dtype=dtype))
 
     return call
 
@@ -95,8 +114,9 @@ def latent_rope(heads: int, is_whole: bool, page_dtype: torch.dtype = BF16) -> C
         q, down = torch.zeros(8, heads * 192 + 576, dtype=BF16).split((heads * 192, 576), dim=1)
         goal = torch.zeros(8, heads, 64 + (128 if is_whole else 512), dtype=BF16)
         tables, index, latents = torch.zeros(64, 32), torch.zeros(8).long(), pages(576, page_dtype)[0]
-        norm, rotation = (torch.zeros(512), 1e-6), Rotation(tables, tables, index.int())
-        OPS.latent_rope_and_store(goal, q.unflatten(1, (heads, 192)), down, norm, rotation, latents, index, 0, is_whole)
+        rotation = Rotation(tables, tables, index.int())
+        store = LatentStore((torch.zeros(512), 1e-6), rotation, latents, index)
+        OPS.latent_rope_and_store(goal, q.unflatten(1, (heads, 192)), down, store, 0, is_whole)
 
     return call
 
@@ -128,7 +148,7 @@ def rope(dim: int, heads: int, kv_heads: int, normed: bool, page_dtype: torch.dt
         index = torch.zeros(8, dtype=torch.int64)
         norms = (torch.zeros(dim), torch.zeros(dim), 1e-6) if normed else NO_NORMS
         rotation = Rotation(tables, tables, index.int())
-        OPS.rope_and_store(q, k, v, rotation, pages(kv_heads * dim, page_dtype), index, norms)
+        OPS.rope_and_store(q, k, v, KeyStore(rotation, pages(kv_heads * dim, page_dtype), index, norms))
 
     return call
 
@@ -153,13 +173,26 @@ def router(experts: int, top_k: int, num_shared: int, **given: Any) -> Callable[
     return call
 
 
-def experts(tokens: int, num: int, top_k: int, width: int, inner: int, dtype: torch.dtype = BF16) -> Callable[[], None]:
+def experts(
+    tokens: int, num: int, top_k: int, width: int, inner: int, dtype: torch.dtype = BF16, rank: int = 0
+) -> Callable[[], None]:
+    """With adapters of a rank, if any."""
+
     def call() -> None:
         slots = torch.zeros(tokens, top_k, dtype=torch.int32)
         gate_up = torch.empty(num, 2 * inner, width, dtype=dtype)
         down = torch.empty(num, width, inner, dtype=dtype)
         hidden = torch.zeros(tokens, width, dtype=dtype)
-        moe.fused_experts(hidden, slots, torch.zeros(tokens, top_k), (gate_up, None), (down, None), 0, "silu")
+        shares, order, tiles = torch.zeros(tokens, top_k), torch.zeros(tokens * top_k).long(), torch.zeros(4, 3).int()
+
+        def add(x: torch.Tensor, y: torch.Tensor, widths: list[int]) -> None:
+            low = torch.zeros(2, len(widths), rank, x.shape[1], dtype=dtype)
+            high = torch.zeros(2, sum(widths), rank, dtype=dtype)
+            adapter_products.add_low_rank(x, y, tiles, low, high, widths, order)
+
+        adds = Adds(partial(add, widths=[inner, inner]), partial(add, widths=[width]))
+        given = hidden, slots, shares, (gate_up, None), (down, None), 0
+        OPS.fused_experts(*given, "silu", adds=adds if rank else None)
 
     return call
 
@@ -171,7 +204,7 @@ def block_experts(tokens: int, num: int, top_k: int, width: int, inner: int) -> 
             (torch.empty(shape, dtype=FP8), torch.empty(num, shape[1] // 128, -(-shape[2] // 512) * 4))
             for shape in ((num, 2 * inner, width), (num, width, inner))
         )
-        moe.fused_experts(hidden, slots, torch.zeros(tokens, top_k), gate_up, down, 0, "silu")
+        OPS.fused_experts(hidden, slots, torch.zeros(tokens, top_k), gate_up, down, 0, "silu")
 
     return call
 
@@ -188,7 +221,7 @@ def coded_experts(tokens: int, num: int, top_k: int, width: int, inner: int) -> 
         )
         biases = torch.zeros(shapes[0][:2], dtype=BF16), torch.zeros(shapes[1][:2], dtype=BF16)
         shares = torch.zeros(tokens, top_k)
-        moe.fused_experts(hidden, slots, shares, gate_up, down, 0, "clamped_swish", None, biases)
+        OPS.fused_experts(hidden, slots, shares, gate_up, down, 0, "clamped_swish", None, biases)
 
     return call
 
@@ -200,7 +233,8 @@ def eight_bits(tokens: int, width: int, depth: int) -> Callable[[], None]:
         fp8.silu_mul_quantize(torch.zeros(tokens, 2 * depth, dtype=BF16))
         quantized, _ = fp8.add_rms_norm_quantize(x, x, norm, 1e-6)
         weight = torch.empty(width, depth, dtype=FP8)
-        fp8.block_linear(quantized, weight, torch.zeros(width // 128, depth // 128), BF16)
+        assert OPS.blocks is not None
+        OPS.blocks.block_linear(quantized, weight, torch.zeros(width // 128, depth // 128), BF16)
 
     return call
 
@@ -209,9 +243,8 @@ def packed(
     tokens: int, width: int, depth: int, bits: int = 4, group: int = 128, below: Any = None
 ) -> Callable[[], None]:
     def call() -> None:
-        packed_products.packed_linear(
-            torch.zeros(tokens, depth, dtype=BF16), codes((), width, depth, bits, group, below)
-        )
+        assert OPS.groups is not None
+        OPS.groups.packed_linear(torch.zeros(tokens, depth, dtype=BF16), codes((), width, depth, bits, group, below))
 
     return call
 
@@ -239,7 +272,8 @@ def packed_experts(tokens: int, num: int, top_k: int, width: int, inner: int, bi
             codes((num,), *shape, bits, 128 if bits else shape[1], torch.uint8 if bits else None)
             for shape in ((2 * inner, width), (width, inner))
         )
-        packed_products.packed_experts(hidden, slots, torch.zeros(tokens, top_k), up, down, 0, "silu")
+        assert OPS.groups is not None
+        OPS.groups.packed_experts(hidden, slots, torch.zeros(tokens, top_k), up, down, 0, "silu")
 
     return call
 
@@ -269,11 +303,17 @@ def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def recurrent(
-    singles: int, prompts: int, key_heads: int, value_heads: int, dtype: torch.dtype = BF16
+    singles: int,
+    prompts: int,
+    key_heads: int,
+    value_heads: int,
+    dtype: torch.dtype = BF16,
+    value_dim: int = 128,
+    erases: bool = True,
 ) -> Callable[[], None]:
     def call() -> None:
         counts = [1] * singles + [64] * prompts
-        layer = Layer.random(sum(counts), (key_heads, value_heads, 128, 128), dtype)
+        layer = Layer.random(sum(counts), (key_heads, value_heads, 128, value_dim), dtype, erases=erases)
         states = States(layer, len(counts))
         layer.run(OPS, states.pages, batch_of(counts, states.tables))
 
@@ -292,6 +332,7 @@ def dependent(call: Callable[[], None]) -> Callable[[], None]:
 
 QUICK: dict[str, Callable[[], None]] = {
     "Qwen3.5-0.8B: recurrent layers": recurrent(1, 1, 16, 16),
+    "Granite-4.0-H-Tiny: recurrent layers": recurrent(1, 1, 1, 48, value_dim=64, erases=False),
     "Qwen3-0.6B: one row": attention(1, 0, 128, 16, 8),
     "Qwen3-0.6B: prompts": attention(0, 2, 128, 16, 8),
     "Qwen3-0.6B: rope": rope(128, 16, 8, True),
@@ -302,10 +343,31 @@ QUICK: dict[str, Callable[[], None]] = {
     "Qwen3-0.6B: rows, dependent": dependent(rows(1024, 3072)),
     "Qwen3-0.6B: gate and up, one row, dependent": dependent(gated(1, 1024, 3072)),
     "a step's inputs": inputs(7, 300, 2560),
+    "Qwen3-0.6B: fixed attention": fixed(attention(1, 1, 128, 16, 8)),
+    "Qwen3-0.6B: fixed product, few": fixed_linear(1, 1024, 3072),
+    "Qwen3-0.6B: fixed product, many": fixed_linear(4096, 1024, 3072),
     "Qwen3-0.6B: adapters": adapters(16, 1024, [2048, 1024, 1024]),
 }
 
 ALL: dict[str, Callable[[], None]] = QUICK | {
+    "Llama-3.1-8B: fixed product, few": fixed_linear(1, 6144, 4096),
+    "Llama-3.1-8B: fixed product, many": fixed_linear(4096, 6144, 4096),
+    "Qwen3-30B-A3B: fixed product of float32": fixed_linear(1, 128, 2048, F32),
+    "Qwen3-0.6B: fixed attention, eight-bit pages": fixed(attention(1, 1, 128, 16, 8, page_dtype=FP8)),
+    "Gemma-3-4B: fixed attention in a window": fixed(attention(4, 1, 256, 8, 4, window=1024)),
+    "Gemma-4-E2B: fixed attention of full layers": fixed(attention(4, 1, 512, 8, 1)),
+    "gpt-oss-20b: fixed attention with sinks": fixed(attention(4, 1, 64, 64, 8, window=128, has_sinks=True)),
+    "SmolLM2-135M: fixed attention, float32": fixed(attention(4, 1, 64, 9, 3, dtype=F32)),
+    "Qwen3-30B-A3B: fixed experts, few": fixed(experts(1, 128, 8, 2048, 768)),
+    "Qwen3-30B-A3B: fixed experts, many": fixed(experts(4096, 128, 8, 2048, 768)),
+    "gpt-oss-20b: fixed MXFP4 experts, few": fixed(coded_experts(1, 32, 4, 2880, 2880)),
+    "gpt-oss-20b: fixed MXFP4 experts, many": fixed(coded_experts(4096, 32, 4, 2880, 2880)),
+    "Qwen3-8B: fixed four bits, few": fixed(packed(1, 6144, 4096, below=torch.uint8)),
+    "Qwen3-8B: fixed four bits, many": fixed(packed(2048, 6144, 4096, below=torch.uint8)),
+    "Qwen3-30B-A3B: fixed four-bit experts, few": fixed(packed_experts(1, 128, 8, 2048, 768)),
+    "Qwen3-30B-A3B: fixed four-bit experts, many": fixed(packed_experts(4096, 128, 8, 2048, 768)),
+    "Qwen3-8B: fixed products of eight bits, few": fixed(eight_bits(1, 6144, 4096)),
+    "Qwen3-8B: fixed products of eight bits, many": fixed(eight_bits(256, 6144, 4096)),
     "Qwen3-0.6B: sampling": sample(151936, BF16),
     "Qwen3-0.6B: full batch": attention(256, 0, 128, 16, 8),
     "Qwen3-0.6B: eight-bit pages": attention(1, 1, 128, 16, 8, page_dtype=FP8),
@@ -354,6 +416,8 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "DeepSeek-V2-Lite: experts and shared ones, prompts": experts(4096, 66, 8, 2048, 1408),
     "Mixtral-8x7B: experts": experts(64, 8, 2, 4096, 14336),
     "SmallMoE: float32 experts": experts(64, 8, 2, 64, 96, F32),
+    "Qwen3-30B-A3B: adapted experts, one row": experts(1, 128, 8, 2048, 768, rank=16),
+    "Qwen3-30B-A3B: adapted experts, prompts": experts(4096, 128, 8, 2048, 768, rank=16),
     "Qwen3-30B-A3B: eight-bit experts, one row": block_experts(1, 128, 8, 2048, 768),
     "Qwen3-30B-A3B: eight-bit experts, a batch": block_experts(512, 128, 8, 2048, 768),
     "Qwen3-30B-A3B: eight-bit experts, prompts": block_experts(4096, 128, 8, 2048, 768),
@@ -397,6 +461,8 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "DeepSeek-V3: eight-bit pages": latent(4, 1, 128, page_dtype=FP8),
     "Qwen3-Next-80B-A3B: recurrent layers": recurrent(4, 1, 16, 32),
     "Qwen3.5-0.8B: recurrent layers, float32": recurrent(1, 1, 16, 16, F32),
+    "Granite-4.0-H-Small: recurrent layers": recurrent(4, 1, 1, 128, value_dim=64, erases=False),
+    "Granite-4.0-H-Tiny: recurrent layers, float32": recurrent(1, 1, 1, 48, F32, value_dim=64, erases=False),
     "OPT-2.7B: attention": attention(4, 1, 80, 32, 32),
     "Phi: attention": attention(4, 1, 96, 32, 32),
 }

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
+from penstock.engine.config import engine_config
 from penstock.engine.front.answer import Answer
 from penstock.engine.front.client import EngineDead, EngineHealth, QueueFull
 from penstock.engine.front.submit import begin_answer, check_room
@@ -70,7 +71,7 @@ class FakeEngine:
     ) -> None:
         self.info = info
         self.reply: str | None = None  # what it says in place of the prompt
-        self.max_num_batched_tokens = 2048
+        self.config = engine_config("fake", {})
         self.stats = Stats(num_blocks=info.num_blocks)
         self.on_step: Any = None
         self.on_cache_update: Any = None

@@ -25,7 +25,7 @@ def mend() -> None:
     plain_dot = interpreter.InterpreterBuilder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, acc: Any, *options: Any) -> Any:
-        return plain_dot(self, _wide(a), _wide(b), acc, *options)
+        return plain_dot(self, widened(a), widened(b), acc, *options)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
     plain_patch = interpreter._patch_lang_tensor
@@ -43,7 +43,7 @@ def _convert(array: np.ndarray, source: Any, goal: Any, rounding: Any) -> np.nda
     return bits.view(from_dtype).to(to_dtype).view(getattr(torch, to_bits.__name__)).numpy().reshape(array.shape)
 
 
-def _wide(handle: Any) -> Any:
+def widened(handle: Any) -> Any:
     if handle.dtype.scalar not in (tl.bfloat16, tl.float8e4nv):
         return handle
     return interpreter.TensorHandle(

@@ -6,7 +6,7 @@ import itertools
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_EXTRAS, Ops, Rotation, ScoreExtras
+from penstock.executor.kernels import NO_EXTRAS, LatentStore, Ops, Rotation, ScoreExtras
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -71,7 +71,8 @@ def attend(
     if window is not None:  # blocks that have left every window were given back: what block 0 has is NaN
         for table, (_, count, context) in zip(batch.block_tables, rows, strict=True):
             table[: max(0, context - count + 1 - window) // cache.k_pages.shape[1]] = 0
-    return ops.paged_attention(picked, cache.k_pages, cache.v_pages, batch, q.shape[-1] ** -0.5, window, extras)
+    pages = cache.k_pages, cache.v_pages
+    return ops.paged_attention(picked, pages, batch, q.shape[-1] ** -0.5, extras._replace(window=window))
 
 
 def latent_step(
@@ -87,7 +88,6 @@ def latent_step(
     positions = torch.randint(30, (tokens,), dtype=torch.int32, generator=torch.Generator().manual_seed(5)).to(device)
     slots = torch.randperm(5 * page, generator=torch.Generator().manual_seed(6))[:tokens].to(device)
     rotation = Rotation(angles.cos(), angles.sin(), positions)
-    ops.latent_rope_and_store(
-        goal, q.unflatten(1, (heads, -1)), down, (weight, 1e-6), rotation, kv[:, 1], slots, first, is_whole
-    )
+    store = LatentStore((weight, 1e-6), rotation, kv[:, 1], slots)
+    ops.latent_rope_and_store(goal, q.unflatten(1, (heads, -1)), down, store, first, is_whole)
     return goal, kv

@@ -31,13 +31,16 @@ class Layer:
         dtype: torch.dtype = torch.float32,
         taps: int = 4,
         device: str | torch.device = "cpu",
+        erases: bool = True,
     ) -> "Layer":
         _, value_heads, _, value_dim = sizes
         rate, shift = -random(value_heads, seed=1).exp(), random(value_heads, seed=2)
         norm = 1 + 0.3 * random(value_dim, seed=3)
         heads = DeltaHeads(*sizes, rate.to(device), shift.to(device), norm.to(device), 1e-6)
+        if not erases:
+            heads = heads._replace(norm=None, skip=random(value_heads, seed=7).to(device))
         channels = 2 * heads.keys + heads.values
-        widths = channels, heads.values, 2 * value_heads
+        widths = channels, heads.values, (1 + erases) * value_heads
         merged = random(tokens, sum(widths), dtype=dtype, seed=4).to(device)  # parts of one product
         weight = random(taps, channels, seed=5).to(device) / taps**0.5
         return cls(

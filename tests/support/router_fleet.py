@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TextIO
 
 import httpx
@@ -15,6 +15,11 @@ import uvloop
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import bind_socket
 from penstock.router.config import Patience, RouterConfig, resolve
+from penstock.router.fleet.fleet import Fleet
+from penstock.router.fleet.probe import Prober
+from penstock.router.fleet.replica import Replica
+from penstock.router.placement.placement import Placement
+from penstock.router.placement.policy import PolicyConfig
 from penstock.router.placement.prompts import Texts
 from penstock.router.serve import RouterProcess
 from tests.support.fake_engine import byte_tokenizer, line_template
@@ -134,6 +139,23 @@ def running_router(
         running.loop.call_soon_threadsafe(stop.set)
         thread.join(10)
         assert not thread.is_alive()
+
+
+@contextlib.asynccontextmanager
+async def probed(url: str) -> AsyncIterator[tuple[Fleet, Replica]]:
+    """A fleet of this one replica, once it is up; no router. For at most half a minute."""
+    config = RouterConfig(backends=(url,), patience=Patience(probe_interval_s=0.01))
+    fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
+    prober = Prober(fleet, config, lambda *_: None)
+    replica = fleet.add(url)
+    prober.watch(replica)
+    async with asyncio.timeout(30):
+        while not replica.is_up:
+            await asyncio.sleep(0.01)
+        yield fleet, replica
+    await prober.close()
+    replica.pool.close()
+    await asyncio.sleep(0)  # in which the transport is closed
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

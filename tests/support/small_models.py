@@ -112,6 +112,12 @@ GRANITE4 = {
     "shared_intermediate_size": 40,
     "mamba_n_heads": 8,
 }
+MAMBA = {
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 16,
+    "rms_norm_eps": 0.01,
+}
 GLM_EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -318,6 +324,24 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
         "Lfm2Config",
         {**SIZES, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16, "conv_bias": True},
+    ),
+    "granite4-mamba": (
+        "GraniteMoeHybridConfig",
+        {**SIZES, **MULTIPLIERS, **GRANITE4, **MAMBA, "num_local_experts": 4, "position_embedding_type": "nope"},
+    ),
+    "granite4-mamba-groups": (
+        "GraniteMoeHybridConfig",
+        {
+            **SIZES,
+            **MULTIPLIERS,
+            **GRANITE4,
+            **MAMBA,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_n_groups": 2,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+        },
     ),
 }
 

@@ -18,10 +18,12 @@ FAULTS = ("foreign", "stale", "numbers", "salts", "hang", "lost", "error", "bloc
 
 
 class WrongServer:
-    """`answer` for an Endpoint. `tie`: under load it takes the other of two tokens that are nearly as likely."""
+    """`answer` for an Endpoint. `tie`: under load it takes the other of two tokens that are nearly as likely. `is_lax`:
+    any field is taken, salts mean nothing, and `cache_prompt` asks for no reuse."""
 
-    def __init__(self, fault: str = "", *, without: Sequence[str] = ()) -> None:
-        self.fault, self._known = fault, KNOWN - {*without}
+    def __init__(self, fault: str = "", *, without: Sequence[str] = (), is_lax: bool = False) -> None:
+        self.fault, self._known, self._is_lax = fault, KNOWN - {*without}, is_lax
+        self._is_asked_for_reuse = is_lax and "cache_prompt" not in without
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._open: list[list[int]] = []  # prompts in flight
         self._held = self._served = self._num_reused = 0
@@ -34,7 +36,7 @@ class WrongServer:
         elif asked.path == "/tokenize" and "prompt" in asked.json:
             tokens = [zlib.crc32(word.encode()) % 1000 for word in asked.json["prompt"].split()]
             writer.write(plain(json.dumps({"tokens": tokens}).encode()))
-        elif asked.path == "/v1/completions" and self._known >= {*asked.json}:
+        elif asked.path == "/v1/completions" and (self._is_lax or self._known >= {*asked.json}):
             await self._complete(asked.json, writer)
         else:
             writer.write(plain(b'{"error": "not here"}', "400 Bad Request"))
@@ -42,9 +44,10 @@ class WrongServer:
 
     async def _complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         prompt = body["prompt"] if isinstance(body["prompt"], list) else [len(body["prompt"])]
-        salt = body.get("cache_salt", "")
+        salt = "" if self._is_lax else body.get("cache_salt", "")
         name = salt, tuple(prompt[:BLOCK])
         is_reused = len(prompt) > BLOCK and name in self._seen and not salt.startswith("prove-")
+        is_reused &= not self._is_asked_for_reuse or body.get("cache_prompt", True)
         self._seen.add(name)
         self._open.append(prompt)
         self._held += 1
@@ -79,7 +82,7 @@ class WrongServer:
     ) -> dict[str, Any]:
         ids: list[int] = []
         for _ in range(body["max_tokens"]):
-            ids.append(zlib.crc32(repr(prompt + ids).encode()) % 1000)
+            ids.append(zlib.crc32(repr((prompt + ids, body.get("repetition_penalty"))).encode()) % 1000)
             if self.fault == "tie" and is_beside:
                 ids[-1] = (ids[-1] + 1) % 1000
         choice = {"index": index, "text": "".join(f" {each}" for each in ids), "finish_reason": "length"}

@@ -2,7 +2,7 @@
 
     new ─take─▶ BUSY ─publish─▶ READY ─evict─▶ (taken again)
      ▲           │                │
-    free ◀───────┴─── release ◀───┴─ forget
+    free ◀───────┴─── release ◀───┴─ forget, withdraw (BUSY until it is erased)
 
 Every operation takes a fixed number of steps at any fill. Cells for the next stores are made ready in advance, by
 `prepare`, so that taking one costs the same on an empty and on a full disk.
@@ -121,7 +121,7 @@ class Catalog:
         self._note(key, True)
 
     def release(self, cell: int) -> None:
-        """A store into it has failed."""
+        """A store into it has failed, or it is erased."""
         self._state[cell] = _FREE
         self.table.clear(cell)
         self._free[cell] = None
@@ -140,6 +140,13 @@ class Catalog:
         if self.cells.get(key) == cell and self.table.record_in(cell) == (key, sequence):
             self._drop(cell, key)
             self.release(cell)
+
+    def withdraw(self, key: bytes) -> int:
+        """This record must not be read again, nor its cell be given out before it is erased: then comes `release`."""
+        cell = self.cells[key]
+        self._drop(cell, key)
+        self._state[cell] = _BUSY
+        return cell
 
     def adopt(self, cell: int, key: bytes, sequence: int) -> bool:
         """Take in what a scan found, unless cell or key have another use by now, or something newer."""

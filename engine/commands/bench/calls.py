@@ -178,17 +178,9 @@ async def first_model(client: Client, headers: dict[str, str]) -> str:
             f"model: {where}/v1/models answers {status}: {body[:200].decode(errors='replace')}; give --model"
         )
     try:
-        return msgspec.json.decode(body, type=_Models).data[0].id
-    except (msgspec.DecodeError, IndexError):
+        return str(msgspec.json.decode(body)["data"][0]["id"])
+    except (msgspec.DecodeError, LookupError, TypeError):
         raise ConfigError(f"model: {where}/v1/models lists none; give --model") from None
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 def pair(field: str, item: str) -> tuple[str, str]:

@@ -1,7 +1,6 @@
 """Puts a load on a server: sends each request at its time, follows all answers, shows how it goes."""
 
 import asyncio
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -10,9 +9,11 @@ from typing import NamedTuple
 from penstock.engine.commands.bench.http_client import Client
 from penstock.engine.commands.bench.stream import MeasuredAnswer
 from penstock.engine.commands.bench.summary import Outcome
+from penstock.engine.http.limits import allow_open_files
 
 REFRESH_S = 0.5
 SPARE_FILES = 64
+ERASED = "\r\x1b[K"  # the live line
 
 
 class EncodedCall(NamedTuple):
@@ -33,7 +34,7 @@ async def drive(
     client: Client, calls: Sequence[EncodedCall], max_concurrency: int | None = None, show: bool = False
 ) -> Run:
     """Send every call at its arrival time, or later where `max_concurrency` holds it back in the client."""
-    _allow_files(min(len(calls), max_concurrency or len(calls)) + SPARE_FILES)
+    allow_open_files(min(len(calls), max_concurrency or len(calls)) + SPARE_FILES)
     room = asyncio.Semaphore(max_concurrency or len(calls))
     watch = Watch(len(calls))
     started = time.perf_counter()
@@ -54,7 +55,8 @@ async def drive(
             task.cancel()
         if reporter is not None:
             reporter.cancel()
-            watch.erase()
+            sys.stderr.write(ERASED)
+            sys.stderr.flush()
     return Run(outcomes, time.perf_counter() - started, max_delay_s)
 
 
@@ -100,24 +102,12 @@ class Watch:
             self._print(max(0.0, (tokens - before) / (now - then)))
             before, then = tokens, now
 
-    def erase(self) -> None:
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
-
     def _print(self, tokens_per_s: float) -> None:
         ok = self._num_ended - self._num_failed
         ttft = f", mean TTFT {1000 * self._ttft_s / ok:.0f} ms" if ok else ""
         failed = f", {self._num_failed} failed" if self._num_failed else ""
         sys.stderr.write(
-            f"\r\x1b[K{self._num_ended}/{self._num_calls} requests, {len(self.running)} running{failed}, "
+            f"{ERASED}{self._num_ended}/{self._num_calls} requests, {len(self.running)} running{failed}, "
             f"{tokens_per_s:.0f} tok/s{ttft}"
         )
         sys.stderr.flush()
-
-
-def _allow_files(count: int) -> None:
-    """A connection is a file; the usual soft limit of 1,024 is less than a default run needs."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

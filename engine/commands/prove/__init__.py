@@ -73,7 +73,7 @@ async def prove(url: str, name: str, options: ProveOptions, server: OwnServer | 
     """The result, which has been printed. `server`: our own, to be struck by the fault of this name."""
     started_s = time.monotonic()
     try:
-        asker = Asker(url, headers_of(options.header), options.timeout)
+        asker = Asker(url, headers_of(options.header), options.timeout, options.duration)
     except ValueError as error:
         raise ConfigError(f"url: {error}") from None
     proof, scripts = Proof(asker, await find_out(asker, options.seed), options), []

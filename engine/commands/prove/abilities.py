@@ -23,7 +23,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": NUM_TOPS},
     "return_token_ids": {"return_token_ids": True},
     "prompt_logprobs": {"prompt_logprobs": 1},
-    "repetition_penalty": {"repetition_penalty": 1.1},
+    "repetition_penalty": {"repetition_penalty": 2.0},
     "cache_salt": {"cache_salt": "a"},
     "priority": {"priority": 1},
     "structured_outputs": {"structured_outputs": {"regex": "[a-z]{3,9}"}, "max_tokens": 20},
@@ -57,7 +57,9 @@ class Abilities(msgspec.Struct):
 
     def fresh(self, name: str) -> dict[str, Any]:
         """Fields with which nothing that was computed before is used."""
-        return {"cache_salt": name} if "cache_salt" in self.known else {}
+        if "cache_salt" in self.known:
+            return {"cache_salt": name}
+        return {"cache_prompt": False} if "cache_prompt" in self.known else {}
 
 
 async def find_out(asker: Asker, seed: int) -> Abilities:
@@ -73,6 +75,7 @@ async def find_out(asker: Asker, seed: int) -> Abilities:
     answered = await asker.ask(plain)
     if not answered.is_done:
         raise ConfigError(f"url: {PATH} is not answered: {answered.error or 'no end came'}")
+    first_text = answered.choices[0].text
     is_lax = (await asker.ask({**plain, "there_is_no_such_field": 1})).is_done
     for name, fields in FIELDS.items():
         answered = await asker.ask({**plain, **fields})
@@ -84,6 +87,7 @@ async def find_out(asker: Asker, seed: int) -> Abilities:
             "prompt_logprobs": bool(spoken and spoken.num_prompt),
             "structured_outputs": bool(spoken and spoken.text.isalpha() and spoken.text.islower()),
             "response_format": bool(spoken and spoken.text.lstrip().startswith("{")),
+            "repetition_penalty": bool(spoken and (not is_lax or spoken.text != first_text)),
         }
         is_seen = seen.get(name, not is_lax or name in ("stop", "cache_salt", "priority"))
         found.note(name, answered.is_done and is_seen, answered.error[:80] or "no effect seen")
@@ -105,6 +109,12 @@ async def _see_reuse(asker: Asker, found: Abilities, is_lax: bool) -> None:
     if "cache_salt" in found.known and is_lax and (not again or other):
         found.known.discard("cache_salt")
         found.skipped.append("cache_salt: it is taken, but so is any field, and no effect is seen")
+        if again and (await asker.ask({**body, "cache_prompt": False})).num_cached == 0:  # llama.cpp's name
+            found.known.add("cache_prompt")
+    if not found.fresh("") and RESET not in found.known:
+        found.skipped.append(
+            "without reuse: nothing to ask it by is known; what is first asked alone may be reused too"
+        )
     uncounted = "they are not counted, or also where nothing can have been cached"
     found.note("cached_tokens", again and not first, uncounted)
 

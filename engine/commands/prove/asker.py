@@ -4,9 +4,11 @@ It judges nothing. What a server says that is not an answer (a status, an event 
 """
 
 import asyncio
+import math
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -15,6 +17,7 @@ from penstock.engine.commands.bench.http_client import Client, Connection, Targe
 from penstock.engine.commands.bench.stream import Events
 
 PATH = "/v1/completions"
+LAST_S = 5.0  # for a small exchange after the end: what is held is looked at then
 
 
 class Spoken(msgspec.Struct):
@@ -35,7 +38,8 @@ class Spoken(msgspec.Struct):
         self.tokens += logprobs.get("tokens") or []
         self.values += logprobs.get("token_logprobs") or []
         self.tops += [top or {} for top in logprobs.get("top_logprobs") or []]
-        for token in logprobs.get("content") or []:  # as in chats; llama.cpp writes completions' like this too
+        # As in chats; llama.cpp writes completions' like this too, without text where it may begin a stop string.
+        for token in filter(itemgetter("token"), logprobs.get("content") or []):
             self.tokens.append(token["token"])
             self.values.append(token["logprob"])
             self.tops.append({top["token"]: top["logprob"] for top in token.get("top_logprobs") or []})
@@ -72,12 +76,22 @@ class Answered(msgspec.Struct):
 
 
 class Asker:
-    """`timeout_s`: so long without a byte is a hang."""
+    """`timeout_s`: so long without a byte is a hang. `duration_s`: what is in flight then, from now on, is left."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float, duration_s: float = math.inf) -> None:
         self.client = Client(Target.of(url))
         self.headers, self.timeout_s = headers, timeout_s
         self.num_bytes = 0
+        self._started_s, self._duration_s = asyncio.get_running_loop().time(), duration_s
+        self.until(1.0)
+
+    def until(self, share: float) -> None:
+        """Nothing goes on after this share of the duration, until another one is named."""
+        self.until_s = self._started_s + share * self._duration_s
+
+    @property
+    def is_over(self) -> bool:
+        return asyncio.get_running_loop().time() >= self.until_s
 
     async def ask(self, body: Mapping[str, Any], leaves_s: float | None = None, reads: str = "at once") -> Answered:
         answered, events, parts = Answered(), Events(), bytearray()
@@ -108,7 +122,7 @@ class Asker:
                 )  # not within the time: what a cancelled connect has made is lost
             async with leaving, patience:
                 patience.reschedule(loop.time() + self.timeout_s)
-                leaving.reschedule(None if leaves_s is None else loop.time() + leaves_s)
+                leaving.reschedule(min(self.until_s, math.inf if leaves_s is None else loop.time() + leaves_s))
                 answered.status = await (own or self.client).exchange(request, take)
         except TimeoutError:
             answered.has_left = leaving.expired()
@@ -134,7 +148,8 @@ class Asker:
         """A small exchange; the status and the body, decoded where it is JSON. Status 0: no answer."""
         content = b"" if body is None else msgspec.json.encode(body)
         try:
-            async with asyncio.timeout(self.timeout_s):
+            left_s = max(LAST_S, self.until_s - asyncio.get_running_loop().time())
+            async with asyncio.timeout(min(self.timeout_s, left_s)):
                 status, data = await self.client.fetch(method, path, content, self.headers)
         except (OSError, TimeoutError):
             return 0, None

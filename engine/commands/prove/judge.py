@@ -68,10 +68,10 @@ def compare(reference: Spoken, spoken: Spoken, error: float, is_done: bool) -> V
 
 
 def _sequences(reference: Spoken, spoken: Spoken) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The finest that both have: ids, tokens' texts, or characters."""
+    """The finest that both have: ids, tokens where they spell the text (llama.cpp's may not, at a stop), or characters."""
     if reference.ids and spoken.ids:
         return reference.ids, spoken.ids
-    if reference.tokens and spoken.tokens:
+    if all(each.tokens and "".join(each.tokens) == each.text for each in (reference, spoken)):
         return reference.tokens, spoken.tokens
     return reference.text, spoken.text
 

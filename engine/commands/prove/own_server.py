@@ -17,12 +17,14 @@ from typing import NamedTuple
 
 from penstock.engine.commands.bench.http_client import Client, Target
 from penstock.engine.commands.bench.startup import PENSTOCK, free_port, stop
+from penstock.engine.commands.prove.own_adapter import write_adapter
 from penstock.engine.config import ConfigError
 
 START_S, END_S = 300.0, 15.0
 DIE_WITH = (sys.executable, "-m", "penstock.executor.process_life")  # whose process, and then what
 TINY = "--kv-cache-bytes 16MiB --max-model-len 320 --max-num-seqs 8"  # of the default model: 21 blocks
 HOST = "--kv-host-bytes 8MiB"
+ADAPTED = f"{TINY} {{adapter}}"  # with one, where the model is the default
 LOOKUP = '--speculative-config {"method":"ngram"}'
 
 
@@ -34,11 +36,11 @@ class World(NamedTuple):
 
 
 WORLDS: dict[str, World] = {
-    "uniproc": World([TINY]),
+    "uniproc": World([ADAPTED]),
     "small-steps": World([f"{TINY} --block-size 8 --max-num-batched-tokens 40"]),
     "drafts": World([f"{TINY} {LOOKUP}"]),
-    "ranks": World([f"{TINY} --kv-cache-bytes 6MiB --tensor-parallel-size 3"]),  # of 9 heads
-    "tiers": World([f"{TINY} {HOST} --kv-disk-path {{folder}}/disk --kv-disk-bytes 256MiB"]),
+    "ranks": World([f"{ADAPTED} --kv-cache-bytes 6MiB --tensor-parallel-size 3"]),  # of 9 heads
+    "tiers": World([f"{ADAPTED} {HOST} --kv-disk-path {{folder}}/disk --kv-disk-bytes 256MiB --verify-blocks 1"]),
     "router": World([TINY, TINY], "--backend {url0} --backend {url1}"),
     "split": World(
         [f"{TINY} {HOST} --kv-peer-listen {{peer}}", f"{TINY} {HOST} --kv-peer {{peer}}"],
@@ -53,6 +55,8 @@ class OwnServer:
     def __init__(self, world: str, model: str | None, more: Sequence[str], folder: Path) -> None:
         self.folder, self._log = folder, folder / "server.log"
         words = {"folder": str(folder), "peer": f"127.0.0.1:{free_port()}"}
+        self._adapter = None if model else folder / "adapter"  # of the default model, whose shapes we know
+        words["adapter"] = f"--enable-lora --lora-modules random={self._adapter}" if self._adapter else ""
         self._commands: list[list[str]] = []
         servers, router = WORLDS[world]
         for number, options in enumerate(servers):
@@ -69,6 +73,8 @@ class OwnServer:
     async def start(self) -> None:
         """Ready to be asked; ConfigError with the server's last line when it ends before."""
         self.servers = []
+        if self._adapter is not None:
+            write_adapter(self._adapter)
         for command in self._commands:
             with self._log.open("ab") as log:
                 command = [*DIE_WITH, str(os.getpid()), *command]

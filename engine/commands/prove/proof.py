@@ -26,11 +26,16 @@ from penstock.engine.options import Count, Seconds, flag, size_bytes
 MAX_GROWTH = 128 * 2**20  # of the server's memory, over the second half of the requests
 WINDOW = 24  # requests before a failing one that may have to do with it
 SETTLE_S = 15.0
-HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+HELD = (  # what is 0 when all have gone; the last one ever
+    *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
+    *("llamacpp:requests_processing", "llamacpp:requests_deferred", "penstock:kv_tier_differing_blocks_total"),
+)
 REACHED = {
     "preemptions": "vllm:num_preemptions_total",
     "cached tokens": "vllm:prefix_cache_hits_total",
-    "restored blocks": "penstock:kv_tier_restores_total",
+    "kept tokens": "llamacpp:prompt_tokens_cached_total",
+    "restored blocks": "penstock:kv_tier_loaded_blocks_total",
+    "compared blocks": "penstock:kv_tier_verified_blocks_total",
     "accepted drafts": "penstock:spec_accepted_tokens_total",
 }
 
@@ -41,7 +46,7 @@ class ProveOptions:
     requests: Count = flag("under load, beside those that are asked alone (default: 300)", "N", default=300)
     rate: Seconds = flag("requests per second on average, in bursts (default: 20)", "R", default=20.0)
     concurrency: Count = flag("requests at a time, at most (default: 16)", "N", default=16)
-    duration: Seconds = flag("of the load, at most; what is left is left out (default: 120)", "S", default=120.0)
+    duration: Seconds = flag("of all, at most; what is left is left out (default: 600)", "S", default=600.0)
     max_bytes: Count = flag("sent and received, at most (default: 64MiB)", "SIZE", read=size_bytes, default=64 * 2**20)
     timeout: Seconds = flag("without a byte is a hang (default: 120)", "S", default=120.0)
     exact: bool = flag("the same bits: no tie and no difference in a log-probability is allowed", default=False)
@@ -85,15 +90,17 @@ class Proof:
 
     async def ask_alone(self) -> None:
         """Every question once, each when the one before has ended."""
+        self.asker.until(0.4)
         for index in range(len(self.questions)):
             spoken = await self._ask_fresh(index, "alone")
             if spoken is not None:
                 self.references[index] = spoken
         if not self.references:
-            self._found("error", "no question was answered alone")
+            self._found("error", "no question was answered alone, in two fifths of the time")
 
     async def measure_error(self) -> None:
         """The same beside each other, still without reuse: what differs is how exact the numbers are."""
+        self.asker.until(0.5)
         room = asyncio.Semaphore(self.options.concurrency)
         some = list(self.references)[:32]
 
@@ -113,6 +120,7 @@ class Proof:
         options, loop = self.options, asyncio.get_running_loop()
         plan = schedule(self._rng, self.questions, self.abilities.known, options.requests, options.rate)
         room, started_s, begun = asyncio.Semaphore(options.concurrency), loop.time(), await look(self.asker)
+        self.asker.until(0.8)
         halfway: Look | None = None
         history: list[Ask] = []
         struck: asyncio.Task[str] | None = None
@@ -133,11 +141,9 @@ class Proof:
                     if strike is not None:
                         self.is_struck = may_fail
                         struck = tasks.create_task(strike())
-                await asyncio.sleep(max(0.0, started_s + min(ask.at_s, options.duration) - loop.time()))
+                await asyncio.sleep(max(0.0, min(started_s + ask.at_s, self.asker.until_s) - loop.time()))
                 await room.acquire()
-                spent_s = max(ask.at_s, loop.time() - started_s)
-                if spent_s > options.duration or self.asker.num_bytes > options.max_bytes:
-                    self.counts["how", ask.manner, "left out"] += 1
+                if self._left_out(ask.manner):
                     room.release()
                 else:
                     tasks.create_task(one(ask))
@@ -148,8 +154,10 @@ class Proof:
 
     async def ask_again(self, manner: str = "after") -> None:
         """What was cached or damaged in the storm would show now: each question once more, with reuse."""
+        self.asker.until(0.9)
         for index in self.references:
-            self._note(Ask(0.0, index, manner, {}), await self.asker.ask(self.body(index)))
+            if not self._left_out(manner):
+                self._note(Ask(0.0, index, manner, {}), await self.asker.ask(self.body(index)))
 
     async def _settled(self) -> Look | None:
         """All have gone: nothing is running, waiting or held."""
@@ -204,14 +212,22 @@ class Proof:
             return Verdict("reset") if answered.status in (200, 409) else Verdict("error", f"status {answered.status}")
         # Asked for the first time, an answer is its own reference.
         reference = self.references.get(ask.question) or answered.choices.get(0, Spoken())
-        is_fresh = is_fresh and "cached_tokens" in self.abilities.known
+        is_fresh = is_fresh and "cached_tokens" in self.abilities.known and bool(self.abilities.fresh(""))
         return judge(reference, answered, ask.fields.get("n", 1), self.error, is_fresh)
 
     async def _ask_fresh(self, index: int, manner: str) -> Spoken | None:
         """The answer, where there is one."""
+        if self._left_out(manner):
+            return None
         answered = await self.asker.ask(self.body(index, await self.fresh()))
         self._note(Ask(0.0, index, manner, {}), answered, is_fresh=True)
         return answered.choices.get(0) if answered.is_done else None
+
+    def _left_out(self, manner: str) -> bool:
+        is_left_out = self.asker.is_over or self.asker.num_bytes > self.options.max_bytes
+        if is_left_out:
+            self.counts["how", manner, "left out"] += 1
+        return is_left_out
 
     def _note(self, ask: Ask, answered: Answered, beside: Sequence[Ask] = (), *, is_fresh: bool = False) -> None:
         """Count what came of it."""

@@ -29,6 +29,7 @@ ask() {{ call --max-time "$1" "$URL{path}" -d "$2"; echo; }}
 
 async def write_scripts(proof: Proof, url: str, folder: Path) -> list[Path]:
     """One for each of the first failures of every kind; a client that stays meets them again more surely."""
+    proof.asker.until(1.0)
     written: list[Path] = []
     seen: Counter[str] = Counter()
     for finding in sorted(proof.findings, key=lambda each: each.ask is not None and each.ask.leaves_s is not None):
@@ -74,6 +75,8 @@ async def _fewest(proof: Proof, finding: Finding) -> tuple[list[Ask], str]:
 async def _repeats(proof: Proof, finding: Finding, asks: Sequence[Ask]) -> bool:
     """Send them with the times between them; whether the failing one fails like before."""
     assert finding.ask is not None
+    if proof.asker.is_over:
+        return False
     await proof.fresh()
     first_s = min(ask.at_s for ask in asks)
 

@@ -17,12 +17,9 @@ function parseMetrics(text) {
   return series;
 }
 
-/** The sum of a name's samples that have these labels; undefined where there are none. */
-function total(series, name, wanted = {}) {
-  const fit = (series.get(name) ?? []).filter(({ labels }) =>
-    Object.entries(wanted).every(([label, value]) => labels[label] === value),
-  );
-  return fit.length ? fit.reduce((sum, { value }) => sum + value, 0) : undefined;
+/** The sum of a name's samples; undefined where there are none. */
+function total(series, name) {
+  return series.get(name)?.reduce((sum, { value }) => sum + value, 0);
 }
 
 /** A name's samples by the value of one label. */
@@ -54,13 +51,13 @@ class History {
   }
 
   /** How much a counter grew per second over the last looks; undefined with one look alone. */
-  rate(name, wanted, over = 3) {
-    return between(this.looks.at(-1 - over) ?? this.looks[0], this.looks.at(-1), name, wanted);
+  rate(name) {
+    return between(this.looks.at(-4) ?? this.looks[0], this.looks.at(-1), name);
   }
 
   /** The same between all neighbouring looks, for a line. */
-  rates(name, wanted) {
-    return this.looks.slice(1).map((look, i) => between(this.looks[i], look, name, wanted) ?? 0);
+  rates(name) {
+    return this.looks.slice(1).map((look, i) => between(this.looks[i], look, name) ?? 0);
   }
 
   /** How much `top` grew for each that `bottom` grew: in the last minute, else since the start; undefined for none. */
@@ -89,11 +86,11 @@ class History {
   }
 }
 
-function between(first, last, name, wanted) {
+function between(first, last, name) {
   const seconds = last.at - first.at;
-  const now = total(last.series, name, wanted);
+  const now = total(last.series, name);
   if (seconds <= 0 || now === undefined) return undefined;
-  return (now - (total(first.series, name, wanted) ?? 0)) / seconds;
+  return (now - (total(first.series, name) ?? 0)) / seconds;
 }
 
 /**

@@ -22,8 +22,7 @@ from penstock.executor.protocol import ModelInfo
 T = TypeVar("T")
 Item = dict[str, Any]
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
-
-_INPUT = msgspec.json.Decoder(str | list[Item])
+INPUT: Any = str | list[Item]
 
 
 class Messages:
@@ -63,7 +62,7 @@ def given_items(raw: Raw, info: ModelInfo) -> list[Item]:
     if bytes(raw) in (b"", b"null"):
         return []
     check_braces("input", raw, info)
-    given = decode(_INPUT, raw, "input")
+    given = decode(INPUT, raw, "input")
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
@@ -110,7 +109,7 @@ def of_kind(value: object, kind: Any, field: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        within, what = objection(error)
+        within, what = objection(error, kind)
         raise InvalidRequest(field + within, what) from None
 
 

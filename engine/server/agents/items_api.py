@@ -6,6 +6,7 @@ client; only this process knows of it until it has ended.
 
 import asyncio
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,10 +40,7 @@ NAMES = {  # what a chat calls otherwise
     "reasoning_effort": "reasoning.effort",
     "tool_choice.function": "tool_choice",
 }
-SAME = {*ResponsesRequest.__struct_fields__} & {*schema.ChatRequest.__struct_fields__} - {"tools", "tool_choice"}
-
-_CREATE = msgspec.json.Decoder(ResponsesRequest)
-_COUNT = msgspec.json.Decoder(ItemsRequest)
+SAME = schema.CHAT_FIELDS & {*ResponsesRequest.__struct_fields__}
 
 
 class InputTokens(msgspec.Struct, frozen=True):
@@ -62,7 +60,7 @@ class Background(NamedTuple):
 
 async def responses(service: Service, call: Call, body: bytes) -> ItemsReply | AsyncGenerator[bytes, None]:
     """Answer a conversation of items."""
-    request = service.accept(call, body, _CREATE, NOT_SERVED)
+    request = service.accept(call, body, ResponsesRequest, NOT_SERVED)
     if request.background:
         if request.stream or request.store is False:
             raise InvalidRequest("background", "what runs in the background is kept (store) and not streamed")
@@ -77,9 +75,7 @@ async def responses(service: Service, call: Call, body: bytes) -> ItemsReply | A
         service.release(call)
         raise
 
-    async def keep(reply: ItemsReply) -> bool:
-        return await _keep(service, call, request, given, reply)
-
+    keep = partial(_keep, service, call, request, given)
     writer = ItemWriter(call, reply, service.tokenizer, keep, is_stream=bool(request.stream))
     raises = not (request.stream or request.background)
     pieces = write(service, call, ChatReply(service, call, chat, plan), writer, raises=raises)
@@ -96,7 +92,7 @@ async def responses(service: Service, call: Call, body: bytes) -> ItemsReply | A
 
 async def input_tokens(service: Service, call: Call, body: bytes) -> InputTokens:
     """How many tokens the prompt of a response would have."""
-    request = service.accept(call, body, _COUNT, NOT_SERVED)
+    request = service.accept(call, body, ItemsRequest, NOT_SERVED)
     with service.admit(1):
         _, chat, messages = await _chat(service, call, request, "resp_", len(body))
         with in_words_of(NAMES, messages.places):

@@ -20,7 +20,6 @@ from penstock.engine.server.service import Service
 
 MAX_LISTED = 100
 NO_ROOM = "it cannot be kept: the store is too small for it, or has failed"
-_CONVERSATION = msgspec.json.Decoder(ConversationRequest)
 
 
 async def get(service: Service, call: Call, _body: bytes) -> dict[str, Any]:
@@ -63,7 +62,7 @@ async def list_items(service: Service, call: Call, _body: bytes) -> dict[str, An
 
 async def create_conversation(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Begin a conversation, to which responses are added."""
-    request = parse(body, _CONVERSATION, {})
+    request = parse(body, ConversationRequest, {})
     kept_id = f"conv_{secrets.token_hex(16)}"
     shown: dict[str, Any] = {"id": kept_id, "object": "conversation", "created_at": int(time.time())}
     shown["metadata"] = request.metadata or {}
@@ -75,14 +74,14 @@ async def create_conversation(service: Service, call: Call, body: bytes) -> dict
 
 async def change_conversation(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Other metadata."""
-    request = parse(body, _CONVERSATION, {})
+    request = parse(body, ConversationRequest, {})
     if request.items is not None:
         raise InvalidRequest("items", "they are added with POST /v1/conversations/{conversation_id}/items")
     return _shown(await _changed(service, call, lambda kept: kept["shown"].update(metadata=request.metadata or {})))
 
 
 async def add_items(service: Service, call: Call, body: bytes) -> dict[str, Any]:
-    items = _new_items(parse(body, _CONVERSATION, {}), _id(call)[1])
+    items = _new_items(parse(body, ConversationRequest, {}), _id(call)[1])
     await _changed(service, call, lambda kept: kept["items"].extend(items))
     return _page(call, items[::-1])
 

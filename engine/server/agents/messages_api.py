@@ -36,15 +36,7 @@ NAMES = {  # what a chat calls otherwise
     "tool_choice.function": "tool_choice",
 }
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-SAME = {*MessagesRequest.__struct_fields__} & {*schema.ChatRequest.__struct_fields__} - {
-    "messages",
-    "tools",
-    "tool_choice",
-}
-
-_CREATE = msgspec.json.Decoder(MessagesRequest)
-_COUNT = msgspec.json.Decoder(CountRequest)
-_MESSAGES = msgspec.json.Decoder(list[BlockMessage])
+SAME = schema.CHAT_FIELDS & {*MessagesRequest.__struct_fields__}
 
 
 class CountReply(msgspec.Struct, frozen=True):
@@ -53,7 +45,7 @@ class CountReply(msgspec.Struct, frozen=True):
 
 async def messages(service: Service, call: Call, body: bytes) -> MessageReply | AsyncGenerator[bytes, None]:
     """Answer a conversation of blocks."""
-    request = _accepted(service, call, body, _CREATE)
+    request = _accepted(service, call, body, MessagesRequest)
     chat, places = _chat(service, request)
     with in_words_of(NAMES, places):
         plan = await ask(service, call, chat, len(body))
@@ -68,23 +60,23 @@ async def messages(service: Service, call: Call, body: bytes) -> MessageReply | 
 
 async def count_tokens(service: Service, call: Call, body: bytes) -> CountReply:
     """How many tokens the prompt of a message would have."""
-    chat, places = _chat(service, _accepted(service, call, body, _COUNT))
+    chat, places = _chat(service, _accepted(service, call, body, CountRequest))
     with service.admit(1), in_words_of(NAMES, places):
         return CountReply(await num_prompt_tokens(service, chat, len(body)))
 
 
-def _accepted(service: Service, call: Call, body: bytes, decoder: Any) -> Any:
+def _accepted(service: Service, call: Call, body: bytes, kind: Any) -> Any:
     given = [value.decode("latin-1") for name, value in call.scope["headers"] if name == b"anthropic-version"]
     if given and given[0] not in VERSIONS:
         what = f"anthropic-version: {clip(given[0])!r} is not served; {' and '.join(VERSIONS)} are"
         raise HttpError(400, what, param="anthropic-version")
-    return service.accept(call, body, decoder, NOT_SERVED)
+    return service.accept(call, body, kind, NOT_SERVED)
 
 
 def _chat(service: Service, request: CountRequest) -> tuple[schema.ChatRequest, list[str]]:
     """The chat that the request stands for, and where its messages were written."""
     check_braces("messages", request.messages, service.info)
-    given = decode(_MESSAGES, request.messages, "messages")
+    given = decode(list[BlockMessage], request.messages, "messages")
     if not given:
         raise InvalidRequest("messages", "at least one is needed")
     chat = Messages()

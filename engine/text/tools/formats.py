@@ -133,10 +133,13 @@ def _format(
     closers: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Format:
-    """`call`: what stands before the name, before the arguments and behind them. Without `join` each call has its own
-    `start` and `end`. The mark is what `start` has besides blanks and a bracket."""
+    """`call`: what stands before the name, before the arguments and behind them. Without `join` the calls of a list have
+    a comma between them, others each their own `start` and `end`. The mark is what `start` has besides blanks and a
+    bracket."""
     mark = start.strip().rstrip("[")
-    written = Written(start, *call, f"{end}\n{start}" if join is None else join, end)
+    if join is None:
+        join = ", " if start.endswith("[") else f"{end}\n{start}"
+    written = Written(start, *call, join, end)
     return Format(name, found_by or ((mark,),), written, closers or {mark: end.strip()}, parameters, **more)
 
 
@@ -166,7 +169,6 @@ CODER = _format(
 _MISTRAL = _format(
     "mistral",
     *("[TOOL_CALLS][", "]", _OBJECT),
-    join=", ",
     closers={"[TOOL_CALLS]": ""},
     extra=("[ARGS]", "[CALL_ID]"),
     has_args=True,
@@ -253,14 +255,12 @@ FORMATS = (
     _format(
         "lfm2",
         *("<|tool_call_start|>[", "]<|tool_call_end|>", *_PYTHON),
-        join=", ",
         found_by=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
     ),
     _format("olmo3", "<function_calls>\n", "\n</function_calls>", *_PYTHON, join="\n"),
     _format(
         "llama4_pythonic",
         *("[", "]", *_PYTHON),
-        join=", ",
         found_by=(("[func_name1(",),),
         closers={"<|python_start|>": "]<|python_end|>"},
         is_bare=True,
@@ -269,34 +269,16 @@ FORMATS = (
     _format(
         "phi4_mini_json",
         *("<|tool_call|>[", "]<|/tool_call|>", _OBJECT),
-        join=", ",
         found_by=(("<|tool_call|>", "<|/tool_call|>"),),
         closers={"<|tool_call|>": "<|/tool_call|>", "functools[": "]"},
     ),
-    _format(
-        "phi4_mini_json",
-        *("functools[", "]", _OBJECT),
-        join=", ",
-        found_by=(("functools[",),),
-        closers={"functools[": "]"},
-    ),
-    _format(
-        "granite",
-        *("<|tool_call|>[", "]", _OBJECT),
-        join=", ",
-        closers={"<|tool_call|>": "", "<tool_call>": ""},
-    ),
-    _format(
-        "hunyuan_a13b",
-        *("<tool_calls>[", "]</tool_calls>", _OBJECT),
-        join=", ",
-        closers={"<tool_calls>": "</tool_calls>"},
-    ),
+    _format("phi4_mini_json", "functools[", "]", _OBJECT, found_by=(("functools[",),), closers={"functools[": "]"}),
+    _format("granite", "<|tool_call|>[", "]", _OBJECT, closers={"<|tool_call|>": "", "<tool_call>": ""}),
+    _format("hunyuan_a13b", "<tool_calls>[", "]</tool_calls>", _OBJECT, closers={"<tool_calls>": "</tool_calls>"}),
     HERMES,
     _format(
         "xlam",
         *("[", "]", _OBJECT),
-        join=", ",
         found_by=(('[{"name": "tool_call_name"',), ('[{"name": "func_name1"',)),
         closers={"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", "```": "```"},
         fences=("```",),

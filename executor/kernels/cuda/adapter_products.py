@@ -19,21 +19,43 @@ DEPTH = 128  # of the inner product at a time
 COLUMNS = 64  # of the outer one
 
 
-def add_low_rank(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, widths: Sequence[int]) -> None:
+def add_low_rank(
+    x: Tensor,
+    y: Tensor,
+    tiles: Tensor,
+    down: Tensor,
+    up: Tensor,
+    widths: Sequence[int],
+    order: Tensor | None = None,
+) -> None:
     """As kernels/places.py explains."""
     _, num_parts, rank, depth = down.shape
     width = up.shape[1]
     assert x.is_contiguous() and y.is_contiguous() and x.dtype is y.dtype is down.dtype is up.dtype
     assert x.shape[1] == depth and y.shape[1] == width == sum(widths) and tiles.is_contiguous()
-    inner = torch.empty(len(x), num_parts * rank, dtype=x.dtype, device=x.device)
+    inner = torch.empty(len(y), num_parts * rank, dtype=x.dtype, device=x.device)
+    ordered = tiles if order is None else order
     _inner[(len(tiles), num_parts * (rank // 16))](
-        x, tiles, down, inner, K=depth, INNER=num_parts * rank, ROWS=ROWS, DEPTH=DEPTH, num_warps=4, num_stages=3
+        x,
+        tiles,
+        ordered,
+        down,
+        inner,
+        K=depth,
+        INNER=num_parts * rank,
+        SHARED_BY=len(y) // len(x),
+        ORDERED=order is not None,
+        ROWS=ROWS,
+        DEPTH=DEPTH,
+        num_warps=4,
+        num_stages=3,
     )
     column = 0
     for part, size in enumerate(widths):
         _outer[(len(tiles), triton.cdiv(size, COLUMNS))](
             inner,
             tiles,
+            ordered,
             up,
             y,
             WIDTH=width,
@@ -42,6 +64,7 @@ def add_low_rank(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, 
             INNER=num_parts * rank,
             PART=part,
             RANK=rank,
+            ORDERED=order is not None,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
             num_warps=4,
@@ -54,23 +77,22 @@ def add_low_rank(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, 
 def _inner(
     x_ptr,
     tiles_ptr,
+    order_ptr,
     down_ptr,
     inner_ptr,
     K: tl.constexpr,
     INNER: tl.constexpr,
+    SHARED_BY: tl.constexpr,
+    ORDERED: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    """A tile's rows, and 16 of the inner numbers of all parts."""
-    take_turn(DEPENDENT)
-    tile = tiles_ptr + tl.program_id(0) * 3
-    first, num_rows, place = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    row = tl.arange(0, ROWS)[:, None]
+    """A tile's rows, and 16 of the inner numbers of all parts, of which each has a multiple of 16."""
+    take_turn()
+    row, is_row, place = _rows_of(tiles_ptr, order_ptr, ROWS, ORDERED)
     at = (tl.program_id(1) * 16 + tl.arange(0, 16))[None, :]
     k = tl.arange(0, DEPTH)
-    is_row = row < num_rows
-    x_ptrs = x_ptr + (first + row).to(tl.int64) * K + k[None, :]
+    x_ptrs = x_ptr + row // SHARED_BY * K + k[None, :]
     down_ptrs = down_ptr + (place.to(tl.int64) * INNER + at) * K + k[:, None]
     sums = tl.zeros([ROWS, 16], tl.float32)
     whole: tl.constexpr = K % DEPTH == 0
@@ -80,16 +102,17 @@ def _inner(
         if not whole:
             is_x &= is_deep[None, :]
         x = tl.load(x_ptrs + start, mask=is_x, other=0.0)
-        down = load_inside(down_ptrs + start, is_deep[:, None] & (at < INNER), whole)
+        down = load_inside(down_ptrs + start, is_deep[:, None], whole)
         sums = tl.dot(x, down, sums, input_precision="ieee")
-    to = inner_ptr + (first + row).to(tl.int64) * INNER + at
-    tl.store(to, sums.to(inner_ptr.dtype.element_ty), mask=is_row & (at < INNER))
+    to = inner_ptr + row * INNER + at
+    tl.store(to, sums.to(inner_ptr.dtype.element_ty), mask=is_row)
 
 
 @kernel
 def _outer(
     inner_ptr,
     tiles_ptr,
+    order_ptr,
     up_ptr,
     y_ptr,
     WIDTH: tl.constexpr,
@@ -98,24 +121,33 @@ def _outer(
     INNER: tl.constexpr,
     PART: tl.constexpr,
     RANK: tl.constexpr,
+    ORDERED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """A tile's rows, and some columns of one part."""
-    take_turn(DEPENDENT)
-    tile = tiles_ptr + tl.program_id(0) * 3
-    first, num_rows, place = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    row = tl.arange(0, ROWS)[:, None]
+    take_turn()
+    row, is_row, place = _rows_of(tiles_ptr, order_ptr, ROWS, ORDERED)
     rank = tl.arange(0, RANK)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    is_row = row < num_rows
-    inner_ptrs = inner_ptr + (first + row).to(tl.int64) * INNER + PART * RANK + rank[None, :]
+    inner_ptrs = inner_ptr + row * INNER + PART * RANK + rank[None, :]
     inner = tl.load(inner_ptrs, mask=is_row, other=0.0)
     up_ptrs = up_ptr + (place.to(tl.int64) * WIDTH + FIRST + column) * RANK + rank[:, None]
     up = load_inside(up_ptrs, column < SIZE, SIZE % COLUMNS == 0)
     sums = tl.dot(inner, up, input_precision="ieee")
-    y_ptrs = y_ptr + (first + row).to(tl.int64) * WIDTH + FIRST + column
+    y_ptrs = y_ptr + row * WIDTH + FIRST + column
     is_inside = is_row & (column < SIZE)
     sums += tl.load(y_ptrs, mask=is_inside, other=0.0).to(tl.float32)
     tl.store(y_ptrs, sums.to(y_ptr.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _rows_of(tiles_ptr, order_ptr, ROWS: tl.constexpr, ORDERED: tl.constexpr):
+    """The program's tile: rows [ROWS, 1], whether each is one, and the place."""
+    tile = tiles_ptr + tl.program_id(0) * 3
+    row = tl.arange(0, ROWS)[:, None]
+    is_row = row < tl.load(tile + 1)
+    row = (tl.load(tile) + row).to(tl.int64)
+    if ORDERED:
+        row = tl.load(order_ptr + row, mask=is_row, other=0)
+    return row, is_row, tl.load(tile + 2)

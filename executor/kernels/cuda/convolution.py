@@ -21,26 +21,26 @@ class Units(NamedTuple):
     page: int
     unit: int
     per_page: int
+    width: int  # pages of a row, in the tables
 
 
 def kept_in(
     states: StatePages, batch: ForwardBatch, dtype: torch.dtype
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], tuple[int, int], Units]:
-    """The pages in numbers of `dtype`; read and write table and what is new; a table's width and the layer's first unit."""
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Units]:
+    """The pages in numbers of `dtype`; read and write table and what is new."""
     assert batch.states is not None
     read, write, is_new = batch.states
     assert read.is_contiguous() and write.is_contiguous()
     pages = states.base.view(dtype)
-    units = Units(pages.stride(0), states.unit_bytes // dtype.itemsize, states.units_per_page)
-    return pages, (read, write, is_new), (read.shape[1], states.first_unit), units
+    units = Units(pages.stride(0), states.unit_bytes // dtype.itemsize, states.units_per_page, read.shape[1])
+    return pages, (read, write, is_new), units
 
 
 @triton.jit
-def unit_of(table_ptr, row, unit, width, first_unit, UNITS: tl.constexpr):
-    """Where a unit of a row begins."""
-    at = first_unit + unit
-    page = tl.load(table_ptr + row.to(tl.int64) * width + at // UNITS.per_page).to(tl.int64)
-    return page * UNITS.page + at % UNITS.per_page * UNITS.unit
+def unit_of(table_ptr, row, unit, UNITS: tl.constexpr):
+    """Where a unit of a row begins; the layer's own are counted in."""
+    page = tl.load(table_ptr + row.to(tl.int64) * UNITS.width + unit // UNITS.per_page).to(tl.int64)
+    return page * UNITS.page + unit % UNITS.per_page * UNITS.unit
 
 
 def convolve(
@@ -49,7 +49,7 @@ def convolve(
     taps, channels = weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous()
     y = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
-    pages, table, numbers, units = kept_in(states, batch, x.dtype)
+    pages, table, units = kept_in(states, batch, x.dtype)
     singles, several = batch.num_single_rows, len(batch.query_lens)
     pointers = x, weight, weight if bias is None else bias, y, pages, *table, batch.query_starts
     for first, rows in ((0, singles), (singles, several)):
@@ -58,7 +58,7 @@ def convolve(
             tiles = rows if tokens == 1 else sum(batch.query_lens) // tokens + rows
             _convolve[(tiles, triton.cdiv(channels, wide))](
                 *pointers,
-                *numbers,
+                states.first_unit,
                 first,
                 rows,
                 X_STRIDE=x.stride(0),
@@ -85,7 +85,6 @@ def _convolve(
     write_ptr,
     is_new_ptr,
     starts_ptr,
-    width,
     first_unit,
     first_row,
     num_rows,
@@ -112,7 +111,7 @@ def _convolve(
     is_channel = channel < WIDTH
     token = tile * TOKENS + tl.arange(0, TOKENS)[:, None]
     x_ptr += begin.to(tl.int64) * X_STRIDE
-    tail_ptr = pages_ptr + unit_of(read_ptr, row, 0, width, first_unit, UNITS)
+    tail_ptr = pages_ptr + unit_of(read_ptr, row, first_unit, UNITS)
     has_tail = tl.load(is_new_ptr + row) == 0
     acc = tl.zeros((TOKENS, CHANNELS), tl.float32)
     for tap in tl.static_range(TAPS):
@@ -138,5 +137,5 @@ def _convolve(
             older = tail_ptr + (source + TAPS - 1) * WIDTH + channel
             ours += tl.load(older, mask=is_kept & (source < 0) & has_tail, other=0.0)  # one of the two is zero
             tl.debug_barrier()  # in place: all has been read
-            kept_ptr = pages_ptr + unit_of(write_ptr, row, 0, width, first_unit, UNITS)
+            kept_ptr = pages_ptr + unit_of(write_ptr, row, first_unit, UNITS)
             tl.store(kept_ptr + kept * WIDTH + channel, ours, mask=is_kept)

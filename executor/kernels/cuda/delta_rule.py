@@ -5,7 +5,8 @@ Within a chunk, what each token changes depends on those before it through a tri
 not need the state, so all chunks of all heads are prepared at once (`_prepare`): u, the changes if the state were zero;
 w, what a state takes from them; and queries, keys and their products with decay in them. Then a program per row, head
 and 64 columns of the state goes from chunk to chunk (`_advance`) with nothing but four products each, and the last kernel
-norms and gates. Decay is kept as the logarithm of what is left since the chunk began.
+norms and gates. Decay is kept as the logarithm of what is left since the chunk began. Mamba 2 erases nothing: there is no
+system, the changes are the values, and what they are multiplied by is in keys and products.
 """
 
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ class Sizes(NamedTuple):
     value_heads: int
     key_dim: int
     value_dim: int
+    erases: bool
     qkv_stride: int  # from token to token, as the next two
     z_stride: int
     gate_stride: int
@@ -43,23 +45,27 @@ class Sizes(NamedTuple):
     @staticmethod
     def of(heads: DeltaHeads, inputs: DeltaInputs) -> "Sizes":
         assert all(part.stride(1) == 1 for part in inputs)
-        return Sizes(*heads[:4], *(part.stride(0) for part in inputs))
+        return Sizes(*heads[:4], heads.erases, *(part.stride(0) for part in inputs))
 
 
-def delta_rule(inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
+def delta_rule(
+    inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch, is_fixed: bool = False
+) -> Tensor:
     qkv, z, gates = inputs
     sizes, tokens, num_heads = Sizes.of(heads, inputs), len(z), heads.value_heads
     out = torch.empty((tokens, heads.values), dtype=z.dtype, device=z.device)
-    pages, table, numbers, units = kept_in(states, batch, torch.float32)
+    norm = heads.norm if heads.skip is None else heads.skip
+    assert norm is not None
+    pages, table, units = kept_in(states, batch, torch.float32)
     singles, several = batch.num_single_rows, len(batch.query_lens)
     constants: dict[str, Any] = {"SIZES": sizes, "UNITS": units}
-    is_exact = z.dtype is torch.float32  # there are no products of float32 that are as quick as they would have to be
+    # Of float32 there are no products that are as quick as they would have to be. Fixed: where a chunk ends would show.
+    is_exact = is_fixed or z.dtype is torch.float32
     if rows := singles + several if is_exact else singles:
         wide = power_of_2(heads.key_dim) * power_of_2(heads.value_dim) >= 1 << 14
         _step[(num_heads, rows)](
-            *(qkv, z, gates, heads.rate, heads.shift, heads.norm, out, pages, *table, batch.query_starts),
-            *numbers,
-            heads.eps,
+            *(qkv, z, gates, heads.rate, heads.shift, norm, out, pages, *table, batch.query_starts),
+            *(states.first_unit, heads.eps),
             **constants,
             num_warps=8 if wide else 4,
         )
@@ -70,11 +76,12 @@ def delta_rule(inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch
         def room(width: int, dtype: torch.dtype = z.dtype) -> Tensor:
             return torch.empty((tokens, num_heads * width), dtype=dtype, device=z.device)
 
-        u, made = room(heads.value_dim), room(heads.value_dim, torch.float32)
-        prepared = *(room(heads.key_dim) for _ in range(3)), room(CHUNK.value), room(1, torch.float32)
-        for kind in (True, False):  # one after the other: registers would not suffice for both at once
+        u, w = (room(heads.value_dim), room(heads.key_dim)) if heads.erases else (qkv, qkv)
+        made, queries, keys = room(heads.value_dim, torch.float32), room(heads.key_dim), room(heads.key_dim)
+        prepared = w, queries, keys, room(CHUNK.value), room(1, torch.float32)
+        for kind in (True, False) if heads.erases else (False,):  # registers would not suffice for both at once
             _prepare[(count // CHUNK.value + several, num_heads)](
-                *(qkv, gates, heads.rate, heads.shift, u, *prepared, batch.query_starts),
+                *(qkv, gates, heads.rate, heads.shift, norm, u, *prepared, batch.query_starts),
                 *(singles, several),
                 SIZES=sizes,
                 IS_SOLVED=kind,
@@ -82,14 +89,14 @@ def delta_rule(inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch
             )
         _advance[(num_heads, several, triton.cdiv(heads.value_dim, columns))](
             *(u, *prepared, made, pages, *table, batch.query_starts),
-            *(*numbers, singles),
+            *(states.first_unit, singles),
             **constants,
             COLUMNS=columns,
             num_warps=4 if is_wide else 8,
             num_stages=2 if is_wide else 1,
         )
         _finish[(triton.cdiv(count, FINISHED), num_heads)](
-            *(made, z, heads.norm, out), *(tokens - count, tokens, heads.eps), SIZES=sizes, TOKENS=FINISHED, num_warps=4
+            *(made, z, norm, out), *(tokens - count, tokens, heads.eps), SIZES=sizes, TOKENS=FINISHED, num_warps=4
         )
     return out
 
@@ -101,9 +108,9 @@ def direction(x, scale):
 
 
 @triton.jit
-def log_decay(a, rate, shift):
+def softplus(a, shift):
     x = a.to(tl.float32) + shift
-    return rate * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @kernel
@@ -120,7 +127,6 @@ def _step(
     write_ptr,
     is_new_ptr,
     starts_ptr,
-    width,
     first_unit,
     eps,
     SIZES: tl.constexpr,
@@ -135,27 +141,34 @@ def _step(
     inside = is_i[:, None] & is_j[None, :]
     place = i[:, None] * SIZES.value_dim + j[None, :]
     has_state = tl.load(is_new_ptr + row) == 0
-    state_ptr = pages_ptr + unit_of(read_ptr, row, 1 + head, width, first_unit, UNITS)
+    state_ptr = pages_ptr + unit_of(read_ptr, row, first_unit + 1 + head, UNITS)
     state = tl.load(state_ptr + place, mask=inside & has_state, other=0.0)
     rate, shift = tl.load(rate_ptr + head), tl.load(shift_ptr + head)
-    norm = tl.load(norm_ptr + j, mask=is_j, other=0.0)
+    norm = tl.load(norm_ptr + j, mask=is_j, other=0.0) if SIZES.erases else tl.load(norm_ptr + head)
     keys: tl.constexpr = SIZES.key_heads * SIZES.key_dim
     key_ptr = qkv_ptr + head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key_dim + i
     for number in range(tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)):
         token = tl.cast(number, tl.int64)
         at = token * SIZES.qkv_stride
-        q = direction(tl.load(key_ptr + at, mask=is_i, other=0.0).to(tl.float32), SCALE)
-        k = direction(tl.load(key_ptr + at + keys, mask=is_i, other=0.0).to(tl.float32), 1.0)
+        q = tl.load(key_ptr + at, mask=is_i, other=0.0).to(tl.float32)
+        k = tl.load(key_ptr + at + keys, mask=is_i, other=0.0).to(tl.float32)
         v = tl.load(qkv_ptr + at + 2 * keys + head * SIZES.value_dim + j, mask=is_j, other=0.0).to(tl.float32)
         gate_ptr = gates_ptr + token * SIZES.gate_stride + head
-        state *= tl.exp(log_decay(tl.load(gate_ptr + SIZES.value_heads), rate, shift))
-        change = tl.sigmoid(tl.load(gate_ptr).to(tl.float32)) * (v - tl.sum(k[:, None] * state, 0))
+        if SIZES.erases:
+            q, k = direction(q, SCALE), direction(k, 1.0)
+            state *= tl.exp(rate * softplus(tl.load(gate_ptr + SIZES.value_heads), shift))
+            change = tl.sigmoid(tl.load(gate_ptr).to(tl.float32)) * (v - tl.sum(k[:, None] * state, 0))
+        else:
+            step = softplus(tl.load(gate_ptr), shift)
+            state *= tl.exp(rate * step)
+            change = step * v
         state += k[:, None] * change[None, :]
-        y = normalize(tl.sum(q[:, None] * state, 0), norm, eps, SIZES.value_dim)
+        y = tl.sum(q[:, None] * state, 0)
+        y = normalize(y, norm, eps, SIZES.value_dim) if SIZES.erases else y + norm * v
         z = tl.load(z_ptr + token * SIZES.z_stride + head * SIZES.value_dim + j, mask=is_j, other=0.0).to(tl.float32)
         out = out_ptr + token * (SIZES.value_heads * SIZES.value_dim) + head * SIZES.value_dim + j
         tl.store(out, (y * activate(z, "silu")).to(out_ptr.dtype.element_ty), mask=is_j)
-    kept_ptr = pages_ptr + unit_of(write_ptr, row, 1 + head, width, first_unit, UNITS)
+    kept_ptr = pages_ptr + unit_of(write_ptr, row, first_unit + 1 + head, UNITS)
     tl.store(kept_ptr + place, state, mask=inside)
 
 
@@ -191,6 +204,7 @@ def _prepare(
     gates_ptr,
     rate_ptr,
     shift_ptr,
+    skip_ptr,
     u_ptr,
     w_ptr,
     queries_ptr,
@@ -219,14 +233,18 @@ def _prepare(
     q_ptrs = qkv_ptr + head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key_dim + i[None, :]
     is_k, is_v = is_token[:, None] & (i < SIZES.key_dim)[None, :], is_token[:, None] & (j < SIZES.value_dim)[None, :]
     gate = token * SIZES.gate_stride + head
-    a = tl.load(gates_ptr + gate + SIZES.value_heads, mask=is_token, other=0.0)
-    decay = tl.where(is_token, log_decay(a, tl.load(rate_ptr + head), tl.load(shift_ptr + head)), 0.0)
-    beta = tl.sigmoid(tl.load(gates_ptr + gate, mask=is_token, other=0.0).to(tl.float32))
+    b = tl.load(gates_ptr + gate, mask=is_token, other=0.0)
+    a = tl.load(gates_ptr + gate + SIZES.value_heads, mask=is_token, other=0.0) if SIZES.erases else b
+    step = softplus(a, tl.load(shift_ptr + head))
+    beta = tl.sigmoid(b.to(tl.float32)) if SIZES.erases else step
+    decay = tl.where(is_token, tl.load(rate_ptr + head) * step, 0.0)
     left = tl.cumsum(decay, 0)
     vector = token * SIZES.value_heads + head
     narrow = u_ptr.dtype.element_ty
     place = vector[:, None] * SIZES.key_dim + i[None, :]
-    k = direction(tl.load(q_ptrs + keys, mask=is_k, other=0.0).to(tl.float32), 1.0)
+    k = tl.load(q_ptrs + keys, mask=is_k, other=0.0).to(tl.float32)
+    if SIZES.erases:
+        k = direction(k, 1.0)
     is_past = number[:, None] >= number[None, :]
     since = tl.where(is_past, tl.exp(tl.where(is_past, left[:, None] - left[None, :], 0.0)), 0.0)
     if IS_SOLVED:
@@ -239,11 +257,17 @@ def _prepare(
         tl.store(u_ptr + vector[:, None] * SIZES.value_dim + j[None, :], u.to(narrow), mask=is_v)
     else:
         SCALE: tl.constexpr = SIZES.key_dim**-0.5
-        q = direction(tl.load(q_ptrs, mask=is_k, other=0.0).to(tl.float32), SCALE)
+        q = tl.load(q_ptrs, mask=is_k, other=0.0).to(tl.float32)
+        if SIZES.erases:
+            q = direction(q, SCALE)
         tl.store(queries_ptr + place, (q * tl.exp(left)[:, None]).to(narrow), mask=is_k)
         remains = tl.exp(tl.sum(decay, 0) - left)
-        tl.store(keys_ptr + place, (k * remains[:, None]).to(narrow), mask=is_k)
         scores = tl.dot(q.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * since
+        if not SIZES.erases:
+            remains *= beta
+            own = tl.where(number[:, None] == number[None, :], tl.load(skip_ptr + head), 0.0)
+            scores = scores * beta[None, :] + own
+        tl.store(keys_ptr + place, (k * remains[:, None]).to(narrow), mask=is_k)
         tl.store(scores_ptr + vector[:, None] * CHUNK + number[None, :], scores.to(narrow), mask=is_token[:, None])
         tl.store(left_ptr + vector, left, mask=is_token)
 
@@ -262,7 +286,6 @@ def _advance(
     write_ptr,
     is_new_ptr,
     starts_ptr,
-    width,
     first_unit,
     first_row,
     SIZES: tl.constexpr,
@@ -280,7 +303,7 @@ def _advance(
     inside = is_i[:, None] & is_j[None, :]
     place = i[:, None] * SIZES.value_dim + j[None, :]
     has_state = tl.load(is_new_ptr + row) == 0
-    state_ptr = pages_ptr + unit_of(read_ptr, row, 1 + head, width, first_unit, UNITS)
+    state_ptr = pages_ptr + unit_of(read_ptr, row, first_unit + 1 + head, UNITS)
     state = tl.load(state_ptr + place, mask=inside & has_state, other=0.0)
     narrow = u_ptr.dtype.element_ty
     for start in range(0, count, CHUNK):
@@ -289,10 +312,15 @@ def _advance(
         is_k, is_v = is_token[:, None] & is_i[None, :], is_token[:, None] & is_j[None, :]
         at = vector[:, None] * SIZES.key_dim + i[None, :]
         values = vector[:, None] * SIZES.value_dim + j[None, :]
-        change = tl.load(u_ptr + values, mask=is_v, other=0.0).to(tl.float32)
         before = state.to(narrow)
-        w = tl.load(w_ptr + at, mask=is_k, other=0.0)
-        change = (change - tl.dot(w, before, input_precision="ieee")).to(narrow)
+        if SIZES.erases:
+            change = tl.load(u_ptr + values, mask=is_v, other=0.0).to(tl.float32)
+            w = tl.load(w_ptr + at, mask=is_k, other=0.0)
+            change = (change - tl.dot(w, before, input_precision="ieee")).to(narrow)
+        else:
+            token = (begin + start + number).to(tl.int64)[:, None] * SIZES.qkv_stride
+            first: tl.constexpr = 2 * SIZES.key_heads * SIZES.key_dim
+            change = tl.load(u_ptr + token + first + head * SIZES.value_dim + j[None, :], mask=is_v, other=0.0)
         out = tl.dot(tl.load(queries_ptr + at, mask=is_k, other=0.0), before, input_precision="ieee")
         scores = tl.load(scores_ptr + vector[:, None] * CHUNK + number[None, :], mask=is_token[:, None], other=0.0)
         out = tl.dot(scores, change, out, input_precision="ieee")
@@ -300,7 +328,7 @@ def _advance(
         last = (begin + tl.minimum(start + CHUNK, count) - 1).to(tl.int64) * SIZES.value_heads + head
         k = tl.load(keys_ptr + at, mask=is_k, other=0.0)
         state = tl.dot(tl.trans(k), change, state * tl.exp(tl.load(left_ptr + last)), input_precision="ieee")
-    kept_ptr = pages_ptr + unit_of(write_ptr, row, 1 + head, width, first_unit, UNITS)
+    kept_ptr = pages_ptr + unit_of(write_ptr, row, first_unit + 1 + head, UNITS)
     tl.store(kept_ptr + place, state, mask=inside)
 
 
@@ -313,6 +341,8 @@ def _finish(made_ptr, z_ptr, norm_ptr, out_ptr, first, end, eps, SIZES: tl.const
     inside = (token < end) & (j < SIZES.value_dim)
     place = token * (SIZES.value_heads * SIZES.value_dim) + head * SIZES.value_dim + j
     made = tl.load(made_ptr + place, mask=inside, other=0.0)
-    y = normalize(made, tl.load(norm_ptr + j, mask=j < SIZES.value_dim, other=0.0), eps, SIZES.value_dim)
+    y = made
+    if SIZES.erases:
+        y = normalize(made, tl.load(norm_ptr + j, mask=j < SIZES.value_dim, other=0.0), eps, SIZES.value_dim)
     z = tl.load(z_ptr + token * SIZES.z_stride + head * SIZES.value_dim + j, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + place, (y * activate(z, "silu")).to(out_ptr.dtype.element_ty), mask=inside)

@@ -7,7 +7,7 @@ and kernels that are launched in the usual way wait for everything by themselves
 """
 
 import triton
-import triton.language as tl
+import triton.language as tl  # noqa: F401  (the interpreter asks for it where a kernel is)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.executor.kernels.card import current_card
@@ -15,15 +15,18 @@ from penstock.executor.kernels.card import current_card
 ENABLED = False  # no GPU has shown what it gains: the seventh rung of `make gpu-first` measures that
 
 
-def launching() -> dict[str, bool]:
-    """For the launch of a kernel that begins with `take_turn(DEPENDENT)`; `launch.Kernel` adds it."""
-    is_dependent = ENABLED and current_card().has_dependent_launch
-    return {"DEPENDENT": is_dependent, "launch_pdl": is_dependent}
+def is_dependent(_semantic: object = None) -> bool:
+    """What is launched now; to the compiler a function like its own, whose answer is a constant."""
+    return ENABLED and current_card().has_dependent_launch
+
+
+is_dependent.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 @triton.jit
-def take_turn(DEPENDENT: tl.constexpr):
-    """To be the first thing that a kernel does: where no program of it waited, the next would not wait for this one."""
-    if DEPENDENT:
+def take_turn():
+    """To be the first thing that a kernel does: where no program of it waited, the next would not wait for this one. Its
+    launch is given `launch_pdl`, by launch.Kernel."""
+    if is_dependent():
         gdc_wait()
         gdc_launch_dependents()

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels import Activation, Scaled
+from penstock.executor.kernels import Activation, Adds, Scaled
 from penstock.executor.kernels.cuda import fp8
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.fp8 import quantize_groups
@@ -17,7 +17,7 @@ from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.mxfp4_experts import coded_products
 from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import Sorted, load_slots, sort_entries
-from penstock.executor.kernels.cuda.rows import gated
+from penstock.executor.kernels.cuda.rows import gate, gated
 from penstock.executor.kernels.cuda.tiles import Tile, expert_step, expert_tile
 from penstock.executor.kernels.eight_bits import BLOCK, are_quantized, make_quantized
 
@@ -36,24 +36,35 @@ def fused_experts(
     activation: Activation,
     added: Tensor | None = None,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    adds: Adds | None = None,
+    is_fixed: bool = False,
 ) -> Tensor:
     """With eight bits and few entries weights widen as they arrive: half the bytes are read, and tokens stay exact. For
-    many the products are of eight bits. MXFP4 widens always."""
+    many the products are of eight bits. MXFP4 widens always. Fixed: as for many, however few there are."""
     num_slots, width, inner = len(down[0]), hidden.shape[1], gate_up[0].shape[1] // 2
     entries = slots.numel()
     x: Scaled = hidden, None
-    if down[0].dtype is EIGHT_BITS and are_quantized(entries, num_slots):
+    if down[0].dtype is EIGHT_BITS and (is_fixed or are_quantized(entries, num_slots)):
         x = fp8.quantize(hidden)
         inside: Scaled = make_quantized(entries, inner, hidden.device)
     else:
         inside = torch.empty((entries, inner), dtype=hidden.dtype, device=hidden.device), None
     sizes = x[0].element_size(), gate_up[0].element_size()
-    up_tile, down_tile = (expert_tile(entries, num_slots, columns, *sizes) for columns in (inner, width))
+    up_tile, down_tile = (expert_tile(entries, num_slots, columns, *sizes, is_fixed) for columns in (inner, width))
     order = sort_entries(slots, num_slots, first, up_tile.rows)
     parts = torch.empty((entries, width), dtype=hidden.dtype, device=hidden.device)
     given = {"ACTIVATION": activation}
-    _launch(order, up_tile, x, gate_up, biases[0], inside, slots.shape[1], hidden, GATED=True, **given)
+    if adds is None:
+        _launch(order, up_tile, x, gate_up, biases[0], inside, slots.shape[1], hidden, GATED=True, **given)
+    else:  # what is added to the gate comes before the activation
+        both = parts.new_empty(entries, 2 * inner)
+        _launch(order, up_tile, x, gate_up, biases[0], (both, None), slots.shape[1], hidden, GATED=False, **given)
+        adds.gate_up(hidden, both)
+        activated = gate(both, activation)
+        inside = (activated, None) if inside[1] is None else fp8.quantize(activated)
     _launch(order, down_tile, inside, down, biases[1], (parts, None), 1, hidden, GATED=False, **given)
+    if adds is not None:
+        adds.down(activated, parts)
     return weighted_sum(parts, slots, shares, num_slots, first, added)
 
 
@@ -155,10 +166,9 @@ def _multiply(
     QUANTIZES: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """A tile's rows of x times their expert's weight [WIDTH, DEPTH]; gated: a gate's rows, then as many of up."""
-    take_turn(DEPENDENT)
+    take_turn()
     tile = tl.program_id(1)
     num_rows = tl.load(tiles_ptr + 2 * tile + 1)
     if num_rows == 0:
@@ -242,10 +252,9 @@ def _add_shares(
     TOP_K: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     ADDS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """What a token's entries on this rank add up to, in the order of its choice."""
-    take_turn(DEPENDENT)
+    take_turn()
     token = tl.program_id(0)
     column = tl.program_id(1) * SUM_BLOCK + tl.arange(0, SUM_BLOCK)
     inside = column < WIDTH

@@ -70,16 +70,18 @@ def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: floa
     return (values, scales), total
 
 
-def block_linear(x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
+def block_linear(
+    x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype, is_fixed: bool = False
+) -> Tensor:
     values, scales = x
-    if values.is_cuda and is_cublas(len(values), len(weight)):
+    if values.is_cuda and not is_fixed and is_cublas(len(values), len(weight)):
         return scaled_mm(x, weight, weight_scales, dtype)
     rows, depth = values.shape
     width = len(weight)
     assert values.is_contiguous() and weight.is_contiguous() and weight_scales.is_contiguous() and scales.stride(0) == 1
-    tile = block_linear_tile(rows, width)
+    tile = block_linear_tile(rows, width, is_fixed)
     grid = (triton.cdiv(width, tile.columns), triton.cdiv(rows, tile.rows))
-    splits = depth_splits(grid[0] * grid[1], depth)
+    splits = 1 if is_fixed else depth_splits(grid[0] * grid[1], depth)
     out = torch.empty((rows, width), dtype=dtype, device=values.device)
     parts = out if splits == 1 else out.new_empty((splits, rows, width), dtype=torch.float32)
     pointers = values, scales, weight, weight_scales, parts
@@ -142,10 +144,9 @@ def _quantize_rows(
     STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     GATED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Some groups of a row; gated: of the row's first half, through SiLU, times its second."""
-    take_turn(DEPENDENT)
+    take_turn()
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     is_group = group < WIDTH // GROUP
@@ -174,9 +175,8 @@ def _norm_quantize(
     RESIDUAL_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    take_turn(DEPENDENT)
+    take_turn()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -207,10 +207,9 @@ def _block_linear(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """A part of the depth. A step of it is one block of scales: its product is scaled once, in float32."""
-    take_turn(DEPENDENT)
+    take_turn()
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = row < rows, column < WIDTH
@@ -235,9 +234,9 @@ def _block_linear(
 
 
 @kernel
-def _join(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _join(parts_ptr, out_ptr, size, SPLITS: tl.constexpr):
     """The parts of a product, added in the order of its depth."""
-    take_turn(DEPENDENT)
+    take_turn()
     index = tl.program_id(0).to(tl.int64) * JOIN_BLOCK + tl.arange(0, JOIN_BLOCK)
     inside = index < size
     total = tl.zeros([JOIN_BLOCK], tl.float32)

@@ -56,10 +56,9 @@ def _gated_linear(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """All rows, and some columns of both products. These are rounded before the activation, as in the twin."""
-    take_turn(DEPENDENT)
+    take_turn()
     row = tl.arange(0, ROWS)[:, None]
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     k = tl.arange(0, DEPTH)

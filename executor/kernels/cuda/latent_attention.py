@@ -70,10 +70,9 @@ def _latent_singles(
     PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """A program goes through its share, from one row's tile of heads to the next."""
-    take_turn(DEPENDENT)
+    take_turn()
     shares = plan_ptr, parts_ptr, sums_ptr, arrivals_ptr
     row, tile, block, left, context = take_share(plan_ptr)
     taken = 0
@@ -89,7 +88,7 @@ def _latent_singles(
         high = tl.minimum(context, low + count * COLUMNS)
         queries = q_ptr + begin * (SIZES.rope + SIZES.rank), member, is_head, tl.full([ROWS], 0, tl.int32) + high
         pages = latents_ptr, tables_ptr + row.to(tl.int64) * table_stride
-        weighed = _attend(queries, pages, low, high, scale, SIZES, PAGES, ROWS, COLUMNS)
+        weighed = _attend(queries, pages, low, high, scale, SIZES, PAGES, COLUMNS)
         inner = member[:, None] * SIZES.rank + rank[None, :]
         places = inner, is_head[:, None] & (rank < SIZES.rank)[None, :], member, is_head
         item = begin, taken, block, count, blocks
@@ -119,10 +118,9 @@ def _latent(
     PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """One program per tile of ROWS (token, head) pairs of one row."""
-    take_turn(DEPENDENT)
+    take_turn()
     row, tile, begin, count = take_tile(order_ptr, tl.program_id(0), starts_ptr)
     before = tl.load(contexts_ptr + row) - count
     pair = tile * ROWS + tl.arange(0, ROWS)
@@ -133,7 +131,7 @@ def _latent(
     pages = latents_ptr, tables_ptr + row.to(tl.int64) * table_stride
     high = before + tl.minimum(count, (tile * ROWS + ROWS - 1) // SIZES.heads + 1)  # what the tile's last token sees
     queries = q_ptr, pair, is_pair, before + token
-    _, total, acc = _attend(queries, pages, 0, high, scale, SIZES, PAGES, ROWS, COLUMNS)
+    _, total, acc = _attend(queries, pages, 0, high, scale, SIZES, PAGES, COLUMNS)
     rank = tl.arange(0, block_of(SIZES.rank))
     mask = is_pair[:, None] & (rank < SIZES.rank)[None, :]
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -141,17 +139,7 @@ def _latent(
 
 
 @triton.jit
-def _attend(
-    queries,
-    pages,
-    low,
-    high,
-    scale,
-    SIZES: tl.constexpr,
-    PAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def _attend(queries, pages, low, high, scale, SIZES: tl.constexpr, PAGES: tl.constexpr, COLUMNS: tl.constexpr):
     """What queries, the `pair`s of those from q_ptr on, make of a row's positions low … high - 1, none later than their
     own `position`: as `weigh` leaves it."""
     q_ptr, pair, is_pair, position = queries
@@ -163,7 +151,7 @@ def _attend(
     q_ptr += pair[:, None] * (SIZES.rope + SIZES.rank)
     q_rope = tl.load(q_ptr + rope[None, :], mask=is_pair[:, None] & is_rope[None, :], other=0.0)
     q_rank = tl.load(q_ptr + SIZES.rope + rank[None, :], mask=is_pair[:, None] & is_rank[None, :], other=0.0)
-    best, total, acc = unseen(ROWS, block_of(SIZES.rank))
+    best, total, acc = unseen(pair.shape[0], block_of(SIZES.rank))
     for start in range(low, high, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
         inside = seen < high

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels import Rotation
+from penstock.executor.kernels import LatentStore
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import layout_of, slot_place
@@ -19,23 +19,15 @@ from penstock.executor.kernels.cuda.tiles import power_of_2, rope_tile
 
 
 def latent_rope_and_store(
-    goal: Tensor,
-    q: Tensor,
-    down: Tensor,
-    norm: tuple[Tensor, float],
-    rotation: Rotation,
-    latents: Tensor,
-    kv_slots: Tensor,
-    first: int,
-    is_whole: bool,
+    goal: Tensor, q: Tensor, down: Tensor, store: LatentStore, first: int, is_whole: bool
 ) -> None:
     tokens, num_heads, width = goal.shape
-    (cos, sin, positions), (weight, eps) = rotation, norm
+    (weight, eps), (cos, sin, positions), latents, kv_slots = store
     rank, half = len(weight), cos.shape[1]
     assert q.stride()[1:] == (q.shape[2], 1) and down.stride(1) == 1 and down.shape[1] == rank + 2 * half
     assert goal.is_contiguous() and goal.dtype is q.dtype is down.dtype
     assert weight.dtype is torch.float32 and weight.is_contiguous()
-    check_places(rotation, kv_slots)
+    check_places(store.rotation, kv_slots)
     if not tokens:
         return
     tile = rope_tile(min(16, num_heads), power_of_2(half))
@@ -85,10 +77,9 @@ def _latent_rope(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Some tokens of some query heads; behind these programs those of the keys, which all heads share."""
-    take_turn(DEPENDENT)
+    take_turn()
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]  # of the goal
     is_row = row < tokens
     token = first + row

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.executor.kernels.cuda.dependent import launching
+from penstock.executor.kernels.cuda.dependent import is_dependent
 
 ALIGNMENT = 16  # bytes: what a pointer must be a multiple of for the wide loads that kernels are compiled with
 # What Triton 3.6's launcher takes before a kernel's own arguments: the grid, the stream, the function, whether all
@@ -30,8 +30,8 @@ _addresses, _dtypes, _devices = torch.Tensor.data_ptr, attrgetter("dtype"), torc
 class Kernel:
     """In place of `triton.jit`, for functions that a launcher launches; those called in kernels keep `triton.jit`.
 
-    A launch gives pointers (`x_ptr`), then numbers by position, and constants (`tl.constexpr`) and options by name, but
-    for `DEPENDENT`, which `dependent` decides. Sizes that go together are one constant, a `NamedTuple`.
+    A launch gives pointers (`x_ptr`), then numbers by position, and constants (`tl.constexpr`) and options by name.
+    Sizes that go together are one constant, a `NamedTuple`.
     Strides that wide loads depend on are constants: a number is taken to be anything.
     """
 
@@ -46,7 +46,7 @@ class Kernel:
         # The launcher in C takes all parameters in their order, with anything in the constants' places: the None at -1.
         self._arrange = itemgetter(*(given.index(name) if name in given else -1 for name in parameters))
         self._jit = triton.jit(function, do_not_specialize=self._numbers)
-        self._takes_turns = "DEPENDENT" in parameters
+        self._takes_turns = "take_turn" in function.__code__.co_names
         self._known: dict[tuple[Any, ...], _Direct | None] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -55,7 +55,7 @@ class Kernel:
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **given: Any) -> None:
         runtime = _runtime()
         if self._takes_turns:
-            given |= launching()
+            given["launch_pdl"] = is_dependent()
         tensors = arguments[: self._num_pointers]
         addresses = [*map(_addresses, tensors)]
         assert not reduce(or_, addresses) % ALIGNMENT, self._misaligned(tensors)

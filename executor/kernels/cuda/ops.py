@@ -1,6 +1,11 @@
 """The Triton kernels as `Ops`, `BlockOps` and `SamplingOps`, for a model on a GPU."""
 
-from penstock.executor.kernels import BlockOps, GroupOps, Ops
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.executor.kernels import FIXED_ON, BlockOps, GroupOps, Ops
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import (
     convolution,
@@ -20,6 +25,7 @@ from penstock.executor.kernels.cuda import (
     rows,
 )
 from penstock.executor.kernels.recurrent import RecurrentOps
+from penstock.executor.protocol import ExecutorError
 
 
 class _Recurrent:
@@ -29,6 +35,7 @@ class _Recurrent:
 
 class CudaOps:
     recurrent: RecurrentOps = _Recurrent()
+    linear: Callable[..., Tensor] = staticmethod(F.linear)
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)
     gate = staticmethod(rows.gate)
@@ -55,6 +62,15 @@ class CudaSampling:
 OPS, SAMPLING_OPS = CudaOps(fp8), CudaSampling()
 
 
-def choose_ops(card: Card) -> Ops:
-    """`OPS`, but for what the card does not have."""
+def choose_ops(card: Card, is_invariant: bool) -> Ops:
+    """`OPS`, but for what the card does not have; or those whose sums have one order."""
+    if is_invariant:
+        from penstock.executor.kernels.cuda.invariant import InvariantOps
+
+        if card.capability[0] not in (8, 9, 12):
+            raise ExecutorError(
+                f"batch_invariant: given; it needs a GPU of compute capability {FIXED_ON}, and this one is of "
+                f"{'.'.join(map(str, card.capability))}"
+            )
+        return InvariantOps(card.has_eight_bits)
     return OPS if card.has_eight_bits else CudaOps(blocks=None)

@@ -6,18 +6,21 @@ meets its own piece of x and nothing is shuffled. Few rows are bound by the code
 processors read, and its parts are joined in order.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels import Activation, Packed
+from penstock.executor.kernels import Activation, Adds, Packed
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.expert_products import weighted_sum
 from penstock.executor.kernels.cuda.fp8 import join
 from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import Sorted, sort_entries
-from penstock.executor.kernels.cuda.rows import activate
+from penstock.executor.kernels.cuda.rows import activate, gate
 from penstock.executor.kernels.cuda.tiles import Tile, depth_splits, packed_expert_tile, packed_tile
 
 # A float32 whose last bits count ones: an integer beneath it becomes a float without a conversion, of which a processor
@@ -25,13 +28,24 @@ from penstock.executor.kernels.cuda.tiles import Tile, depth_splits, packed_expe
 ONES, ONES_BITS = tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
 
 
-def packed_linear(x: Tensor, weight: Packed) -> Tensor:
+class CodeSizes(NamedTuple):
+    width: int  # of what a program gives columns of: of two products where one is the other's gate
+    rows: int  # of the weight, both products'
+    depth: int
+    group: int  # of depth, with one scale
+    bits: int
+    half: int
+    has_below: bool
+    is_reordered: bool
+
+
+def packed_linear(x: Tensor, weight: Packed, is_fixed: bool = False) -> Tensor:
     rows, width = len(x), weight.width
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    tile = packed_tile(rows, width, x.element_size())
+    tile = packed_tile(rows, width, x.element_size(), is_fixed)
     programs = triton.cdiv(width, tile.columns) * triton.cdiv(rows, tile.rows)
-    splits = depth_splits(programs, weight.depth)
+    splits = 1 if is_fixed else depth_splits(programs, weight.depth)
     parts = out if splits == 1 else out.new_empty((splits, rows, width), dtype=torch.float32)
     _launch(x, weight, parts, None, tile, width, 1, splits, GATED=False, ACTIVATION="silu")
     if splits > 1:
@@ -49,18 +63,28 @@ def packed_experts(
     activation: Activation,
     added: Tensor | None = None,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    adds: Adds | None = None,
+    is_fixed: bool = False,
 ) -> Tensor:
     assert biases == (None, None), "experts of codes have no biases"
     num_slots, width, _ = down.codes.shape
     entries, inner = slots.numel(), down.depth
-    itemsize = hidden.element_size()
-    up_tile, down_tile = (packed_expert_tile(entries, num_slots, columns, itemsize) for columns in (inner, width))
+    given = hidden.element_size(), is_fixed
+    up_tile, down_tile = (packed_expert_tile(entries, num_slots, columns, *given) for columns in (inner, width))
     order = sort_entries(slots, num_slots, first, up_tile.rows)
     inside = torch.empty((entries, inner), dtype=hidden.dtype, device=hidden.device)
     parts = torch.empty((entries, width), dtype=hidden.dtype, device=hidden.device)
-    given = {"ACTIVATION": activation}
-    _launch(hidden, gate_up, inside, order, up_tile, inner, slots.shape[1], 1, GATED=True, **given)
-    _launch(inside, down, parts, order, down_tile, width, 1, 1, GATED=False, **given)
+    top_k = slots.shape[1]
+    if adds is None:
+        _launch(hidden, gate_up, inside, order, up_tile, inner, top_k, 1, GATED=True, ACTIVATION=activation)
+    else:
+        both = parts.new_empty(entries, 2 * inner)
+        _launch(hidden, gate_up, both, order, up_tile, 2 * inner, top_k, 1, GATED=False, ACTIVATION=activation)
+        adds.gate_up(hidden, both)
+        inside = gate(both, activation)
+    _launch(inside, down, parts, order, down_tile, width, 1, 1, GATED=False, ACTIVATION=activation)
+    if adds is not None:
+        adds.down(inside, parts)
     return weighted_sum(parts, slots, shares, num_slots, first, added)
 
 
@@ -84,20 +108,19 @@ def _launch(
     if not tiles:
         return
     beside = scales if below is None else below, scales if places is None else places
+    sizes = CodeSizes(
+        *(width, weight.width, weight.depth, weight.depth // scales.shape[-2], weight.bits, weight.half),
+        has_below=below is not None,
+        is_reordered=places is not None,
+    )
     _multiply_codes[(triton.cdiv(width, tile.columns), tiles, splits)](
         *(x, codes, scales, *beside, y),
         *((scales, scales) if order is None else order),
         len(x),
+        SIZES=sizes,
         STRIDE=x.stride(0),
-        WIDTH=width,
-        DEPTH=weight.depth,
-        GROUPS=scales.shape[-2],
-        BITS=weight.bits,
-        HALF=weight.half,
         SHARED_BY=shared_by,
         SPLITS=splits,
-        HAS_BELOW=below is not None,
-        REORDERED=places is not None,
         SORTED=order is not None,
         **tile.constants(),
         **given,
@@ -115,30 +138,22 @@ def _multiply_codes(
     ids_ptr,
     tiles_ptr,
     rows,
+    SIZES: tl.constexpr,
     STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BITS: tl.constexpr,
-    HALF: tl.constexpr,
     SHARED_BY: tl.constexpr,
     SPLITS: tl.constexpr,
-    HAS_BELOW: tl.constexpr,
-    REORDERED: tl.constexpr,
     SORTED: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    """A tile's rows of x times a weight [WIDTH, DEPTH], or a part of the depth; gated: a gate's rows, then as many of up.
+    """A tile's rows of x times a weight [width, depth], or a part of the depth; gated: a gate's rows, then as many of up.
     Sorted: a tile's rows are entries of one expert."""
-    take_turn(DEPENDENT)
+    take_turn()
     tile = tl.program_id(1)
-    per_byte: tl.constexpr = 8 // BITS
-    factor: tl.constexpr = 2 if GATED else 1
-    row_bytes: tl.constexpr = DEPTH // per_byte
+    per_byte: tl.constexpr = 8 // SIZES.bits
+    row_bytes: tl.constexpr = SIZES.depth // per_byte
     if SORTED:
         num_rows = tl.load(tiles_ptr + 2 * tile + 1)
         if num_rows == 0:
@@ -147,104 +162,69 @@ def _multiply_codes(
         is_row = tl.arange(0, ROWS) < num_rows
         entry = tl.load(ids_ptr + tile * ROWS + tl.arange(0, ROWS), mask=is_row, other=0)
         row = entry // SHARED_BY
-        codes_ptr += slot * (factor * WIDTH * row_bytes)
-        scales_ptr += slot * (factor * WIDTH * GROUPS)
-        below_ptr += slot * (factor * WIDTH * GROUPS)
-        places_ptr += slot * DEPTH
+        codes_ptr += slot * (SIZES.rows * row_bytes)
+        scales_ptr += slot * (SIZES.rows * (SIZES.depth // SIZES.group))
+        below_ptr += slot * (SIZES.rows * (SIZES.depth // SIZES.group))
+        places_ptr += slot * SIZES.depth
     else:
         row = tile * ROWS + tl.arange(0, ROWS)
         is_row = row < rows
         entry = row
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    is_column = column < WIDTH
-    k = tl.arange(0, HALF)
+    is_column = column < SIZES.width
+    k = tl.arange(0, SIZES.half)
     x_rows = x_ptr + row.to(tl.int64)[:, None] * STRIDE
     codes_ptrs = codes_ptr + column.to(tl.int64)[None, :] * row_bytes + k[:, None]
-    steps: tl.constexpr = row_bytes // HALF
+    whole: tl.constexpr = SIZES.width % COLUMNS == 0
+    steps: tl.constexpr = row_bytes // SIZES.half
     each: tl.constexpr = (steps + SPLITS - 1) // SPLITS
     first = tl.program_id(2) * each
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(first, tl.minimum(first + each, steps)):
-        codes = _load_columns(codes_ptrs + step * HALF, is_column, WIDTH % COLUMNS == 0)
+        codes = load_inside(codes_ptrs + step * SIZES.half, is_column[None, :], whole)
         if GATED:
-            up_codes = _load_columns(codes_ptrs + step * HALF + WIDTH * row_bytes, is_column, WIDTH % COLUMNS == 0)
+            up_ptrs = codes_ptrs + step * SIZES.half + SIZES.width * row_bytes
+            up_codes = load_inside(up_ptrs, is_column[None, :], whole)
         for half in tl.static_range(per_byte):
-            start = (step * per_byte + half) * HALF
+            start = (step * per_byte + half) * SIZES.half
             place = start + k
-            if REORDERED:
+            if SIZES.is_reordered:
                 place = tl.load(places_ptr + place)
             x = tl.load(x_rows + place[None, :], mask=is_row[:, None], other=0.0)
-            at = start // (DEPTH // GROUPS) * (factor * WIDTH) + column
-            weight = _widen(
-                codes,
-                half,
-                scales_ptr + at,
-                below_ptr + at,
-                is_column,
-                factor * WIDTH,
-                DEPTH // GROUPS,
-                BITS,
-                HAS_BELOW,
-            )
+            at = start // SIZES.group * SIZES.rows + column
+            weight = _widen(codes, half, scales_ptr + at, below_ptr + at, is_column, SIZES)
             acc = tl.dot(x, weight.to(x.dtype), acc, input_precision="ieee")
             if GATED:
-                at += WIDTH
-                weight = _widen(
-                    up_codes,
-                    half,
-                    scales_ptr + at,
-                    below_ptr + at,
-                    is_column,
-                    factor * WIDTH,
-                    DEPTH // GROUPS,
-                    BITS,
-                    HAS_BELOW,
-                )
+                at += SIZES.width
+                weight = _widen(up_codes, half, scales_ptr + at, below_ptr + at, is_column, SIZES)
                 up = tl.dot(x, weight.to(x.dtype), up, input_precision="ieee")
     if GATED:
         acc = activate(acc, ACTIVATION) * up
     out_row = tl.program_id(2).to(tl.int64) * rows + entry
-    y_ptrs = y_ptr + out_row[:, None] * WIDTH + column[None, :]
+    y_ptrs = y_ptr + out_row[:, None] * SIZES.width + column[None, :]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit
-def _load_columns(ptrs, is_column, IS_WHOLE: tl.constexpr):
-    if IS_WHOLE:
-        return tl.load(ptrs)
-    return tl.load(ptrs, mask=is_column[None, :], other=0.0)
-
-
-@triton.jit
-def _widen(
-    codes,
-    half: tl.constexpr,
-    scales_ptrs,
-    below_ptrs,
-    is_column,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    HAS_BELOW: tl.constexpr,
-):
-    """Codes [HALF, COLUMNS], of which one part of each byte counts -> float32"""
+def _widen(codes, half: tl.constexpr, scales_ptrs, below_ptrs, is_column, SIZES: tl.constexpr):
+    """Codes [half, COLUMNS], of which one part of each byte counts -> float32"""
     is_float: tl.constexpr = codes.dtype == tl.float8e4nv
     if is_float:
         values = codes.to(tl.float32)
-    elif BITS == 4:
+    elif SIZES.bits == 4:
         values = (((codes >> (4 * half)) & 15).to(tl.uint32) | ONES_BITS).to(tl.float32, bitcast=True)
     else:
         values = (codes.to(tl.uint32) | ONES_BITS).to(tl.float32, bitcast=True)
-    parts: tl.constexpr = codes.shape[0] // GROUP  # groups that the codes are of
+    parts: tl.constexpr = codes.shape[0] // SIZES.group  # groups that the codes are of
     if parts > 1:
-        number = tl.arange(0, parts)[:, None] * WIDTH
+        number = tl.arange(0, parts)[:, None] * SIZES.rows
         scales = tl.load(scales_ptrs[None, :] + number, mask=is_column[None, :], other=0.0).to(tl.float32)
-        values = tl.reshape(values, [parts, GROUP, codes.shape[1]])
+        values = tl.reshape(values, [parts, SIZES.group, codes.shape[1]])
         by = scales[:, None, :]
     else:
         by = tl.load(scales_ptrs, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if HAS_BELOW:
+    if SIZES.has_below:
         if parts > 1:
             below = tl.load(below_ptrs[None, :] + number, mask=is_column[None, :], other=0.0).to(tl.float32)[:, None, :]
         else:
@@ -256,5 +236,5 @@ def _widen(
     elif is_float:
         values = values * by
     else:
-        values = (values - (ONES + (1 << (BITS - 1)))) * by
+        values = (values - (ONES + (1 << (SIZES.bits - 1)))) * by
     return tl.reshape(values, [codes.shape[0], codes.shape[1]])

@@ -9,14 +9,14 @@ A graph captured for a bucket of rows serves every batch that fits (work.py). A 
 padding, gets zeros.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_EXTRAS, ScoreExtras
+from penstock.executor.kernels import NO_EXTRAS, Pages, ScoreExtras
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import block_of, layout_of, load_inside, page_rows
@@ -29,42 +29,45 @@ class HeadSizes(NamedTuple):
     kv_heads: int
     group: int  # of query heads that share a key-value head
     dim: int
+    has_window: bool
+    has_sinks: bool
+    has_cap: bool
 
 
 def paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    batch: ForwardBatch,
-    scale: float,
-    window: int | None = None,
-    extras: ScoreExtras = NO_EXTRAS,
+    q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, extras: ScoreExtras = NO_EXTRAS
 ) -> Tensor:
-    num_heads, dim = q.shape[1:]
+    sizes, read, out, numbers, constants = prepare(q, pages, batch, scale, extras)
+    if batch.num_single_rows:
+        tile = decode_tile(sizes.group, sizes.dim, q.element_size(), pages[0].element_size())
+        shares = share_singles(batch, sizes.kv_heads, extras.window, tile, sizes.group, sizes.dim)
+        _decode[(len(shares.plan),)](*read, batch.context_lens, out, *shares, *numbers, **constants, **tile.constants())
+    if batch.query_lens:
+        tile = prefill_tile(sizes.dim, q.element_size())
+        order = order_tiles(batch, batch.num_single_rows, len(batch.context_lens), sizes.group, tile)
+        _prefill[(sizes.kv_heads, len(order))](
+            *read, batch.query_starts, batch.context_lens, order, out, *numbers, **constants, **tile.constants()
+        )
+    return out
+
+
+def prepare(
+    q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, extras: ScoreExtras
+) -> tuple[HeadSizes, tuple[Tensor, ...], Tensor, tuple[float, ...], dict[str, Any]]:
+    """What all launches are given: what they read, the output, numbers, constants."""
+    (k_pages, v_pages), (cap, sinks, window), (num_heads, dim) = pages, extras, q.shape[1:]
     kv_heads = k_pages.shape[2] // dim
-    sizes = HeadSizes(kv_heads, num_heads // kv_heads, dim)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert q.is_contiguous() and len(q) == batch.num_single_rows + sum(batch.query_lens)
     assert k_pages.stride() == v_pages.stride() and k_pages.dtype is v_pages.dtype
     assert k_pages.shape[2] % dim == 0 and num_heads % kv_heads == 0
-    sinks, cap = extras.sinks, extras.cap
+    has = window is not None, sinks is not None, cap is not None
+    sizes = HeadSizes(kv_heads, num_heads // kv_heads, dim, *has)
     assert sinks is None or (sinks.shape == (num_heads,) and sinks.dtype is torch.float32)
     read = q, k_pages, v_pages, q if sinks is None else sinks, batch.block_tables
     scales = (scale, 0.0) if cap is None else (2 * scale / cap, cap)
     numbers = batch.block_tables.stride(0), *(each * LOG2_E for each in scales), window or 0
-    constants = {"SIZES": sizes, "PAGES": layout_of(k_pages), "HAS_WINDOW": window is not None}
-    constants |= {"HAS_SINKS": sinks is not None, "HAS_CAP": cap is not None}
-    if batch.num_single_rows:
-        tile = decode_tile(sizes.group, dim, q.element_size(), k_pages.element_size())
-        shares = share_singles(batch, kv_heads, window, tile, sizes.group, dim)
-        _decode[(len(shares.plan),)](*read, batch.context_lens, out, *shares, *numbers, **constants, **tile.constants())
-    if batch.query_lens:
-        tile = prefill_tile(dim, q.element_size())
-        order = order_tiles(batch, batch.num_single_rows, len(batch.context_lens), sizes.group, tile)
-        _prefill[(kv_heads, len(order))](
-            *read, batch.query_starts, batch.context_lens, order, out, *numbers, **constants, **tile.constants()
-        )
-    return out
+    return sizes, read, out, numbers, {"SIZES": sizes, "PAGES": layout_of(k_pages)}
 
 
 @kernel
@@ -88,13 +91,9 @@ def _decode(
     PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """A program goes through its share, from one (row, key-value head) to the next."""
-    take_turn(DEPENDENT)
+    take_turn()
     shares = plan_ptr, parts_ptr, sums_ptr, arrivals_ptr
     row, kv_head, block, left, context = take_share(plan_ptr)
     taken = 0
@@ -105,13 +104,13 @@ def _decode(
     inner = member[:, None] * SIZES.dim + dim[None, :]  # a number's place among the group's
     places = inner, mask, member, member < SIZES.group
     while left > 0:
-        first, blocks = span(context, window, COLUMNS, HAS_WINDOW)
+        first, blocks = span(context, window, COLUMNS, SIZES.has_window)
         count = tl.minimum(left, blocks - block)
         begin = (row.to(tl.int64) * SIZES.kv_heads + kv_head) * SIZES.group
         q = tl.load(q_ptr + begin * SIZES.dim + inner, mask=mask, other=0.0)
         best, total, acc = unseen(ROWS, block_of(SIZES.dim))
         is_first = (member < SIZES.group) & (block == 0)
-        best, total = see_sinks(best, total, sinks_ptr, kv_head * SIZES.group + member, is_first, HAS_SINKS)
+        best, total = see_sinks(best, total, sinks_ptr, kv_head * SIZES.group + member, is_first, SIZES.has_sinks)
         low = first + block * COLUMNS
         high = tl.minimum(context, low + count * COLUMNS)
         table_ptr = tables_ptr + row.to(tl.int64) * table_stride
@@ -123,7 +122,7 @@ def _decode(
             k = tl.load(k_ptr + cells[None, :] + dim[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
             v = tl.load(v_ptr + cells[:, None] + dim[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-            scores = squeeze(scores, cap, HAS_CAP)
+            scores = squeeze(scores, cap, SIZES.has_cap)
             scores = tl.where(inside[None, :], scores, -float("inf"))
             best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
         weighed, item = (best, total, acc), (begin, taken, block, count, blocks)
@@ -157,9 +156,6 @@ def _prefill(
     PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
 ):
     """One program per key-value head and tile of ROWS (token, head of the group) pairs of one row."""
     kv_head = tl.program_id(0)
@@ -176,7 +172,7 @@ def _prefill(
     q = tl.load(q_ptr + head[:, None] * SIZES.dim + dim[None, :], mask=mask, other=0.0)
     best, total, acc = unseen(ROWS, block_of(SIZES.dim))
     own = kv_head * SIZES.group + pair % SIZES.group
-    best, total = see_sinks(best, total, sinks_ptr, own, is_pair, HAS_SINKS)
+    best, total = see_sinks(best, total, sinks_ptr, own, is_pair, SIZES.has_sinks)
     k_ptr += kv_head * SIZES.dim
     v_ptr += kv_head * SIZES.dim
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
@@ -184,7 +180,7 @@ def _prefill(
     last = before + tl.minimum(count - 1, (tile * ROWS + ROWS - 1) // SIZES.group)
     low = 0
     whole = (first + 1) // COLUMNS * COLUMNS  # every token of the tile sees all positions before this: no mask
-    if HAS_WINDOW:
+    if SIZES.has_window:
         low = tl.maximum(0, first + 1 - window) // COLUMNS * COLUMNS
         whole = low
     are_whole: tl.constexpr = SIZES.dim == block_of(SIZES.dim)
@@ -192,7 +188,7 @@ def _prefill(
         for start in range(whole if is_edge else low, last + 1 if is_edge else whole, COLUMNS):
             seen = start + tl.arange(0, COLUMNS)
             inside = seen <= last if is_edge else seen >= 0
-            if HAS_WINDOW:  # what lies before it may be another request's by now
+            if SIZES.has_window:  # what lies before it may be another request's by now
                 inside &= seen > first - window
             cells = page_rows(table_ptr, seen, inside, PAGES)
             is_k = inside[None, :] & is_dim[:, None] if is_edge else is_dim[:, None]
@@ -200,10 +196,10 @@ def _prefill(
             k = load_inside(k_ptr + cells[None, :] + dim[:, None], is_k, are_whole and not is_edge)
             v = load_inside(v_ptr + cells[:, None] + dim[None, :], is_v, are_whole and not is_edge)
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-            scores = squeeze(scores, cap, HAS_CAP)
+            scores = squeeze(scores, cap, SIZES.has_cap)
             if is_edge:
                 visible = seen[None, :] <= position[:, None]
-                if HAS_WINDOW:
+                if SIZES.has_window:
                     visible &= seen[None, :] > position[:, None] - window
                 scores = tl.where(visible, scores, -float("inf"))
             best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels import HeadNorms, Pages, Rotation
+from penstock.executor.kernels import KeyStore, Rotation
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import layout_of, slot_place
@@ -33,18 +33,16 @@ def parts_of(dim: int, half: int) -> HeadParts:
     return HeadParts(dim, half, power_of_2(half), power_of_2(dim - 2 * half))
 
 
-def rope_and_store(
-    q: Tensor, k: Tensor, v: Tensor | None, rotation: Rotation, pages: Pages, kv_slots: Tensor, norms: HeadNorms
-) -> Tensor:
+def rope_and_store(q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> Tensor:
     tokens, q_heads, dim = q.shape
-    (cos, sin, positions), (k_pages, v_pages), (q_weight, k_weight, eps) = rotation, pages, norms
+    (cos, sin, positions), (k_pages, v_pages), kv_slots, (q_weight, k_weight, eps) = store
     kv_heads = k.shape[1]
     half = cos.shape[1]
     values = k if v is None else v
     assert v_pages.stride() == k_pages.stride() and v_pages.dtype is k_pages.dtype
     assert q.stride(2) == k.stride(2) == values.stride(2) == 1 and q.dtype is k.dtype is values.dtype
     assert k.shape[2] == values.shape[2] == dim
-    check_places(rotation, kv_slots)
+    check_places(store.rotation, kv_slots)
     rotated = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return rotated
@@ -111,10 +109,9 @@ def _rope_and_store(
     HAS_V: tl.constexpr,
     NORMS_Q: tl.constexpr,
     NORMS_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Some tokens of some heads: first the query heads, then the key heads, which take their values along."""
-    take_turn(DEPENDENT)
+    take_turn()
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     is_token = token < tokens
     position = tl.load(positions_ptr + token, mask=is_token, other=0).to(tl.int64)

@@ -105,10 +105,9 @@ def _choose(
     SIGMOID: tl.constexpr,
     BIASED: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Scores of some tokens, groups side by side and each padded, and as often as it takes the best that is left."""
-    take_turn(DEPENDENT)
+    take_turn()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < tokens
     token = tl.minimum(token, tokens - 1).to(tl.int64)
@@ -195,10 +194,9 @@ def _count(
     NUM_SLOTS: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """How many entries of a chunk each slot has."""
-    take_turn(DEPENDENT)
+    take_turn()
     entry = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     slot, ours = load_slots(slots_ptr, entry, entries, first, NUM_SLOTS)
     counts = tl.histogram(tl.maximum(slot, 0), BINS, mask=ours)
@@ -222,11 +220,10 @@ def _place(
     AT_ONCE: tl.constexpr,
     PART: tl.constexpr,
     IS_ALONE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """The entries of a chunk into their places, in their order, and some of the tiles. Every program knows from all
     chunks' counts where each slot begins."""
-    take_turn(DEPENDENT)
+    take_turn()
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
     total = tl.zeros([BINS], tl.int32)

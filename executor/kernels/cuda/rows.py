@@ -85,10 +85,9 @@ def _norm(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADDS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """The sum is rounded to the stream's dtype before it is normalized, as in the twin."""
-    take_turn(DEPENDENT)
+    take_turn()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)
@@ -118,9 +117,8 @@ def _gate_rows(
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    take_turn(DEPENDENT)
+    take_turn()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < WIDTH)

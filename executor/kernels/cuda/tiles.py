@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from penstock.executor.kernels.card import current_card
 
+FIXED_PROGRAMS = (
+    128  # that a product of few rows is cut for, whatever the card, and beyond which one of many is not cut
+)
 MIN_DEPTH = 1024  # of a product whose depth is cut: below this, putting parts together costs more than it gains
 
 
@@ -76,14 +79,17 @@ def expanded_tile(itemsize: int) -> Tile:
     return Tile(128 if current_card().has_wide_products else 64, 64, 8, 2)
 
 
-def expert_tile(entries: int, num_slots: int, columns: int, itemsize: int, weight_itemsize: int) -> Tile:
+def expert_tile(
+    entries: int, num_slots: int, columns: int, itemsize: int, weight_itemsize: int, is_fixed: bool = False
+) -> Tile:
     """By the entries that an expert has on average: few of them are bound by reading weights, whatever the tile, and all
-    processors are to read. Its rows do not depend on `columns`, how many the product has."""
+    processors are to read. Its rows do not depend on `columns`, how many the product has. Fixed (`fixed_tile`): few
+    have no instruction of their own."""
     if itemsize == 4:
         return Tile(16, 32, 4, 2)
     if itemsize == 1:  # 128 columns: a block of the scales that up writes
         return Tile(64, 128, 8, 3 if current_card().has_wide_products else 2)
-    if entries <= 16 * num_slots:
+    if entries <= 16 * num_slots and not is_fixed:
         width, programs = 128 if weight_itemsize == 1 else 64, min(entries, num_slots) * columns
         while width > 32 and programs < width * current_card().num_processors:
             width //= 2
@@ -96,27 +102,27 @@ def expert_step(itemsize: int) -> int:
     return 128 if itemsize == 1 else 32 if itemsize == 4 else 64
 
 
-def block_linear_tile(rows: int, width: int) -> Tile:
+def block_linear_tile(rows: int, width: int, is_fixed: bool = False) -> Tile:
     """columns: at most the 128 that share a scale. For few rows all processors are to read weights."""
-    if rows <= 16:
+    if rows <= 16 and not is_fixed:
         return Tile(16, 64, 4, 4) if width >= 64 * current_card().num_processors else Tile(16, 32, 4, 6)
-    return Tile(64, 64, 4, 4) if rows <= 64 else Tile(128, 128, 8, 3)
+    return Tile(64, 64, 4, 4) if rows <= 64 else Tile(128, 64 if is_fixed else 128, 8, 3)
 
 
-def packed_tile(rows: int, width: int, itemsize: int) -> Tile:
+def packed_tile(rows: int, width: int, itemsize: int, is_fixed: bool = False) -> Tile:
     """With codes, which pass through registers: where a product's factors do, too, tiles of many rows are smaller."""
     if itemsize == 4:
         return Tile(16, 32, 4, 2)
-    if rows <= 16:
+    if rows <= 16 and not is_fixed:
         return Tile(16, 64 if width >= 64 * current_card().num_processors else 32, 4, 4)
     if not current_card().has_wide_products:
         return Tile(64, 64, 8, 3)
-    return Tile(64, 64, 4, 3) if rows <= 64 else Tile(128, 128, 8, 3)
+    return Tile(64, 64, 4, 3) if rows <= 64 else Tile(128, 64 if is_fixed else 128, 8, 3)
 
 
-def packed_expert_tile(entries: int, num_slots: int, columns: int, itemsize: int) -> Tile:
+def packed_expert_tile(entries: int, num_slots: int, columns: int, itemsize: int, is_fixed: bool = False) -> Tile:
     """As `expert_tile`; its rows do not depend on `columns`."""
-    if entries > 16 * num_slots and itemsize < 4:
+    if (is_fixed or entries > 16 * num_slots) and itemsize < 4:
         if not current_card().has_wide_products:
             return Tile(64, 32, 8, 3)
         return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
@@ -131,6 +137,32 @@ def depth_splits(programs: int, depth: int) -> int:
     while 2 * splits * programs <= current_card().num_processors and 2 * splits * MIN_DEPTH <= depth:
         splits *= 2
     return splits
+
+
+def fixed_tile(rows: int, width: int, depth: int, itemsize: int) -> tuple[Tile, int]:
+    """And into how many parts the depth is cut, by the weight's shape alone. Tiles of few rows and of many differ in how
+    many warpgroups they have, and in nothing that reaches a sum (tests/executor/kernels/test_triton_compiled.py)."""
+    if itemsize == 4:
+        tile = Tile(32, 32, 4, 2)
+    else:
+        columns, stages = 64 if width <= 4096 else 128, 4 if current_card().has_wide_products else 3
+        tile = Tile(64, columns, 4, stages) if rows <= 64 else Tile(128, columns, 8, 3)
+    splits = 1
+    while splits * -(-width // tile.columns) < FIXED_PROGRAMS and 2 * splits * MIN_DEPTH <= depth:
+        splits *= 2
+    return tile, splits
+
+
+def fixed_attention_tile(head_dim: int, group: int, itemsize: int, is_single: bool) -> Tile:
+    """rows: pairs of a token and one of its heads. Of `is_single` as above: fewer warpgroups, and no other difference."""
+    tile = prefill_tile(head_dim, itemsize)
+    if itemsize < 4 and head_dim <= 128:
+        tile = Tile(64, 64, 4, 3, 2) if is_single else Tile(128, 64, 8, 3)
+        if not current_card().has_wide_products:
+            tile = Tile(64, 32, 8, 2)
+    elif itemsize < 4 and head_dim > 256:
+        tile = Tile(32, 16, 8, 2)
+    return tile._replace(rows=max(tile.rows, power_of_2(group)))
 
 
 def rope_tile(kv_heads: int, width: int) -> Tile:

@@ -42,8 +42,17 @@ class Shares(NamedTuple):
     arrivals: Tensor  # [P] int32, 0 between launches: parts there are of the item whose first part is this one's
 
 
-def share_singles(batch: ForwardBatch, heads: int, window: int | None, tile: Tile, item_heads: int, dim: int) -> Shares:
-    """`heads` items per row, each of which gives `item_heads` vectors of `dim`."""
+def share_singles(
+    batch: ForwardBatch,
+    heads: int,
+    window: int | None,
+    tile: Tile,
+    item_heads: int,
+    dim: int,
+    is_aligned: bool = False,
+) -> Shares:
+    """`heads` items per row, each of which gives `item_heads` vectors of `dim`. Aligned: blocks begin at multiples of their
+    length, in a window too."""
 
     def make() -> Shares:
         device = batch.context_lens.device
@@ -60,13 +69,14 @@ def share_singles(batch: ForwardBatch, heads: int, window: int | None, tile: Til
             LEAST=max(1, LEAST_SHARE // tile.columns),
             COLUMNS=tile.columns,
             HAS_WINDOW=window is not None,
+            ALIGNED=is_aligned,
             num_warps=4,
         )
         parts = torch.empty((2 * programs, item_heads * dim), dtype=torch.float32, device=device)
         sums = torch.empty((2 * programs, item_heads), dtype=torch.float32, device=device)
         return Shares(plan, parts, sums, arrivals)
 
-    return _once(batch, ("shares", heads, window, tile, item_heads, dim), make)
+    return _once(batch, ("shares", heads, window, tile, item_heads, dim, is_aligned), make)
 
 
 def order_tiles(batch: ForwardBatch, first_row: int, end_row: int, per_token: int, tile: Tile) -> Tensor:
@@ -118,12 +128,14 @@ def _once(batch: ForwardBatch, key: Hashable, make: Callable[[], Made]) -> Made:
 
 
 @triton.jit
-def span(context, window, COLUMNS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def span(context, window, COLUMNS: tl.constexpr, HAS_WINDOW: tl.constexpr, ALIGNED: tl.constexpr = False):
     """The first position that a row of one token sees, and how many blocks there are from it on. Rows without a context
     have a block too: the program that takes it writes their zeros."""
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(first, context - window)
+        if ALIGNED:
+            first = first // COLUMNS * COLUMNS
     return first, tl.maximum(1, tl.cdiv(context - first, COLUMNS))
 
 
@@ -138,16 +150,16 @@ def _share(
     LEAST: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """One program for each of those that it plans for."""
-    take_turn(DEPENDENT)
+    take_turn()
     program = tl.program_id(0)
     chunk = tl.arange(0, CHUNK)
     total = 0  # blocks of one head
     for start in range(0, num_rows, CHUNK):
         context = tl.load(contexts_ptr + start + chunk, mask=start + chunk < num_rows, other=0)
-        _, blocks = span(context, window, COLUMNS, HAS_WINDOW)
+        _, blocks = span(context, window, COLUMNS, HAS_WINDOW, ALIGNED)
         total += tl.sum(tl.where(start + chunk < num_rows, blocks, 0), 0)
     share = tl.maximum(tl.cdiv(total * HEADS, tl.num_programs(0)), LEAST)
     at = program * share
@@ -156,14 +168,14 @@ def _share(
     before = 0
     for start in range(0, num_rows, CHUNK):
         context = tl.load(contexts_ptr + start + chunk, mask=start + chunk < num_rows, other=0)
-        _, blocks = span(context, window, COLUMNS, HAS_WINDOW)
+        _, blocks = span(context, window, COLUMNS, HAS_WINDOW, ALIGNED)
         blocks = tl.where(start + chunk < num_rows, blocks, 0)
         is_passed = (start + chunk < num_rows) & ((before + tl.cumsum(blocks, 0)) * HEADS <= at)
         row += tl.sum(is_passed.to(tl.int32), 0)
         passed += tl.sum(tl.where(is_passed, blocks, 0), 0)
         before += tl.sum(blocks, 0)
     context = tl.load(contexts_ptr + row, mask=row < num_rows, other=0)
-    _, blocks = span(context, window, COLUMNS, HAS_WINDOW)
+    _, blocks = span(context, window, COLUMNS, HAS_WINDOW, ALIGNED)
     inside = at - passed * HEADS
     plan_ptr += program * SHARE
     tl.store(plan_ptr, row)

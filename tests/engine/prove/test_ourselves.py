@@ -2,6 +2,7 @@
 world and fault when there is time."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from penstock.engine.commands.prove.faults import FAULTS
 from penstock.engine.commands.prove.own_server import WORLDS
 from tests.support.default_file import needs_model
 from tests.support.programs import Program
+from tests.support.small_models import RECURRENT, random_model
 
 
 def test_no_block_of_a_pool_that_is_far_too_small_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,3 +43,25 @@ def test_the_default_model_answers_under_load_what_it_answers_alone(capsys: pyte
 @pytest.mark.parametrize("name", [*WORLDS, *FAULTS])
 def test_every_world_and_every_fault(name: str) -> None:
     assert main(["prove", "--fault" if name in FAULTS else "--world", name, "--requests", "200"]) == 0
+
+
+@needs_model
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", ["qwen3.5", "granite4-mamba", "lfm2"])
+def test_models_that_keep_states(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Small random ones behind the default model's tokenizer."""
+    assert main(["export", "--output", str(tmp_path)]) == 0
+    name, fields = RECURRENT[case]
+    own = {
+        "vocab_size": 49_152,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    random_model(name, {**fields, **own}).save_pretrained(tmp_path)
+    capsys.readouterr()
+    code = main(["prove", "--model", str(tmp_path), "--exact", "--requests", "100", "--concurrency", "6"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert code == 0 and result["findings"] == {} and result["reached"]["cached tokens"] > 1000

@@ -13,6 +13,7 @@ import pytest
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.front.client import AsyncEngine
+from penstock.engine.http import kv_stream
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, FrameReader, Hello, Snapshot, StreamError, pack
 from penstock.engine.messages import CacheUpdate
 from penstock.engine.server import kv_events
@@ -139,7 +140,7 @@ class Stub:
 
 
 def test_a_large_snapshot_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "FRAME_KEYS", 4)
+    monkeypatch.setattr(kv_stream, "FRAME_KEYS", 4)
 
     async def run() -> list[Snapshot]:
         engine = FakeEngine()

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import msgspec
@@ -11,7 +11,7 @@ import pytest
 
 from penstock.engine.http import body as body_of_http
 from penstock.engine.http import token_form
-from penstock.engine.http.errors import MAX_MESSAGE_CHARS
+from penstock.engine.http.errors import MAX_MESSAGE_CHARS, HttpError
 from penstock.engine.server import prompts
 from penstock.engine.text import prompt
 from tests.support.fake_engine import EOS, FakeEngine
@@ -145,7 +145,7 @@ BAD_FIELDS = [
     ("chat_template", "{{ 1 }}"),
     ("documents", [{}]),
     ("modalities", ["audio"]),
-    ("return_tokens_as_token_ids", True),
+    ("return_tokens_as_token_ids", "yes"),
     ("temprature", 1),
     ("__class__", 1),
     ("x" * 5000, 1),
@@ -633,3 +633,39 @@ def test_an_eos_inside_the_prompt_is_a_token_and_not_an_end(server: Running) -> 
     answer = server.complete([97, EOS, 98], max_tokens=5).json()
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == 2
+
+
+def test_fields_that_gateways_put_into_every_body_are_taken_at_their_defaults(server: Running) -> None:
+    added = {"no_stop_trim": False, "return_hidden_states": False, "ignore_eos": False, "skip_special_tokens": True}
+    of_chats = {"separate_reasoning": True, "stream_reasoning": True, "include_reasoning": True}
+    assert server.complete(echo=False, **added).status_code == 200
+    assert server.chat(**added, **of_chats).status_code == 200
+    refused(server.complete(no_stop_trim=True), param="no_stop_trim")
+    refused(server.chat(separate_reasoning=False), param="separate_reasoning")
+
+
+def test_a_word_that_is_none_is_refused_with_those_that_are() -> None:
+    class Part(msgspec.Struct):
+        kind: Literal["text", "file"] | None = None
+        size: int | Literal["auto", "low"] = "auto"
+
+    class Whole(msgspec.Struct):
+        parts: list[Part] | str = ""
+        by_name: dict[str, tuple[Part, ...]] = {}
+        levels: tuple[int, Literal[1, 2]] = (0, 1)
+
+    for sent, expected in (
+        (
+            {"parts": [{}, {"kind": "texts"}]},
+            "parts[1].kind: invalid enum value 'texts'; one of 'file', 'text' is expected",
+        ),
+        (
+            {"by_name": {"a": [{"kind": ""}]}},
+            "by_name[...][0].kind: invalid enum value ''; one of 'file', 'text' is expected",
+        ),
+        ({"parts": [{"size": "high"}]}, "parts[0].size: invalid enum value 'high'; one of 'auto', 'low' is expected"),
+        ({"levels": [0, 3]}, "levels[1]: invalid enum value 3; one of 1, 2 is expected"),
+    ):
+        with pytest.raises(HttpError) as refusal:
+            body_of_http.decode(Whole, msgspec.json.encode(sent))
+        assert str(refusal.value) == expected

@@ -35,7 +35,6 @@ def service_of(template: ChatTemplate, **settings: Any) -> Service:
 
 SERVICE = service_of(TEMPLATE)
 ASK = msgspec.json.Decoder(Asked)
-CHAT_REQUEST = msgspec.json.Decoder(ChatRequest)
 HELLO = {"role": "user", "content": "hello"}
 REPLY = {"role": "assistant", "content": "good day"}
 
@@ -44,7 +43,7 @@ def served(body: bytes, service: Service = SERVICE) -> list[int] | str:
     """What the server makes of it: ids, or why not."""
 
     async def ids() -> list[int]:
-        request = parse(body, CHAT_REQUEST)
+        request = parse(body, ChatRequest)
         text = await render(request, service, len(body))
         return (await to_ids("messages", [text], service, request.add_special_tokens))[0]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from penstock.executor.kernels import NO_NORMS, Rotation, ScoreExtras, torch_ops
+from penstock.executor.kernels import KeyStore, Rotation, ScoreExtras, torch_ops
 from penstock.executor.kernels.cuda import expanded, tiles, work
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.support.kernel_cases import close, every_dtype
@@ -87,7 +87,7 @@ def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(device: torch.dev
     q = torch.ones(3, 3, 2, 16)
     rows = [(0, 1, 3), (1, 1, 0), (2, 1, 0)]
     batch, pages = cache.to(device).batch(rows), (cache.k_pages.to(device), cache.v_pages.to(device))
-    out = OPS.paged_attention(q[0].to(device), *pages, batch, 0.5, window)
+    out = OPS.paged_attention(q[0].to(device), pages, batch, 0.5, ScoreExtras(window=window))
     assert out[0].isfinite().all() and out[0].all()
     assert not out[1:].any()
 
@@ -110,20 +110,20 @@ def test_whatever_the_batch_the_answer_is_the_twins(device: torch.device, seed: 
     dim, group, kv_heads = rng.choice((64, 80, 128, 256)), rng.randint(1, 8), rng.randint(1, 2)
     window = rng.choice((None, None, 1, rng.randint(2, 300)))
     sinks = 3 * random(group * kv_heads, seed=seed) if rng.random() < 0.4 else None
-    extras = ScoreExtras(rng.choice((None, None, 1.0)), sinks)
+    extras = ScoreExtras(rng.choice((None, None, 1.0)), sinks, window)
     rows = random_rows(rng, rng.randint(1, 9), 5000 if seed == 0 else 1000)
     cache = Cache([context for _, _, context in rows], kv_heads, dim, 16, dtype)
     if page_dtype is not None:
         cache.k_pages, cache.v_pages = cache.k_pages.to(page_dtype), cache.v_pages.to(page_dtype)
     q = random(sum(count for _, count, _ in rows), group * kv_heads, dim, dtype=dtype, seed=seed)
     wide = cache.k_pages.double(), cache.v_pages.double()
-    expected = torch_ops.paged_attention(q.double(), *wide, cache.batch(rows), dim**-0.5, window, extras)
+    expected = torch_ops.paged_attention(q.double(), wide, cache.batch(rows), dim**-0.5, extras)
     moved = cache.to(device)
     batch = moved.batch(rows)
     # The second layer of the same step finds the work shared out, and what is counted back at zero.
     for _ in range(2):
         given = extras._replace(sinks=None if sinks is None else sinks.to(device))
-        out = OPS.paged_attention(q.to(device), moved.k_pages, moved.v_pages, batch, dim**-0.5, window, given)
+        out = OPS.paged_attention(q.to(device), (moved.k_pages, moved.v_pages), batch, dim**-0.5, given)
         close(out, expected)
 
 
@@ -137,7 +137,7 @@ def test_the_bits_are_the_same_in_whatever_order_programs_run(monkeypatch: pytes
     def attend_once() -> torch.Tensor:
         if is_latent:
             return OPS.latent_attention(q, cache.k_pages, batch, 0.2, 16)
-        return OPS.paged_attention(q, cache.k_pages, cache.v_pages, batch, 0.2)
+        return OPS.paged_attention(q, (cache.k_pages, cache.v_pages), batch, 0.2)
 
     monkeypatch.setattr(work, "num_processors", lambda device: 3)
     expected = attend_once()
@@ -201,7 +201,7 @@ def test_eight_bit_pages_are_written_and_read(device: torch.device) -> None:
         slots = cache.tables[0, index // page].long() * page + (index % page).to(where)
         rotation = Rotation(angles.cos().to(where), angles.sin().to(where), index.int().to(where))
         q, k, v = (tensor.to(where) for tensor in given)
-        rotated = kernels.rope_and_store(q, k, v, rotation, (cache.k_pages, cache.v_pages), slots, NO_NORMS)
+        rotated = kernels.rope_and_store(q, k, v, KeyStore(rotation, (cache.k_pages, cache.v_pages), slots))
         pages.append(kv.float().cpu())
         answers.append(attend(kernels, cache, rotated[None], [(0, tokens, tokens)]))
         close(attend(kernels, cache, rotated[None], [(0, 1, tokens)]), answers[-1][-1:])

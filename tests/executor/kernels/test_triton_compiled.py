@@ -8,6 +8,7 @@ with `make test` where aot_cases.py has a case for it in `QUICK`, and with `-m s
 
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,8 @@ def test_products_run_on_tensor_cores(compiled: Found) -> None:
     for kernel in decodes:
         assert kernel["HMMA"] > 0, kernel
     for kernel in halves:
+        if "fixed" in kernel["case"]:
+            continue
         is_wide = "prompts" in kernel["case"] or "a batch" in kernel["case"]
         if kernel["kernel"] == "_multiply":
             wide = "QGMMA" if "eight-bit" in kernel["case"] else "HGMMA"
@@ -161,3 +164,28 @@ def test_programs_that_share_all_work_run_at_once_and_release_what_they_stored(e
         at_once = min((1 << 16) // registers, (limit(kernel["card"]) + 1024) // (kernel["shared"] + 1024))
         # A program beyond these would wait until all others are done.
         assert kernel["programs"] <= at_once * num_processors(torch.device("cpu")), kernel
+
+
+@pytest.mark.timeout(3600)
+def test_fixed_sums_are_the_same_instructions_for_few_rows_and_for_many(everywhere: Found) -> None:
+    """And the same share of an output's columns for each warp, so that a row's softmax is summed alike. Beyond that few
+    and many differ in how many warps share the rows."""
+    found: dict[tuple[str, str], dict[str, set[str]]] = {}
+    for kernel in everywhere:
+        case, name = kernel["case"], kernel["kernel"]
+        if "fixed" not in case or not kernel["products"] or kernel["card"] == "B200":  # which is refused
+            continue
+        kind, _, rest = case.rpartition(", ")
+        group, which = (kind, rest) if rest in ("few", "many") else (case, name)
+        if name.startswith("_fixed_") or rest in ("few", "many"):
+            shown = f"{kernel['products']}{[without_rows(layout) for layout in kernel['layouts']]}"
+            found.setdefault((kernel["card"], group), {}).setdefault(which, set()).add(shown)
+    assert found
+    for place, sides in found.items():
+        assert len(sides) == 2, (place, sides)
+        few, many = sides.values()
+        assert few == many, place
+
+
+def without_rows(layout: str) -> str:
+    return re.sub(r"warpsPerCTA = \[\d+, ", "warpsPerCTA = [, ", layout)

@@ -4,7 +4,7 @@ what it can show is that all of them take their turn; that they touch nothing be
 import pytest
 import torch
 
-from penstock.executor.kernels import NO_NORMS, Rotation
+from penstock.executor.kernels import KeyStore, Rotation
 from penstock.executor.kernels.cuda import dependent
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.support.paged import Cache, latent_step, random
@@ -23,9 +23,9 @@ def layer(device: torch.device) -> list[torch.Tensor]:
     slots = cache.tables[:, (CONTEXT - 1) // PAGE].long() * PAGE + (CONTEXT - 1) % PAGE
     cos, sin = (random(CONTEXT, DIM // 2, seed=seed).to(device) for seed in (4, 5))
     pages = cache.k_pages, cache.v_pages
-    rotated = OPS.rope_and_store(q, k, v, Rotation(cos, sin, positions), pages, slots, NO_NORMS)
+    rotated = OPS.rope_and_store(q, k, v, KeyStore(Rotation(cos, sin, positions), pages, slots))
     batch = cache.batch([(0, 1, CONTEXT), (1, 1, CONTEXT)])
-    attended = OPS.paged_attention(rotated, *pages, batch, 0.2)
+    attended = OPS.paged_attention(rotated, pages, batch, 0.2)
     latent = OPS.latent_attention(rotated, cache.k_pages[..., :DIM], batch, 0.2, 8)
     gated = OPS.gate(normed, "silu")
     stored = latent_step(OPS, torch.float32, device, 0, False)

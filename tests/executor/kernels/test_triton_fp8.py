@@ -1,5 +1,7 @@
 """Products in eight bits against their twin, and the twin against the product it stands for."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,7 +84,7 @@ def test_cublas_gets_many_tokens_and_whole_blocks() -> None:
 def test_many_tokens_go_through_cublas(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, depth: int
 ) -> None:
-    product = fp8.block_linear
+    product: Any = fp8.block_linear
     if device.type == "cpu":
         monkeypatch.setattr(F, "scaled_mm", strict_scaled_mm, raising=False)
         product = fp8.scaled_mm

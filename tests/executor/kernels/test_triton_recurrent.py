@@ -1,4 +1,4 @@
-"""The short convolution and the gated delta rule: the Triton kernels against their twins."""
+"""The short convolution, the gated delta rule and Mamba 2: the Triton kernels against their twins."""
 
 import pytest
 import torch
@@ -14,11 +14,12 @@ TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 @every_dtype
 @pytest.mark.parametrize("sizes", [(1, 2, 16, 16), (1, 2, 24, 40)])
 @pytest.mark.parametrize("counts", [[1, 1, 1], [1, 3, 64, 65], [150]])
+@pytest.mark.parametrize("erases", [True, False], ids=["delta", "mamba"])
 def test_rows_of_one_token_and_of_several_equal_the_twin(
-    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int], counts: list[int]
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int], counts: list[int], erases: bool
 ) -> None:
     """Some rows are new, and one goes from its pages to others."""
-    layer = Layer.random(sum(counts), sizes, dtype, device=device)
+    layer = Layer.random(sum(counts), sizes, dtype, device=device, erases=erases)
     states = States(layer, len(counts) + 1, device)
     expected_states = states.copy()
     write = states.tables[:-1].clone()

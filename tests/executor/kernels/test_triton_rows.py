@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 import torch
 
-from penstock.executor.kernels import Activation, Rotation, torch_ops
+from penstock.executor.kernels import Activation, KeyStore, Rotation, torch_ops
 from penstock.executor.kernels.cuda.gated_linear import FEW_ROWS
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.support.kernel_cases import close, every_dtype
@@ -76,7 +76,7 @@ def test_rope_writes_the_pages_like_the_twin(
         kv = torch.zeros(5, 3, 2, page, kv_heads * dim, dtype=dtype, device=device)
         pages = (kv[:, 1, 0], kv[:, 1, 1]) if has_v else (kv[:, 1, 0], kv[:, 1, 0])
         arguments = Rotation(angles.cos(), angles.sin(), positions), pages, slots, weights
-        results.append((kernels.rope_and_store(q, k, v if has_v else None, *arguments), kv))
+        results.append((kernels.rope_and_store(q, k, v if has_v else None, KeyStore(*arguments)), kv))
     close(results[0][0], results[1][0])
     close(results[0][1], results[1][1])
 

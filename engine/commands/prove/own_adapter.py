@@ -1,0 +1,43 @@
+"""A small random adapter for a server of our own, written as PEFT writes them. What it adds is of no use, but it is heard."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.engine.model_files import resolve_model
+from penstock.executor.gguf_header import GgufHeader
+
+if TYPE_CHECKING:
+    import numpy as np
+
+RANK, LOUDNESS, SEED = 2, 0.5, 0
+MODULE = "model.layers.{}.self_attn.o_proj"
+
+
+def write_adapter(folder: Path) -> None:
+    """For the default model, whose shapes its file says."""
+    import numpy as np  # not before there is a server to start
+
+    given = GgufHeader(resolve_model().path).metadata
+    name = given["general.architecture"]
+    width, num_layers = given[f"{name}.embedding_length"], given[f"{name}.block_count"]
+    made = np.random.default_rng(SEED)
+    tensors = {}
+    for layer in range(num_layers):
+        for half, shape in (("A", (RANK, width)), ("B", (width, RANK))):
+            values = made.standard_normal(shape, np.float32) * np.float32(shape[1] ** -0.5)
+            tensors[f"base_model.model.{MODULE.format(layer)}.lora_{half}.weight"] = values
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(_safetensors(tensors))
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": LOUDNESS * RANK, "target_modules": ["o_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _safetensors(tensors: "dict[str, np.ndarray]") -> bytes:
+    head, data = {}, b""
+    for name, values in tensors.items():
+        place = [len(data), len(data) + values.nbytes]
+        head[name] = {"dtype": "F32", "shape": values.shape, "data_offsets": place}
+        data += values.tobytes()
+    text = json.dumps(head).encode()
+    return len(text).to_bytes(8, "little") + text + data

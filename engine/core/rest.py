@@ -1,0 +1,107 @@
+"""An engine core that computes nothing for a while: paused, asleep, or between two versions of its weights.
+
+    running ──pause──▶ (pausing: waits for requests to end) ──▶ paused ──sleep──▶ asleep
+       ▲───────────────resume───────────────────────────────────┘ ◀────wake────────┘
+
+All changes come from the core's thread between two steps. What is in flight is collected first, so a step is of one version
+of the weights as a whole. Requests that are kept go back to the queue when weights or cache go: what they have written
+stays, and all of it is computed anew. Their blocks' keys start from the weights' fingerprint, so no block of other weights
+can be hit, in any tier.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.engine.messages import EngineState, Output, PauseMode, Submit
+from penstock.executor.protocol import Part, SleepLevel, WeightsError
+
+if TYPE_CHECKING:
+    from penstock.engine.core.engine_core import EngineCore
+
+
+class Rest:
+    def __init__(self, core: "EngineCore") -> None:
+        self._core = core
+        self.is_paused = False
+        self.asleep: list[Part] = []
+        self.version = 0  # of the weights; an update makes it the next
+        self._awaited: set[str] | None = None  # requests that a pause waits for …
+        self._late: dict[str, Submit] = {}  # … and those that came meanwhile
+
+    @property
+    def state(self) -> EngineState:
+        return EngineState(self.version, self._core.info.fingerprint, self.is_paused, (*self.asleep,))
+
+    @property
+    def is_pausing(self) -> bool:
+        return self._awaited is not None
+
+    def pause(self, mode: PauseMode) -> list[Output]:
+        """Without effect on an engine that is paused. With "wait" it is paused when `look` has seen the last one end."""
+        if self.is_paused:
+            return []
+        requests = self._core.scheduler.requests
+        if mode == "wait" and requests:
+            self._awaited = {*requests} if self._awaited is None else self._awaited
+            return []
+        outputs = [self._core.abort(request_id) for request_id in [*requests]] if mode == "abort" else []
+        return [*filter(None, outputs), *self._stop()]
+
+    def look(self) -> list[Output]:
+        """After every step: has what is waited for ended?"""
+        if self._awaited is None or not self._awaited.isdisjoint(self._core.scheduler.requests):
+            return []
+        return self._stop()
+
+    def _stop(self) -> list[Output]:
+        """Those that came late join the queue: they are admitted after the pause."""
+        self.is_paused, self._awaited = True, None
+        return self.drain() + self._submit_late()
+
+    def drain(self) -> list[Output]:
+        """Collect what is in flight."""
+        outputs: list[Output] = []
+        while self._core.scheduler.in_flight:
+            outputs += self._core.step(plans=False)
+        return outputs
+
+    def resume(self) -> list[Output]:
+        """Raises WeightsError while it sleeps."""
+        if self.asleep:
+            raise WeightsError(f"resume: the engine sleeps, without {' and '.join(self.asleep)}; wake_up comes first")
+        self.is_paused, self._awaited = False, None
+        return self._submit_late()
+
+    def _submit_late(self) -> list[Output]:
+        late, self._late = self._late, {}
+        return [*filter(None, map(self._core.submit, late.values()))]
+
+    def hold_back(self, message: Submit) -> bool:
+        """Whether it comes while a pause waits for others."""
+        if self._awaited is not None:
+            self._late[message.request_id] = message
+        return self._awaited is not None
+
+    def abort(self, request_id: str) -> Output | None:
+        late = self._late.pop(request_id, None)
+        return None if late is None else Output(request_id, [], finish_reason="abort")
+
+    def update_weights(self, path: str) -> None:
+        """After `drain`. Raises WeightsError, and then the old weights go on as if nothing had been."""
+        self._core.executor.update_weights(path)
+        self.version += 1
+        self._core.scheduler.change_model(self._core.info, self.version)
+        self.asleep = [part for part in self.asleep if part != "weights"]
+
+    def sleep(self, level: SleepLevel) -> None:
+        if not self.is_paused:
+            raise WeightsError("sleep: the engine runs; pause comes first")
+        if self.asleep:
+            raise WeightsError(f"sleep: the engine sleeps already, without {' and '.join(self.asleep)}")
+        self._core.executor.sleep(level)
+        self._core.scheduler.change_model(self._core.info, self.version)
+        self.asleep = ["weights", "kv_cache"]
+
+    def wake(self, parts: Sequence[Part]) -> None:
+        self._core.executor.wake(parts)
+        self.asleep = [part for part in self.asleep if part not in parts]

@@ -1,0 +1,152 @@
+"""What a trainer asks of the engine, under vLLM's names: to pause, to sleep, and to take other weights.
+
+Only served where the operator allows it. What is asked for may stand in the query or in a JSON body.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import parse_qs
+
+import msgspec
+from msgspec import Meta
+
+from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.messages import PauseMode
+from penstock.engine.options import objection
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.server.call import Call
+from penstock.engine.server.endpoint import PostRoute
+from penstock.engine.server.requests import parse
+from penstock.engine.server.responses import Status
+from penstock.engine.server.service import Service
+from penstock.executor.protocol import Part, SleepLevel, WeightsError
+
+Asked = TypeVar("Asked", bound=msgspec.Struct)
+
+
+class PauseRequest(msgspec.Struct, kw_only=True):
+    """POST /pause"""
+
+    mode: PauseMode = "abort"  # what becomes of the requests that run
+    # The cache needs no clearing: no block of other weights is ever hit. True is taken, for it is vLLM's own default.
+    clear_cache: Literal[True] | None = None
+
+
+class ResumeRequest(msgspec.Struct, kw_only=True):
+    """POST /resume"""
+
+
+class SleepRequest(msgspec.Struct, kw_only=True):
+    """POST /sleep"""
+
+    level: SleepLevel = 1
+    mode: PauseMode = "abort"
+
+
+class WakeRequest(msgspec.Struct, kw_only=True):
+    """POST /wake_up"""
+
+    tags: tuple[Part, ...] = ("weights", "kv_cache")
+
+
+class UpdateRequest(msgspec.Struct, kw_only=True):
+    """POST /update_weights"""
+
+    # A folder, a .gguf or a .safetensors file that the server can read, or shared memory (executor/shared_tensors.py).
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class Updated(msgspec.Struct):
+    weights_version: int
+    fingerprint: str
+
+
+async def pause(service: Service, call: Call, body: bytes) -> Status:
+    """Stop computing between two steps. New requests wait; those that run are ended ("abort"), waited for ("wait") or kept ("keep")."""
+    request = _asked(PauseRequest, call, body)
+    await _control(service, "pause", mode=request.mode)
+    return Status("paused")
+
+
+async def resume(service: Service, call: Call, body: bytes) -> Status:
+    """Go on after a pause."""
+    _asked(ResumeRequest, call, body)
+    await _control(service, "resume")
+    return Status("resumed")
+
+
+async def sleep(service: Service, call: Call, body: bytes) -> Status:
+    """Pause, and give memory back: of the cache, and with level 2 that of the weights."""
+    request = _asked(SleepRequest, call, body)
+    was_paused = service.engine.state.is_paused
+    await _control(service, "pause", mode=request.mode)
+    try:
+        await _control(service, "sleep", level=request.level)
+    except HttpError:
+        if not was_paused:
+            await _control(service, "resume")
+        raise
+    return Status("asleep")
+
+
+async def wake_up(service: Service, call: Call, body: bytes) -> Status:
+    """Take memory back, and go on when weights and cache are both there."""
+    request = _asked(WakeRequest, call, body)
+    await _control(service, "wake_up", parts=request.tags)
+    if not service.engine.state.asleep:
+        await _control(service, "resume")
+        return Status("awake")
+    return Status(f"asleep, without {' and '.join(service.engine.state.asleep)}")
+
+
+async def update_weights(service: Service, call: Call, body: bytes) -> Updated:
+    """Compute with other weights of the same model: all of them or, where they cannot be used, none. Requests that run wait, and go on with the new ones."""
+    request = _asked(UpdateRequest, call, body)
+    try:
+        state = await service.engine.control("update_weights", path=request.path)
+    except WeightsError as error:
+        raise InvalidRequest("path", str(error)) from None
+    return Updated(state.weights_version, state.fingerprint.hex())
+
+
+POSTS = (
+    PostRoute("/pause", pause, PauseRequest, Status, takes_none=True),
+    PostRoute("/resume", resume, ResumeRequest, Status, takes_none=True),
+    PostRoute("/sleep", sleep, SleepRequest, Status, takes_none=True),
+    PostRoute("/wake_up", wake_up, WakeRequest, Status, takes_none=True),
+    PostRoute("/update_weights", update_weights, UpdateRequest, Updated, takes_none=True),
+)
+GETS: dict[str, Callable[[Service], dict[str, Any]]] = {
+    "/is_paused": lambda service: {"is_paused": service.engine.state.is_paused},
+    "/is_sleeping": lambda service: {"is_sleeping": bool(service.engine.state.asleep)},
+    "/weights_version": lambda service: {"weights_version": service.engine.state.weights_version},
+    "/get_world_size": lambda service: {"world_size": service.engine.config.executor.tensor_parallel_size},
+    # As much of it as trainers ask for, to learn that there is no NCCL group to join.
+    "/server_info": lambda service: {
+        "vllm_config": {"model": service.model_name, "weight_transfer_config": None},
+    },
+}
+
+
+async def _control(service: Service, what: str, **fields: Any) -> None:
+    try:
+        await service.engine.control(what, **fields)
+    except WeightsError as error:
+        raise HttpError(409, str(error)) from None
+
+
+def _asked(kind: type[Asked], call: Call, body: bytes) -> Asked:
+    """Of the body or the query; a name that is none is refused in both."""
+    if body:
+        return parse(body, kind)
+    query = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    unknown = [name for name in query if name not in kind.__struct_fields__]
+    if unknown:
+        raise HttpError(400, f"{clip(unknown[0])}: there is no such field here", param=unknown[0])
+    try:
+        return msgspec.convert(
+            {name: each if name == "tags" else each[-1] for name, each in query.items()}, kind, strict=False
+        )
+    except msgspec.ValidationError as error:
+        within, what = objection(error, kind)
+        raise HttpError(400, f"{within.lstrip('.')}: {what}", param=within.lstrip(".") or None) from None

@@ -1,0 +1,232 @@
+"""Pause, sleep and other weights over HTTP, before a real core with the oracle; and what TRL's client asks for."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.front.client import AsyncEngine
+from penstock.engine.http.kv_stream import FrameReader, Hello
+from penstock.engine.server.server_config import ServerConfig, resolve
+from penstock.executor.protocol import ExecutorConfig
+from tests.engine.test_rest import weights_of
+from tests.support.fake_engine import byte_tokenizer
+from tests.support.running_server import MODEL, Running, running, until
+
+
+def engine_of(**options: Any) -> AsyncEngine:
+    executor = ExecutorConfig(kind="oracle", max_model_len=4096, hf_overrides={"vocab_size": 256}, **options)
+    return AsyncEngine(EngineConfig(executor=executor, scheduler=SchedulerConfig()), tokenizer=byte_tokenizer())
+
+
+@pytest.fixture
+def server() -> Iterator[Running]:
+    with running(engine_of(), byte_tokenizer(), allow_weight_updates=True) as server:
+        yield server
+
+
+def choice(server: Running, **fields: Any) -> Any:
+    fields = {"max_tokens": 6, "temperature": 0, "return_token_ids": True, **fields}
+    return server.complete("hello there", **fields).json()["choices"][0]
+
+
+def update(server: Running, path: str) -> Any:
+    return server.post("/update_weights", {"path": path})
+
+
+class Asking:
+    """A request that waits, from a thread of its own."""
+
+    def __init__(self, server: Running, **fields: Any) -> None:
+        self.found: Any = None
+        self._thread = threading.Thread(target=lambda: setattr(self, "found", choice(server, **fields)))
+        self._thread.start()
+
+    def wait(self) -> Any:
+        self._thread.join(60)
+        return self.found
+
+
+def test_other_weights_are_another_fingerprint_and_another_answer_at_once(server: Running, tmp_path: Path) -> None:
+    first, model = choice(server), server.http.get("/v1/models").json()["data"][0]
+    assert "weights_versions" not in first
+    updated = update(server, weights_of(tmp_path, "a"))
+    assert updated.status_code == 200, updated.text
+    assert updated.json()["weights_version"] == 1
+    now = server.http.get("/v1/models").json()["data"][0]
+    assert now["fingerprint"] == updated.json()["fingerprint"] != model["fingerprint"]
+    second = choice(server)
+    assert second["token_ids"] != first["token_ids"] and second["weights_versions"] == [1] * 6
+    chat = server.chat(max_tokens=3, return_token_ids=True, ignore_eos=True).json()["choices"][0]
+    assert chat["weights_versions"] == [1] * 3
+    assert update(server, weights_of(tmp_path, "b")).json()["weights_version"] == 2
+    assert server.http.get("/weights_version").json() == {"weights_version": 2}
+
+
+def test_what_is_refused_names_the_field_and_changes_nothing(server: Running, tmp_path: Path) -> None:
+    first = choice(server)
+    (tmp_path / "none").mkdir()
+    for answer, status, message in (
+        (update(server, str(tmp_path / "none")), 400, f"path: {tmp_path}/none: no weights"),
+        (server.post("/update_weights", {}), 400, "path: the field is required"),
+        (server.http.post("/pause?mode=freeze"), 400, "'freeze'; one of 'abort', 'keep', 'wait' is expected"),
+        (server.http.post("/pause?mod=keep"), 400, "mod: there is no such field here"),
+        (server.http.post("/pause?clear_cache=false"), 400, "clear_cache: "),
+        (server.http.post("/sleep?level=3"), 400, "level: invalid enum value 3; one of 1, 2 is expected"),
+        (server.http.post("/wake_up?tags=kv"), 400, "tags[0]: invalid enum value 'kv'"),
+        (server.http.post("/pause", headers={"origin": "https://a.example"}), 415, "content-type: "),
+        (
+            server.http.post("/pause", content=b"mode=keep", headers={"content-type": "text/plain"}),
+            415,
+            "content-type: ",
+        ),
+    ):
+        assert answer.status_code == status and message in answer.json()["error"]["message"], answer.text
+    assert choice(server) == first
+    assert server.http.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_a_paused_engine_takes_requests_and_answers_them_after_the_resume(server: Running) -> None:
+    assert server.http.post("/pause?mode=keep").json() == {"status": "paused"}
+    assert server.http.post("/pause", json={"mode": "keep"}).json() == {"status": "paused"}
+    assert server.http.get("/is_paused").json() == {"is_paused": True}
+    assert server.http.get("/health").status_code == 200
+    ready = server.http.get("/ready")
+    assert (ready.status_code, ready.json()) == (503, {"status": "the engine is paused"})
+    asking = Asking(server)
+    until(lambda: server.engine.num_open == 1)
+    assert server.http.post("/resume").json() == {"status": "resumed"}
+    assert asking.wait()["finish_reason"] == "length"
+    assert server.http.get("/ready").status_code == 200
+
+
+def test_a_pause_waits_for_what_runs_or_ends_it(server: Running) -> None:
+    long = {"max_tokens": 2000, "ignore_eos": True}
+    asking = Asking(server, **long)
+    until(lambda: server.engine.num_open == 1)
+    assert server.http.post("/pause?mode=wait").json() == {"status": "paused"}
+    assert asking.wait()["finish_reason"] == "length" and server.engine.num_open == 0
+    server.http.post("/resume")
+    asking = Asking(server, **long)
+    until(lambda: server.engine.stats.num_running == 1)
+    assert server.http.post("/pause").json() == {"status": "paused"}
+    ended = asking.wait()
+    assert ended["finish_reason"] == "abort" and len(ended["token_ids"]) < 2000
+    until(lambda: server.engine.stats.num_used_blocks == 0)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_sleeps_and_wakes_part_by_part(server: Running, tmp_path: Path, level: int) -> None:
+    path = weights_of(tmp_path, "a")
+    update(server, path)
+    first = choice(server)
+    assert server.http.post(f"/sleep?level={level}").json() == {"status": "asleep"}
+    assert server.http.get("/is_sleeping").json() == {"is_sleeping": True}
+    again = server.http.post("/sleep")
+    assert again.status_code == 409 and "the engine sleeps already" in again.text
+    assert server.http.post("/resume").status_code == 409
+    asking = Asking(server)
+    if level == 2:
+        assert "update_weights brings others" in server.http.post("/wake_up").text
+    assert server.http.post("/wake_up?tags=weights").json() == {"status": "asleep, without kv_cache"}
+    if level == 2:
+        assert update(server, path).status_code == 200
+    assert server.http.post("/wake_up?tags=kv_cache").json() == {"status": "awake"}
+    assert asking.wait()["token_ids"] == first["token_ids"] == choice(server)["token_ids"]
+
+
+def test_updates_at_once_come_one_after_the_other_and_each_answer_is_of_whole_versions(
+    server: Running, tmp_path: Path
+) -> None:
+    paths = [weights_of(tmp_path, name) for name in "abcd"]
+    asking = [Asking(server, max_tokens=1500, ignore_eos=True) for _ in range(3)]
+    until(lambda: server.engine.num_open == 3)
+    found: list[Any] = []
+    updates = [threading.Thread(target=lambda path=path: found.append(update(server, path).json())) for path in paths]
+    for thread in updates:
+        thread.start()
+    for thread in updates:
+        thread.join(60)
+    assert sorted(each["weights_version"] for each in found) == [1, 2, 3, 4]
+    assert len({each["fingerprint"] for each in found}) == 4
+    for each in asking:
+        versions = each.wait()["weights_versions"] or [0] * 1500
+        assert len(versions) == 1500 and versions == sorted(versions)
+    last = max(found, key=lambda each: each["weights_version"])
+    assert server.http.get("/v1/models").json()["data"][0]["fingerprint"] == last["fingerprint"]
+
+
+def test_listeners_of_cache_events_hear_the_new_fingerprint(server: Running, tmp_path: Path) -> None:
+    def first_frame(pieces: Iterator[bytes]) -> Hello:
+        frame = FrameReader().feed(next(pieces))[0]
+        assert isinstance(frame, Hello)
+        return frame
+
+    with server.http.stream("GET", "/kv_events") as stream:
+        pieces = stream.iter_raw()
+        before = first_frame(pieces)
+        new = update(server, weights_of(tmp_path, "a")).json()["fingerprint"]
+        for _ in pieces:  # it ends
+            pass
+    with server.http.stream("GET", "/kv_events") as stream:
+        assert first_frame(stream.iter_raw()).fingerprint.hex() == new != before.fingerprint.hex()
+
+
+def test_a_core_that_is_killed_in_an_update_ends_the_server_with_an_error(tmp_path: Path) -> None:
+    slow = Path(weights_of(tmp_path, "a")) / "slow"
+    os.mkfifo(slow)  # which the core waits for
+    with running(engine_of(), byte_tokenizer(), allow_weight_updates=True) as server:
+        answers: list[Any] = []
+        asking = threading.Thread(target=lambda: answers.append(update(server, str(slow.parent))))
+        asking.start()
+        asked = server.engine._asked  # type: ignore[attr-defined]
+        until(lambda: bool(asked))
+        process = server.engine._process  # type: ignore[attr-defined]
+        os.kill(process.pid, signal.SIGKILL)
+        asking.join(60)
+        assert answers[0].status_code == 503 and "was killed by SIGKILL" in answers[0].text
+        assert server.http.get("/health").status_code == 503
+
+
+def test_nothing_of_it_is_served_unless_the_operator_allows_it_and_keys_are_asked_for() -> None:
+    with running(engine_of(), byte_tokenizer()) as server:
+        for path in ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights"):
+            assert server.post(path, {}).status_code == 404
+        for path in ("/is_paused", "/is_sleeping", "/get_world_size", "/server_info"):
+            assert server.http.get(path).status_code == 404
+    with running(engine_of(), byte_tokenizer(), allow_weight_updates=True, api_keys=("secret",)) as server:
+        for path in ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights"):
+            assert server.post(path, {}).status_code == 401
+        assert server.post("/pause", {}, headers={"authorization": "Bearer secret"}).status_code == 200
+    with pytest.raises(
+        ValueError, match=r"allow_weight_updates: given, and any client that reaches 0\.0\.0\.0 could use it"
+    ):
+        resolve(ServerConfig(allow_weight_updates=True, host="0.0.0.0"), {})
+    resolve(ServerConfig(allow_weight_updates=True, host="0.0.0.0", api_keys=("k",)), {})
+
+
+def test_what_trl_asks_for_beside_its_communicator_is_answered(server: Running) -> None:
+    """trl.generation.vllm_client of TRL 1.16: the requests that it makes, and what it reads of the answers."""
+    http = server.http
+    assert http.get("/health").status_code == 200
+    assert http.get("/get_world_size").json()["world_size"] == 1
+    info = http.get("/server_info", params={"config_format": "json"}).json()
+    assert info["vllm_config"]["weight_transfer_config"] is None  # which it takes as a refusal, in words
+    sampling = {"n": 2, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    asked = {**sampling, "max_tokens": 4, "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    choices = server.post("/v1/completions", {"model": MODEL, "prompt": ["ab", "cd"], **asked}).json()["choices"]
+    assert [each["prompt_token_ids"] for each in choices[::2]] == [[97, 98], [99, 100]]
+    for each in choices:
+        assert each["logprobs"]["tokens"] == [f"token_id:{token}" for token in each["token_ids"]]
+        assert [*each["logprobs"]["top_logprobs"][0]] == [f"token_id:{each['token_ids'][0]}"]
+    asked |= {"logprobs": True, "top_logprobs": 0, "n": 1}
+    chat = server.chat(**asked).json()
+    (one,) = chat["choices"]
+    assert [entry["token"] for entry in one["logprobs"]["content"]] == [f"token_id:{t}" for t in one["token_ids"]]
+    assert chat["prompt_token_ids"]
+    assert http.post("/reset_prefix_cache").status_code == 200

@@ -1,0 +1,338 @@
+"""Pause, sleep and other weights in the core, over the oracle: what it samples shows every block of other weights."""
+
+import contextlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import LLM, SamplingParams
+from penstock.engine.config import EngineConfig, SchedulerConfig, SpeculativeConfig
+from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.messages import Output
+from penstock.executor.oracle import OracleExecutor
+from penstock.executor.protocol import ExecutorConfig, Part, SleepLevel, WeightsError
+from tests.engine.test_llm import folder as folder
+from tests.engine.test_llm import oracle
+from tests.support.simulation import submit
+
+PROMPT = list(range(40))
+ALL: tuple[Part, ...] = ("weights", "kv_cache")
+GROUPS = {
+    "one group": [{}],
+    "windows": [{}, {"kind": "window", "window": 9}],
+    "states": [{}, {"kind": "state", "pages": 2}],
+}
+
+
+def weights_of(tmp_path: Path, content: str) -> str:
+    path = tmp_path / content
+    path.mkdir(exist_ok=True)
+    (path / "weights").write_text(content)
+    return str(path)
+
+
+class Rig:
+    def __init__(self, groups: str = "one group", host_bytes: int = 0, **options: Any) -> None:
+        executor = ExecutorConfig(
+            kind="oracle", block_size=4, kv_host_bytes=host_bytes, kv_cache_bytes=2**14, max_num_seqs=8,
+            hf_overrides={"vocab_size": 50, "groups": GROUPS[groups]}, verify_blocks=options.get("verify_blocks", 0),
+        )  # fmt: skip
+        scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, **options)
+        self.executor = OracleExecutor(executor)
+        self.core = EngineCore(EngineConfig(executor=executor, scheduler=scheduler), self.executor)
+        self.rest = self.core.rest
+        self.outputs: dict[str, list[Output]] = {}
+
+    def submit(self, name: str, max_tokens: int = 12, prompt: list[int] = PROMPT, **options: Any) -> None:
+        self.outputs[name] = []
+        self.take([*filter(None, [self.core.submit(submit(name, prompt, max_tokens, **options))])])
+
+    def take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            self.outputs[output.request_id].append(output)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.take(self.core.step())
+            self.take(self.rest.look())
+            self.core.scheduler.check()
+
+    def run(self) -> None:
+        while self.core.has_work():
+            self.step()
+
+    def update(self, path: str) -> None:
+        self.take(self.rest.drain())
+        self.rest.update_weights(path)
+        self.core.scheduler.check()
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for output in self.outputs[name] for token in output.tokens]
+
+    def versions(self, name: str) -> list[int]:
+        return [output.weights_version for output in self.outputs[name] for _ in output.tokens]
+
+    def end(self, name: str) -> str | None:
+        return self.outputs[name][-1].finish_reason if self.outputs[name] else None
+
+
+def fresh(path: str | None, prompt: list[int], max_tokens: int, groups: str = "one group", **options: Any) -> list[int]:
+    """What an engine says that has never had other weights."""
+    rig = Rig(groups, **options)
+    if path is not None:
+        rig.update(path)
+    rig.submit("alone", max_tokens, prompt)
+    rig.run()
+    return rig.tokens("alone")
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("host_bytes", [0, 2**16], ids=["device", "with a tier"])
+def test_after_an_update_no_block_of_other_weights_is_hit(tmp_path: Path, groups: str, host_bytes: int) -> None:
+    rig = Rig(groups, host_bytes)
+    paths = [None, weights_of(tmp_path, "a"), weights_of(tmp_path, "b"), weights_of(tmp_path, "a")]
+    for turn, path in enumerate(paths):
+        before = rig.core.info.fingerprint
+        if path is not None:
+            rig.update(path)
+            assert rig.core.info.fingerprint != before and rig.core.scheduler.info is rig.core.info
+        for again in range(2):
+            rig.submit(f"{turn}.{again}")
+            rig.run()
+            assert rig.tokens(f"{turn}.{again}") == fresh(path, PROMPT, 12, groups)
+        if turn < 3:  # the fourth may find in the host what the second computed with the same weights
+            assert rig.outputs[f"{turn}.0"][0].num_cached_tokens == 0
+        assert (rig.outputs[f"{turn}.1"][0].num_cached_tokens or 0) > 0
+        assert set(rig.versions(f"{turn}.0")) == {turn}
+
+
+@pytest.mark.parametrize("drafts", [None, SpeculativeConfig(method="ngram")], ids=["plain", "with drafts"])
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("num_steps", range(1, 9))
+def test_requests_that_are_kept_go_on_with_the_new_weights_from_what_they_wrote(
+    tmp_path: Path, num_steps: int, groups: str, drafts: SpeculativeConfig | None
+) -> None:
+    rig, path = Rig(groups, 2**16, speculative_config=drafts), weights_of(tmp_path, "a")
+    for index in range(3):
+        rig.submit(str(index), prompt=PROMPT[index:])
+    rig.step(num_steps)
+    rig.update(path)
+    rig.submit("late")
+    rig.run()
+    for index in range(3):
+        tokens, versions = rig.tokens(str(index)), rig.versions(str(index))
+        num_old = versions.count(0)
+        assert versions == [0] * num_old + [1] * (12 - num_old)
+        assert tokens[:num_old] == fresh(None, PROMPT[index:], 12, groups)[:num_old]
+        if num_old < 12:
+            assert tokens[num_old:] == fresh(path, PROMPT[index:] + tokens[:num_old], 12 - num_old, groups)
+    assert rig.tokens("late") == fresh(path, PROMPT, 12, groups)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 6))
+def test_blocks_that_are_being_verified_are_let_go_of(tmp_path: Path, num_steps: int) -> None:
+    rig = Rig(host_bytes=2**16, verify_blocks=1)
+    for name in "abc":
+        rig.submit(name)
+        rig.run()
+        rig.submit(f"{name} again")
+        rig.step(num_steps)
+        rig.update(path := weights_of(tmp_path, name))
+        rig.submit("new")
+        rig.run()
+        assert rig.tokens("new") == fresh(path, PROMPT, 12)
+        pool, tiers = rig.core.scheduler.pool, rig.core.scheduler.stats().tiers
+        assert pool.num_free == pool.num_usable and not any(each.get("differing_blocks") for each in tiers.values())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    groups = rng.choice([*GROUPS])
+    options: dict[str, Any] = {"verify_blocks": rng.choice([0, 1, 2]) if groups == "one group" else 0}
+    if rng.random() < 0.3:
+        options["speculative_config"] = SpeculativeConfig(method="ngram")
+    rig = Rig(groups, rng.choice([0, 2**13, 2**16]), **options)
+    beginnings = [[rng.randrange(50) for _ in range(30)] for _ in range(3)]
+    prompts: dict[str, list[int]] = {}
+    weights: list[str | None] = [None]  # by version
+
+    def ask() -> None:
+        name = str(len(prompts))
+        prompts[name] = rng.choice(beginnings)[: rng.randrange(1, 31)] + [rng.randrange(50) for _ in range(4)]
+        rig.submit(name, prompt=prompts[name])
+
+    def step() -> None:
+        for _ in range(rng.randrange(1, 5)):
+            if rig.core.has_work():
+                rig.step()
+
+    def update() -> None:
+        weights.append(weights_of(tmp_path, rng.choice("abc")))
+        rig.update(str(weights[-1]))
+
+    def abort() -> None:
+        output = rig.core.abort(rng.choice([*prompts])) if prompts else None
+        rig.take([output] if output is not None else [])
+
+    acts: dict[Callable[[], None], int] = {
+        ask: 35, step: 25, update: 10, abort: 4,
+        lambda: rig.take(rig.rest.pause(rng.choice(["abort", "wait", "keep"]))): 5,
+        lambda: rig.take(rig.rest.resume()): 10,
+        lambda: rig.rest.sleep(rng.choice([1, 2])): 5,
+        lambda: rig.rest.wake(ALL): 6,
+    }  # fmt: skip
+    for act in rng.choices([*acts], [*acts.values()], k=50):
+        with contextlib.suppress(WeightsError):  # some are refused, as it sleeps or does not
+            act()
+        rig.core.scheduler.check()
+    update()
+    rig.rest.wake(ALL)
+    rig.take(rig.rest.resume())
+    rig.run()
+
+    for name, prompt in prompts.items():
+        tokens, versions = rig.tokens(name), rig.versions(name)
+        assert rig.end(name) == "abort" or len(tokens) == 12
+        assert versions == sorted(versions)
+        for version in sorted({*versions}):
+            first, count = versions.index(version), versions.count(version)
+            expected = fresh(weights[version], prompt + tokens[:first], count, groups)
+            assert tokens[first : first + count] == expected
+    pool, tiers = rig.core.scheduler.pool, rig.core.scheduler.stats().tiers
+    assert pool.num_free == pool.num_usable and not any(each.get("differing_blocks") for each in tiers.values())
+
+
+def test_a_refused_update_changes_nothing(tmp_path: Path) -> None:
+    rig = Rig()
+    (tmp_path / "none").mkdir()
+    rig.submit("a")
+    rig.step(3)
+    rig.take(rig.rest.drain())
+    state, cached = rig.rest.state, rig.core.scheduler.pool.cached_keys()
+    with pytest.raises(WeightsError, match="no weights"):
+        rig.rest.update_weights(str(tmp_path / "none"))
+    assert rig.rest.state == state and rig.core.scheduler.pool.cached_keys() == cached
+    rig.run()
+    assert rig.tokens("a") == fresh(None, PROMPT, 12) and set(rig.versions("a")) == {0}
+
+
+def test_a_pause_keeps_ends_or_waits_for_what_runs() -> None:
+    for mode in ("keep", "abort", "wait"):
+        rig = Rig()
+        rig.submit("a")
+        rig.submit("waiting", prompt=PROMPT * 5)
+        rig.step(3)
+        rig.take(rig.rest.pause(mode))
+        if mode == "wait":
+            assert rig.rest.is_pausing and not rig.rest.is_paused
+            rig.submit("late")
+            assert rig.end("late") is None
+            rig.run()
+            assert rig.end("a") == rig.end("waiting") == "length"
+        assert rig.rest.is_paused and not rig.core.has_work()
+        rig.core.scheduler.check()
+        done = "abort" if mode == "abort" else "length" if mode == "wait" else None
+        assert rig.end("a") == rig.end("waiting") == done
+        rig.submit("new")
+        assert not rig.core.has_work() and rig.core.step() == []
+        rig.take(rig.rest.resume())
+        rig.run()
+        expected = fresh(None, PROMPT, 12)
+        names = {"keep": ("a", "new"), "abort": ("new",), "wait": ("a", "late", "new")}[mode]
+        for name in names:
+            assert rig.tokens(name) == expected and rig.end(name) == "length"
+        assert rig.core.scheduler.pool.num_free == rig.core.scheduler.pool.num_usable
+
+
+def test_what_came_during_a_wait_can_be_aborted_and_a_resume_ends_the_wait() -> None:
+    rig = Rig()
+    rig.submit("a")
+    rig.step()
+    rig.rest.pause("wait")
+    rig.submit("late")
+    rig.submit("other")
+    aborted = rig.core.abort("late")
+    assert aborted is not None and aborted.finish_reason == "abort"
+    rig.take(rig.rest.resume())
+    assert not rig.rest.is_pausing and not rig.rest.is_paused
+    rig.run()
+    assert rig.tokens("other") == rig.tokens("a") == fresh(None, PROMPT, 12) and rig.outputs["late"] == []
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_sleeps_under_load_and_goes_on(tmp_path: Path, level: SleepLevel) -> None:
+    rig, path = Rig(host_bytes=2**16), weights_of(tmp_path, "a")
+    rig.submit("kept")
+    rig.step(4)
+    with pytest.raises(WeightsError, match="sleep: the engine runs; pause comes first"):
+        rig.rest.sleep(level)
+    rig.take(rig.rest.pause("keep"))
+    rig.rest.sleep(level)
+    assert rig.rest.state.asleep == ALL and rig.core.scheduler.pool.num_cached == 0
+    with pytest.raises(WeightsError, match="sleep: the engine sleeps already"):
+        rig.rest.sleep(level)
+    with pytest.raises(WeightsError, match="resume: the engine sleeps, without weights and kv_cache"):
+        rig.rest.resume()
+    rig.submit("came")
+    if level == 2:
+        with pytest.raises(WeightsError, match="level 2 has dropped the weights; update_weights"):
+            rig.rest.wake(ALL)
+        rig.rest.wake(["weights"])
+        rig.update(path)
+    rig.rest.wake(["kv_cache"] if level == 2 else ALL)
+    rig.take(rig.rest.resume())
+    rig.run()
+    tokens, num_old = rig.tokens("kept"), rig.versions("kept").count(0)
+    now = path if level == 2 else None
+    assert tokens[:num_old] == fresh(None, PROMPT, 12)[:num_old]
+    if level == 2:
+        assert tokens[num_old:] == fresh(path, PROMPT + tokens[:num_old], 12 - num_old)
+    assert rig.tokens("came") == fresh(now, PROMPT, 12)
+
+
+def test_the_offline_api_updates_sleeps_and_says_the_versions(folder: Path, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+
+    def said(llm: LLM) -> tuple[list[int], list[int] | None]:
+        (output,) = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs
+        return output.token_ids, output.weights_versions
+
+    path = weights_of(tmp_path, "a")
+    with oracle(folder) as llm:
+        first = said(llm)
+        assert first[1] is None
+        assert llm.update_weights(path) == 1
+        second = said(llm)
+        assert second[0] != first[0] and second[1] == [1] * 8
+        llm.sleep()
+        with pytest.raises(RuntimeError, match="this LLM sleeps; wake_up comes first"):
+            said(llm)
+        llm.wake_up(["weights"])
+        llm.wake_up(["kv_cache"])
+        assert said(llm) == second
+        llm.sleep(level=2)
+        llm.update_weights(path)
+        llm.wake_up()
+        assert said(llm) == (second[0], [2] * 8)
+
+
+def test_an_llm_whose_sleep_is_refused_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise WeightsError("enable_lora: given")
+
+    with oracle(folder) as llm:
+        monkeypatch.setattr(OracleExecutor, "sleep", refuse)
+        with pytest.raises(WeightsError, match="enable_lora"):
+            llm.sleep()
+        assert not llm._running().rest.is_paused
+        assert llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+        monkeypatch.undo()
+        llm.sleep()
+        with pytest.raises(WeightsError, match="sleeps already"):
+            llm.sleep()
+        with pytest.raises(RuntimeError, match="wake_up comes first"):
+            llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)

@@ -1,0 +1,244 @@
+"""`batch_invariant`: what a row gets is bit for bit the same alone, in any batch, at any place of it and in any chunk.
+
+What the interpreter shows is the order of sums: which pieces of the depth or of the positions are summed together, and in
+which order these are added. Its products of a tile are made exact, since numpy's own depend on the tile's size; a GPU's do
+not where its instruction is the same, which test_triton_compiled.py reads in the compiled code.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from triton.runtime import interpreter
+
+from penstock.executor.kernels import NO_EXTRAS, ScoreExtras, select_ops, torch_ops
+from penstock.executor.kernels import card as cards
+from penstock.executor.kernels.cuda import fixed_attention, fixed_product, tiles
+from penstock.executor.kernels.cuda.invariant import InvariantOps
+from penstock.executor.kernels.grouped import pack
+from penstock.executor.protocol import DType, ExecutorConfig, ExecutorError, Sampling
+from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.kernels.test_triton_fp8 import quantized_weight
+from tests.executor.kernels.test_triton_moe import case as experts_case
+from tests.executor.kernels.test_triton_packed import KINDS, grouped, moved
+from tests.support import interpreter as interpreted
+from tests.support.driver import Driver
+from tests.support.kernel_cases import close
+from tests.support.paged import Cache, attend, random
+from tests.support.recurrent import Layer, States, batch_of
+from tests.support.small_models import folder
+
+OPS = InvariantOps(has_eight_bits=True)
+CPU = torch.device("cpu")
+Rows = list[tuple[int, int, int]]
+
+
+@pytest.fixture(autouse=True)
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of numbers of 16 bits and fewer: in float64 nothing of a tile's product is rounded before it is added."""
+
+    def create_dot(self: Any, a: Any, b: Any, acc: Any, *options: Any) -> Any:
+        made = np.matmul(_wide(a), _wide(b)).astype(np.float32)
+        return interpreter.TensorHandle(made + acc.data, acc.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    yield
+
+
+def _wide(handle: Any) -> np.ndarray:
+    wide: np.ndarray = interpreted.widened(handle).data.astype(np.float64)
+    return wide
+
+
+def alike(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """What all rows get together, once it is what some of them get in batches of these sizes, wherever they stand."""
+    whole = call(x)
+    for size in sizes:
+        for first in (1, len(x) - size):
+            assert torch.equal(call(x[first : first + size].clone()), whole[first : first + size]), (size, first)
+    turned = torch.arange(len(x) - 1, -1, -1, device=x.device)
+    assert torch.equal(call(x[turned]), whole[turned])
+    return whole
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes that an interpreter can do fall into as many parts as those of models do."""
+    monkeypatch.setattr(tiles, "FIXED_PROGRAMS", 4)
+    monkeypatch.setattr(fixed_product, "FIXED_PROGRAMS", 4)
+    monkeypatch.setattr(tiles, "MIN_DEPTH", 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("shape", [(72, 300), (136, 256)])
+@pytest.mark.usefixtures("small_parts")
+def test_a_product(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Of few rows every part of the depth is a program's, of 140 one program has them all."""
+    (width, depth), rows = shape, 40 if dtype is torch.float32 else 140
+    x, weight = random(rows, depth, dtype=dtype).to(device), random(width, depth, dtype=dtype, seed=1).to(device)
+    weight /= depth**0.5
+    bias = random(width, dtype=dtype, seed=2).to(device)
+    whole = alike(lambda some: OPS.linear(some, weight, bias), x, (1, rows // 2 - 6, rows // 2 - 5))
+    close(whole, F.linear(x.double(), weight.double(), bias.double()), dtype)
+
+
+def test_a_products_parts_depend_on_its_shape_alone() -> None:
+    shapes = [(4096, 1024), (1024, 2048), (6144, 4096), (28672, 4096), (4096, 14336), (151936, 1024), (128, 2048)]
+    for width, depth in shapes:
+        for itemsize in (2, 4):
+            made = {tiles.fixed_tile(rows, width, depth, itemsize) for rows in range(1, 600)}
+            assert len({splits for _, splits in made}) == 1
+            assert len({tile.columns for tile, _ in made}) == 1
+    assert tiles.fixed_tile(1, 4096, 14336, 2)[1] > 1 == tiles.fixed_tile(1, 28672, 4096, 2)[1]
+
+
+CASES: dict[str, tuple[int, int, int, int | None, ScoreExtras]] = {
+    "plain": (64, 3, 1, None, NO_EXTRAS),
+    "heads of 80 and 9": (80, 2, 2, 9, NO_EXTRAS),
+    "a window": (32, 4, 2, 70, NO_EXTRAS),
+    "sinks and a cap": (32, 4, 2, None, ScoreExtras(1.5, torch.tensor([-3.0, 0.0, 5.0, 12.0]))),
+    "heads that are not split": (256, 2, 1, 90, NO_EXTRAS),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "plain")]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+def test_attention(monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype, name: str) -> None:
+    """A token gets the same as a row of its own, in chunks cut anywhere, behind others and beside a graph's padding."""
+    monkeypatch.setattr(fixed_attention, "SPLIT", 64)
+    dim, heads, kv_heads, window, extras = CASES[name]
+    contexts = [140, 90, 70]
+    cache = Cache(contexts, kv_heads, dim, 16, dtype)
+    q = random(len(contexts), max(contexts), heads, dim, dtype=dtype, seed=9)
+    extras = extras._replace(sinks=None if extras.sinks is None else extras.sinks.to(device))
+    run = partial(attend, OPS, cache.to(device), q.to(device), window=window, extras=extras)
+    whole = run([(0, 140, 140)])
+    wide = Cache(contexts, kv_heads, dim, 16, dtype)
+    wide.k_pages, wide.v_pages = cache.k_pages.double(), cache.v_pages.double()
+    sinks = None if extras.sinks is None else extras.sinks.double().cpu()
+    twin = attend(torch_ops, wide, q.double(), [(0, 140, 140)], window, extras._replace(sinks=sinks))
+    close(whole, twin, dtype)
+
+    def check(rows: Rows) -> None:
+        found, first = run(rows), 0
+        for row, count, context in rows:
+            if row == 0:
+                assert torch.equal(found[first : first + count], whole[context - count : context]), (rows, count)
+            first += count
+
+    check([(0, 1, context) for context in (1, 64, 65, 128, 129, 140)])
+    check([(1, 1, 90), (0, 1, 140), (2, 1, 70)])
+    check([(2, 1, 1), (0, 1, 129), (1, 40, 90)])
+    for chunk, end in ((2, 140), (7, 70), (43, 129), (64, 128)):
+        check([(1, 1, 77), (0, chunk, end), (2, 20, 70)])
+
+
+def test_attention_over_pages_of_eight_bits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(fixed_attention, "SPLIT", 64)
+    cache = Cache([140], 2, 64, 16, torch.bfloat16)
+    cache.k_pages, cache.v_pages = (each.to(torch.float8_e4m3fn) for each in (cache.k_pages, cache.v_pages))
+    q = random(1, 140, 4, 64, dtype=torch.bfloat16, seed=9).to(device)
+    whole = attend(OPS, cache.to(device), q, [(0, 140, 140)])
+    for context in (1, 64, 65, 140):
+        assert torch.equal(attend(OPS, cache.to(device), q, [(0, 1, context)])[0], whole[context - 1])
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(device: torch.device, window: int | None) -> None:
+    cache = Cache([3, 0, 0], 1, 16, 4, torch.float32)
+    cache.tables[1:] = cache.tables.max() + 1  # a block of NaN
+    q = torch.ones(3, 3, 2, 16)
+    batch, pages = cache.to(device).batch([(0, 1, 3), (1, 1, 0), (2, 1, 0)]), (cache.k_pages, cache.v_pages)
+    moved, extras = (pages[0].to(device), pages[1].to(device)), ScoreExtras(window=window)
+    out = OPS.paged_attention(q[0].to(device), moved, batch, 0.5, extras)
+    assert out[0].isfinite().all() and out[0].all() and not out[1:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_experts(device: torch.device, dtype: torch.dtype) -> None:
+    """From fewer entries than an expert has rows in its smallest tile to more than in its largest."""
+    hidden, slots, shares, gate_up, down = experts_case(150, 2, 2, 64, 64, dtype, device)
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        at = rows[:, 0].long()
+        weights = (gate_up, None), (down, None)
+        return OPS.fused_experts(hidden[at], slots[at], shares[at], *weights, 0, "silu")
+
+    alike(run, torch.arange(150, device=device)[:, None], (1, 2, 20, 70))
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1], KINDS[5]])
+def test_products_with_codes(device: torch.device, kind: tuple[int, int, str | None, bool]) -> None:
+    weight = moved(pack([grouped(72, 384, kind)], CPU), device)
+    x = random(150, 384, dtype=torch.bfloat16).to(device)
+    groups = OPS.groups
+    assert groups is not None
+    alike(lambda rows: groups.packed_linear(rows, weight), x, (1, 17, 65))
+
+
+def test_products_of_eight_bits(device: torch.device) -> None:
+    _, weight, scales = (each.to(device) for each in quantized_weight(200, 384))
+    x, blocks = random(150, 384, dtype=torch.bfloat16).to(device), OPS.blocks
+    assert blocks is not None
+    run = partial(blocks.block_linear, weight=weight, weight_scales=scales, dtype=torch.bfloat16)
+    alike(lambda rows: run(blocks.quantize(rows)), x, (1, 17, 65))
+
+
+@pytest.mark.parametrize("erases", [True, False], ids=["delta", "mamba"])
+def test_a_recurrent_layer_in_chunks(device: torch.device, erases: bool) -> None:
+    layer = Layer.random(70, (1, 2, 16, 16), torch.bfloat16, device=device, erases=erases)
+    found = []
+    for cuts in ([70], [1, 69], [33, 37], [64, 5, 1]):
+        states, parts, first = States(layer, 1, device), [], 0
+        for count in cuts:
+            part = layer.part(torch.arange(first, first + count, device=device))
+            parts.append(part.run(OPS, states.pages, batch_of([count], states.tables, new=(0,) if not first else ())))
+            first += count
+        found.append(torch.cat(parts))
+    assert all(torch.equal(found[0], each) for each in found)
+
+
+@pytest.mark.parametrize("case", ["qwen3", pytest.param("gpt-oss", marks=pytest.mark.slow)])
+def test_a_model(monkeypatch: pytest.MonkeyPatch, device: torch.device, case: str) -> None:
+    """Log-probabilities of the whole vocabulary: alone, in chunks beside others, and after a preemption."""
+    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: OPS)
+    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
+    where: Any = "cuda" if device.type == "cuda" else "cpu"
+    dtype: DType = "bfloat16"
+    config = ExecutorConfig(
+        model=str(folder(case)), device=where, dtype=dtype, kv_cache_bytes=2**18, block_size=4, max_num_seqs=4
+    )
+    prompt, sampling = [5, 17, 3, 99, 42, 8, 71, 150, 12, 60, 7], Sampling(temperature=0.0, logprobs=-1)
+    traces = []
+    for chunk, others in ((None, 0), (4, 2), (1, 1)):
+        driver = Driver(UniprocExecutor(config))
+        beside = [driver.admit([7 + other, 7, 21]) for other in range(others)]
+        watched, seen, is_preempted = driver.admit(prompt, sampling), [], False
+        while len(watched.output) < 3:
+            result = driver.advance(*beside, watched, chunk=chunk)
+            seen += [(found.ids, found.values) for found in result.logprobs.values()]
+            if others == 2 and len(watched.output) == 2 and not is_preempted:
+                driver.readmit(watched)
+                is_preempted = True
+        traces.append(seen)
+    assert traces[0] == traces[1] == traces[2]
+
+
+@pytest.mark.parametrize("card", [cards.A100, cards.L40S, cards.H200, cards.RTX_PRO])
+def test_it_is_what_a_gpu_computes_with_if_asked(monkeypatch: pytest.MonkeyPatch, card: cards.Card) -> None:
+    monkeypatch.setattr("penstock.executor.kernels.card_of", lambda _: card)
+    ops = select_ops(torch.device("cuda", 0), torch.bfloat16, 128, True)
+    assert isinstance(ops, InvariantOps) and (ops.blocks is None) == (card is cards.A100)
+
+
+@pytest.mark.parametrize("card", [cards.B200, cards.Card((7, 5), 40, 64 << 10)])
+def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, card: cards.Card) -> None:
+    monkeypatch.setattr("penstock.executor.kernels.card_of", lambda _: card)
+    with pytest.raises(ExecutorError, match=r"batch_invariant: given; .* 8\.x, 9\.0 or 12\.x"):
+        select_ops(torch.device("cuda", 0), torch.bfloat16, 128, True)

@@ -1,0 +1,139 @@
+"""`open_forward` beside the engine: the log-probability of every token that was sampled, bit for bit, however it was computed."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import LLM, RequestOutput, SamplingParams, open_forward
+from penstock.executor.forward import Forward
+from penstock.executor.protocol import ExecutorError
+from tests.executor.test_updates import changed, named
+from tests.support.default_file import default_file
+from tests.support.small_models import folder
+
+RNG = random.Random(5)
+BEGINNING = [RNG.randrange(160) for _ in range(75)]
+PROMPTS = [[*BEGINNING[: RNG.randrange(1, 76)], *(RNG.randrange(160) for _ in range(5))] for _ in range(7)]
+OPTIONS: dict[str, Any] = {"kv_cache_bytes": 2**22, "block_size": 8}
+
+
+def sequence(result: RequestOutput) -> list[int]:
+    return [*result.prompt_token_ids, *result.outputs[0].token_ids]
+
+
+def sampled(result: RequestOutput) -> list[float]:
+    (output,) = result.outputs
+    assert output.logprobs is not None
+    return [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
+
+
+def generate(llm: LLM, prompts: list[list[int]], seed: int) -> list[RequestOutput]:
+    params = SamplingParams(max_tokens=17, logprobs=3, seed=seed, ignore_eos=True, temperature=1.0)
+    return llm.generate([*prompts], params, use_tqdm=False)
+
+
+def check(forward: Forward, results: list[RequestOutput]) -> None:
+    sequences = [sequence(result) for result in results]
+    found, logits = forward.logprobs(sequences), forward(sequences)
+    for result, ids, values, rows in zip(results, sequences, found, logits, strict=True):
+        assert len(values) == len(ids) - 1 and rows.shape == (len(ids), forward.info.vocab_size)
+        assert values[len(result.prompt_token_ids) - 1 :].tolist() == sampled(result)
+        logprobs = rows[:-1].float().log_softmax(-1)
+        assert torch.equal(logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], values)
+        for row, entry in zip(logprobs[-17:], result.outputs[0].logprobs or (), strict=True):
+            assert all(row[token] == each.logprob for token, each in entry.items())
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("llama-wide", "bfloat16"),
+        ("llama-wide", "float32"),
+        ("qwen3-moe", "bfloat16"),
+        ("deepseek-v3", "float32"),  # latents
+        ("qwen3-next", "bfloat16"),  # states, and experts
+        ("lfm2", "float32"),
+        ("gpt-oss", "bfloat16"),  # windows
+        ("gemma3", "float32"),
+    ],
+)
+def test_what_was_sampled_in_batches_chunks_and_behind_hits_has_the_bits_of_the_function(case: str, dtype: str) -> None:
+    options = {**OPTIONS, "dtype": dtype}
+    with LLM(str(folder(case)), skip_tokenizer=True, max_num_batched_tokens=19, max_num_seqs=4, **options) as llm:
+        results = [*generate(llm, PROMPTS, 1), *generate(llm, PROMPTS, 2), *generate(llm, PROMPTS[:1], 3)]
+    assert sum((result.num_cached_tokens or 0) > 0 for result in results) >= 8
+    check(open_forward(str(folder(case)), **options), results)
+    check(open_forward(str(folder(case)), max_num_batched_tokens=16, max_num_seqs=3, **options), results)
+
+
+def test_of_the_default_model_too() -> None:
+    path = str(default_file())
+    options: dict[str, Any] = {"kv_cache_bytes": 2**25, "max_model_len": 256}
+    prompts = [[*range(100, 140), 504, 3575, 282, 4649, 314], [*range(100, 150)], [504, 3575]]
+    with LLM(path, max_num_batched_tokens=40, max_num_seqs=8, **options) as llm:
+        results = [*generate(llm, prompts, 1), *generate(llm, prompts, 2)]
+    assert any(result.num_cached_tokens for result in results)
+    check(open_forward(path, **options), results)
+
+
+def test_pages_for_one_long_sequence_are_enough_for_any_number() -> None:
+    """Among them one of the greatest length, which takes several steps; a window's pages serve again on the way."""
+    options: dict[str, Any] = {"dtype": "float32", "block_size": 8, "max_num_seqs": 16}
+    sequences = [[RNG.randrange(160) for _ in range(length)] for length in (1, 9, 256, 40, 1, 80, 120, 2)]
+    for case in ("mistral-sliding", "gemma3", "qwen3.5"):
+        ample = open_forward(str(folder(case)), kv_cache_bytes=2**23, **options)
+        info = ample.info
+        pages = sum(group.most_pages(256, 16, 8) for group in info.groups)
+        scarce = open_forward(
+            str(folder(case)), kv_cache_bytes=(pages + 1) * info.block_bytes, max_num_batched_tokens=16, **options
+        )
+        assert scarce.info.max_model_len == 256
+        for one, other in zip(ample(sequences), scarce(sequences), strict=True):
+            assert torch.equal(one, other)
+        assert [len(values) for values in scarce.logprobs(sequences)] == [0, 8, 255, 39, 0, 79, 119, 1]
+
+
+def test_what_it_gives_is_a_constant_in_a_loss() -> None:
+    forward = open_forward(str(folder("llama")), **OPTIONS)
+    (old,), (logits,) = forward.logprobs([PROMPTS[0]]), forward([PROMPTS[0]])
+    weight = torch.ones(1, requires_grad=True)
+    ((weight - old).exp() * old * logits[:-1].float().logsumexp(-1)).sum().backward()
+    assert weight.grad is not None and weight.grad.isfinite().all() and not old.requires_grad
+    assert forward([]) == forward.logprobs([]) == []
+
+
+def test_it_takes_other_weights_as_the_engine_does() -> None:
+    forward, other = open_forward(str(folder("llama-wide")), **OPTIONS), changed(named("llama-wide"))
+    with LLM(str(folder("llama-wide")), skip_tokenizer=True, **OPTIONS) as llm:
+        llm.update_weights(other)
+        results = generate(llm, PROMPTS[:3], 1)
+        with pytest.raises(AssertionError):
+            check(forward, results)
+        forward.update_weights(other)
+        check(forward, results)
+        assert forward.info.fingerprint == llm.info.fingerprint
+
+
+def test_what_it_cannot_compute_is_refused_by_name() -> None:
+    forward = open_forward(str(folder("llama")), max_model_len=20, **OPTIONS)
+    for wrong, message in (
+        ([], r"sequences\[1\]: of shape \(0,\); 1 to 20 \(max_model_len\) ids"),
+        ([1] * 21, r"sequences\[1\]: of shape \(21,\); 1 to 20"),
+        ([[1, 2]], r"sequences\[1\]: of shape \(1, 2\); 1 to 20"),
+        ([1, 160], r"sequences\[1\]: token ids are integers from 0 to 159"),
+        ([-1], r"sequences\[1\]: token ids are integers from 0 to 159"),
+        ([1.5], r"sequences\[1\]: token ids are integers from 0 to 159"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            forward([[1, 2], wrong])  # type: ignore[list-item]
+    with pytest.raises(ExecutorError, match="tensor_parallel_size: 2 given; a function runs one rank"):
+        open_forward(str(folder("llama")), tensor_parallel_size=2, **OPTIONS)
+
+
+def test_it_leaves_the_tiers_of_an_engine_beside_it_alone(tmp_path: Path) -> None:
+    options = {**OPTIONS, "kv_host_bytes": 2**20, "kv_disk_path": str(tmp_path), "kv_disk_bytes": 2**22}
+    with LLM(str(folder("llama")), skip_tokenizer=True, **options) as llm:
+        check(open_forward(str(folder("llama")), **options), generate(llm, PROMPTS[:2], 1))

@@ -1,0 +1,426 @@
+"""Other weights under a running executor: as if it had been started with them, whatever the family; or refused by name."""
+
+import contextlib
+import gc
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.executor.kernels.cpu_layers import join_layers
+from penstock.executor.loading.gguf import GgufCheckpoint
+from penstock.executor.models.adapters import _open_places
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling, WeightsError
+from penstock.executor.ranks.wire import MessageKind
+from penstock.executor.shared_tensors import SharedTensors
+from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.test_coded_models import config as coded_config
+from tests.executor.test_coded_models import file as file
+from tests.executor.test_models import prompts
+from tests.executor.test_multiproc import config_of, running
+from tests.support.adapters import EVERYWHERE, Adapter
+from tests.support.driver import Driver
+from tests.support.expert_adapters import ExpertAdapter
+from tests.support.small_models import folder
+
+COUNT = 8
+Tensors = dict[str, torch.Tensor]
+
+
+def named(case: str) -> Tensors:
+    return {name: tensor for part in folder(case).glob("*.safetensors") for name, tensor in load_file(part).items()}
+
+
+def changed(tensors: Tensors) -> Tensors:
+    """As far from them as another model: the rows of every matrix in another order."""
+    return {name: each if each.dim() < 2 else each.roll(1, 0).contiguous() for name, each in tensors.items()}
+
+
+def saved(case: str, tensors: Tensors, path: Path) -> Path:
+    shutil.copytree(folder(case), path, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def said(executor: Any) -> list[list[int]]:
+    driver = Driver(executor)
+    driver._step_id = next(_STEPS)
+    given = [[token % executor.info.vocab_size for token in prompt] for prompt in prompts(2, seed=5)]
+    return driver.generate(*map(driver.admit, given), count=COUNT, chunk=7)
+
+
+_STEPS = iter(range(0, 10**9, 1000))
+
+
+def single(model: Path, **options: Any) -> UniprocExecutor:
+    given: dict[str, Any] = {
+        "kv_cache_bytes": 2**22,
+        "block_size": 8,
+        "dtype": "float32",
+        "max_num_seqs": 16,
+        **options,
+    }
+    return UniprocExecutor(ExecutorConfig(model=str(model), **given))
+
+
+FAMILIES = [
+    "llama",
+    "llama-tied-biases",
+    "gemma4",
+    "phi3",
+    "opt",
+    "mixtral",
+    "gpt-oss",
+    "deepseek-v3",
+    "glm4-moe",
+    "qwen3-next",
+    "lfm2",
+    "granite4-moe",
+    "granite4-mamba",
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, "float32") for case in FAMILIES), ("llama", "bfloat16"), ("mixtral", "bfloat16")]
+)
+def test_an_updated_model_is_the_one_that_a_start_would_have_loaded(case: str, dtype: str, tmp_path: Path) -> None:
+    other = changed(named(case))
+    path = saved(case, other, tmp_path / "other")
+    fresh = single(path, dtype=dtype)
+    expected, executor = said(fresh), single(folder(case), dtype=dtype)
+    first, before = said(executor), executor.info.fingerprint
+    executor.update_weights(str(path))
+    assert executor.info == fresh.info and said(executor) == expected
+    with SharedTensors(named(case)) as shared:
+        executor.update_weights(shared.path)
+    assert executor.info.fingerprint == before and said(executor) == first
+    with SharedTensors(other) as shared:
+        executor.update_weights(shared.path)
+    assert "penstock weights" not in Path("/proc/self/maps").read_text()
+    assert executor.info == fresh.info and said(executor) == expected
+
+
+def _without(tensors: Tensors, _path: Path) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def _with_another(tensors: Tensors, _path: Path) -> None:
+    tensors["model.layers.7.mlp.up_proj.weight"] = torch.ones(2, 2)
+
+
+def _of_another_shape(tensors: Tensors, _path: Path) -> None:
+    tensors["model.norm.weight"] = torch.ones(65)
+
+
+def _of_integers(tensors: Tensors, _path: Path) -> None:
+    tensors["model.norm.weight"] = torch.ones(64, dtype=torch.int64)
+
+
+def _not_a_number(tensors: Tensors, _path: Path) -> None:
+    tensors["model.layers.2.self_attn.q_proj.weight"][3, 4] = torch.nan
+
+
+def _infinite(tensors: Tensors, _path: Path) -> None:
+    tensors["model.norm.weight"][5] = -torch.inf
+
+
+WRONG: dict[str, tuple[Callable[[Tensors, Path], None], str]] = {
+    "missing": (_without, r"tensor 'model.layers.1.mlp.up_proj.weight' of shape \[96, 64\] is missing"),
+    "one more": (_with_another, "1 tensors that the architecture does not have: 'model.layers.7.mlp.up_proj.weight'"),
+    "shape": (_of_another_shape, r"'model.norm.weight' has shape \[65\]; config.json calls for \[64\]"),
+    "dtype": (_of_integers, "'model.norm.weight' is stored as I64; one of BF16, F16, F32, F64 is expected"),
+    "NaN": (_not_a_number, "'model.layers.2.self_attn.q_proj.weight' has numbers that are not finite"),
+    "infinite": (_infinite, "'model.norm.weight' has numbers that are not finite"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(what: str, tmp_path: Path) -> None:
+    spoil, message = WRONG[what]
+    executor, tensors = single(folder("llama")), changed(named("llama"))
+    expected, info = said(executor), executor.info
+    spoil(tensors, tmp_path)
+    num_open = len(os.listdir("/proc/self/fd"))
+    path = saved("llama", tensors, tmp_path / "other")
+    sources = [str(path), str(path / "model.safetensors")]
+    with contextlib.ExitStack() as stack:
+        if what == "dtype":
+            with pytest.raises(WeightsError, match=r"tensor 'model.norm.weight' is of int64; one of float32"):
+                SharedTensors(tensors)
+        else:
+            sources.append(stack.enter_context(SharedTensors(tensors)).path)
+        for source in sources:
+            with pytest.raises(WeightsError, match=message):
+                executor.update_weights(source)
+            assert executor.info == info and said(executor) == expected
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_another_model_a_file_cut_short_and_open_memory_are_refused(tmp_path: Path) -> None:
+    executor = single(folder("llama"))
+    expected = said(executor)
+    whole = saved("llama", named("llama"), tmp_path / "whole") / "model.safetensors"
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(whole.read_bytes()[:-1])
+    loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.write(loose, whole.read_bytes())
+    with SharedTensors(named("llama")) as shared:
+        gone = shared.path
+    for source, message in (
+        (str(folder("qwen3")), "another model: its architecture is Qwen3ForCausalLM"),
+        (str(folder("llama-wide")), "another model: its intermediate_size is 1536, and that of the one that serves 96"),
+        (str(cut), "cut.safetensors: not a whole safetensors file"),
+        (f"/proc/self/fd/{loose}", "shared memory that is not sealed"),
+        (gone, "no folder of weights, and no file"),
+        (str(tmp_path / "nowhere"), "no folder of weights, and no file"),
+        (str(tmp_path), "config.json: No such file"),
+    ):
+        with pytest.raises(WeightsError, match=message):
+            executor.update_weights(source)
+        assert said(executor) == expected
+    os.close(loose)
+    executor.update_weights(str(whole))  # a file of tensors on a disk will do
+
+
+Bits = list[tuple[tuple[int, ...], tuple[float, ...]]]
+
+
+def bits(executor: Any, keys: list[str]) -> list[Bits]:
+    """The log-probabilities of the whole vocabulary, of requests with each of the adapters and with none side by side."""
+    driver = Driver(executor)
+    driver._step_id = next(_STEPS)
+    everything = Sampling(temperature=0.0, logprobs=-1)
+    prompt = [token % executor.info.vocab_size for token in prompts(1, seed=5)[0]]
+    rows = [driver.admit(prompt, everything, adapter=key) for key in (*keys, None)]
+    seen: list[Bits] = [[] for _ in rows]
+    while len(rows[0].output) < COUNT:
+        for index, found in driver.advance(*rows, chunk=7).logprobs.items():
+            seen[index].append((found.ids, found.values))
+    return seen
+
+
+def adapters_of(case: str, path: Path) -> list[str]:
+    if "moe" in case:
+        return [str(ExpertAdapter(case, path / f"adapter {seed}", seed, True).path) for seed in range(3)]
+    targets = (*EVERYWHERE, "qkv_proj", "gate_up_proj")
+    return [str(Adapter(case, path / f"adapter {seed}", seed, targets, rank=2 + seed).path) for seed in range(3)]
+
+
+def on_places(executor: UniprocExecutor) -> UniprocExecutor:
+    """As on a GPU, where adapters are copied to few places of one size; layer by layer, as there."""
+    rank, device = executor._rank, torch.device("cpu")
+    rank.adapters._weights = _open_places(rank._config, rank.adapters._shapes, rank._loaded.dtype, device)
+    return executor
+
+
+@pytest.mark.parametrize("has_places", [False, True], ids=["host", "places"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [("llama-wide", "bfloat16"), ("phi3", "float32"), ("qwen3-moe", "float32"), ("qwen3.5", "float32")],
+)
+def test_adapters_stay_over_other_weights_as_a_start_would_have_them(
+    case: str, dtype: str, has_places: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "penstock.executor.models.decoder.join_layers", (lambda *_: None) if has_places else join_layers
+    )
+    other, paths = changed(named(case)), adapters_of(case, tmp_path)
+    path, place = saved(case, other, tmp_path / "other"), on_places if has_places else lambda executor: executor
+    options: dict[str, Any] = {"dtype": dtype, "enable_lora": True, "max_loras": 2}
+    executor, fresh = (place(single(model, **options)) for model in (folder(case), path))
+    keys = [executor.load_adapter(adapter).key for adapter in paths[:2]]
+    first, held = bits(executor, keys), executor._rank.adapters._weights
+    assert [fresh.load_adapter(adapter).key for adapter in paths] == [
+        *keys,
+        (third := fresh.load_adapter(paths[2]).key),
+    ]
+    expected = bits(fresh, keys)
+    assert all(ours != theirs for ours, theirs in zip(first, expected, strict=True))
+    executor.update_weights(str(path))
+    assert executor.info == fresh.info and bits(executor, keys) == expected
+    assert executor._rank.adapters._weights is held
+    old = weakref.ref(executor._rank._loaded.model.adapted[0][0])
+    executor.sleep(2)
+    gc.collect()
+    assert old() is None  # nothing of the adapters holds the weights that went
+    assert executor.load_adapter(paths[2]).key == third
+    executor.unload_adapter(keys[0])
+    with SharedTensors(other) as shared:
+        executor.update_weights(shared.path)
+    executor.wake(["weights", "kv_cache"])
+    assert bits(executor, [keys[1], third]) == bits(fresh, [keys[1], third])
+    spoiled = {**other, "model.norm.weight": other["model.norm.weight"] * torch.nan}
+    with SharedTensors(spoiled) as shared, pytest.raises(WeightsError, match="'model.norm.weight' has numbers"):
+        executor.update_weights(shared.path)
+    assert bits(executor, [keys[1]]) == bits(fresh, [keys[1]])
+    executor.update_weights(str(folder(case)))
+    assert executor.load_adapter(paths[0]).key == keys[0] and bits(executor, keys) == first
+
+
+def test_weights_do_not_change_beneath_experts_that_move() -> None:
+    executor = single(folder("mixtral"))
+    executor._rank._config = msgspec.structs.replace(executor._rank._config, enable_eplb=True)
+    refused = "enable_eplb: given; weights do not change beneath experts that move"
+    with pytest.raises(WeightsError, match=refused):
+        executor.update_weights(str(folder("mixtral")))
+    with pytest.raises(WeightsError, match=refused):  # from which it could never wake
+        executor.sleep(2)
+    first = said(executor)
+    executor.sleep(1)
+    executor.wake(["kv_cache"])
+    assert said(executor) == first
+
+
+def test_a_model_of_codes_takes_numbers_and_goes_back(file: Path) -> None:
+    """Codes are joined, cut and repacked in their own way; each version has the layers that it would have from a start."""
+    executor = UniprocExecutor(coded_config(file))
+    first, info = said(executor), executor.info
+    checkpoint = GgufCheckpoint(file)
+    numbers: Tensors = {}
+    for name in checkpoint.names():
+        stored = checkpoint.read(name)
+        numbers[name] = (
+            stored if isinstance(stored, torch.Tensor) else stored.numbers(torch.device("cpu"), torch.float32)
+        )
+    with SharedTensors(numbers) as shared:
+        executor.update_weights(shared.path)
+    assert executor.info.fingerprint != info.fingerprint and said(executor) == first
+    with SharedTensors(changed(numbers)) as shared:
+        executor.update_weights(shared.path)
+    assert said(executor) != first
+    executor.update_weights(str(file))
+    assert executor.info == info and said(executor) == first
+
+
+def test_names_for_the_same_memory_are_sent_once_and_nothing_is_left() -> None:
+    table = torch.randn(4, 8)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with SharedTensors({"model.embed_tokens.weight": table, "lm_head.weight": table}) as shared:
+        assert list(load_file(shared.path)) == ["model.embed_tokens.weight"]
+        with pytest.raises(OSError):
+            Path(shared.path).write_bytes(b"other")
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+@pytest.mark.parametrize("tiers", [{}, {"kv_host_bytes": 2**20}], ids=["device", "with a tier"])
+def test_sleep_gives_the_memory_back_and_wake_takes_as_much(tiers: dict[str, Any]) -> None:
+    def mapped() -> int:
+        gc.collect()
+        return sum(len(each) for each in gc.get_objects() if type(each) is mmap.mmap and not each.closed)
+
+    before = mapped()
+    executor = single(folder("llama"), **tiers)
+    first, info, awake = said(executor), executor.info, mapped()
+    assert awake > before + 2**21
+    for level in (1, 2):
+        executor.sleep(level)
+        assert mapped() <= awake - 2**21
+        assert executor._rank._loaded.has_model == (level == 1)
+        if level == 2:
+            with pytest.raises(WeightsError, match="level 2 has dropped the weights; update_weights"):
+                executor.wake(["weights", "kv_cache"])
+            executor.wake(["weights"])
+            executor.update_weights(str(folder("llama")))
+        executor.wake(["kv_cache"])
+        assert executor.info == info and said(executor) == first and mapped() == awake
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("case", ["llama", "qwen3-moe"])
+def test_all_ranks_take_other_weights_or_none_does(case: str, tmp_path: Path) -> None:
+    other = changed(named(case))
+    path = saved(case, other, tmp_path / "other")
+    fresh = single(path)
+    with running(config_of(case, 2)) as executor:
+        first, before = said(executor), executor.info.fingerprint
+        spoiled = {**other, "model.norm.weight": other["model.norm.weight"] * torch.nan}
+        with SharedTensors(spoiled) as shared, pytest.raises(WeightsError, match="'model.norm.weight' has numbers"):
+            executor.update_weights(shared.path)
+        assert said(executor) == first and executor.info.fingerprint == before
+        with SharedTensors(other) as shared:
+            executor.update_weights(shared.path)
+        assert executor.info.fingerprint == fresh.info.fingerprint and said(executor) == said(fresh)
+        executor.sleep(1)
+        executor.wake(["weights", "kv_cache"])
+        assert said(executor) == said(fresh)
+        executor.sleep(2)
+        with pytest.raises(WeightsError, match="level 2 has dropped the weights"):
+            executor.wake(["kv_cache"])
+        executor.update_weights(str(folder(case)))
+        executor.wake(["kv_cache"])
+        assert said(executor) == first
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_every_rank_keeps_its_part_of_the_adapters(tmp_path: Path) -> None:
+    path = saved("llama", changed(named("llama")), tmp_path / "other")
+    paths = adapters_of("llama", tmp_path)
+    with running(config_of("llama", 2, enable_lora=True)) as executor:
+        keys = [executor.load_adapter(adapter).key for adapter in paths]
+        first = bits(executor, keys)
+        executor.update_weights(str(path))
+        second = bits(executor, keys)
+        executor.sleep(2)
+        executor.update_weights(str(folder("llama")))
+        executor.wake(["kv_cache"])
+        assert bits(executor, keys) == first
+    with running(msgspec.structs.replace(config_of("llama", 2, enable_lora=True), model=str(path))) as executor:
+        assert [executor.load_adapter(adapter).key for adapter in paths] == keys
+        assert bits(executor, keys) == second
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("kind", [MessageKind.PREPARE, MessageKind.TAKE, MessageKind.SLEEP, MessageKind.WAKE])
+def test_a_rank_that_is_killed_on_the_way_ends_the_executor_and_leaves_nothing(kind: bytes) -> None:
+    with running(config_of("llama", 2)) as executor:
+        send = executor._send
+
+        def kill(message: tuple[Any, ...], timeout_s: float) -> None:
+            if message[0] == kind:
+                executor.worker_watch.workers[1]._popen.kill()  # type: ignore[attr-defined]
+            send(message, timeout_s)
+
+        executor._send = kill  # type: ignore[method-assign]
+        with SharedTensors(named("llama")) as shared, pytest.raises(ExecutorError, match="killed by SIGKILL"):
+            executor.update_weights(shared.path)
+            executor.sleep(1)
+            executor.wake(["kv_cache"])
+
+
+TRAINER = """
+import sys, torch
+from safetensors.torch import load_file
+from penstock.executor.ranks.wire import MessageKind
+from penstock.executor.shared_tensors import SharedTensors
+with SharedTensors(load_file(sys.argv[1])) as shared:
+    print(shared.path, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_trainer_of_its_own_process_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = saved("llama", changed(named("llama")), tmp_path / "other")
+    executor, names = single(folder("llama")), os.listdir("/dev/shm")
+    given = [sys.executable, "-c", TRAINER, str(path / "model.safetensors")]
+    with subprocess.Popen(given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        try:
+            assert trainer.stdout is not None
+            shared = trainer.stdout.readline().strip()
+            executor.update_weights(shared)
+            expected, info = said(executor), executor.info
+        finally:
+            trainer.kill()
+    with pytest.raises(WeightsError, match="no folder of weights, and no file"):
+        executor.update_weights(shared)
+    assert executor.info == info and said(executor) == expected and os.listdir("/dev/shm") == names
