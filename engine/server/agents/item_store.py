@@ -24,6 +24,7 @@ log = logging.getLogger("penstock.engine")
 T = TypeVar("T")
 Kept = dict[str, Any]
 PAGE_BYTES = 4096
+BUSY_S = 5.0  # how long another process may hold the file
 LAYOUT = (
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = NORMAL",  # what a power cut takes is forgotten, and nothing else broken
@@ -106,16 +107,28 @@ class ItemStore:
         path = self._keeping.response_store or ":memory:"
         if path != ":memory:":
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # conversations are private
-        db = sqlite3.connect(path, timeout=5, check_same_thread=False)
+        db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
         try:
-            for line in LAYOUT:
-                db.execute(line)
+            self._lay_out(db)
             pages = 2 * self._keeping.response_store_bytes // PAGE_BYTES + 64  # whatever our own counting says
             db.execute(f"PRAGMA max_page_count = {pages}")
         except sqlite3.Error:
             db.close()
             raise
         return db
+
+    def _lay_out(self, db: sqlite3.Connection) -> None:
+        """SQLite itself does not wait where two processes turn a new file to WAL at once."""
+        until_s = time.monotonic() + BUSY_S
+        while True:
+            try:
+                for line in LAYOUT:
+                    db.execute(line)
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until_s:
+                    raise
+            time.sleep(0.01)
 
     def _put(self, db: sqlite3.Connection, tenant: bytes, kept_id: str, kept: Kept) -> bool:
         body, now_s = msgspec.json.encode(kept), time.time()

@@ -2,6 +2,8 @@
 
 import asyncio
 import sqlite3
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     now_s = [1000.0]
 
     class Clock:
+        monotonic = time.monotonic
+
         @staticmethod
         def time() -> float:
             now_s[0] += 0.001
@@ -122,6 +126,26 @@ def test_two_servers_on_one_machine_may_share_a_file(tmp_path: Path) -> None:
     assert (get(two, "a"), get(one, "b")) == (kept("x"), kept("y"))
     one.close()
     two.close()
+
+
+def test_a_server_that_starts_beside_another_waits_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")  # as another does that turns the new file to WAL; SQLite itself does not wait here
+    ends = threading.Timer(0.2, other.execute, ["COMMIT"])
+    ends.start()
+    ItemStore(Keeping(response_store=str(path))).try_out()
+    ends.join()
+    other.close()
+
+
+def test_a_file_that_another_holds_for_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_store, "BUSY_S", 0.1)
+    other = sqlite3.connect(tmp_path / "kept", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(ValueError, match="response_store: .* cannot be used: database is locked"):
+        ItemStore(Keeping(response_store=str(tmp_path / "kept"))).try_out()
+    other.close()
 
 
 def test_a_file_that_is_no_store_is_refused_at_the_start_and_fails_nothing_else_later(tmp_path: Path) -> None:
