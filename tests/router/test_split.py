@@ -163,6 +163,7 @@ def test_when_a_prefill_replica_fails_another_is_asked_and_the_decode_replica_an
         with connect(router.port) as sock:
             sock.sendall(post(json.dumps({"prompt": LONG}).encode()))
             assert first.is_left.wait(10)  # the leg that waited for the blocks of the one that failed
+            until(lambda: all(each.seen for each in prefills))  # the first byte ends a prefill that was not yet read
             first.go.set()
             assert status(sock.recv(4096)) == 200
         peers = [fields(seen)["kv_transfer_params"]["peer"] for seen in decode.seen]
