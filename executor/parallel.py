@@ -98,6 +98,11 @@ class RankGroup:
         self._run("minimum", self._backend.allreduce, [held], options)
         return int(held)
 
+    def exchange(self, value: int) -> list[int]:
+        """Every rank's value, in the order of the ranks."""
+        most = 2**63 - 1
+        return [self.minimum(value if rank == self.rank else most) for rank in range(self.world)]
+
     def gather_columns(self, part: torch.Tensor, num_columns: int) -> torch.Tensor | None:
         """On the first rank [n, num_columns], from every rank's `share` of the columns; on the others None."""
         if self._backend is None:

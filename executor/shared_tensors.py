@@ -8,8 +8,9 @@ but nothing here imports it.
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from ctypes import c_char
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,46 +22,25 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F6
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
-class SharedTensors:
-    """`with SharedTensors(model.state_dict()) as shared: engine.update_weights(shared.path)`"""
+class SealedMemory:
+    """Of no folder, for processes of this user on this machine; `write` fills its descriptor, once."""
 
-    def __init__(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        """Copies them. Of names for the same memory, as of a head that is tied, the first counts."""
-        named = tensors.items() if isinstance(tensors, Mapping) else tensors
-        once: dict[object, tuple[str, Any]] = {}
-        for name, tensor in named:
-            place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device
-            once.setdefault(place if tensor.numel() else name, (name, tensor))
+    def __init__(self, write: Callable[[int], None]) -> None:
         self._fd = os.memfd_create("penstock weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            self._write(dict(once.values()))
+            write(self._fd)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
         except BaseException:
             self.close()
             raise
 
-    def _write(self, tensors: dict[str, Any]) -> None:
-        """In the format of safetensors, whose own writer wants a folder to rename a file in: the header's length, the
-        header, the bytes."""
-        header, end = {}, 0
-        for name, tensor in tensors.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if dtype not in DTYPES:
-                raise WeightsError(f"tensor {name!r} is of {dtype}; one of {', '.join(DTYPES)} is expected")
-            start, end = end, end + tensor.nbytes
-            header[name] = {"dtype": DTYPES[dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
-        head = json.dumps(header).encode()
-        head += b" " * (-len(head) % 8)  # so that the numbers are aligned
-        with os.fdopen(self._fd, "wb", closefd=False) as file:
-            file.write(len(head).to_bytes(8, "little") + head)
-            for tensor in tensors.values():
-                here = tensor.detach().cpu().contiguous()
-                file.write((c_char * here.nbytes).from_address(here.data_ptr()))
-
     @property
     def path(self) -> str:
-        """For other processes of this user, until `close`."""
+        """For other processes, until `close`."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def fileno(self) -> int:
+        return self._fd
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -72,6 +52,38 @@ class SharedTensors:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+class SharedTensors(SealedMemory):
+    """`with SharedTensors(model.state_dict()) as shared: engine.update_weights(shared.path)`"""
+
+    def __init__(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Copies them. Of names for the same memory, as of a head that is tied, the first counts."""
+        named = tensors.items() if isinstance(tensors, Mapping) else tensors
+        once: dict[object, tuple[str, Any]] = {}
+        for name, tensor in named:
+            place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device
+            once.setdefault(place if tensor.numel() else name, (name, tensor))
+        super().__init__(partial(_write, dict(once.values())))
+
+
+def _write(tensors: dict[str, Any], fd: int) -> None:
+    """In the format of safetensors, whose own writer wants a folder to rename a file in: the header's length, the header,
+    the bytes."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise WeightsError(f"tensor {name!r} is of {dtype}; one of {', '.join(DTYPES)} is expected")
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)  # so that the numbers are aligned
+    with os.fdopen(fd, "wb", closefd=False) as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for tensor in tensors.values():
+            here = tensor.detach().cpu().contiguous()
+            file.write((c_char * here.nbytes).from_address(here.data_ptr()))
 
 
 def check_sealed(path: Path) -> None:

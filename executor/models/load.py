@@ -58,17 +58,20 @@ class LoadedModel:
 def load_update(
     source: str, config: ExecutorConfig, before: LoadedModel, device: torch.device, group: RankGroup
 ) -> LoadedModel:
-    """Other weights of the same model: from a folder, a .gguf file, or a safetensors file of named tensors. All of them,
-    every number finite, computed as those before."""
-    path = Path(source)
-    if path.is_dir() or path.suffix == ".gguf":
-        config = msgspec.structs.replace(config, model=source)
-        checkpoint = open_checkpoint(path, config)
-    else:
-        checkpoint = open_tensors(path, Path(config.model), config)
-    loaded = load_model(
-        msgspec.structs.replace(config, load_format="auto"), device, group, lambda _line: None, checkpoint, before
-    )
+    """Other weights of the same model: from a folder, a .gguf file, a safetensors file of named tensors, or a trainer that
+    serves them. All of them, every number finite, computed as those before."""
+    from penstock.executor.served_tensors import fetched
+
+    with fetched(source, group) as here:
+        path = Path(here)
+        if path.is_dir() or path.suffix == ".gguf":
+            config = msgspec.structs.replace(config, model=source)
+            checkpoint = open_checkpoint(path, config)
+        else:
+            checkpoint = open_tensors(path, Path(config.model), config)
+        loaded = load_model(
+            msgspec.structs.replace(config, load_format="auto"), device, group, lambda _line: None, checkpoint, before
+        )
     for name in ("architecture", "spec", "labels", "num_positions", "kv_dtype"):
         old, new = getattr(before, name), getattr(loaded, name)
         if old != new:

@@ -130,7 +130,7 @@ class RankedExecutor:
             raise WeightsError(error)
 
     def _ask(self, kind: bytes, named: str = "", timeout_s: float = WEIGHTS_S) -> list[RankAnswer]:
-        """The answers of all ranks."""
+        """The answers of all ranks, in their order."""
         self._answers = []
         self._send((kind, named.encode()), timeout_s)
         until_s = time.monotonic() + timeout_s
@@ -138,7 +138,7 @@ class RankedExecutor:
             if time.monotonic() > until_s:
                 self.worker_watch.give_up(f"{kind.decode()} {named}: the ranks are not done within {timeout_s:.0f} s")
             self._receive(1.0)
-        return self._answers
+        return sorted(self._answers, key=lambda answer: answer.rank)
 
     def fileno(self) -> int:
         return self.worker_watch.fileno()
