@@ -19,15 +19,8 @@ class DeltaNet:
     def __init__(self, spec: DecoderSpec, delta: DeltaSpec, index: int, weights: Weights, ops: Ops) -> None:
         self._recurrent, hidden, num = ops.recurrent, spec.hidden_size, delta.value_heads
         prefix = f"model.layers.{index}.linear_attn."
-        self.heads = DeltaHeads(
-            *_heads_of(delta, weights.group.world),
-            delta.key_dim,
-            delta.value_dim,
-            rate=-weights.float32(f"{prefix}A_log", (num,), "rows").exp(),
-            shift=weights.float32(f"{prefix}dt_bias", (num,), "rows"),
-            norm=weights.norm(f"{prefix}norm.weight", delta.value_dim),
-            eps=spec.norm_eps,
-        )
+        norm = weights.norm(f"{prefix}norm.weight", delta.value_dim)
+        self.heads = _read_heads(prefix, delta, weights, norm, spec.norm_eps)
         self._channels = 2 * self.heads.keys + self.heads.values
         # Of all ranks:
         keys, values, group = delta.key_heads * delta.key_dim, num * delta.value_dim, num // delta.key_heads
@@ -60,16 +53,8 @@ class Mamba:
     def __init__(self, spec: DecoderSpec, mamba: MambaSpec, index: int, weights: Weights, ops: Ops) -> None:
         self._recurrent, num, groups = ops.recurrent, mamba.value_heads, mamba.key_heads
         prefix = f"model.layers.{index}.mamba."
-        self.heads = DeltaHeads(
-            *_heads_of(mamba, weights.group.world),
-            mamba.key_dim,
-            mamba.value_dim,
-            rate=-weights.float32(f"{prefix}A_log", (num,), "rows").exp(),
-            shift=weights.float32(f"{prefix}dt_bias", (num,), "rows"),
-            norm=None,
-            eps=mamba.norm_eps,
-            skip=weights.float32(f"{prefix}D", (num,), "rows"),
-        )
+        skip = weights.float32(f"{prefix}D", (num,), "rows")
+        self.heads = _read_heads(prefix, mamba, weights, None, mamba.norm_eps, skip)
         keys, values = groups * mamba.key_dim, num * mamba.value_dim
         rows, units = (keys, keys, values, values, num), (groups, groups, num, num, num)
         names = tuple(f"{prefix}{part}_proj" for part in ("c", "b", "x", "z", "dt"))
@@ -140,6 +125,19 @@ def state_of(
     else:
         channels = _shared_out(spec.hidden_size, world, "channels of short convolutions (hidden_size)")
     return 1 + heads, max(matrix, (recurrent.taps - 1) * channels * dtype.itemsize, 1)
+
+
+def _read_heads(
+    prefix: str,
+    recurrent: DeltaSpec | MambaSpec,
+    weights: Weights,
+    norm: Tensor | None,
+    eps: float,
+    skip: Tensor | None = None,
+) -> DeltaHeads:
+    sizes = *_heads_of(recurrent, weights.group.world), recurrent.key_dim, recurrent.value_dim
+    rate, shift = (weights.float32(prefix + name, (recurrent.value_heads,), "rows") for name in ("A_log", "dt_bias"))
+    return DeltaHeads(*sizes, -rate.exp(), shift, norm, eps, skip)
 
 
 def _heads_of(delta: DeltaSpec | MambaSpec, world: int) -> tuple[int, int]:

@@ -17,9 +17,8 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_batch_invariance import trace
 from tests.executor.test_cpu_layers import executor_with
 from tests.executor.test_models import executor_of, prompts
-from tests.support.adapters import EVERYWHERE, PREFIX, Adapter
+from tests.support.adapters import EVERYWHERE, PREFIX, Adapter, check_shared_steps
 from tests.support.driver import Driver
-from tests.support.small_models import greedy
 
 COUNT = 12
 LLAMA = "llama-wide"
@@ -37,15 +36,7 @@ def with_adapters(case: str, **options: Any) -> UniprocExecutor:
 def test_requests_with_several_adapters_and_with_none_share_steps(case: str, tmp_path: Path) -> None:
     targets = ATTENTION if "moe" in case else (*EVERYWHERE, *ATTENTION, "gate_up_proj")
     adapters = [Adapter(case, tmp_path / str(seed), seed, targets, rank=3 + seed) for seed in range(3)]
-    executor = with_adapters(case)
-    driver, given = Driver(executor), prompts(6, seed=5)
-    keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
-    running = [driver.admit(prompt, adapter=[*keys, None][index % 4]) for index, prompt in enumerate(given)]
-    got = driver.generate(*running, count=COUNT, chunk=7)
-    for index, (prompt, tokens) in enumerate(zip(given, got, strict=True)):
-        chosen = index % 4
-        expected = greedy(case, prompt, COUNT)[0] if chosen == 3 else adapters[chosen].tokens(prompt, COUNT)
-        assert tokens == expected, f"{case}, request {index}"
+    check_shared_steps(with_adapters(case), case, adapters, prompts(6, seed=5), COUNT)
 
 
 @pytest.mark.parametrize("rank", [1, 64, 256])

@@ -10,9 +10,8 @@ from tests.executor.test_graphs import Recorder
 from tests.executor.test_models import prompts
 from tests.executor.test_multiproc import config_of
 from tests.executor.test_rank_graphs import WORLD, Threads
-from tests.support.adapters import Adapter
+from tests.support.adapters import Adapter, check_shared_steps
 from tests.support.driver import Driver
-from tests.support.small_models import greedy
 
 COUNT = 8
 
@@ -30,12 +29,7 @@ def test_two_ranks_compute_adapters_together(case: str, tmp_path: Path) -> None:
     adapters = [Adapter(case, tmp_path / str(seed), seed, targets[: 5 if "moe" in case else 8]) for seed in range(2)]
     executor = Pair(config_of(case, WORLD, enable_lora=True), [Recorder() for _ in range(WORLD)])
     try:
-        keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
-        driver, given = Driver(executor), prompts(3, seed=5)
-        running = [driver.admit(prompt, adapter=key) for prompt, key in zip(given, [*keys, None], strict=True)]
-        got = driver.generate(*running, count=COUNT, chunk=7)
-        assert got[:2] == [adapter.tokens(prompt, COUNT) for adapter, prompt in zip(adapters, given, strict=False)]
-        assert got[2] == greedy(case, given[2], COUNT)[0]
+        check_shared_steps(executor, case, adapters, prompts(3, seed=5), COUNT)
     finally:
         executor.close()
 

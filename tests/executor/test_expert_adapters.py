@@ -17,10 +17,9 @@ from tests.executor.test_graphs import Recorder
 from tests.executor.test_models import executor_of, prompts
 from tests.executor.test_multiproc import config_of
 from tests.executor.test_rank_graphs import WORLD
-from tests.support.adapters import PREFIX
+from tests.support.adapters import PREFIX, check_shared_steps
 from tests.support.driver import Driver
 from tests.support.expert_adapters import ExpertAdapter
-from tests.support.small_models import greedy
 
 COUNT = 10
 CASES = ["mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "granite-moe"]  # those have shared experts in the middle
@@ -34,16 +33,7 @@ def test_requests_with_other_experts_share_steps(case: str, is_stacked: bool, tm
     """Two that change experts, one that does not, and none, in the same steps; then one alone."""
     adapters = [ExpertAdapter(case, tmp_path / str(seed), seed, is_stacked) for seed in range(2)]
     adapters.append(ExpertAdapter(case, tmp_path / "2", 2, False, only=()))
-    executor = with_adapters(case)
-    driver, given = Driver(executor), prompts(6, seed=5)
-    keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
-    running = [driver.admit(prompt, adapter=[*keys, None][index % 4]) for index, prompt in enumerate(given)]
-    got = driver.generate(*running, count=COUNT, chunk=7)
-    for index, (prompt, tokens) in enumerate(zip(given, got, strict=True)):
-        chosen = index % 4
-        expected = greedy(case, prompt, COUNT)[0] if chosen == 3 else adapters[chosen].tokens(prompt, COUNT)
-        assert tokens == expected, f"{case}, request {index}"
-    assert driver.generate(driver.admit(given[0], adapter=keys[0]), count=COUNT) == [got[0]]
+    check_shared_steps(with_adapters(case), case, adapters, prompts(6, seed=5), COUNT)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -82,12 +72,7 @@ def test_two_ranks_compute_them_together(case: str, is_stacked: bool, by_experts
     given = config_of(case, WORLD, enable_lora=True, enable_expert_parallel=by_experts)
     executor = Pair(given, [Recorder() for _ in range(WORLD)])
     try:
-        keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
-        driver, asked = Driver(executor), prompts(3, seed=5)
-        running = [driver.admit(prompt, adapter=key) for prompt, key in zip(asked, [*keys, None], strict=True)]
-        got = driver.generate(*running, count=COUNT, chunk=7)
-        assert got[:2] == [adapter.tokens(prompt, COUNT) for adapter, prompt in zip(adapters, asked, strict=False)]
-        assert got[2] == greedy(case, asked[2], COUNT)[0]
+        check_shared_steps(executor, case, adapters, prompts(3, seed=5), COUNT)
     finally:
         executor.close()
 

@@ -1,6 +1,7 @@
 """PEFT adapters of small random models, written as PEFT writes them, and the same models with the adapters merged by hand."""
 
 import json
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.support.small_models import reference
+from tests.support.driver import Driver
+from tests.support.small_models import greedy, reference
 
 PREFIX = "base_model.model."
 EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -28,6 +30,19 @@ def random_factors(model: Any, targets: tuple[str, ...], rank: int, seed: int, d
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in targets and isinstance(module, torch.nn.Linear)
     }
+
+
+def check_shared_steps(executor: Any, case: str, adapters: Sequence[Any], prompts: list[list[int]], count: int) -> None:
+    """Requests with each adapter in turn, and with none, in the same steps; then the first of them alone."""
+    driver = Driver(executor)
+    keys = [*(executor.load_adapter(str(adapter.path)).key for adapter in adapters), None]
+    chosen = [index % len(keys) for index in range(len(prompts))]
+    running = [driver.admit(prompt, adapter=keys[at]) for prompt, at in zip(prompts, chosen, strict=True)]
+    got = driver.generate(*running, count=count, chunk=7)
+    for index, (prompt, at, tokens) in enumerate(zip(prompts, chosen, got, strict=True)):
+        expected = greedy(case, prompt, count)[0] if keys[at] is None else adapters[at].tokens(prompt, count)
+        assert tokens == expected, f"{case}, request {index}"
+    assert driver.generate(driver.admit(prompts[0], adapter=keys[0]), count=count) == [got[0]]
 
 
 def write(path: Path, factors: Factors, rank: int, alpha: float, **config: Any) -> Path:

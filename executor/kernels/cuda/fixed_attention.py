@@ -21,7 +21,7 @@ from penstock.executor.kernels.cuda.paged_attention import prepare
 from penstock.executor.kernels.cuda.pages import block_of, page_rows
 from penstock.executor.kernels.cuda.softmax import LOWEST, see_sinks, squeeze, unseen, weigh
 from penstock.executor.kernels.cuda.tiles import fixed_attention_tile
-from penstock.executor.kernels.cuda.work import order_tiles, share_singles, span, take_share, take_tile
+from penstock.executor.kernels.cuda.work import is_last, order_tiles, share_singles, span, take_share, take_tile
 
 SPLIT, LONGEST = 512, 1 << 30
 PARTS_AT_ONCE = tl.constexpr(4)  # whose loads are in flight together
@@ -111,12 +111,7 @@ def _fixed_decode(
             tl.store(goal_ptr + member[:, None] * SIZES.dim + dim[None, :], acc, mask=mask)
             tl.store(goal_ptr + SIZES.group * SIZES.dim + member, best, mask=is_member)
             tl.store(goal_ptr + SIZES.group * (SIZES.dim + 1) + member, total, mask=is_member)
-            # Why the last one sees what all have stored: `_join_if_last` in work.py.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(arrivals_ptr + item, 1, sem="acq_rel", scope="gpu")
-            tl.debug_barrier()
-            if arrived == splits - 1:
-                tl.store(arrivals_ptr + item, 0)
+            if is_last(arrivals_ptr + item, splits):
                 _join_splits(sinks_ptr, parts_ptr, out_ptr, item, kv_head, splits, most, SIZES)
         left -= 1
         split += 1

@@ -232,23 +232,32 @@ def _join_if_last(shares, out_ptr, taken, block, blocks, heads, ITEM_HEADS: tl.c
 
     No program waits for another, so they may run in any order and number. The parts are added in the order of their
     positions by whichever program does it: the same bits every time.
-
-    What the others stored is seen: in each of them a barrier brings the stores of all threads before the one thread
-    that adds to the counter, and adding releases them to the GPU. All additions to one counter are a single release
-    sequence; the last acquires what each of them released, and a barrier hands that on to its threads. Then no other program
-    will touch the counter, and a plain store makes it 0 for the next launch, which begins after this one has ended.
     """
     plan_ptr, parts_ptr, sums_ptr, arrivals_ptr = shares
     share = tl.load(plan_ptr + 4)
     begin = tl.program_id(0) * share + taken - block  # of the item, in the order that was cut into shares
     first = begin // share
     count = (begin + blocks - 1) // share - first + 1
+    if is_last(arrivals_ptr + first, count):
+        _join(parts_ptr, sums_ptr, out_ptr, first, count, heads, ITEM_HEADS, DIM)
+
+
+@triton.jit
+def is_last(arrivals_ptr, count):
+    """Whether this program is the last of `count` to store its part of an item; to be called when it has, with the item's
+    counter.
+
+    What the others stored is seen: in each of them a barrier brings the stores of all threads before the one thread
+    that adds to the counter, and adding releases them to the GPU. All additions to one counter are a single release
+    sequence; the last acquires what each of them released, and a barrier hands that on to its threads. Then no other program
+    will touch the counter, and a plain store makes it 0 for the next launch, which begins after this one has ended.
+    """
     tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals_ptr + first, 1, sem="acq_rel", scope="gpu")
+    arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
     if arrived == count - 1:
-        tl.store(arrivals_ptr + first, 0)
-        _join(parts_ptr, sums_ptr, out_ptr, first, count, heads, ITEM_HEADS, DIM)
+        tl.store(arrivals_ptr, 0)
+    return arrived == count - 1
 
 
 @triton.jit
