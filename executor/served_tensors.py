@@ -85,7 +85,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self._answer = answer
         super().__init__((host, port), socketserver.BaseRequestHandler)
 
-    def finish_request(self, request: Any, client_address: Any) -> None:
+    def finish_request(self, request: Any, _client_address: Any) -> None:
         self._answer(request)
 
 
