@@ -50,13 +50,13 @@ class ServedTensors(SharedTensors):
         self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], host: str = "127.0.0.1", port: int = 0
     ) -> None:
         super().__init__(tensors)
-        self._address = TrainerAddress(host, port, secrets.token_hex(SECRET_BYTES // 2))
         try:
             self._server = _Server(host, port, lambda connection: self._answer(connection))
         except OSError:
             super().close()
             raise
-        self._address = self._address._replace(port=self._server.server_address[1])
+        secret = secrets.token_hex(SECRET_BYTES // 2)
+        self._address = TrainerAddress(host, self._server.server_address[1], secret)
         self._thread = Thread(target=self._server.serve_forever, args=[POLL_S], daemon=True)
         self._thread.start()
 

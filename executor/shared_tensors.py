@@ -31,7 +31,7 @@ class SealedMemory:
             write(self._fd)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
         except BaseException:
-            self.close()
+            SealedMemory.close(self)  # and nothing that a class derived from it has not opened yet
             raise
 
     @property

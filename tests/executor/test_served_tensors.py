@@ -255,6 +255,11 @@ def test_a_trainer_that_is_killed_while_it_sends_is_an_error() -> None:
                 pass
 
 
+def test_tensors_that_cannot_be_sent_are_named() -> None:
+    with pytest.raises(WeightsError, match="tensor 'counts' is of int64; one of float32"):
+        ServedTensors({**TENSORS, "counts": torch.ones(2, dtype=torch.int64)})
+
+
 def test_a_port_that_is_taken_and_a_host_that_is_not_ours_leave_nothing() -> None:
     with ServedTensors(TENSORS) as served:
         port = TrainerAddress.read(served.path).port
