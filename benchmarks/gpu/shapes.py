@@ -74,7 +74,10 @@ GPT_OSS: dict[str, Any] = (
     | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072}
     | {"num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True}
     | {"layer_types": ["sliding_attention", "full_attention"] * 2, "rope_theta": 150_000, "torch_dtype": "bfloat16"}
-    | {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}}
+    | {
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        | {"original_max_position_embeddings": 4096}
+    }
 )
 
 # How much of the suite's time each may take, in the order of the suite: what is near the front is measured for sure.
