@@ -15,12 +15,6 @@ ROUTES = sorted(PROXIED | OWN)
 
 
 @pytest.fixture(scope="module")
-def backend() -> Iterator[Stub]:
-    with stub() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def router(backend: Stub) -> Iterator[RunningRouter]:
     with running_router(
         backend.url, api_keys=(KEY, "sk-other"), admin_api_keys=(ADMIN,), backend_api_key=BACKEND

@@ -11,17 +11,11 @@ import pytest
 from penstock.engine.http.limits import Limits
 from tests.support.raw_http import connect, exchange, post, read_all, status
 from tests.support.router_fleet import RunningRouter, running_router, until
-from tests.support.router_stub import Seen, Stub, stub, whole
+from tests.support.router_stub import Seen, Stub, whole
 
 LIMITS = Limits(
     max_header_bytes=4096, max_body_bytes=10_000, header_timeout_s=0.4, body_timeout_s=0.4, max_connections=20
 )
-
-
-@pytest.fixture(scope="module")
-def backend() -> Iterator[Stub]:
-    with stub() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

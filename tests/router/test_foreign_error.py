@@ -8,13 +8,7 @@ import pytest
 from penstock.router.foreign_error import in_openais_form
 from penstock.router.http.heads import AnswerHead
 from tests.support.router_fleet import RunningRouter, running_router
-from tests.support.router_stub import Stub, stub, whole
-
-
-@pytest.fixture(scope="module")
-def backend() -> Iterator[Stub]:
-    with stub() as started:
-        yield started
+from tests.support.router_stub import Stub, whole
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.raw_http import connect, exchange, post, read_all, status
 from tests.support.router_fleet import MockReplica, RunningRouter, mock_replicas, running_router, until
-from tests.support.router_stub import Seen, Stub, stub, whole
+from tests.support.router_stub import Seen, Stub, whole
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +21,6 @@ def replicas() -> Iterator[list[MockReplica]]:
 @pytest.fixture(scope="module")
 def router(replicas: list[MockReplica]) -> Iterator[RunningRouter]:
     with running_router(*(each.url for each in replicas)) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def backend() -> Iterator[Stub]:
-    with stub() as started:
         yield started
 
 
