@@ -29,7 +29,10 @@
 const struct cpu_level LEVEL = {
     .name = LEVEL_NAME,
     .norm = {norm_float32, norm_bfloat16},
-    .gate = {{silu_float32, silu_bfloat16}, {gelu_float32, gelu_bfloat16}, {clamped_float32, clamped_bfloat16}},
+    .gate = {{silu_float32, silu_bfloat16},
+             {gelu_float32, gelu_bfloat16},
+             {clamped_float32, clamped_bfloat16},
+             {sigmoid_float32, sigmoid_bfloat16}},
     .rope = {rope_float32, rope_bfloat16},
     .attend = {attend_float32, attend_bfloat16},
     .combine = {combine_float32, combine_bfloat16},

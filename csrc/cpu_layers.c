@@ -1,29 +1,45 @@
-/* The layers of a dense decoder in one call: Python would take as long around their kernels as a few tokens do in them. */
+/* The layers of a decoder in one call: Python would take as long around their kernels as a few tokens do in them. */
 #include <stddef.h>
 #include <stdint.h>
 
+#include "cpu_level.h"
 #include "cpu_ops.cdef.h"
+#include "cpu_recurrent.cdef.h"
 #include "cpu_threads.h"
 
 #define ALIGNED(bytes) (((bytes) + 63) / 64 * 64)
 
-/* Rows on their way through a layer, in bytes: normed, projected to heads and rotated, attended, gated, as integers. */
+/* Rows on their way through a layer, in bytes: normed, projected to heads, rotated or convolved, attended, gated, as
+ * integers. */
 struct room {
     int64_t hidden, heads, query, attended, gate_up, gated, integers;
 };
+
+/* Of a recurrent layer. */
+static int64_t values_of(const struct penstock_layer *l) {
+    return l->delta ? (int64_t)l->delta->value_heads * l->delta->value_dim : 0;
+}
+
+static int64_t channels_of(const struct penstock_layer *l) {
+    return l->delta ? 2 * (int64_t)l->delta->key_heads * l->delta->key_dim + values_of(l) : 0;
+}
 
 static struct room room_of(const struct penstock_cpu *cpu, const struct penstock_layers *l, int64_t tokens) {
     int64_t size = cpu->is_bfloat16 ? 2 : 4, query = (int64_t)l->q_heads * l->head_dim;
     struct room room = {.query = ALIGNED(tokens * query * size), .attended = ALIGNED(tokens * query * size)};
     for (int i = 0; i < l->num; i++) {
         const struct penstock_layer *layer = &l->layers[i];
-        const struct penstock_projection *all[] = {&layer->qkv, &layer->output, &layer->gate_up, &layer->down};
+        const struct penstock_projection *all[] = {&layer->qkv, &layer->output, &layer->gate_up, &layer->down,
+                                                   &layer->gates};
 #define AT_LEAST(field, bytes) room.field = room.field > (bytes) ? room.field : (bytes)
         AT_LEAST(hidden, ALIGNED(tokens * layer->output.width * size));
         AT_LEAST(heads, ALIGNED(tokens * layer->qkv.width * size));
         AT_LEAST(gate_up, ALIGNED(tokens * layer->gate_up.width * size));
         AT_LEAST(gated, ALIGNED(tokens * layer->gate_up.width / 2 * size));
-        for (int p = 0; p < 4; p++)
+        AT_LEAST(gated, ALIGNED(tokens * layer->gates.width * size));
+        AT_LEAST(query, ALIGNED(tokens * channels_of(layer) * size));
+        AT_LEAST(attended, ALIGNED(tokens * values_of(layer) * size));
+        for (int p = 0; p < 5; p++)
             if (all[p]->num_parts) AT_LEAST(integers, ALIGNED(penstock_coded_scratch(tokens, all[p]->depth)));
 #undef AT_LEAST
     }
@@ -41,12 +57,13 @@ struct run {
     const struct penstock_layers *layers;
     int64_t tokens, table_stride;
     const uintptr_t *kv_slots, *block_tables; /* by the layer's group */
+    const struct penstock_states *states; /* but for where a layer's are */
     uintptr_t positions, query_starts, context_lens, residual, update, scratch;
     const struct penstock_run *runs;
     int rows, failed, num_runs;
 };
 
-/* `product`: its number among those of all layers, by which adapters know it. */
+/* `product`: its number among those that adapters may change; below 0: it is none of them. */
 static int project(const struct run *run, const struct penstock_projection *p, int product, uintptr_t x, uintptr_t y,
                    uintptr_t integers) {
     int failed = 0;
@@ -55,7 +72,42 @@ static int project(const struct run *run, const struct penstock_projection *p, i
                                 p->width);
     else penstock_linear(run->cpu, x, p->depth, p->weight, p->bias, y, run->tokens, p->depth, p->width);
     int64_t depth = p->num_parts || !run->cpu->is_bfloat16 ? p->depth : 2 * p->depth; /* else it counts pairs */
-    if (run->num_runs) penstock_adapt(run->cpu, x, depth, y, p->width, depth, run->num_runs, run->runs, product);
+    if (run->num_runs && product >= 0)
+        penstock_adapt(run->cpu, x, depth, y, p->width, depth, run->num_runs, run->runs, product);
+    return failed;
+}
+
+/* From `heads` to `attended`, as the rest of this file where rows of one layer are on their way. */
+static int attend(const struct run *run, const struct penstock_layer *l, const struct room *at) {
+    const struct penstock_layers *s = run->layers;
+    int64_t size = run->cpu->is_bfloat16 ? 2 : 4, wide = l->qkv.width;
+    int64_t q_width = (int64_t)s->q_heads * s->head_dim, kv_width = (int64_t)s->kv_heads * s->head_dim;
+    uintptr_t gates = at->heads + q_width * size, key = s->has_gate ? gates + q_width * size : gates;
+    penstock_rope(run->cpu, run->tokens, at->heads, wide, key, wide, key + kv_width * size, wide, l->cos, l->sin, l->half,
+                  run->positions, run->kv_slots[l->group], l->q_norm, l->k_norm, s->eps, at->query, l->k_pages,
+                  l->v_pages, s->page_stride, s->slot_stride, s->q_heads, s->kv_heads, s->head_dim, s->page_size);
+    int failed = penstock_attention(run->cpu, run->rows, run->query_starts, run->context_lens,
+                                    run->block_tables[l->group], run->table_stride, at->query, q_width, l->k_pages,
+                                    l->v_pages, s->page_stride, s->slot_stride, at->attended, s->q_heads, s->kv_heads,
+                                    s->head_dim, s->page_size, s->scale, l->window, s->cap, l->sinks);
+    if (s->has_gate)
+        penstock_gate(run->cpu, SIGMOID, gates, wide, at->attended, q_width, at->attended, run->tokens, q_width);
+    return failed;
+}
+
+/* The same in a recurrent layer. */
+static int carry(const struct run *run, const struct penstock_layer *l, const struct room *at) {
+    int64_t channels = channels_of(l), size = run->cpu->is_bfloat16 ? 2 : 4;
+    struct penstock_states states = *run->states;
+    states.base = l->states, states.first_unit = l->first_unit;
+    struct penstock_delta delta = *l->delta;
+    delta.qkv = at->query, delta.qkv_stride = channels;
+    delta.z = at->heads + channels * size, delta.z_stride = l->qkv.width;
+    delta.gates = at->gated, delta.gates_stride = l->gates.width;
+    delta.out = at->attended;
+    int failed = project(run, &l->gates, -1, at->hidden, at->gated, at->integers);
+    penstock_convolve(run->cpu, &states, at->heads, l->qkv.width, l->taps, 0, at->query, channels, l->num_taps, 1);
+    penstock_delta_rule(run->cpu, &states, &delta);
     return failed;
 }
 
@@ -65,36 +117,26 @@ static void run_layers(void *data) {
     const struct penstock_layers *layers = run->layers;
     int64_t tokens = run->tokens;
     uintptr_t residual = run->residual, update = run->update;
-    struct room r = room_of(cpu, layers, tokens);
-    uintptr_t hidden = run->scratch, heads = hidden + r.hidden, query = heads + r.heads, attended = query + r.query;
-    uintptr_t gate_up = attended + r.attended, gated = gate_up + r.gate_up, integers = gated + r.gated;
-    int64_t size = cpu->is_bfloat16 ? 2 : 4, q_width = (int64_t)layers->q_heads * layers->head_dim;
-    int64_t kv_width = (int64_t)layers->kv_heads * layers->head_dim;
+    struct room r = room_of(cpu, layers, tokens), at = {.hidden = run->scratch};
+    at.heads = at.hidden + r.hidden, at.query = at.heads + r.heads, at.attended = at.query + r.query;
+    at.gate_up = at.attended + r.attended, at.gated = at.gate_up + r.gate_up, at.integers = at.gated + r.gated;
     for (int i = 0; i < layers->num; i++) {
         const struct penstock_layer *l = &layers->layers[i];
-        int64_t width = l->output.width, wide = l->qkv.width;
-        uintptr_t key = heads + q_width * size;
-        if (i == 0) penstock_norm(cpu, residual, width, 0, 0, l->input_norm, hidden, 0, tokens, width, layers->eps);
+        int64_t width = l->output.width;
+        if (i == 0) penstock_norm(cpu, residual, width, 0, 0, l->input_norm, at.hidden, 0, tokens, width, layers->eps);
         else
-            penstock_norm(cpu, update, width, residual, width, l->input_norm, hidden, residual, tokens, width,
+            penstock_norm(cpu, update, width, residual, width, l->input_norm, at.hidden, residual, tokens, width,
                           layers->eps);
-        int failed = project(run, &l->qkv, 4 * i, hidden, heads, integers);
-        penstock_rope(cpu, tokens, heads, wide, key, wide, key + kv_width * size, wide, l->cos, l->sin, l->half,
-                      run->positions, run->kv_slots[l->group], l->q_norm, l->k_norm, layers->eps, query, l->k_pages, l->v_pages,
-                      layers->page_stride, layers->slot_stride, layers->q_heads, layers->kv_heads, layers->head_dim,
-                      layers->page_size);
-        failed |= penstock_attention(cpu, run->rows, run->query_starts, run->context_lens,
-                                     run->block_tables[l->group], run->table_stride, query, q_width,
-                                     l->k_pages, l->v_pages, layers->page_stride, layers->slot_stride, attended,
-                                     layers->q_heads, layers->kv_heads, layers->head_dim, layers->page_size,
-                                     layers->scale, l->window, layers->cap, l->sinks);
-        failed |= project(run, &l->output, 4 * i + 1, attended, update, integers);
+        int failed = project(run, &l->qkv, l->delta ? -1 : l->product, at.hidden, at.heads, at.integers);
+        failed |= l->delta ? carry(run, l, &at) : attend(run, l, &at);
+        failed |= project(run, &l->output, l->product + 1, at.attended, update, at.integers);
         if (l->attention_norm)
             penstock_norm(cpu, update, width, 0, 0, l->attention_norm, update, 0, tokens, width, layers->eps);
-        penstock_norm(cpu, update, width, residual, width, l->mlp_norm, hidden, residual, tokens, width, layers->eps);
-        failed |= project(run, &l->gate_up, 4 * i + 2, hidden, gate_up, integers);
-        penstock_gate(cpu, layers->activation, gate_up, l->gate_up.width, gated, tokens, l->gate_up.width / 2);
-        failed |= project(run, &l->down, 4 * i + 3, gated, update, integers);
+        penstock_norm(cpu, update, width, residual, width, l->mlp_norm, at.hidden, residual, tokens, width, layers->eps);
+        failed |= project(run, &l->gate_up, l->product + 2, at.hidden, at.gate_up, at.integers);
+        int64_t size = cpu->is_bfloat16 ? 2 : 4, wide = l->gate_up.width, half = wide / 2;
+        penstock_gate(cpu, layers->activation, at.gate_up, wide, at.gate_up + half * size, wide, at.gated, tokens, half);
+        failed |= project(run, &l->down, l->product + 3, at.gated, update, at.integers);
         if (l->output_norm)
             penstock_norm(cpu, update, width, 0, 0, l->output_norm, update, 0, tokens, width, layers->eps);
         if (failed) {
@@ -107,11 +149,11 @@ static void run_layers(void *data) {
 int penstock_run_layers(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens,
                         uintptr_t positions, const uintptr_t *kv_slots, int rows, uintptr_t query_starts,
                         uintptr_t context_lens, const uintptr_t *block_tables, int64_t table_stride,
-                        uintptr_t residual, uintptr_t update, uintptr_t scratch, int num_runs,
-                        const struct penstock_run *runs) {
+                        const struct penstock_states *states, uintptr_t residual, uintptr_t update, uintptr_t scratch,
+                        int num_runs, const struct penstock_run *runs) {
     struct run run = {.cpu = cpu, .layers = layers, .tokens = tokens, .table_stride = table_stride,
                       .positions = positions, .kv_slots = kv_slots, .query_starts = query_starts,
-                      .context_lens = context_lens, .block_tables = block_tables, .residual = residual,
+                      .context_lens = context_lens, .block_tables = block_tables, .states = states, .residual = residual,
                       .update = update, .scratch = scratch, .rows = rows, .num_runs = num_runs, .runs = runs};
     with_team(run_layers, &run, cpu->num_threads);
     return run.failed;

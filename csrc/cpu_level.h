@@ -9,7 +9,7 @@
 #include "codes.h"
 
 enum element { FLOAT32 = 0, BFLOAT16 = 1 };
-enum activation { SILU = 0, GELU_TANH = 1, CLAMPED_SWISH = 2 };
+enum activation { SILU = 0, GELU_TANH = 1, CLAMPED_SWISH = 2, SIGMOID = 3 };
 
 /* 2^x = sum of POWER_k x^k on [-1/2, 1/2]: a minimax fit, 2e-9 off before rounding, and exact at 0. */
 #define POWER_0 1.0f
@@ -30,9 +30,9 @@ struct norm {
 };
 
 struct gate {
-    const void *gate_up;
+    const void *gate, *up;
     void *out;
-    int64_t stride, width; /* of a row of gate_up; of a row of out */
+    int64_t gate_stride, up_stride, width; /* of a row of out */
 };
 
 struct rope {
@@ -142,7 +142,7 @@ struct convolve {
 struct cpu_level {
     const char *name;
     void (*norm[2])(const struct norm *, int64_t first, int64_t end);
-    void (*gate[3][2])(const struct gate *, int64_t first, int64_t end);
+    void (*gate[4][2])(const struct gate *, int64_t first, int64_t end);
     void (*rope[2])(const struct rope *, int64_t first, int64_t end);
     void (*attend[2])(const struct attention *, const struct attention_job *, int kv_head, float *partials,
                       void *scratch);

@@ -82,10 +82,11 @@ static void gate_some(const void *work, int64_t first, int64_t end, int thread) 
     w->level->gate[w->activation][w->type](&w->gate, first, end);
 }
 
-void penstock_gate(const struct penstock_cpu *cpu, int activation, uintptr_t gate_up, int64_t stride, uintptr_t out,
-                   int64_t rows, int64_t width) {
+void penstock_gate(const struct penstock_cpu *cpu, int activation, uintptr_t gate, int64_t gate_stride, uintptr_t up,
+                   int64_t up_stride, uintptr_t out, int64_t rows, int64_t width) {
     struct gate_work w = {levels[cpu->level], cpu->is_bfloat16, activation,
-                          {.gate_up = (const void *)gate_up, .out = (void *)out, .stride = stride, .width = width}};
+                          {.gate = (const void *)gate, .up = (const void *)up, .out = (void *)out,
+                           .gate_stride = gate_stride, .up_stride = up_stride, .width = width}};
     spread(gate_some, &w, rows, chunk_of(rows, 2 * width, cpu->num_threads), cpu->num_threads);
 }
 

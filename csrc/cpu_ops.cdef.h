@@ -17,9 +17,10 @@ void penstock_norm(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride
                    int64_t residual_stride, uintptr_t weight, uintptr_t y, uintptr_t total, int64_t rows,
                    int64_t width, float eps);
 
-/* activation: 0 silu, 1 gelu in its tanh form, 2 the bounded swish of gpt-oss. */
-void penstock_gate(const struct penstock_cpu *cpu, int activation, uintptr_t gate_up, int64_t stride, uintptr_t out,
-                   int64_t rows, int64_t width);
+/* out = activation(gate) * up, which may be where `up` is. activation: 0 silu, 1 gelu in its tanh form, 2 the bounded swish
+ * of gpt-oss, 3 the sigmoid. */
+void penstock_gate(const struct penstock_cpu *cpu, int activation, uintptr_t gate, int64_t gate_stride, uintptr_t up,
+                   int64_t up_stride, uintptr_t out, int64_t rows, int64_t width);
 
 void penstock_rope(const struct penstock_cpu *cpu, int64_t tokens, uintptr_t q, int64_t q_stride, uintptr_t k,
                    int64_t k_stride, uintptr_t v, int64_t v_stride, uintptr_t cos, uintptr_t sin, int half,
@@ -93,7 +94,7 @@ struct penstock_run {
 void penstock_adapt(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t y, int64_t y_stride,
                     int64_t depth, int num_runs, const struct penstock_run *runs, int product);
 
-/* The layers of a dense decoder in one call (cpu_layers.c, executor/kernels/cpu_layers.py): what a model computes layer by layer through
+/* The layers of a decoder in one call (cpu_layers.c, executor/kernels/cpu_layers.py): what a model computes layer by layer through
  * the functions above, with the same kernels in the same order. */
 
 /* Either numbers, as penstock_linear takes them, or codes. */
@@ -104,26 +105,34 @@ struct penstock_projection {
     int64_t depth, width;
 };
 
-/* Norms that a layer does not have are 0. */
+struct penstock_delta;
+struct penstock_states;
+
+/* Norms that a layer does not have are 0. A layer with a `delta` is recurrent: `qkv` gives its z as well, behind them,
+ * `gates` and `taps` are its own, of `delta` only sizes and weights are given. */
 struct penstock_layer {
-    struct penstock_projection qkv, output, gate_up, down;
+    struct penstock_projection qkv, output, gate_up, down, gates;
     uintptr_t input_norm, attention_norm, mlp_norm, output_norm, q_norm, k_norm;
-    uintptr_t cos, sin, sinks, k_pages, v_pages;
-    int half, window, group;
+    uintptr_t cos, sin, sinks, k_pages, v_pages, taps, states;
+    const struct penstock_delta *delta;
+    int half, window, group, num_taps, first_unit;
+    int product; /* the number of its qkv among the products that adapters may change; the others follow */
 };
 
 struct penstock_layers {
     const struct penstock_layer *layers;
     int num, q_heads, kv_heads, head_dim, page_size, activation;
+    int has_gate; /* qkv gives gates behind the queries: what attention gives is multiplied by their sigmoid */
     int64_t page_stride, slot_stride;
     float eps, scale, cap;
 };
 
 /* Layers 0 … num - 1 over `tokens` of the residual stream, in its place; `update`, of the same shape, is still to be
- * added to it. kv_slots and block_tables: of each group. runs: adapters, whose products are counted by layer, four each. `scratch` has penstock_layers_scratch bytes. -1 if there is no memory for the work, else 0. */
+ * added to it. kv_slots and block_tables: of each group. states: of recurrent layers, but for base and
+ * first_unit. runs: adapters. `scratch` has penstock_layers_scratch bytes. -1 if there is no memory for the work, else 0. */
 int penstock_run_layers(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens,
                         uintptr_t positions, const uintptr_t *kv_slots, int rows, uintptr_t query_starts,
                         uintptr_t context_lens, const uintptr_t *block_tables, int64_t table_stride,
-                        uintptr_t residual, uintptr_t update, uintptr_t scratch, int num_runs,
-                        const struct penstock_run *runs);
+                        const struct penstock_states *states, uintptr_t residual, uintptr_t update, uintptr_t scratch,
+                        int num_runs, const struct penstock_run *runs);
 int64_t penstock_layers_scratch(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens);

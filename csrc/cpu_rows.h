@@ -37,7 +37,7 @@ INLINE void norm_rows(const struct norm *n, int64_t first, int64_t end, enum ele
     }
 }
 
-/* x * sigmoid(x), or the tanh form of gelu, which is x * sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)). */
+/* sigmoid(x), x * sigmoid(x), or the tanh form of gelu, which is x * sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)). */
 INLINE vec activate(vec x, enum activation kind) {
     const float log2_e = 1.44269504f;
     vec inner = x;
@@ -45,7 +45,7 @@ INLINE vec activate(vec x, enum activation kind) {
     /* 2^126 is as good as infinity: x times its inverse is still 0 in bfloat16 and below 1e-36 in float32 */
     vec power = inner * splat(-log2_e);
     power = choose(power < splat(126.0f), power, splat(126.0f));
-    return x / (splat(1.0f) + power_of_two(power));
+    return (kind == SIGMOID ? splat(1.0f) : x) / (splat(1.0f) + power_of_two(power));
 }
 
 /* activation(gate) * up; gpt-oss bounds both, has its own slope in the sigmoid, and adds one to the other factor. */
@@ -59,7 +59,8 @@ INLINE vec gated(vec gate, vec up, enum activation kind) {
 
 INLINE void gate_rows(const struct gate *g, int64_t first, int64_t end, enum activation kind, enum element type) {
     for (int64_t row = first; row < end; row++) {
-        const void *gate = element_at(g->gate_up, row * g->stride, type), *up = element_at(gate, g->width, type);
+        const void *gate = element_at(g->gate, row * g->gate_stride, type);
+        const void *up = element_at(g->up, row * g->up_stride, type);
         for (int64_t i = 0; i < g->width; i += LANES) {
             int64_t left = g->width - i;
             vec y = gated(load(gate, i, left, type), load(up, i, left, type), kind);
@@ -119,3 +120,4 @@ IN_BOTH_TYPES(rope, rope_rows, (const struct rope *r, int64_t first, int64_t end
 IN_BOTH_TYPES(silu, gate_rows, (const struct gate *g, int64_t first, int64_t end), g, first, end, SILU)
 IN_BOTH_TYPES(gelu, gate_rows, (const struct gate *g, int64_t first, int64_t end), g, first, end, GELU_TANH)
 IN_BOTH_TYPES(clamped, gate_rows, (const struct gate *g, int64_t first, int64_t end), g, first, end, CLAMPED_SWISH)
+IN_BOTH_TYPES(sigmoid, gate_rows, (const struct gate *g, int64_t first, int64_t end), g, first, end, SIGMOID)

@@ -1,4 +1,4 @@
-"""All layers of a dense decoder on a CPU in one call (csrc/cpu_layers.c). Around each of their nine kernels Python takes
+"""All layers of a decoder without experts on a CPU in one call (csrc/cpu_layers.c). Around each of their nine kernels Python takes
 10 µs, which at a few tokens is as long as the kernels themselves. The same kernels in the same order, so the same bits."""
 
 from collections.abc import Sequence
@@ -9,20 +9,32 @@ from torch import Tensor
 
 from penstock import _csrc
 from penstock.executor.batch import ForwardBatch, KvPages, StatePages
-from penstock.executor.kernels import NO_EXTRAS, Activation, HeadNorms, Ops, ScoreExtras
+from penstock.executor.kernels import NO_EXTRAS, NO_NORMS, Activation, HeadNorms, Ops, ScoreExtras
 from penstock.executor.kernels.codes import CodedLinear
 from penstock.executor.kernels.cpu_linear import CpuLinear
 from penstock.executor.kernels.cpu_ops import ACTIVATIONS, CpuOps, addresses
+from penstock.executor.kernels.cpu_recurrent import describe_heads, describe_states
 from penstock.executor.kernels.linear import Linear
+from penstock.executor.kernels.recurrent import DeltaHeads
+
+
+class DeltaLayer(NamedTuple):
+    """What of a recurrent layer stands where others attend."""
+
+    gates: Linear
+    taps: Tensor
+    heads: DeltaHeads
 
 
 class DenseLayer(NamedTuple):
     linears: tuple[Linear, Linear, Linear, Linear]  # qkv, output, gate and up, down
+    num_adapted: int  # how many of them adapters may change: all, or the last
     # Before attention, behind it, before the MLP, behind it.
     norms: tuple[Tensor, Tensor | None, Tensor, Tensor | None]
-    head_norms: HeadNorms
-    tables: tuple[Tensor, Tensor]  # cos and sin
+    head_norms: HeadNorms = NO_NORMS
+    tables: tuple[Tensor, Tensor] | None = None  # cos and sin
     extras: ScoreExtras = NO_EXTRAS  # with one cap for all layers
+    delta: DeltaLayer | None = None  # then the three before are of no use
 
 
 class DenseSizes(NamedTuple):
@@ -32,19 +44,29 @@ class DenseSizes(NamedTuple):
     eps: float
     scale: float
     activation: Activation
+    has_gate: bool
 
 
 class CpuLayers:
     def __init__(self, ops: CpuOps, layers: Sequence[DenseLayer], sizes: DenseSizes) -> None:
         self._cpu, self._given = ops.cpu, layers  # the tensors stay where they are
         self._pages: KvPages | None = None
+        self._states: StatePages | None = None  # of one layer: all others' lie at the same distances
         self._lib: Any = _csrc.lib
         self._layers = _csrc.ffi.new("struct penstock_layer[]", len(layers))
+        self._deltas: list[Any] = []  # structs that those of the layers point to
+        num_adapted = 0
         for layer, plan in zip(layers, self._layers, strict=True):
+            num_adapted += layer.num_adapted
+            plan.product = num_adapted - len(layer.linears)
             for name, linear in zip(("qkv", "output", "gate_up", "down"), layer.linears, strict=True):
                 assert isinstance(linear, CpuLinear | CodedLinear)
                 linear.describe(getattr(plan, name))
             plan.input_norm, plan.attention_norm, plan.mlp_norm, plan.output_norm = addresses(*layer.norms)
+            if layer.delta is not None:
+                self._describe_delta(plan, layer.delta)
+                continue
+            assert layer.tables is not None
             plan.q_norm, plan.k_norm = addresses(*layer.head_norms[:2])
             plan.cos, plan.sin, plan.sinks = addresses(*layer.tables, layer.extras.sinks)
             plan.half, plan.window = layer.tables[0].shape[1], layer.extras.window or 0
@@ -52,8 +74,15 @@ class CpuLayers:
         self._shared.layers = self._layers
         self._shared.cap = layers[0].extras.cap or 0.0
         self._shared.activation = ACTIVATIONS.index(sizes.activation)
-        for name in ("q_heads", "kv_heads", "head_dim", "eps", "scale"):
+        for name in ("q_heads", "kv_heads", "head_dim", "eps", "scale", "has_gate"):
             setattr(self._shared, name, getattr(sizes, name))
+
+    def _describe_delta(self, plan: Any, delta: DeltaLayer) -> None:
+        assert isinstance(delta.gates, CpuLinear | CodedLinear)
+        delta.gates.describe(plan.gates)
+        plan.num_taps, (plan.taps,) = len(delta.taps), addresses(delta.taps)
+        plan.delta = described = describe_heads(delta.heads)
+        self._deltas.append(described)
 
     def __call__(self, residual: Tensor, batch: ForwardBatch, pages: KvPages, num: int) -> Tensor:
         """The residual stream [T, hidden] goes through `num` layers in its place; returns what is to be added to it."""
@@ -61,6 +90,7 @@ class CpuLayers:
             self._bind(pages, batch.group_of)
         assert residual.is_contiguous()
         self._shared.num = num
+        states = _csrc.ffi.NULL if self._states is None else describe_states(self._states, batch)
         tables, groups = batch.block_tables, ((batch.kv_slots, batch.block_tables), *batch.other_groups)
         assert all(each.stride() == tables.stride() for _, each in groups)
         kv_slots, block_tables = (_csrc.ffi.new("uintptr_t[]", addresses(*each)) for each in zip(*groups, strict=True))
@@ -77,6 +107,7 @@ class CpuLayers:
             *addresses(batch.query_starts, batch.context_lens),
             block_tables,
             tables.stride(0),
+            states,
             *addresses(residual, update, scratch),
             *(
                 (0, _csrc.ffi.NULL)
@@ -89,12 +120,14 @@ class CpuLayers:
         return update
 
     def _bind(self, pages: KvPages, group_of: tuple[int, ...]) -> None:
-        own = [each for each in pages if not isinstance(each, StatePages)]
-        assert len(own) == len(pages)
-        first = own[0][0]
+        first = next(each[0] for each in pages if not isinstance(each, StatePages))
         self._shared.page_size = first.shape[1]
         self._shared.page_stride, self._shared.slot_stride, _ = first.stride()
-        for index, (plan, layer_pages) in enumerate(zip(self._layers, own, strict=True)):
+        for index, (plan, layer_pages) in enumerate(zip(self._layers, pages, strict=True)):
+            if isinstance(layer_pages, StatePages):
+                self._states, plan.first_unit = layer_pages, layer_pages.first_unit
+                plan.states = layer_pages.base.data_ptr()
+                continue
             assert all(each.stride() == first.stride() for each in layer_pages)
             plan.k_pages, plan.v_pages = addresses(*layer_pages)
             plan.group = group_of[index] if group_of else 0
@@ -103,7 +136,7 @@ class CpuLayers:
 
 def join_layers(ops: Ops, layers: Sequence[DenseLayer], sizes: DenseSizes) -> CpuLayers | None:
     """None where not all of it runs in our kernels for the CPU."""
-    linears = [linear for layer in layers for linear in layer.linears]
+    linears = [linear for layer in layers for linear in (*layer.linears, *(layer.delta or ())[:1])]
     if (
         not layers
         or not isinstance(ops, CpuOps)

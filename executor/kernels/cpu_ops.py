@@ -31,7 +31,7 @@ from penstock.executor.kernels import (
 from penstock.executor.kernels.cpu_recurrent import CpuRecurrent
 
 DTYPES = (torch.float32, torch.bfloat16)
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish")  # as the C side counts them
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish", "sigmoid")  # as the C side counts them
 
 
 def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, level: str | None = None) -> Ops:
@@ -99,11 +99,17 @@ class CpuOps:
         self._lib.penstock_norm(self.cpu, *_rows(x), *_rows(residual), *outputs, *x.shape, eps)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        rows, width = gate_up.shape
-        assert gate_up.dtype is self._dtype
-        out = torch.empty((rows, width // 2), dtype=self._dtype)
+        gate, up = gate_up.chunk(2, 1)
+        return self._gated(gate, up, activation)
+
+    def weigh(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self._gated(gate, x, "sigmoid")
+
+    def _gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        assert gate.dtype is up.dtype is self._dtype
+        out = torch.empty(up.shape, dtype=self._dtype)
         number = ACTIVATIONS.index(activation)
-        self._lib.penstock_gate(self.cpu, number, *_rows(gate_up), out.data_ptr(), rows, width // 2)
+        self._lib.penstock_gate(self.cpu, number, *_rows(gate), *_rows(up), out.data_ptr(), *up.shape)
         return out
 
     linear = staticmethod(F.linear)

@@ -25,7 +25,7 @@ class CpuRecurrent:
         y = torch.empty((len(x), channels), dtype=self._dtype)
         self._lib.penstock_convolve(
             self._cpu,
-            _describe(states, batch),
+            describe_states(states, batch),
             x.data_ptr(),
             x.stride(0),
             weight.data_ptr(),
@@ -38,24 +38,27 @@ class CpuRecurrent:
         return y
 
     def delta_rule(self, inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
-        qkv, z, gates = inputs
         assert all(part.dtype is self._dtype and part.stride(1) == 1 for part in inputs)
-        assert max(heads.key_dim, heads.value_dim) <= MAX_HEAD
         assert heads.key_dim * heads.value_dim * 4 <= states.unit_bytes
-        out = torch.empty((len(z), heads.values), dtype=self._dtype)
-        names = "qkv", "z", "gates", "rate", "shift", "norm_weight", "skip", "out"
-        tensors = qkv, z, gates, heads.rate, heads.shift, heads.norm, heads.skip, out
-        strides = {f"{name}_stride": part.stride(0) for name, part in zip(names, inputs, strict=False)}
-        sizes = {name: getattr(heads, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "eps")}
-        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        delta = dict(zip(names, addresses, strict=True)) | strides | sizes
-        self._lib.penstock_delta_rule(
-            self._cpu, _describe(states, batch), _csrc.ffi.new("struct penstock_delta *", delta)
-        )
+        delta, out = describe_heads(heads), torch.empty((len(inputs.z), heads.values), dtype=self._dtype)
+        delta.out = out.data_ptr()
+        for name, part in zip(("qkv", "z", "gates"), inputs, strict=True):
+            setattr(delta, name, part.data_ptr())
+            setattr(delta, f"{name}_stride", part.stride(0))
+        self._lib.penstock_delta_rule(self._cpu, describe_states(states, batch), delta)
         return out
 
 
-def _describe(states: StatePages, batch: ForwardBatch) -> Any:
+def describe_heads(heads: DeltaHeads) -> Any:
+    """A struct penstock_delta with what does not change from step to step."""
+    assert max(heads.key_dim, heads.value_dim) <= MAX_HEAD
+    sizes = {name: getattr(heads, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "eps")}
+    tensors = {"rate": heads.rate, "shift": heads.shift, "norm_weight": heads.norm, "skip": heads.skip}
+    given = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
+    return _csrc.ffi.new("struct penstock_delta *", sizes | given)
+
+
+def describe_states(states: StatePages, batch: ForwardBatch) -> Any:
     assert batch.states is not None
     read, write, is_new = batch.states
     assert read.dtype is write.dtype is torch.int32 and read.is_contiguous() and write.is_contiguous()
@@ -69,7 +72,7 @@ def _describe(states: StatePages, batch: ForwardBatch) -> Any:
         "rows": len(read),
     }
     names = "base", "query_starts", "read", "write", "is_new"
-    tensors = states.base, batch.query_starts, read, write, is_new
+    tensors = states.base, (batch.chains or batch).query_starts, read, write, is_new
     return _csrc.ffi.new(
         "struct penstock_states *", given | dict(zip(names, map(Tensor.data_ptr, tensors), strict=True))
     )

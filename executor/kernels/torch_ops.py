@@ -235,6 +235,10 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     return (opened * up).to(gate_up.dtype)
 
 
+def weigh(x: Tensor, gate: Tensor) -> Tensor:
+    return x * gate.sigmoid()
+
+
 def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
     return gate(F.linear(x, weight), activation)
 

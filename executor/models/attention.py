@@ -46,9 +46,8 @@ class GroupedAttention:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a product, `rope_and_store`, `paged_attention` and a product."""
-        spec = self._spec
-        return self._wide_norms is None and not (spec.rotates_first or spec.query_growth or spec.output_gate)
+        """Whether it is a product, `rope_and_store`, `paged_attention`, perhaps a gate, and a product."""
+        return self._wide_norms is None and not (self._spec.rotates_first or self._spec.query_growth)
 
     def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
@@ -70,9 +69,8 @@ class GroupedAttention:
         if self._spec.query_growth is not None:
             q *= _growth(batch, *self._spec.query_growth).to(q.dtype)
         out = self._ops.paged_attention(q, pages, batch, self._spec.attention_scale, self.extras)
-        for gate in gates:
-            out *= gate.sigmoid()
-        return out.flatten(1)
+        out = out.flatten(1)
+        return self._ops.weigh(out, gates[0].flatten(1)) if gates else out
 
 
 def _growth(batch: ForwardBatch, slope: float, length: int) -> Tensor:

@@ -72,8 +72,8 @@ class Decoder:
         dense = [each for layer in self._layers if (each := layer.dense()) is not None]
         if group.world > 1 or len(dense) < self.num_layers:
             return None
-        heads = *heads_of(spec.num_heads, spec.num_kv_heads, group), spec.head_dim
-        return join_layers(self._ops, dense, DenseSizes(*heads, spec.norm_eps, spec.attention_scale, spec.activation))
+        sizes = *heads_of(spec.num_heads, spec.num_kv_heads, group), spec.head_dim, spec.norm_eps, spec.attention_scale
+        return join_layers(self._ops, dense, DenseSizes(*sizes, spec.activation, spec.output_gate))
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] -> [S, vocabulary] on the first rank, None on the others."""
@@ -156,17 +156,19 @@ class _Layer:
 
     def dense(self) -> DenseLayer | None:
         """What it is made of; None with experts, latents or what else that call does not have."""
-        attention, mlp = self._attention, self.mlp
-        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or not attention.is_plain:
+        mixer, mlp = self._attention, self.mlp
+        if self._input_norm is None or self._mlp_norm is None or not isinstance(mlp, Mlp):
             return None
-        if self._input_norm is None or self._mlp_norm is None:
-            return None
-        return DenseLayer(
-            (attention.qkv, attention.output, mlp.gate_up, mlp.down),
-            (self._input_norm, self._attention_norm, self._mlp_norm, self._output_norm),
-            attention.norms,
-            attention.tables,
-            attention.extras,
+        linears, num_adapted = (mixer.output, mlp.gate_up, mlp.down), len(self.adapted())
+        norms = self._input_norm, self._attention_norm, self._mlp_norm, self._output_norm
+        if isinstance(mixer, GroupedAttention) and mixer.is_plain:
+            return DenseLayer((mixer.qkv, *linears), num_adapted, norms, mixer.norms, mixer.tables, mixer.extras)
+        from penstock.executor.models.recurrent_layers import DeltaNet
+
+        return (
+            DenseLayer((mixer.input, *linears), num_adapted, norms, delta=mixer.layer)
+            if isinstance(mixer, DeltaNet)
+            else None
         )
 
     def forward(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, StatePages
 from penstock.executor.kernels import Ops
+from penstock.executor.kernels.cpu_layers import DeltaLayer
 from penstock.executor.kernels.linear import Narrow, multiply, take_narrow
 from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
 from penstock.executor.models.product import Units
@@ -20,8 +21,8 @@ class DeltaNet:
         self._recurrent, hidden, num = ops.recurrent, spec.hidden_size, delta.value_heads
         prefix = f"model.layers.{index}.linear_attn."
         norm = weights.norm(f"{prefix}norm.weight", delta.value_dim)
-        self.heads = _read_heads(prefix, delta, weights, norm, spec.norm_eps)
-        self._channels = 2 * self.heads.keys + self.heads.values
+        heads = _read_heads(prefix, delta, weights, norm, spec.norm_eps)
+        self._channels = 2 * heads.keys + heads.values
         # Of all ranks:
         keys, values, group = delta.key_heads * delta.key_dim, num * delta.value_dim, num // delta.key_heads
         channels, sections = 2 * keys + values, (keys, keys, values)
@@ -29,24 +30,24 @@ class DeltaNet:
             each = (delta.key_dim, delta.key_dim, group * delta.value_dim, group * delta.value_dim)
             units = (delta.key_heads,)
             names: tuple[str, ...] = (f"{prefix}in_proj_qkvz",)
-            self._input = weights.linear(names, (channels + values,), hidden, False, "rows", units, (each,))
+            self.input = weights.linear(names, (channels + values,), hidden, False, "rows", units, (each,))
             names = (f"{prefix}in_proj_ba",)
-            self._gates = weights.linear(names, (2 * num,), hidden, False, "rows", units, ((group, group),))
+            gates = weights.linear(names, (2 * num,), hidden, False, "rows", units, ((group, group),))
         else:
             names = f"{prefix}in_proj_qkv", f"{prefix}in_proj_z"
-            self._input = weights.linear(names, (channels, values), hidden, False, "rows", (sections, None))
+            self.input = weights.linear(names, (channels, values), hidden, False, "rows", (sections, None))
             names = f"{prefix}in_proj_b", f"{prefix}in_proj_a"
-            self._gates = weights.linear(names, (num, num), hidden, False, "rows")
-        self.takes_narrow = take_narrow(self._input, self._gates)
-        self._taps = _taps(weights, f"{prefix}conv1d.weight", channels, delta.taps, sections)
+            gates = weights.linear(names, (num, num), hidden, False, "rows")
+        self.takes_narrow = take_narrow(self.input, gates)
+        self.layer = DeltaLayer(gates, _taps(weights, f"{prefix}conv1d.weight", channels, delta.taps, sections), heads)
         self.output = weights.linear((f"{prefix}out_proj",), (hidden,), values, split="columns")
 
     def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, states: StatePages) -> Tensor:
         """[T, hidden] -> [T, values]"""
-        made = multiply(self._input, hidden)
-        qkv = self._recurrent.convolve(made[:, : self._channels], self._taps, None, states, batch, True)
-        inputs = DeltaInputs(qkv, made[:, self._channels :], multiply(self._gates, hidden))
-        return self._recurrent.delta_rule(inputs, self.heads, states, batch)
+        (gates, taps, heads), made = self.layer, multiply(self.input, hidden)
+        qkv = self._recurrent.convolve(made[:, : self._channels], taps, None, states, batch, True)
+        inputs = DeltaInputs(qkv, made[:, self._channels :], multiply(gates, hidden))
+        return self._recurrent.delta_rule(inputs, heads, states, batch)
 
 
 class Mamba:

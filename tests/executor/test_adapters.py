@@ -89,11 +89,12 @@ def test_the_same_bits_alone_and_in_a_batch_of_others(
 
 @pytest.mark.skipif(levels()[-1] == "portable", reason="without AVX2 torch multiplies")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_layers_in_one_call_and_one_by_one_give_the_same_bits(dtype: DType, tmp_path: Path) -> None:
-    adapters = [Adapter(LLAMA, tmp_path / str(seed), seed, rank=6) for seed in range(2)]
+@pytest.mark.parametrize("case", [LLAMA, "qwen3.5"])
+def test_all_layers_in_one_call_and_one_by_one_give_the_same_bits(case: str, dtype: DType, tmp_path: Path) -> None:
+    adapters = [Adapter(case, tmp_path / str(seed), seed, rank=6) for seed in range(2)]
     traces = []
     for is_joined in (True, False):
-        executor = executor_with(LLAMA, dtype, is_joined, enable_lora=True)
+        executor = executor_with(case, dtype, is_joined, enable_lora=True)
         driver = Driver(executor)
         keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
         others = [driver.admit(prompt, adapter=keys[1]) for prompt in prompts(3, seed=4)]

@@ -1,4 +1,4 @@
-"""All layers of a dense decoder in one call: the same bits as one call after the other, whatever the layers have."""
+"""All layers of a decoder without experts in one call: the same bits as one call after the other, whatever the layers have."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from tests.executor.test_models import executor_of, prompts
 from tests.support.driver import Driver
 
 pytestmark = pytest.mark.skipif(levels()[-1] == "portable", reason="without AVX2 torch multiplies")
-CASES = ["llama", "qwen2", "qwen3", "gemma3", "mistral-sliding", "llama-tied-biases"]
+CASES = ["llama", "qwen2", "qwen3", "gemma3", "mistral-sliding", "llama-tied-biases", "qwen3.5"]
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_one_call_gives_the_bits_of_many(case: str, dtype: DType, hidden: list[t
     assert all(torch.equal(one, many) for one, many in zip(joined, hidden, strict=True))
 
 
-@pytest.mark.parametrize("case", ["qwen3-moe", "deepseek-v2-lite"])
-def test_experts_and_latents_go_layer_by_layer(case: str) -> None:
+@pytest.mark.parametrize("case", ["qwen3-moe", "deepseek-v2-lite", "qwen3-next", "granite4-mamba-groups", "lfm2"])
+def test_what_that_call_does_not_have_goes_layer_by_layer(case: str) -> None:
     model = executor_of(case)._rank._loaded.model
     assert isinstance(model, Decoder) and model._joined is None

@@ -52,6 +52,8 @@ def test_gated_activations_equal_the_twin(level: str, dtype: torch.dtype, activa
     for rows, width in ((0, 64), (1, 2), (7, 172), (130, 1536)):
         gate_up = 10 * random(rows, 2 * width, dtype=dtype)
         close(ops.gate(gate_up, activation), torch_ops.gate(gate_up, activation))
+        x, gate = gate_up.chunk(2, 1)
+        close(ops.weigh(x, gate), torch_ops.weigh(x, gate))
 
 
 @every_level
@@ -242,6 +244,7 @@ def test_a_token_gets_the_same_bits_from_the_other_kernels_in_any_batch(level: s
         lambda ops, rows: ops.add_rms_norm(x[rows], residual[rows], weight, 1e-5)[0],
         lambda ops, rows: ops.gate(x[rows], "silu"),
         lambda ops, rows: ops.gate(x[rows], "gelu_tanh"),
+        lambda ops, rows: ops.weigh(x[rows], x[rows]),
     ]
     for run in runs:
         whole = run(two, slice(None))
@@ -281,7 +284,8 @@ def test_without_torch_in_the_process_the_calling_thread_does_all_the_work() -> 
 from penstock._csrc import ffi, lib
 cpu = ffi.new("struct penstock_cpu *", {"level": 0, "num_threads": 2, "is_bfloat16": 0})
 x, y = ffi.new("float[]", [1.0] * 2 * 64 * 4096), ffi.new("float[]", 64 * 4096)
-lib.penstock_gate(cpu, 0, int(ffi.cast("uintptr_t", x)), 8192, int(ffi.cast("uintptr_t", y)), 64, 4096)
+address = int(ffi.cast("uintptr_t", x))
+lib.penstock_gate(cpu, 0, address, 8192, address + 4096 * 4, 8192, int(ffi.cast("uintptr_t", y)), 64, 4096)
 print(lib.penstock_cpu_has_team(), {round(value, 4) for value in y})
 """
     assert run_script(script) == "0 {0.7311}"
