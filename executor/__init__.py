@@ -8,5 +8,3 @@ import os
 # on a quiet machine.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# Torch asks for large pages for what it allocates: a step reads all weights, and looks fewer of them up. 3 to 5 % a token.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

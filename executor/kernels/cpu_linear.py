@@ -116,9 +116,10 @@ def _pack(weight: Tensor, columns: int) -> Tensor:
     if weight.dtype is torch.bfloat16:
         words = words.view(torch.int32)
     num_blocks = -(-width // columns)
-    packed = torch.zeros(num_blocks, words.shape[1], columns, dtype=words.dtype)
+    packed = torch.empty(num_blocks, words.shape[1], columns, dtype=words.dtype)
     whole = width // columns
     packed[:whole] = words[: whole * columns].unflatten(0, (-1, columns)).transpose(1, 2)
     if width % columns:
+        packed[whole].zero_()
         packed[whole, :, : width % columns] = words[whole * columns :].T
     return packed

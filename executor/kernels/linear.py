@@ -64,10 +64,12 @@ def make_linear(weight: Tensor, bias: Tensor | None, ops: Ops) -> Linear:
 
 def tied(table: Tensor | CodedLinear | GroupedLinear, ops: Ops) -> tuple[Linear, Callable[[Tensor], Tensor]]:
     """The head that shares an embedding's weight [size, width], and the embedding: tokens [T] -> [T, width]. Where
-    the layer has repacked the weight its rows are gathered from there, so that it is kept once."""
+    the layer has repacked the weight its rows are gathered from there, so that it is kept once. Else it is copied where it
+    may be a view of a mapped file."""
     if isinstance(table, CodedLinear | GroupedLinear):
         return table, table.rows
     if not is_repacked(table):
+        table = table.clone() if table.device.type == "cpu" else table
         return Plain(table, None, ops), partial(table.index_select, 0)
     head = CpuLinear(table)
     return head, head.rows

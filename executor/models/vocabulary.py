@@ -14,7 +14,7 @@ class Vocabulary:
 
     def __init__(self, weights: Weights, name: str, size: int, width: int, is_tied: bool) -> None:
         self._group, self._size = weights.group, size
-        table = weights.table(f"{name}.weight", (size, width))
+        table = weights.table(f"{name}.weight", (size, width), copy=not is_tied)
         self._first, end = self._group.share(size)
         self._last = end - self._first - 1
         self._head: Linear

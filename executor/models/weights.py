@@ -129,13 +129,13 @@ class Weights:
         # A copy also where nothing is converted: the original may be a view of a mapped file.
         return self._count(_join([self._numbers(part, copy=True) for part in parts]))
 
-    def table(self, name: str, shape: tuple[int, ...]) -> Tensor | CodedLinear | GroupedLinear:
-        """The rank's rows of an embedding; kept as codes a layer that has them."""
+    def table(self, name: str, shape: tuple[int, ...], copy: bool) -> Tensor | CodedLinear | GroupedLinear:
+        """The rank's rows of an embedding; kept as codes a layer that has them. Without `copy` perhaps a view of a file."""
         (part,) = self._cut(self._fetch(name, shape), "rows", None)
         layer = self._codes.table(part)
         if layer is not None:
             return layer
-        return self._count(self._numbers(part, copy=True))
+        return self._count(self._numbers(part, copy))
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
         """A norm's weight, float32 as the kernels want it; `offset` is what the file leaves out."""

@@ -155,3 +155,19 @@ def test_a_weight_that_embedding_and_head_share_is_kept_once() -> None:
     overrides = [{"tie_word_embeddings": is_tied} for is_tied in (True, False)]
     tied, apart = (executor_of("qwen3", load_format="dummy", hf_overrides=each) for each in overrides)
     assert apart.info.memory["weights"] - tied.info.memory["weights"] == 160 * 64 * 4
+
+
+@pytest.mark.parametrize("is_repacked", [True, False])
+def test_what_is_loaded_does_not_change_with_its_file(
+    is_repacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An embedding that is the head too may be repacked from the mapped file, but never stays there."""
+    if not is_repacked:
+        monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
+    path = shutil.copytree(folder("gemma3"), tmp_path / "model")
+    config = ExecutorConfig(model=str(path), dtype="float32", kv_cache_bytes=2**23, block_size=8)
+    driver, prompt = Driver(UniprocExecutor(config)), prompts(1)[0]
+    with (path / "model.safetensors").open("r+b") as file:  # in its place, so that mappings see it
+        begin = file.seek(8 + int.from_bytes(file.read(8), "little"))
+        file.write(b"\x7f" * (file.seek(0, 2) - file.seek(begin)))
+    assert driver.generate(driver.admit(prompt), count=8) == [greedy("gemma3", prompt, 8)[0]]
