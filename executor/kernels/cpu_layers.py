@@ -72,7 +72,7 @@ class CpuLayers:
             plan.half, plan.window = layer.tables[0].shape[1], layer.extras.window or 0
         self._shared = _csrc.ffi.new("struct penstock_layers *")
         self._shared.layers = self._layers
-        self._shared.cap = layers[0].extras.cap or 0.0
+        self._shared.cap = max(layer.extras.cap or 0.0 for layer in layers)
         self._shared.activation = ACTIVATIONS.index(sizes.activation)
         for name in ("q_heads", "kv_heads", "head_dim", "eps", "scale", "has_gate"):
             setattr(self._shared, name, getattr(sizes, name))
