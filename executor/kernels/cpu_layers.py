@@ -13,7 +13,7 @@ from penstock.executor.kernels import NO_EXTRAS, NO_NORMS, Activation, HeadNorms
 from penstock.executor.kernels.codes import CodedLinear
 from penstock.executor.kernels.cpu_linear import CpuLinear
 from penstock.executor.kernels.cpu_ops import ACTIVATIONS, CpuOps, addresses
-from penstock.executor.kernels.cpu_recurrent import describe_heads, describe_states
+from penstock.executor.kernels.cpu_recurrent import check_heads, check_taps, describe_heads, describe_states
 from penstock.executor.kernels.linear import Linear
 from penstock.executor.kernels.recurrent import DeltaHeads
 
@@ -49,7 +49,7 @@ class DenseSizes(NamedTuple):
 
 class CpuLayers:
     def __init__(self, ops: CpuOps, layers: Sequence[DenseLayer], sizes: DenseSizes) -> None:
-        self._cpu, self._given = ops.cpu, layers  # the tensors stay where they are
+        self._cpu, self._dtype, self._given = ops.cpu, ops.dtype, layers  # the tensors stay where they are
         self._pages: KvPages | None = None
         self._states: StatePages | None = None  # of one layer: all others' lie at the same distances
         self._lib: Any = _csrc.lib
@@ -125,6 +125,10 @@ class CpuLayers:
         self._shared.page_stride, self._shared.slot_stride, _ = first.stride()
         for index, (plan, layer_pages) in enumerate(zip(self._layers, pages, strict=True)):
             if isinstance(layer_pages, StatePages):
+                delta = self._given[index].delta
+                assert delta is not None
+                check_taps(delta.taps, layer_pages, self._dtype)
+                check_heads(delta.heads, layer_pages)
                 self._states, plan.first_unit = layer_pages, layer_pages.first_unit
                 plan.states = layer_pages.base.data_ptr()
                 continue

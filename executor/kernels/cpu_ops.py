@@ -76,7 +76,7 @@ class CpuOps:
     groups: GroupOps | None = None
 
     def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
-        self._dtype, self.cpu = dtype, cpu
+        self.dtype, self.cpu = dtype, cpu
         self._lib: Any = _csrc.lib
         self.recurrent = CpuRecurrent(dtype, cpu)
 
@@ -86,7 +86,7 @@ class CpuOps:
         return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        assert residual.dtype is self._dtype
+        assert residual.dtype is self.dtype
         y, total = torch.empty_like(x), torch.empty_like(x)
         self._norm(x, residual, weight, y, total, eps)
         return y, total
@@ -94,7 +94,7 @@ class CpuOps:
     def _norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor, total: Tensor | None, eps: float
     ) -> None:
-        assert x.dtype is self._dtype and weight.dtype is torch.float32
+        assert x.dtype is self.dtype and weight.dtype is torch.float32
         outputs = addresses(weight, y, total)
         self._lib.penstock_norm(self.cpu, *_rows(x), *_rows(residual), *outputs, *x.shape, eps)
 
@@ -106,8 +106,8 @@ class CpuOps:
         return self._gated(gate, x, "sigmoid")
 
     def _gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        assert gate.dtype is up.dtype is self._dtype
-        out = torch.empty(up.shape, dtype=self._dtype)
+        assert gate.dtype is up.dtype is self.dtype
+        out = torch.empty(up.shape, dtype=self.dtype)
         number = ACTIVATIONS.index(activation)
         self._lib.penstock_gate(self.cpu, number, *_rows(gate), *_rows(up), out.data_ptr(), *up.shape)
         return out
@@ -121,7 +121,7 @@ class CpuOps:
         tokens, q_heads, head_dim = q.shape
         (cos, sin, positions), (k_pages, v_pages), kv_slots, (q_weight, k_weight, eps) = store
         page_stride, slot_stride, _ = k_pages.stride()
-        assert q.dtype is k_pages.dtype is self._dtype and v_pages.stride() == (page_stride, slot_stride, 1)
+        assert q.dtype is k_pages.dtype is self.dtype and v_pages.stride() == (page_stride, slot_stride, 1)
         assert positions.dtype is torch.int32 and kv_slots.dtype is torch.int64 and cos.dtype is torch.float32
         rotated = torch.empty_like(q)
         self._lib.penstock_rope(
@@ -161,7 +161,7 @@ class CpuOps:
         (tokens, q_heads, head_dim), (k_pages, v_pages) = q.shape, pages
         _, page_size, kv_width = k_pages.shape
         page_stride, slot_stride, _ = k_pages.stride()
-        assert q.dtype is k_pages.dtype is self._dtype and v_pages.stride() == (page_stride, slot_stride, 1)
+        assert q.dtype is k_pages.dtype is self.dtype and v_pages.stride() == (page_stride, slot_stride, 1)
         assert scale > 0  # the largest score is found before it is scaled
         tables = batch.block_tables
         out = torch.empty_like(q)

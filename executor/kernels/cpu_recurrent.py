@@ -18,10 +18,9 @@ class CpuRecurrent:
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, states: StatePages, batch: ForwardBatch, has_silu: bool
     ) -> Tensor:
-        assert x.dtype is self._dtype and weight.dtype is torch.float32 and weight.is_contiguous()
+        assert x.dtype is self._dtype and x.stride(1) == 1
+        check_taps(weight, states, self._dtype)
         taps, channels = weight.shape
-        assert x.stride(1) == 1 and taps <= MAX_TAPS
-        assert (taps - 1) * channels * x.element_size() <= states.unit_bytes
         y = torch.empty((len(x), channels), dtype=self._dtype)
         self._lib.penstock_convolve(
             self._cpu,
@@ -39,7 +38,7 @@ class CpuRecurrent:
 
     def delta_rule(self, inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
         assert all(part.dtype is self._dtype and part.stride(1) == 1 for part in inputs)
-        assert heads.key_dim * heads.value_dim * 4 <= states.unit_bytes
+        check_heads(heads, states)
         delta, out = describe_heads(heads), torch.empty((len(inputs.z), heads.values), dtype=self._dtype)
         delta.out = out.data_ptr()
         for name, part in zip(("qkv", "z", "gates"), inputs, strict=True):
@@ -51,11 +50,20 @@ class CpuRecurrent:
 
 def describe_heads(heads: DeltaHeads) -> Any:
     """A struct penstock_delta with what does not change from step to step."""
-    assert max(heads.key_dim, heads.value_dim) <= MAX_HEAD
     sizes = {name: getattr(heads, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "eps")}
     tensors = {"rate": heads.rate, "shift": heads.shift, "norm_weight": heads.norm, "skip": heads.skip}
     given = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
     return _csrc.ffi.new("struct penstock_delta *", sizes | given)
+
+
+def check_taps(weight: Tensor, states: StatePages, dtype: torch.dtype) -> None:
+    assert weight.dtype is torch.float32 and weight.is_contiguous() and len(weight) <= MAX_TAPS
+    assert (len(weight) - 1) * weight.shape[1] * dtype.itemsize <= states.unit_bytes
+
+
+def check_heads(heads: DeltaHeads, states: StatePages) -> None:
+    assert max(heads.key_dim, heads.value_dim) <= MAX_HEAD
+    assert heads.key_dim * heads.value_dim * 4 <= states.unit_bytes
 
 
 def describe_states(states: StatePages, batch: ForwardBatch) -> Any:

@@ -68,8 +68,7 @@ class GroupedAttention:
         q = self._ops.rope_and_store(q, k, v, KeyStore(rotation, pages, batch.kv_slots, self.norms))
         if self._spec.query_growth is not None:
             q *= _growth(batch, *self._spec.query_growth).to(q.dtype)
-        out = self._ops.paged_attention(q, pages, batch, self._spec.attention_scale, self.extras)
-        out = out.flatten(1)
+        out = self._ops.paged_attention(q, pages, batch, self._spec.attention_scale, self.extras).flatten(1)
         return self._ops.weigh(out, gates[0].flatten(1)) if gates else out
 
 

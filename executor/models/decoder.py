@@ -165,11 +165,9 @@ class _Layer:
             return DenseLayer((mixer.qkv, *linears), num_adapted, norms, mixer.norms, mixer.tables, mixer.extras)
         from penstock.executor.models.recurrent_layers import DeltaNet
 
-        return (
-            DenseLayer((mixer.input, *linears), num_adapted, norms, delta=mixer.layer)
-            if isinstance(mixer, DeltaNet)
-            else None
-        )
+        if not isinstance(mixer, DeltaNet):
+            return None
+        return DenseLayer((mixer.input, *linears), num_adapted, norms, delta=mixer.layer)
 
     def forward(
         self, update: Tensor | None, residual: Tensor, batch: ForwardBatch, pages: LayerPages, wanted: Tensor | None
