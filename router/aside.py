@@ -26,8 +26,8 @@ def drawn(group: ReplicaGroup) -> frozenset[str]:
     return group.aside
 
 
-def cast_shadows(app: "RouterApp", group: ReplicaGroup, outgoing: "Outgoing") -> None:
-    for url in group.aside:
+def cast_shadows(app: "RouterApp", group: ReplicaGroup, outgoing: "Outgoing", method: bytes) -> None:
+    for url in group.aside if method == b"POST" else ():
         replica = group.replicas[url]
         if (share := replica.backend.shadow) is None or random.random() >= share:
             continue

@@ -14,6 +14,7 @@ import msgspec
 
 WORDS = ("events", "replay", "key", "canary", "shadow", "priority")
 FORM = "URL[,events=PORT][,replay=PORT][,key=VARIABLE][,canary=SHARE][,shadow=SHARE][,priority=lowest|highest]"
+SECRET = re.compile(r"[\x21-\x7e]+")  # a key that is sent
 _ENDPOINT = re.compile(r"(tcp://[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}|ipc:///[^,\s]+)")
 
 
@@ -66,7 +67,7 @@ class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.key is None:
             return b""
         secret = environment.get(self.key, "")
-        if not re.fullmatch(r"[\x21-\x7e]+", secret):
+        if not re.fullmatch(SECRET, secret):
             state = "is not a key" if secret else "is not set"
             raise RouteError(f"backend: {self.url} has key={self.key}, and the environment variable {self.key} {state}")
         return f"authorization: Bearer {secret}\r\n".encode()

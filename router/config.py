@@ -13,7 +13,7 @@ from penstock.engine.http.limits import Limits
 from penstock.engine.http.telemetry import TELEMETRY, AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
 from penstock.engine.options import Count, Delay, Port, Seconds, Share, check, flag
-from penstock.router.backend import Backend, RouteError, canonical_url
+from penstock.router.backend import SECRET, Backend, RouteError, canonical_url
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 ADMIN_KEY_VARIABLE = "PENSTOCK_ADMIN_API_KEY"
@@ -111,7 +111,14 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
     try:
         check(config)
         check_telemetry(config.telemetry, environment)
-        Keys((*config.api_keys, *config.admin_api_keys))  # refuses what cannot be one
+        api_keys = (*config.api_keys, *_from(environment, API_KEY_VARIABLE))
+        admin_api_keys = (*config.admin_api_keys, *_from(environment, ADMIN_KEY_VARIABLE))
+        Keys((*api_keys, *admin_api_keys))  # refuses what cannot be one
+        backend_api_key = config.backend_api_key or environment.get(BACKEND_KEY_VARIABLE)
+        if backend_api_key is not None and not re.fullmatch(SECRET, backend_api_key):  # it becomes a header's line
+            raise ValueError(
+                f"backend_api_key: --backend-api-key or {BACKEND_KEY_VARIABLE} must be printable ASCII without spaces"
+            )
     except ValueError as error:
         raise RouteError(str(error)) from None
     if config.workers > 1 and config.port == 0:
@@ -125,9 +132,9 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
         config,
         backends=tuple(each.text for each in backends),
         prefills=prefills,
-        api_keys=(*config.api_keys, *_from(environment, API_KEY_VARIABLE)),
-        admin_api_keys=(*config.admin_api_keys, *_from(environment, ADMIN_KEY_VARIABLE)),
-        backend_api_key=config.backend_api_key or environment.get(BACKEND_KEY_VARIABLE),
+        api_keys=api_keys,
+        admin_api_keys=admin_api_keys,
+        backend_api_key=backend_api_key,
     )
 
 

@@ -56,7 +56,7 @@ def check_source(text: str) -> re.Match[str]:
             f"discover: {text[:120]!r}; file:PATH, dns:HOST:PORT, srv:NAME or k8s:NAMESPACE/SERVICE[:PORT] is expected"
         )
     words = next((found[name] for name in ("dns_words", "srv_words", "k8s_words") if found[name]), "")
-    Backend.of("http://h:1" + words, "discover")
+    Backend.of(f"http://h:{found['port'] or 1}{words}", "discover")
     return found
 
 
@@ -260,7 +260,7 @@ def _ready(piece: dict[str, Any], wanted: str | None) -> list[str]:
     return [
         _written(address, ports[0])
         for endpoint in piece.get("endpoints") or ()
-        if ports and endpoint.get("conditions", {}).get("ready") is not False
+        if ports and (endpoint.get("conditions") or {}).get("ready") is not False
         for address in endpoint["addresses"]
         if _is_address(address)
     ]

@@ -140,7 +140,7 @@ class Exchange:
         self._group, self._outgoing, self.model = group, outgoing, outgoing.model or group.root
         if group.aside:
             self._aside = drawn(group)
-            cast_shadows(self.app, group, outgoing)
+            cast_shadows(self.app, group, outgoing, self.request.method)
         if self.bill is not None:
             self.bill.charge(outgoing.num_tokens, 0)
         self.app.fleet.budget.deposit(self.app.fleet.num_in_flight)
@@ -326,7 +326,7 @@ class Exchange:
         self._plain = Dechunker() if head.is_chunked and self.request.is_http10 else None
 
     def data(self, data: bytes) -> None:
-        self._num_data += 1
+        self._num_data += data.count(b"\n\n") or 1  # events of a stream; several may come at once
         # `in` would cost three times as much: on bytes it first tries its left side as a number, by an exception.
         if self._cached != -1 and data.rfind(b'"cached_tokens":') >= 0:
             self._cached = cached_tokens_in(data)
@@ -348,6 +348,8 @@ class Exchange:
             return
         if self.state == "asking":
             self._begin(b"", is_whole=True)
+        if self.bill is not None:
+            self.bill.is_whole = True
         self.connection.finish(self._keeps())
         if self._cached is not None and self._cached >= 0 and self.attempt is not None:
             self._group.placement.counted(self.attempt.charge, self._cached)

@@ -128,7 +128,13 @@ class RouterMetrics(Collector):
 
 def route_of(request: ClientRequest) -> str:
     """It has passed admission, so its path is one of ours, or the id of something begins where it ends."""
-    return next((each for each in KEPT if request.path.startswith(each)), request.path)
+    path = request.path
+    return next(each for each in KEPT if path.startswith(each)) if path.startswith(KEPT) else path
+
+
+def is_counter(key: str) -> bool:
+    """Of a report: of the placement's figures some are gauges."""
+    return not key.startswith("placement" + SEPARATOR) or key.endswith("_total")
 
 
 def _key(*parts: object) -> str:

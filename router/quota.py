@@ -101,14 +101,15 @@ class Account:
 
 
 class Bill:
-    """What one request is charged: its prompt as the router counts it, its answer by chunks, and then what its usage
-    says beyond or below that."""
+    """What one request is charged: its prompt as the router counts it, its answer by events, and then what its usage
+    says beyond that, or of an answer that came to its end also below."""
 
     def __init__(self, account: Account) -> None:
         self.account = account
         self._charged = {b"total_tokens": 0, b"output_tokens": 0}
         self._said: dict[bytes, int] = {}
         self._rest = b""
+        self.is_whole = False  # the answer has come to its end
         account.begin()
 
     def charge(self, num_prompt: int, num_answer: int) -> None:
@@ -129,7 +130,8 @@ class Bill:
     def end(self) -> None:
         for name in self._charged:  # the total, or at least that of the answer
             if name in self._said:
-                self.account.charge(self._said[name] - self._charged[name])
+                more = self._said[name] - self._charged[name]
+                self.account.charge(more if self.is_whole else max(more, 0))
                 break
         self.account.end()
 
@@ -146,7 +148,9 @@ class Accounts:
         account = self._accounts.get(digest)
         if account is None:
             if len(self._accounts) > 2**16:  # of keys that were made up
-                self._accounts = {each: account for each, account in self._accounts.items() if account.num_open}
+                self._accounts = {
+                    each: account for each, account in self._accounts.items() if account.num_open or each in self._known
+                }
             quota = self._known.get(digest, self._quotas.default)
             account = self._accounts[digest] = Account(quota, self._clock())
         return account

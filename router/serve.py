@@ -240,7 +240,9 @@ async def serve(
     await stopping.drain.wait()
     log.info("shutting down: %d requests are in flight", len(router.app.exchanges))
     router.app.is_draining = True
-    await wait_for(lambda: not router.app.exchanges, stopping.stop, config.patience.drain_s)
+    await wait_for(
+        lambda: not router.app.exchanges and router.app.edge.is_written, stopping.stop, config.patience.drain_s
+    )
     await router.close()
     return 0
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -34,9 +35,11 @@ from penstock.executor.process_life import (
 from penstock.router.app import RouterApp
 from penstock.router.backend import Backend
 from penstock.router.config import Prefill, RouterConfig, replicas_of
+from penstock.router.metrics import is_counter
 
 log = logging.getLogger("penstock.router")
 
+DEAD = -1  # the workers that have died, as one
 RESTART_PAUSE_S = 0.5  # before a worker that has died is started again
 REPORT_S = 1.0  # how old the others' counters in /metrics may be
 
@@ -50,10 +53,11 @@ class FleetChange(msgspec.Struct, frozen=True, tag="change"):
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
-    """A worker's counters."""
+    """A worker's counters; or, from the parent, those of all that have died, of whom `gone` is the last."""
 
     worker: int
     counters: dict[str, float]
+    gone: int | None = None
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
@@ -81,6 +85,7 @@ class Parent:
         }
         self._replicas |= {each.url: (each.url, each.peer) for each in config.prefills}
         self._workers: dict[int, ChildProcess] = {}
+        self._counters: dict[int, dict[str, float]] = {}  # as last reported
         self._channels = Channels(_DECODER)
         self._is_stopping = False
 
@@ -111,6 +116,8 @@ class Parent:
             "penstock.router.workers", f"worker {index}", WorkerStart(config, index), may_finish=True
         )
         self._channels.add(index, worker.channel)
+        if DEAD in self._counters:
+            self._send(worker, Report(DEAD, self._counters[DEAD]))
         if self._is_stopping:  # since we decided to start it
             worker.terminate()
 
@@ -120,25 +127,38 @@ class Parent:
         worker.kill()
         if not self._is_stopping:
             log.error("%s %s and is started again", worker.name, how)
+            self._keep_counters(index)
             time.sleep(RESTART_PAUSE_S)
         if not self._is_stopping:
             self._start(index)
 
+    def _keep_counters(self, index: int) -> None:
+        """What a worker had counted stays in the sums: a counter must not fall. Gauges end with it."""
+        kept = Counter(self._counters.get(DEAD, {}))
+        kept.update({name: value for name, value in self._counters.pop(index, {}).items() if is_counter(name)})
+        self._counters[DEAD] = dict(kept)
+        self._pass_around(DEAD, Report(DEAD, self._counters[DEAD], gone=index))
+
     def _pass_around(self, index: int, message: FleetChange | Report) -> None:
         """One message of a worker goes to all the others."""
-        if isinstance(message, FleetChange):
+        if isinstance(message, Report):
+            self._counters[message.worker] = message.counters
+        else:
             url = Backend.of(message.url).url
             self._replicas.pop(url, None)
             if message.method == "POST":
                 self._replicas[url] = message.url, message.peer
         for other, worker in self._workers.items():
             if other != index:
-                try:
-                    send(worker.channel, message)
-                except BlockingIOError:  # it has stopped reading, with half a message in its channel
-                    worker.kill()  # another takes its place
-                except OSError:
-                    pass  # it is ending; its channel will say so
+                self._send(worker, message)
+
+    def _send(self, worker: ChildProcess, message: FleetChange | Report) -> None:
+        try:
+            send(worker.channel, message)
+        except BlockingIOError:  # it has stopped reading, with half a message in its channel
+            worker.kill()  # another takes its place
+        except OSError:
+            pass  # it is ending; its channel will say so
 
 
 def main() -> int:
@@ -187,6 +207,7 @@ class WorkerLink:
         elif isinstance(message := _DECODER.decode(data), FleetChange):
             self._app.apply(message.method, message.url, message.peer)
         else:
+            self._app.metrics.others.pop(message.gone, None)
             self._app.metrics.others[message.worker] = message.counters
 
 

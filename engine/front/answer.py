@@ -188,7 +188,9 @@ class Answer:
         if not (update.token_ids or update.text or update.finish_reason):
             return
         if output.num_cached_tokens is not None:
-            self.num_cached_tokens = max(self.num_cached_tokens or 0, output.num_cached_tokens)
+            # The other choices find the blocks of the first one, which are no saving.
+            known, found = self.num_cached_tokens, output.num_cached_tokens
+            self.num_cached_tokens = found if known is None else min(known, found)
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.embedding = output.embedding or self.embedding
         self.error = self.error or output.error

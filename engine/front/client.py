@@ -42,7 +42,7 @@ from penstock.engine.messages import (
     UnloadAdapter,
     WatchCache,
 )
-from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.process_life import HEARTBEAT_S, ChildProcess, receive, start_child
 from penstock.executor.protocol import AdapterError, AdapterInfo, ModelInfo, WeightsError
@@ -187,14 +187,18 @@ class AsyncEngine:
             return EngineHealth(True, False, "the engine sleeps" if self.state.asleep else "the engine is paused")
         return EngineHealth(True, True, "ok")
 
-    def admit(self, num_sequences: int = 1) -> None:
-        """Raise at once what `generate` would raise for want of room or of a core: called before tokenizing."""
+    def admit(self, num_sequences: int = 1, num_preparing: int = 0) -> None:
+        """Raise at once what `generate` would raise for want of room or of a core: called before tokenizing, with the number
+        of sequences that are admitted and being tokenized."""
         if self._death is not None:
             raise EngineDead(self._death)
         limit = self.config.scheduler.max_sequences
-        if len(self._open) + num_sequences > limit:
+        if num_sequences > limit:
+            what = f"{num_sequences} sequences asked for; this server takes {limit} at a time (--max-num-seqs and --max-queued-requests)"
+            raise InvalidRequest("prompt", what)
+        if len(self._open) + num_preparing + num_sequences > limit:
             raise QueueFull(
-                f"{len(self._open)} sequences are in flight and {limit} are the limit; try again later",
+                f"{len(self._open) + num_preparing} sequences are in flight and {limit} are the limit; try again later",
                 retry_after_s=self._retry_after_s(),
             )
 

@@ -78,6 +78,8 @@ class LLM:
         tensor_parallel_size, executor, enforce_eager, seed, … Unknown ones are errors. `chat_template` is the text of a
         template in place of the model's own, or its file.
         """
+        if not isinstance(max_logprobs, int) or max_logprobs < 0:
+            raise ValueError(f"max_logprobs: {max_logprobs!r} given; a whole number from 0 is expected")
         self._max_logprobs = max_logprobs
         files = resolve_model(model, revision=revision, need_weights=options.get("load_format") != "dummy")
         config = engine_config(str(files.path), options)
@@ -487,7 +489,9 @@ def _plain(prompt: Prompt) -> tuple[str | list[int], str | None]:
     given = [prompt[name] for name in PROMPT_FIELDS[:2] if prompt.get(name) is not None]
     if len(given) != 1:
         raise InvalidRequest("prompt", f"{len(given)} of prompt and prompt_token_ids given; exactly one is expected")
-    return given[0], prompt.get("cache_salt")
+    if not isinstance(salt := prompt.get("cache_salt"), str | None):
+        raise InvalidRequest("prompt.cache_salt", f"{type(salt).__name__} given; a text is expected")
+    return given[0], salt
 
 
 def _spread_adapters(given: LoraRequests, num_prompts: int) -> Sequence[LoRARequest | None]:

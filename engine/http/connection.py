@@ -7,6 +7,7 @@ otherwise overtake the answer.
 """
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,18 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from penstock.engine.http.errors import error_body
 from penstock.engine.http.limits import LINGER_S, MAX_REFUSALS, Limits
+
+_UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
+
+
+def without_upgrade(data: bytes) -> bytes:
+    """An offer of another protocol may be ignored. Java's client makes one with every request, and a parser that sees it
+    takes what follows for that protocol: the body would be lost, or be read as the next request."""
+    end = data.find(b"\r\n\r\n")
+    end = len(data) if end < 0 else end
+    if _UPGRADE.search(data, 0, end) is None:  # as nearly always: nothing is copied
+        return data
+    return _UPGRADE.sub(b"\r\nx-upgrade:", data[:end]) + data[end:]
 
 
 class GuardedConnection(HttpToolsProtocol):
@@ -56,7 +69,7 @@ class GuardedConnection(HttpToolsProtocol):
             room = self.limits.max_header_bytes - self._num_header_bytes
             head, data = data[:room], data[room:]
             self._num_header_bytes += len(head)
-            super().data_received(head)
+            super().data_received(without_upgrade(head))
             if self._is_refused or self.transport.is_closing():
                 return
             if self._is_in_headers and self._num_header_bytes >= self.limits.max_header_bytes:
@@ -72,6 +85,9 @@ class GuardedConnection(HttpToolsProtocol):
             return
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
             self._refuse(501, "transfer-encoding: only 'chunked' is understood")
+            return
+        if self.parser.should_upgrade():  # it came in pieces, or behind another request
+            self._refuse(400, "connection: the protocol cannot be changed")
             return
         declared = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if int(declared[:20]) > self.limits.max_body_bytes:  # the parser has refused what is not a number
@@ -141,6 +157,8 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer `status` if it is this request's turn to be answered, and end the connection."""
+        if self._is_refused:  # the parser objects too
+            return
         self.refused[status] += 1
         self._is_refused = True
         self._unset_keepalive_if_required()

@@ -136,7 +136,7 @@ class Service:
         health = self.engine.health()
         if not health.alive:
             raise HttpError(503, health.reason)
-        self.engine.admit(self._num_preparing + num_sequences)
+        self.engine.admit(num_sequences, self._num_preparing)
         self._num_preparing += num_sequences
         try:
             yield

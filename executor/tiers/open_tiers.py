@@ -78,7 +78,11 @@ def open_tiers(
     opened |= {peer_name(peer): _open_peer(config, block, peer) for peer in config.kv_peers}
     if config.kv_peer_listen:
         memory["for peers"] = SERVE_BYTES
-    arena = huge_array(num_blocks + 1, stride)  # memory is taken as host blocks are first written
+    try:
+        arena = huge_array(num_blocks + 1, stride)  # memory is taken as host blocks are first written
+    except OSError as error:
+        what = f"kv_host_bytes: {config.kv_host_bytes} given; {memory['host tier']} bytes for a rank: {error.strerror}"
+        raise ExecutorError(what) from None
     serve = partial(_serve, config, block) if config.kv_peer_listen else None
     transfers = RankTransfers(arena[:, :block_bytes], make_copier(arena), opened, serve)
     return RankTiers(transfers, num_blocks, tuple(opened), serve is not None, memory)

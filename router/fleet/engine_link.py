@@ -178,6 +178,7 @@ class EngineLink:
         socket = self._context.socket(kind)
         for option, value in (
             (zmq.LINGER, 0),
+            (zmq.IPV6, 1),  # besides, not instead
             (zmq.RCVHWM, BACKLOG),
             (zmq.RECONNECT_IVL, 100),
             (zmq.RECONNECT_IVL_MAX, 1000),

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Iterable
+from functools import partial
 
 import msgspec
 import zmq.asyncio
@@ -41,7 +42,13 @@ class KvLinks:
         old = self._tasks.pop(replica.url, None)
         if old is not None:
             old.cancel()
-        self._tasks[replica.url] = asyncio.get_running_loop().create_task(self._watch(replica))
+        task = self._tasks[replica.url] = asyncio.get_running_loop().create_task(self._watch(replica))
+        task.add_done_callback(partial(self._watched, replica.url))
+
+    def _watched(self, url: str, task: asyncio.Task[None]) -> None:
+        """The replica has left."""
+        if self._tasks.get(url) is task:
+            del self._tasks[url]
 
     async def close(self) -> None:
         for task in self._tasks.values():

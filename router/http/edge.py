@@ -57,6 +57,11 @@ class Edge:
     def connection(self) -> "ClientConnection":
         return ClientConnection(self)
 
+    @property
+    def is_written(self) -> bool:
+        """All answers have left for their clients."""
+        return not any(each.transport.get_write_buffer_size() for each in self.connections)
+
     def start(self) -> None:
         """One sweep looks after the deadlines of all connections: two timers a request would cost more than it."""
         now_s = time.monotonic()
@@ -64,8 +69,11 @@ class Edge:
         if late_s > self._sweep_s:  # the router was busy elsewhere: what has come meanwhile is not read yet
             for connection in self.connections:
                 connection.deadline_s += late_s
+                connection.write_deadline_s += late_s
         for connection in [each for each in self.connections if each.deadline_s < now_s]:
             connection.late()
+        for connection in [each for each in self.connections if each.write_deadline_s < now_s]:
+            connection.transport.abort()
         self._due_s = now_s + self._sweep_s
         self._timer = asyncio.get_running_loop().call_later(self._sweep_s, self.start)
 
@@ -90,7 +98,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, edge: Edge) -> None:
         self.edge = edge
         self.limits = edge.limits
-        self.deadline_s = NEVER
+        self.deadline_s = self.write_deadline_s = NEVER
         self.current: ClientRequest | None = None  # being answered
         self.reader: Reader | None = None
         self.is_paused = False  # the client does not read
@@ -137,7 +145,7 @@ class ClientConnection(asyncio.Protocol):
         return False  # a client that shuts its half down has left: what it asked for is dropped
 
     def data_received(self, data: bytes) -> None:
-        if self._inside == "nothing" and self.current is None and not self._waiting:
+        if self._inside == "nothing" and self.current is None and not self._waiting and not self.is_paused:
             request = self.edge.heads.request(data)
             if request is not None:
                 self._take_whole(request)
@@ -219,7 +227,7 @@ class ClientConnection(asyncio.Protocol):
         request.body = b"".join(self._body)
         self._inside, self._body, self._num_body_bytes = "nothing", [], 0
         self.deadline_s = NEVER
-        if self.current is None and not self._waiting:
+        if self.current is None and not self._waiting and not self.is_paused:
             self._start(request)
         else:
             self._waiting.append(request)
@@ -295,7 +303,7 @@ class ClientConnection(asyncio.Protocol):
         self.edge.handler.handle(request, self)
 
     def _next(self) -> None:
-        if self.current is not None or not self._waiting or self.transport.is_closing():
+        if self.current is not None or self.is_paused or not self._waiting or self.transport.is_closing():
             return
         following = self._waiting.popleft()
         if not self._waiting:
@@ -309,15 +317,16 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.is_paused = True
-        self._expect(self.limits.write_timeout_s, self.transport.abort)
+        self.write_deadline_s = time.monotonic() + self.limits.write_timeout_s
         if self.reader is not None:
             self.reader.pause()
 
     def resume_writing(self) -> None:
         self.is_paused = False
-        self.deadline_s = NEVER
+        self.write_deadline_s = NEVER
         if self.reader is not None:
             self.reader.resume()
+        self._next()
 
     # Time, and what is refused.
 

@@ -7,19 +7,18 @@ generations of half its cache each, so that the guess forgets about as the repli
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock._csrc import ffi, lib
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
 from penstock.router.placement.index import KeySpace, Match, RouteIndex
-from penstock.router.placement.load import Column
 from penstock.router.placement.policy import PolicyConfig
 
 TIERS = ("device", "host", "disk")
 OLDER = len(TIERS)  # a row's fourth slot: the older generation of a guess
-I32S, I64S, DOUBLES = map(ffi.typeof, ("int32_t[]", "int64_t[]", "double[]"))
+I32S = ffi.typeof("int32_t[]")
 SHRINK, GROW = 0.7, 1.05  # of the cache that a guess reckons with, for an answer that says how much was cached
 LEAST_BLOCKS = 16
 EMPTY = 0  # a slot that never holds anything
@@ -212,11 +211,9 @@ class Knowledge:
 
     # -- what it comes to ----------------------------------------------------------------------------------
 
-    def cached_tokens(
-        self, match: Match, block_size: int, space_of_row: npt.NDArray[np.int64], space: int, out: Column
-    ) -> None:
+    def cached_tokens(self, match: Match, block_size: int, space_of_row: Any, space: int, fleet: Any) -> None:
         """Per row of the key space, how many tokens of the prompt need not be computed there; deeper tiers count in
-        part."""
+        part. `space_of_row` and `fleet` are C's."""
         # A slot may have come between sizing the counts and filling them, in the thread that prepared.
         if match.version != self.index.version() or len(match.counts) < self.index.num_slots:
             match = self.index.match(match.keys, match.num_ends)
@@ -224,11 +221,11 @@ class Knowledge:
             self._c,
             ffi.from_buffer(I32S, match.counts),
             block_size,
-            ffi.from_buffer(I64S, space_of_row),
+            space_of_row,
             space,
             self._num_deep,
-            len(out),
-            ffi.from_buffer(DOUBLES, out),
+            fleet.num_rows,
+            fleet.cached,
         )
 
     def _name_slots(self) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from penstock._csrc import ffi
 from penstock.engine.http.kv_stream import Frame
 from penstock.engine.options import converted
 from penstock.router.placement.index import HashName, KeySpace, Match
@@ -22,18 +23,20 @@ from penstock.router.placement.knowledge import STREAM_COUNTS, Knowledge, Replic
 from penstock.router.placement.load import Charge, Ledger, LoadTable, ReplicaLoad
 from penstock.router.placement.policy import PolicyConfig, Speed
 
-UNKNOWN_BLOCKS = 2**14  # of a replica that does not say: little enough that the guess forgets in time
+GUESSED_TOKENS = 2**18  # that a replica's cache holds which does not say: little enough that the guess forgets in time
+MAX_SALT = 256  # characters, of one whose root is kept
 NO_NAMES: frozenset[str] = frozenset()
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a replica says of itself. One that says nothing has keys of the router's own making, which serve to guess.
+    """What a replica says of itself. One that says nothing has keys of the router's own making, which serve to guess: few, for
+    each costs half a microsecond, and a guess need not be exact.
 
     `num_blocks` 0: unknown. `prefill_tokens_per_s`: a hint for the time before anything is learned.
     """
 
     fingerprint: bytes = b""
-    block_size: Annotated[int, Meta(ge=1, le=2**20)] = 16
+    block_size: Annotated[int, Meta(ge=1, le=2**20)] = 64
     num_blocks: Annotated[int, Meta(ge=0, le=2**31)] = 0
     prefill_tokens_per_s: Speed | None = None
     hash: HashName = "sha256"
@@ -68,7 +71,7 @@ class Placement:
         self._replicas: dict[str, PlacedReplica] = {}
         self._rows: dict[int, PlacedReplica] = {}
         self._spaces: tuple[KeySpace, ...] = ()  # replaced as a whole: `prepare` reads it from other threads
-        self._space_of_row = np.zeros(8, dtype=np.int64)
+        self._space_of_row = ffi.new("int64_t[]", 8)
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     # -- who is there --------------------------------------------------------------------------------------
@@ -84,7 +87,7 @@ class Placement:
         capacity = info.num_blocks * info.block_size or np.inf
         given = info.prefill_tokens_per_s
         row = self.loads.add(capacity, given or self._usual_speed(), is_known=given is not None)
-        cache = self.knowledge.add(row, space, info.num_blocks or UNKNOWN_BLOCKS)
+        cache = self.knowledge.add(row, space, info.num_blocks or max(GUESSED_TOKENS // info.block_size, 1))
         replica = PlacedReplica(name, info, ReplicaLoad(self.loads, row, self.ledger, self._clock), cache)
         self._replicas[name] = self._rows[row] = replica
         self._count_spaces()
@@ -116,7 +119,8 @@ class Placement:
         for space in self._spaces:
             if space.hash == "v1" and (salt is not None or adapter is not None):
                 continue  # v1 numbers salts and adapters in a way of its own: nothing is known to match
-            root = _root(space, salt, adapter)
+            is_short = salt is None or len(salt) <= MAX_SALT
+            root = _root(space, salt, adapter) if is_short else space.root(salt, adapter)
             matches.append((space, self.knowledge.index.hash_and_match(raw, space, root)))
         return Prompt(len(raw) // 4, tuple(matches))
 
@@ -201,12 +205,11 @@ class Placement:
 
     def _look_up(self, prompt: Prompt | None) -> None:
         """What of the prompt is cached where, into the fleet's column."""
-        cached = self.loads.cached
-        cached.fill(0.0)
+        self.loads.cached.fill(0.0)
         for space, match in () if prompt is None else prompt.matches:
             if space in self._spaces:  # else the last replica that named blocks so has left since
                 index = self._spaces.index(space)
-                self.knowledge.cached_tokens(match, space.block_size, self._space_of_row, index, cached)
+                self.knowledge.cached_tokens(match, space.block_size, self._space_of_row, index, self.loads.c)
 
     def _remember(self, session: str, name: str) -> None:
         self._sessions[session] = name
@@ -278,7 +281,7 @@ class Placement:
 
     def _count_spaces(self) -> None:
         if len(self._space_of_row) < self.loads.num_rows:
-            self._space_of_row = np.zeros(2 * self.loads.num_rows, dtype=np.int64)
+            self._space_of_row = ffi.new("int64_t[]", 2 * self.loads.num_rows)
         for row, replica in self._rows.items():
             self._space_of_row[row] = self._spaces.index(replica.cache.space)
 

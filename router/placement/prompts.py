@@ -26,6 +26,7 @@ from penstock.router.placement.placement import Placement, Prompt
 
 THREADS = 2
 BYTES_PER_TOKEN = 4
+NOTHING = Raw()
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -62,15 +63,15 @@ class Asked(msgspec.Struct):
     """The fields that the router looks at. The rest is between the client and the replica."""
 
     model: str | None = None
-    prompt: Raw = msgspec.field(default_factory=Raw)
-    messages: Raw = msgspec.field(default_factory=Raw)
-    instructions: Raw = msgspec.field(default_factory=Raw)
-    input: Raw = msgspec.field(default_factory=Raw)
-    system: Raw = msgspec.field(default_factory=Raw)
+    prompt: Raw = NOTHING
+    messages: Raw = NOTHING
+    instructions: Raw = NOTHING
+    input: Raw = NOTHING
+    system: Raw = NOTHING
     cache_salt: str | None = None
     session_id: Any = None
     prompt_cache_key: Any = None
-    kv_transfer_params: Raw = msgspec.field(default_factory=Raw)
+    kv_transfer_params: Raw = NOTHING
     max_tokens: Any = None
     max_completion_tokens: Any = None
 
@@ -169,7 +170,7 @@ class Texts:
             return Routable(None, len(body) // BYTES_PER_TOKEN)
         ids = self.ids(path, body, asked) if path in (CHAT, COMPLETIONS) else None
         if ids is None:
-            text = b"".join(bytes(getattr(asked, name)) for name in PROMPTS[path])
+            text = b"".join([bytes(getattr(asked, name)) for name in PROMPTS[path]])
             whole = text[: len(text) // BYTES_PER_TOKEN * BYTES_PER_TOKEN]
             return Routable(placement.prepare(whole, asked.cache_salt, adapter), len(text) // BYTES_PER_TOKEN)
         prompt = placement.prepare(ids.packed, asked.cache_salt, adapter)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from penstock import StructuredOutputs, StructuredOutputsParams
@@ -286,3 +287,24 @@ def test_a_model_that_was_shut_down_says_so(folder: Path) -> None:
 def test_options_of_moving_experts_are_checked_by_name_and_limit(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         engine_config("anywhere", {"eplb_config": given})
+
+
+def test_a_salt_or_a_limit_of_another_type_is_refused_and_the_engine_lives(llm: LLM, folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"prompt.cache_salt: int given; a text is expected"):
+        llm.generate([{"prompt_token_ids": [5], "cache_salt": cast("Any", 7)}], GREEDY)
+    assert llm.generate([[5]], GREEDY)[0].outputs[0].token_ids
+    for wrong in (-1, "x"):
+        with pytest.raises(ValueError, match="max_logprobs: .* given; a whole number from 0 is expected"):
+            oracle(folder, max_logprobs=wrong)
+
+
+def test_numpys_floats_reach_the_executor_as_floats() -> None:
+    given = SamplingParams(temperature=np.float64(0.5), top_p=np.float64(0.9), logit_bias={3: np.float64(1.0)})
+    sampling = given.sampling(())
+    assert {type(sampling.temperature), type(sampling.top_p), type(sampling.logit_bias[0][1])} == {float}
+
+
+def test_choices_that_find_the_first_ones_blocks_have_saved_nothing(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=2, n=3)
+    assert llm.generate([[7] * 40], params)[0].num_cached_tokens == 0
+    assert llm.generate([[7] * 40], params)[0].num_cached_tokens == 32

@@ -125,13 +125,23 @@ def test_a_folder_without_weights_says_what_is_expected(model: Path) -> None:
 
 
 def test_code_that_comes_with_a_model_is_refused(model: Path) -> None:
+    edit_config(model, architectures=["EvilLM"], auto_map={"AutoModelForCausalLM": "modeling.EvilLM"})
+    assert "EvilLM" in refusal(model)
+
+
+def test_more_host_memory_than_there_is_is_named(model: Path) -> None:
+    with pytest.raises(ExecutorError, match=r"kv_host_bytes: 70368744177664 given; .*Cannot allocate memory"):
+        UniprocExecutor(ExecutorConfig(model=str(model), kv_cache_bytes=2**20, kv_host_bytes=2**46))
+
+
+def test_an_auto_map_beside_an_ordinary_architecture_is_ignored(model: Path) -> None:
     edit_config(model, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
-    assert "auto_map" in refusal(model) and "never" in refusal(model)
+    assert load(model).architecture == "LlamaForCausalLM"
 
 
 def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path) -> None:
     """`python -O` removes assertions: a check that is one would be gone."""
-    edit_config(model, auto_map={"AutoModel": "modeling.Evil"})
+    edit_config(model, architectures=["EvilLM"], auto_map={"AutoModel": "modeling.EvilLM"})
     code = (
         "from penstock.executor.protocol import *\n"
         f"try: open_executor(ExecutorConfig(model={str(model)!r}))\n"
@@ -140,7 +150,7 @@ def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path
     command, paths = [sys.executable, "-O", "-c", code], os.pathsep.join(sys.path)
     environment = {**os.environ, "PYTHONPATH": paths}
     out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
-    assert "auto_map" in out.stdout
+    assert "EvilLM" in out.stdout
 
 
 @pytest.mark.parametrize(

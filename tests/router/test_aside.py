@@ -44,7 +44,7 @@ def test_a_shadow_that_leaves_before_it_is_asked_is_counted_out_again() -> None:
         group = router.fleet.group_of("m")
 
         def leave() -> None:
-            cast_shadows(router.app, group, Outgoing(b"/", b"", b"{}", None, None, "m", None, None, 1, b""))
+            cast_shadows(router.app, group, Outgoing(b"/", b"", b"{}", None, None, "m", None, None, 1, b""), b"POST")
             router.fleet.detach(router.fleet.replicas[shadow.url])
 
         router.call(leave)

@@ -62,7 +62,7 @@ def test_a_guess_forgets_about_as_the_replica_does() -> None:
 
 def test_a_replica_that_says_nothing_of_itself_is_guessed_at() -> None:
     placement, _ = fleet(0)
-    placement.add_replica("r0", ReplicaInfo())
+    placement.add_replica("r0", ReplicaInfo(block_size=16))
     placement.set_available("r0", True)
     placement.choose(placement.prepare(ids(1)), num_tokens=160)
     assert cached(placement, ids(1)) == {"r0": 160} and knowledge(placement, "r0") == "approximate"

@@ -122,6 +122,7 @@ def test_workers_share_a_port_a_fleet_and_their_counters_and_one_that_dies_is_st
         until(lambda: len(set(_children(child.pid)) - set(workers)) == 1)
         until(lambda: is_ready(url))
         until(lambda: all(_states(url) == {first.url: "up", second.url: "up"} for _ in range(20)))
+        until(lambda: all(is_summed() for _ in range(20)))  # with what the dead one had counted
         child.send_signal(signal.SIGTERM)
         assert child.wait(10) == 0
 

@@ -98,11 +98,11 @@ class FakeEngine:
             return EngineHealth(False, False, self._death)
         return EngineHealth(self._is_healthy, self._is_healthy, "ok" if self._is_healthy else "a step hangs")
 
-    def admit(self, num_sequences: int = 1) -> None:
+    def admit(self, num_sequences: int = 1, num_preparing: int = 0) -> None:
         self.num_admissions += 1
         if self._death is not None:
             raise EngineDead(self._death)
-        if len(self._open) + num_sequences > self.max_open:
+        if len(self._open) + num_preparing + num_sequences > self.max_open:
             raise QueueFull(f"{len(self._open)} sequences are in flight", retry_after_s=7)
 
     def generate(self, prompt: Sequence[int] | bytes, params: SamplingParams, **options: Any) -> Answer:

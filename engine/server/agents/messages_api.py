@@ -79,6 +79,8 @@ def _chat(service: Service, request: CountRequest) -> tuple[schema.ChatRequest, 
     given = decode(list[BlockMessage], request.messages, "messages")
     if not given:
         raise InvalidRequest("messages", "at least one is needed")
+    if given[-1].role == "assistant" and not given[-1].content and len(given) > 1:
+        given.pop()  # nothing is begun
     chat = Messages()
     if request.system:
         chat.add("system", "system", content=_text(request.system))

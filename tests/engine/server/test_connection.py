@@ -356,3 +356,39 @@ def _long() -> ModelInfo:
 def _events(answer: bytes) -> list[bytes]:
     body = b"".join(part.split(b"\r\n", 1)[-1] for part in [answer.partition(b"\r\n\r\n")[2]])
     return [line for line in body.split(b"\n") if line.startswith(b'data: {"')]
+
+
+def test_an_offer_of_another_protocol_is_ignored_and_never_makes_a_second_request(server: Running) -> None:
+    """Java's own client offers h2c with every request."""
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+    whole = request(completion(max_tokens=3), offer)
+    with server.connect() as sock:
+        sock.settimeout(10)
+        sock.sendall(whole)
+        assert sock.recv(65536).startswith(b"HTTP/1.1 200")
+    inner = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    head, _, body = request(inner, offer).partition(b"\r\n\r\n")
+    for pieces in (
+        (head + b"\r\n\r\n", body),
+        (head[:-90], head[-90:] + b"\r\n\r\n" + body),
+    ):  # the second cuts "Upgrade"
+        with server.connect() as sock:
+            sock.settimeout(1)
+            for piece in pieces:
+                sock.sendall(piece)
+                time.sleep(0.1)
+            found = b""
+            with contextlib.suppress(TimeoutError):
+                while more := sock.recv(65536):
+                    found += more
+            assert found.count(b"HTTP/1.1 ") == 1 and status(found) == 400
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"identity", b"gzip, chunked"])
+def test_a_refused_coding_is_refused_once(server: Running, caplog: pytest.LogCaptureFixture, coding: bytes) -> None:
+    refused = server.listener._refused
+    before = refused[501]
+    with server.connect() as sock:
+        answer = exchange(sock, HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n")
+    assert status(answer) == 501 and answer.count(b"HTTP/1.1 ") == 1 and refused[501] == before + 1
+    assert not [record for record in caplog.records if "Fatal error" in record.message]

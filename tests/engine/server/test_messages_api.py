@@ -253,3 +253,13 @@ def test_what_is_held_back_sends_no_piece() -> None:
 
 async def arriving() -> AsyncIterator[list[str]]:
     yield ["half a character"]
+
+
+@pytest.mark.parametrize("content", ["", []])
+def test_an_empty_turn_at_the_end_begins_nothing(server: Running, content: Any) -> None:
+    body = {"model": MODEL, "max_tokens": 4, "messages": HI}
+    assert server.http.post("/v1/messages", json=body).status_code == 200
+    without = prompt_of(server)
+    last = {"role": "assistant", "content": content}
+    assert server.http.post("/v1/messages", json=body | {"messages": [*HI, last]}).status_code == 200
+    assert prompt_of(server) == without

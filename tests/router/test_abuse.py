@@ -1,0 +1,209 @@
+"""Clients, replicas and operators that do as they please: nothing grows without bound, and nothing is let through."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from penstock.engine.http.limits import Limits
+from penstock.router.backend import Backend, RouteError
+from penstock.router.config import RouterConfig, resolve
+from penstock.router.discovery import _ready, check_source
+from penstock.router.fleet.engine_link import EngineLink
+from penstock.router.placement.placement import Placement, ReplicaInfo, _root
+from penstock.router.quota import Account, Accounts, Bill, Quota, Quotas
+from tests.support.raw_http import connect, post
+from tests.support.router_fleet import RunningRouter, running_router, until
+from tests.support.router_stub import Seen, stub, whole
+
+LARGE = b"x" * 200_000
+
+
+def buffered(router: RunningRouter) -> int:
+    return sum(each.transport.get_write_buffer_size() for each in router.app.edge.connections)
+
+
+def read(sock: socket.socket, is_all: Callable[[bytes], bool]) -> bytes:
+    data = b""
+    while not is_all(data):
+        more = sock.recv(1 << 20)
+        assert more, data[:200]
+        data += more
+    return data
+
+
+def test_a_client_that_does_not_read_waits_for_its_next_answers() -> None:
+    with contextlib.ExitStack() as stack:
+        replica = stack.enter_context(stub(lambda seen, sock: whole(LARGE)))
+        router = stack.enter_context(running_router(replica.url))
+        sock = stack.enter_context(connect(router.port, receive_buffer=4096))
+        sock.sendall(post(close=False) * 50)
+        until(lambda: buffered(router) > 0)
+        time.sleep(0.3)
+        assert buffered(router) < 1_000_000 and len(replica.seen) < 40
+        assert not router.app.edge.is_written  # a drain waits for it
+        read(sock, lambda data: data.count(b"HTTP/1.1 200") == 50 and data.endswith(LARGE))
+        until(lambda: router.app.edge.is_written)
+        (connection,) = router.app.edge.connections
+        assert connection.deadline_s < float("inf"), "an idle connection is closed some time"
+
+
+def test_a_client_that_does_not_read_is_cut_though_it_asks_again() -> None:
+    def endless(seen: Seen, sock: socket.socket) -> None:
+        sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        while True:
+            sock.sendall(b"2710\r\n" + b"x" * 10000 + b"\r\n")
+
+    limits = Limits(write_timeout_s=0.4)
+    with contextlib.ExitStack() as stack:
+        replica = stack.enter_context(stub(endless))
+        router = stack.enter_context(running_router(replica.url, limits=limits))
+        sock = stack.enter_context(connect(router.port, receive_buffer=4096))
+        sock.sendall(post(close=False))
+        until(lambda: any(each.is_paused for each in router.app.edge.connections))
+        sock.sendall(post(close=False))
+        until(lambda: not router.app.edge.connections and not router.app.exchanges)
+
+
+def written(tmp_path: Path, quotas: dict[str, Any]) -> str:
+    path = tmp_path / "quotas.json"
+    path.write_text(json.dumps(quotas))
+    return str(path)
+
+
+def test_a_quota_holds_though_heads_come_before_bodies(tmp_path: Path) -> None:
+    def slow(seen: Seen, sock: socket.socket) -> bytes:
+        time.sleep(0.3)
+        return whole()
+
+    given = written(tmp_path, {"default": {"concurrent": 1}})
+    with stub(slow) as replica, running_router(replica.url, quotas=given) as router, contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(connect(router.port)) for _ in range(10)]
+        for sock in socks:
+            sock.sendall(post()[:-1])
+        time.sleep(0.2)
+        for sock in socks:
+            sock.sendall(post()[-1:])
+        statuses = sorted(read(sock, lambda data: b"\r\n" in data)[9:12] for sock in socks)
+        assert statuses == [b"200"] + [b"429"] * 9 and len(replica.seen) == 1
+
+
+def test_a_quota_holds_for_requests_in_one_piece(tmp_path: Path) -> None:
+    given = written(tmp_path, {"default": {"requests": 2}})
+    with stub() as replica, running_router(replica.url, quotas=given) as router, connect(router.port) as sock:
+        sock.sendall(post(close=False) * 30)
+        found = read(sock, lambda data: data.count(b"HTTP/1.1 ") == 30 or data.count(b"HTTP/1.1 429") > 0)
+        assert found.count(b"HTTP/1.1 200") == len(replica.seen) == 2
+
+
+def test_made_up_keys_do_not_forgive_what_a_listed_key_has_used() -> None:
+    accounts = Accounts(Quotas(keys={"k": Quota(requests=1)}), lambda: 0.0)
+    accounts.of(b"Bearer k").begin()
+    accounts.of(b"Bearer k").end()
+    for number in range(2**16 + 1):
+        accounts.of(b"Bearer made-up-%d" % number)
+    assert accounts.objection(b"Bearer k") is not None
+
+
+def test_a_client_that_leaves_pays_for_what_it_has_read() -> None:
+    account = Account(Quota(tokens=1000), 0.0)
+    for is_whole, left in ((False, 790), (True, 1000 - 8)):
+        account.tokens = Account(Quota(tokens=1000), 0.0).tokens
+        bill = Bill(account)
+        bill.charge(10, 200)
+        bill.read(b'data: {"usage": {"input_tokens": 8, "output_tokens": 0, "total_tokens": 8}}\n\n')
+        bill.is_whole = is_whole
+        bill.end()
+        assert account.tokens is not None and account.tokens._left == left
+
+
+def test_events_are_charged_one_by_one_though_they_come_together(tmp_path: Path) -> None:
+    event = b'data: {"choices":[{"text":"w"}]}\n\n'
+
+    def together(seen: Seen, sock: socket.socket) -> bytes:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        return head + (b"%x\r\n%b\r\n" % (len(event), event)) * 300 + b"0\r\n\r\n"
+
+    given = written(tmp_path, {"default": {"tokens": 1000}})
+    with stub(together) as replica, running_router(replica.url, quotas=given) as router:
+        assert router.complete(stream=True).text.count("data: ") == 300
+        assert router.app.accounts is not None
+        account = router.app.accounts.of(b"")
+        until(lambda: account.num_open == 0)
+        assert account.tokens is not None and account.tokens._left <= 1000 - 300
+
+
+def test_a_long_salt_is_not_kept() -> None:
+    placement, before = Placement(), _root.cache_info().currsize
+    placement.add_replica("r0", ReplicaInfo())
+    placement.prepare(bytes(4 * 64), "s" * 257)
+    assert _root.cache_info().currsize == before
+    placement.prepare(bytes(4 * 64), "s" * 256)
+    assert _root.cache_info().currsize == before + 1
+
+
+def test_events_are_heard_over_ipv6() -> None:
+    async def hear() -> object:
+        publisher: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+        publisher.setsockopt(zmq.IPV6, 1)
+        try:
+            port = publisher.bind_to_random_port("tcp://[::1]")
+        except zmq.ZMQError:
+            pytest.skip("no IPv6 here")
+        backend, end_s = Backend.of(f"http://[::1]:8000,events={port}"), time.monotonic() + 10
+        context = zmq.asyncio.Context()
+        link = EngineLink(context, backend, b"", 16, lambda _: None, lambda: time.monotonic() < end_s)
+        task = asyncio.create_task(link.run())
+        number = 0
+        while not link.view()["batches"] and time.monotonic() < end_s:
+            publisher.send_multipart([b"", number.to_bytes(8, "big"), msgspec.msgpack.encode([0.0, [], 0])])
+            number += 1
+            await asyncio.sleep(0.05)
+        task.cancel()
+        publisher.close(0)
+        context.destroy(0)
+        return link.view()["batches"]
+
+    assert asyncio.run(hear())
+
+
+def test_a_shadow_is_sent_prompts_alone() -> None:
+    with stub() as real, stub() as other, running_router(real.url, f"{other.url},shadow=1.0") as router:
+        router.http.delete("/v1/responses/resp_1")
+        assert router.complete(model="m").status_code == 200
+        until(lambda: len(other.seen) == 1)
+        assert b"completions" in other.seen[0].line
+
+
+def test_a_replica_that_says_nothing_leaves_nothing_behind() -> None:
+    with stub() as replica, running_router(replica.url) as router:
+        until(lambda: not router.router.links._tasks)
+
+
+@pytest.mark.parametrize(
+    ("variable", "key", "words"),
+    [
+        ("PENSTOCK_BACKEND_API_KEY", "key\nx-injected: 1", "backend_api_key: .*PENSTOCK_BACKEND_API_KEY"),
+        ("PENSTOCK_API_KEY", "key\n", "api_keys: a key must be printable"),
+        ("PENSTOCK_ADMIN_API_KEY", "k y", "api_keys: a key must be printable"),
+    ],
+)
+def test_a_key_of_the_environment_that_is_none_is_refused(variable: str, key: str, words: str) -> None:
+    with pytest.raises(RouteError, match=words):
+        resolve(RouterConfig(), {variable: key})
+
+
+def test_odd_words_of_a_cluster_and_of_dns() -> None:
+    piece = {"ports": [{"port": 80}], "endpoints": [{"addresses": ["10.0.0.1"], "conditions": None}]}
+    assert _ready(piece, None) == ["10.0.0.1:80"]
+    with pytest.raises(RouteError, match="99999"):
+        check_source("dns:host:99999")
