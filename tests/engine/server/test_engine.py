@@ -91,10 +91,16 @@ def test_a_client_that_leaves_frees_its_blocks(server: Running, stream: bool) ->
 
 def test_more_than_the_queue_holds_is_refused_with_a_time() -> None:
     with running(oracle_engine(max_num_seqs=2, max_queued_requests=2)) as server:
-        answer = server.complete(["a"] * 5, max_tokens=500)
-        assert answer.status_code == 429
-        assert int(answer.headers["retry-after"]) >= 1
-        assert server.complete(["a"] * 2, max_tokens=5).status_code == 200
+        body = {"prompt": ["a"] * 3, "max_tokens": 3999, "stream": True}
+        with httpx.Client() as client, client.stream("POST", f"{server.url}/v1/completions", json=body):
+            until(lambda: num_open(server) == 3)
+            answer = server.complete(["a"] * 2, max_tokens=5)
+            assert answer.status_code == 429
+            assert int(answer.headers["retry-after"]) >= 1
+        until(lambda: num_open(server) == 0)
+        assert server.complete(["a"] * 4, max_tokens=5).status_code == 200
+        answer = server.complete(["a"] * 5, max_tokens=5)  # no time makes room for it
+        assert answer.status_code == 400 and "this server takes 4 at a time" in answer.json()["error"]["message"]
 
 
 def test_when_the_core_is_killed_every_request_ends_and_health_says_so() -> None:
