@@ -71,10 +71,7 @@ class CompletionReply:
         shows_tokens = self._request.return_token_ids or self._request.logprobs is not None
         if not (is_first or update.text or update.finish_reason or (shows_tokens and update.token_ids)):
             return []  # held back: half a character, or what may become a stop string
-        choice = self._choice(place, update, is_first)
-        if choice.logprobs is not None:
-            self._offsets[index] += sum(map(len, choice.logprobs.tokens))
-        return [self._completion([choice])]
+        return [self._completion([self._choice(place, update, is_first)])]
 
     def empty(self) -> Completion:
         return self._completion([])
@@ -92,7 +89,7 @@ class CompletionReply:
     def _choice(self, place: int, update: Update, is_first: bool) -> CompletionChoice:
         """What the update says; a choice begins with the prompt, if it was asked for."""
         request, index = self._request, self._index(place, update)
-        logprobs = self._logprobs(place, update, self._offsets.setdefault(index, 0), is_first)
+        logprobs = self._logprobs(place, update, index, is_first)
         choice = CompletionChoice(index, update.text, logprobs, update.finish_reason, update.stop_reason)
         if is_first and request.echo:
             choice.text = self._echo(place) + choice.text
@@ -105,15 +102,17 @@ class CompletionReply:
     def _index(self, place: int, update: Update) -> int:
         return place * len(self._call.answers[place].choices) + update.index
 
-    def _logprobs(self, place: int, update: Update, offset: int, is_first: bool) -> CompletionLogprobs | None:
-        tokens, answer = update.logprobs or [], self._call.answers[place]
-        as_ids = self._request.return_tokens_as_token_ids
+    def _logprobs(self, place: int, update: Update, index: int, is_first: bool) -> CompletionLogprobs | None:
+        offset = self._offsets.setdefault(index, 0)
         if self._request.logprobs is None:
             return None
-        if not (is_first and self._request.echo):
-            return completion_logprobs(self._tokenizer, tokens, offset, as_ids=as_ids)
-        tokens = [*(answer.prompt_logprobs or ()), *tokens]
-        return completion_logprobs(self._tokenizer, tokens, offset, answer.prompt_token_ids[0], as_ids)
+        tokens, first_id = update.logprobs or [], None
+        if is_first and self._request.echo:
+            answer = self._call.answers[place]
+            tokens, first_id = [*(answer.prompt_logprobs or ()), *tokens], answer.prompt_token_ids[0]
+        as_ids = self._request.return_tokens_as_token_ids
+        reply, self._offsets[index] = completion_logprobs(self._tokenizer, tokens, offset, first_id, as_ids)
+        return reply
 
     def _echo(self, place: int) -> str:
         """The text that was given, if it is what the model reads."""

@@ -34,8 +34,9 @@ def completion_logprobs(
     offset: int,
     first_id: int | None = None,
     as_ids: bool | None = None,
-) -> CompletionLogprobs:
-    """The old format: parallel lists. `first_id` is a token before the others that has no probability."""
+) -> tuple[CompletionLogprobs, int]:
+    """The old format: parallel lists, and the offset behind them. `first_id` is a token before the others that has no
+    probability. A character of several tokens has one place, where each of them stands."""
     reply = CompletionLogprobs([], [], [], [])
     read = id_text if as_ids else tokenizer.token_text
 
@@ -44,8 +45,9 @@ def completion_logprobs(
         reply.tokens.append(read(id_))
         reply.token_logprobs.append(value)
         reply.top_logprobs.append(top)
-        reply.text_offset.append(offset)
-        offset += len(tokenizer.token_text(id_))
+        begins = [byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(id_)]  # a character, in UTF-8
+        reply.text_offset.append(max(offset - (begins[:1] == [False]), 0))
+        offset += sum(begins)
 
     if first_id is not None:
         add(first_id, None, None)
@@ -55,7 +57,7 @@ def completion_logprobs(
         for id_, value in (*zip(token.ids[1:], token.values[1:], strict=True), (token.ids[0], token.values[0])):
             top.setdefault(read(id_), value)
         add(token.ids[0], token.values[0], top)
-    return reply
+    return reply, offset
 
 
 def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs] | None) -> PromptLogprobs:

@@ -17,6 +17,7 @@ from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.server.requests import ChatRequest, Message, NamedTool, Tool
 from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
+from penstock.engine.text.conversation import check_messages
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools import formats, harmony, thinking
@@ -124,7 +125,7 @@ class Tools:
         self, request: ChatRequest, calls: Calls | None, prompt: list[int], wanted: Wanted
     ) -> tuple[ReadingPlan, Wanted]:
         """How the answers are to be read, and the grammar that answers to `wanted` under these calls and reasoning."""
-        thought = None if self.marks is None else self._thinking(self.marks, prompt)
+        thought = None if self.marks is None else self._thinking(self.marks, prompt, _begun(request))
         is_held = calls is not None and (calls.must or wanted.outputs is not None or self._constrains_auto)
         outputs = self._constraint(calls if is_held else None, wanted.outputs, thought)
         shows = request.include_reasoning is not False
@@ -148,9 +149,12 @@ class Tools:
             functions.append(function)
         return None if functions == list(calls.functions) else calls._replace(functions=functions)
 
-    def _thinking(self, marks: thinking.Marks, prompt: list[int]) -> Thinking:
-        end = self._tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
-        return harmony.after_prompt(end) if marks is thinking.HARMONY else thinking.thinking_after(marks, end)
+    def _thinking(self, marks: thinking.Marks, prompt: list[int], begun: str) -> Thinking:
+        num_tokens = END_TOKENS + len(begun.encode())
+        end = self._tokenizer.decode(prompt[-num_tokens:], skip_special_tokens=False)
+        if marks is thinking.HARMONY:
+            return harmony.after_prompt(end)
+        return thinking.thinking_after(marks, end, begun if end.endswith(begun) else begun.rstrip())
 
     def _constraint(
         self, calls: Calls | None, answer: StructuredOutputs | None, thought: Thinking | None
@@ -174,6 +178,14 @@ def is_harmony(calls: Calls | None, thought: Thinking | None) -> bool:
     return (thought is not None and thought.marks is thinking.HARMONY) or (
         calls is not None and calls.form is harmony.FORM
     )
+
+
+def _begun(request: ChatRequest) -> str:
+    """The text of the message that the answer goes on from."""
+    if not request.continue_final_message:
+        return ""
+    last = msgspec.json.decode(request.messages, type=list[msgspec.Raw])[-1:]
+    return str(check_messages([msgspec.json.decode(last[0])])[0]["content"]) if last else ""
 
 
 def for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:

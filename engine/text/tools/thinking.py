@@ -45,6 +45,11 @@ class Thinking(NamedTuple):
     begun: str = ""  # harmony: what the prompt has of the message that goes on
 
 
-def thinking_after(marks: Marks, prompt: str) -> Thinking:
-    end = prompt.rstrip()
-    return Thinking(marks, end.endswith(marks.open), end.endswith(marks.close))
+def thinking_after(marks: Marks, prompt: str, begun: str = "") -> Thinking:
+    """`begun`: the end of the prompt that the answer goes on from, reasoning included."""
+    before = prompt[: -len(begun)].rstrip() if begun else prompt.rstrip()
+    if not begun.strip():
+        return Thinking(marks, before.endswith(marks.open), before.endswith(marks.close))
+    opened, closed = begun.rfind(marks.open), begun.rfind(marks.close)
+    is_open = opened > closed or (opened == closed and before.endswith(marks.open))
+    return Thinking(marks, is_open, not is_open)

@@ -158,7 +158,9 @@ def test_those_that_have_nothing_to_do_with_a_failure_are_left_out(
     monkeypatch.setattr(repeat, "_repeats", repeats)
     finding = proof.Finding("wrong", "what", beside[-1], beside)
     asks, note = asyncio.run(repeat._fewest(made, finding))
-    assert beside[culprit] in asks and beside[-1] in asks and len(asks) <= 12 and note == f"repeated by these {len(asks)}"
+    assert (
+        beside[culprit] in asks and beside[-1] in asks and len(asks) <= 12 and note == f"repeated by these {len(asks)}"
+    )
     assert len(tried) <= repeat.TRIES
     assert [ask.at_s for ask in asks] == sorted(ask.at_s for ask in asks)
 

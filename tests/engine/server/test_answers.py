@@ -387,6 +387,18 @@ def test_the_openapi_document_describes_every_route(server: Running) -> None:
     assert document["components"]["schemas"]["CompletionRequest"]["required"] == ["prompt"]
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_text_offsets_are_places_in_the_text(server: Running, client: Any, as_ids: bool) -> None:
+    text = "aé€𝄞b"
+    asked = {"model": MODEL, "prompt": text, "logprobs": 0, "max_tokens": len(text.encode())}
+    asked["extra_body"] = {"return_tokens_as_token_ids": as_ids}
+    expected = [place for place, character in enumerate(text) for _ in character.encode()]
+    whole = client.completions.create(**asked).choices[0]
+    assert (whole.text, whole.logprobs.text_offset) == (text, expected)
+    pieces = [event.choices[0].logprobs for event in client.completions.create(**asked, stream=True)]
+    assert len(pieces) > 1 and [offset for piece in pieces for offset in piece.text_offset] == expected
+
+
 def test_the_description_as_a_page_needs_nothing_from_elsewhere(server: Running) -> None:
     answer = server.http.get("/docs")
     assert answer.status_code == 200

@@ -281,6 +281,22 @@ def test_reasoning_that_the_prompt_opens_begins_with_the_answer() -> None:
         assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm", None)
 
 
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_a_begun_message_says_whether_reasoning_goes_on(qwen: Running, as_parts: bool) -> None:
+    thought = "<think>\nA thought that is much longer than the last sixteen tokens of the prompt"
+    form = {"continue_final_message": True, "structured_outputs": {"choice": ["yes", "no"]}}
+    for begun, reply, reasoning, content in (
+        (thought, " goes on.</think>\n\nYes.", "goes on.", "Yes."),
+        (f"{thought}.\n</think>\n\nThe answer is longer than sixteen tokens too, and it is", " yes.", None, " yes."),
+    ):
+        qwen.engine.reply = reply
+        last = {"role": "assistant", "content": [{"type": "text", "text": begun}] if as_parts else begun}
+        message = qwen.chat(messages=[*MESSAGES, last], continue_final_message=True).json()["choices"][0]["message"]
+        assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+        qwen.chat(messages=[*MESSAGES, last], **form)
+        assert ("thoughts" in (grammar_of(qwen) or "")) == (reasoning is not None)
+
+
 def test_the_operator_names_the_marks_or_turns_reasoning_off() -> None:
     said = "[THINK]Hm.[/THINK]<think>x</think>"
     for parser, reasoning, content in (

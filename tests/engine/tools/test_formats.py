@@ -96,6 +96,26 @@ def test_the_end_of_the_prompt_says_where_the_answer_begins(prompt: str, is_open
     assert thinking.thinking_after(thinking.THINK, prompt) == thinking.Thinking(thinking.THINK, is_open, is_over)
 
 
+@pytest.mark.parametrize(
+    ("before", "begun", "is_open", "is_over"),
+    [
+        ("assistant\n", "<think>\nA long thought, which goes on", True, False),
+        ("assistant\n<think>\n", "A long thought, which goes on", True, False),
+        ("assistant\n<think>\n", "A thought.</think> The answer", False, True),
+        ("assistant\n", "<think>A thought.</think>\n\nThe answer", False, True),
+        ("user\n<think>?\nassistant\n", "The answer", False, True),
+        ("assistant\n<think>\n", "\n", True, False),
+        ("assistant\n", "<think>One.</think> <think>Two, which", True, False),
+    ],
+)
+def test_a_message_that_goes_on_is_read_from_its_beginning(
+    before: str, begun: str, is_open: bool, is_over: bool
+) -> None:
+    for marks in (thinking.THINK, thinking.IMPLIED):
+        found = thinking.thinking_after(marks, before + begun, begun)
+        assert found == thinking.Thinking(marks, is_open, is_over)
+
+
 def test_a_grammar_is_for_calls_or_for_an_answer() -> None:
     with pytest.raises(AssertionError):
         grammar({})
