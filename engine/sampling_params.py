@@ -32,7 +32,7 @@ class InvalidRequest(ValueError):
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
-        self.field = field
+        self.field, self.message = field, message
 
 
 class Unserved(NamedTuple):

@@ -115,8 +115,9 @@ class Scheduler:
         if self.num_free_places == 0:
             return refusal(message, f"the queue is full ({len(self.requests)} sequences are in flight)")
         tokens, most = array("i", message.tokens), self.info.max_model_len
-        if not 0 < len(tokens) < most + (message.pooling is not None):
-            return refusal(message, f"prompt: {len(tokens)} tokens; 1 to {most - 1} can run")
+        most_given = most - (message.pooling is None and message.max_tokens > 0)
+        if not 0 < len(tokens) <= most_given:
+            return refusal(message, f"prompt: {len(tokens)} tokens; 1 to {most_given} can run")
         # What is in the cache has no logits and no hidden states to report any more.
         needs_all = message.sampling.prompt_logprobs is not None or message.pooling == "mean"
         request = Request(

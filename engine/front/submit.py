@@ -63,14 +63,12 @@ def token_bytes(tokens: Sequence[int], vocab_size: int, field: str = "prompt") -
     raise InvalidRequest(field, f"token id {str(bad)[:24]} is outside the vocabulary, 0 to {vocab_size - 1}")
 
 
-def check_length(num_tokens: int, info: ModelInfo, field: str = "prompt") -> None:
-    """A prompt must leave room for one token."""
-    if num_tokens >= info.max_model_len:
-        raise InvalidRequest(
-            field,
-            f"{num_tokens} tokens; the context holds {info.max_model_len} with the answer, "
-            f"so at most {info.max_model_len - 1} can be given",
-        )
+def check_length(num_tokens: int, info: ModelInfo, field: str = "prompt", num_answered: int = 1) -> None:
+    """A prompt must leave room for one token, unless it alone is computed (`num_answered` is 0)."""
+    most = info.max_model_len - num_answered
+    if num_tokens > most:
+        holds = f"{info.max_model_len} with the answer" if num_answered else f"{most}"
+        raise InvalidRequest(field, f"{num_tokens} tokens; the context holds {holds}, so at most {most} can be given")
 
 
 def check_room(num_tokens: int, max_tokens: int | None, info: ModelInfo, field: str = "max_tokens") -> None:
@@ -150,7 +148,7 @@ def begin_answer(
         params.check(info.vocab_size, max_logprobs)
     if not isinstance(prompt, bytes):
         prompt = token_bytes(prompt, info.vocab_size)
-    check_length(len(prompt) // 4, info)
+    check_length(len(prompt) // 4, info, num_answered=int(fields.get("pooling") is None and params.max_tokens != 0))
     known = None if like is None else like.messages[0].sampling
     eos_ids = () if tokenizer is None else tokenizer.eos_ids
     messages = submissions(request_id, prompt, params, info, eos_ids, kv_transfer=kv_transfer, sampling=known, **fields)

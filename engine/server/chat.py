@@ -40,6 +40,16 @@ async def chat(service: Service, call: Call, body: bytes) -> msgspec.Struct | As
 
 async def ask(service: Service, call: Call, request: ChatRequest, size_bytes: int) -> ReadingPlan:
     """Check the request and hand it to the engine; how its answers are to be read. `size_bytes`: of all of it."""
+    try:
+        return await _ask(service, call, request, size_bytes)
+    except InvalidRequest as error:  # the engine's name of a field is not always the client's
+        other = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}.get(error.field, "")
+        if getattr(request, other, None) is None:
+            raise
+        raise InvalidRequest(other, error.message) from None
+
+
+async def _ask(service: Service, call: Call, request: ChatRequest, size_bytes: int) -> ReadingPlan:
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens

@@ -38,7 +38,14 @@ async def completions(service: Service, call: Call, body: bytes) -> msgspec.Stru
         raise InvalidRequest("n", what)
     with service.admit(num_sequences):
         grammar = await service.grammar(wanted)
-        prompts = await to_ids("prompt", inputs, service, request.add_special_tokens, request.truncate_prompt_tokens)
+        prompts = await to_ids(
+            "prompt",
+            inputs,
+            service,
+            request.add_special_tokens,
+            request.truncate_prompt_tokens,
+            num_answered=int(params.max_tokens != 0),
+        )
         service.generate(
             call,
             request,

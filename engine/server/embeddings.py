@@ -52,7 +52,7 @@ async def pooled(
 ) -> list[bytes]:
     """What the model makes of every input: float32 little-endian."""
     with service.admit(len(inputs)):
-        prompts = await to_ids(field, inputs, service, request.add_special_tokens, request.truncate_prompt_tokens)
+        prompts = await to_ids(field, inputs, service, request.add_special_tokens, request.truncate_prompt_tokens, 0)
         service.generate(call, request, prompts, params, pooling=pooling)
     for answer in call.answers:
         await gather(service, answer)

@@ -61,15 +61,16 @@ async def to_ids(
     service: Service,
     add_special_tokens: bool | None,
     truncate_to: int | None = None,
+    num_answered: int = 1,
 ) -> list[list[int]]:
-    """Token ids of every input, each checked to be a prompt that this model can take."""
+    """Token ids of every input, each checked to be a prompt that this model can take with so many tokens behind it."""
     info, tokenizer = service.info, service.tokenizer
     texts = [text for text in inputs if isinstance(text, str)]
     limit = MAX_CHARS_PER_TOKEN * info.max_model_len
     if (longest := max(map(len, texts), default=0)) > limit:  # it cannot fit, whatever its tokens are
         what = f"{longest} characters; a context of {info.max_model_len} tokens takes at most {limit}"
         raise InvalidRequest(field, what)
-    keep = _kept_tokens(truncate_to, info)
+    keep = _kept_tokens(truncate_to, info, num_answered)
     prompts = [ids for ids in inputs if isinstance(ids, list)]
     if texts:
         # Of messages, the template has written them.
@@ -78,7 +79,7 @@ async def to_ids(
     if keep:
         prompts = [ids[-keep:] for ids in prompts]
     for ids in prompts:
-        check_length(len(ids), info, field)
+        check_length(len(ids), info, field, num_answered)
         token_bytes(ids, info.vocab_size, field)
     return prompts
 
@@ -141,16 +142,16 @@ def _plain(place: str, message: Message) -> dict[str, Any]:
     return plain
 
 
-def _kept_tokens(truncate_to: int | None, info: ModelInfo) -> int:
+def _kept_tokens(truncate_to: int | None, info: ModelInfo, num_answered: int) -> int:
     """How many of the last tokens to keep; 0: all. A truncation of -1 means as many as fit."""
     field = "truncate_prompt_tokens"
     if truncate_to is None:
         return 0
     if truncate_to == -1:
-        return info.max_model_len - 1
+        return info.max_model_len - num_answered
     if truncate_to == 0:
         raise InvalidRequest(field, "0 is out of range; it must be at least 1, or -1 for what fits")
-    check_length(truncate_to, info, field)
+    check_length(truncate_to, info, field, num_answered)
     return truncate_to
 
 

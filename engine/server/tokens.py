@@ -27,7 +27,7 @@ async def tokenize(service: Service, _call: Call, body: bytes) -> Tokens:
     with service.admit(1):
         text = await render(request, service, len(body)) if request.prompt is None else request.prompt
         field = "messages" if has_messages else "prompt"
-        (ids,) = await to_ids(field, [text], service, request.add_special_tokens)
+        (ids,) = await to_ids(field, [text], service, request.add_special_tokens, num_answered=0)
         texts = None
         if request.return_token_strs:
             texts = await in_thread_if(len(ids) > INLINE_CHARS, lambda: [*map(service.tokenizer.token_text, ids)])

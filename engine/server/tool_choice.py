@@ -181,8 +181,8 @@ def is_harmony(calls: Calls | None, thought: Thinking | None) -> bool:
 
 
 def _begun(request: ChatRequest) -> str:
-    """The text of the message that the answer goes on from."""
-    if not request.continue_final_message:
+    """The text of the message that the answer goes on from; empty where ids came in place of the messages."""
+    if not request.continue_final_message or bytes(request.messages) == b"null":
         return ""
     last = msgspec.json.decode(request.messages, type=list[msgspec.Raw])[-1:]
     return str(check_messages([msgspec.json.decode(last[0])])[0]["content"]) if last else ""

@@ -208,7 +208,9 @@ class Texts:
             documents=chat.documents,
             **rendering(chat),
         )
-        is_exact = fields.keys() <= BESIDE_THE_PROMPT | RENDERED and all(map(_is_plain, chat.messages))
+        # How far a begun message has reasoned is read from its text, by the engine.
+        is_plain = not chat.continue_final_message and all(map(_is_plain, chat.messages))
+        is_exact = is_plain and fields.keys() <= BESIDE_THE_PROMPT | RENDERED
         return Ids(self.segments.encode(text, bool(chat.add_special_tokens)), fields, is_exact)
 
 

@@ -96,6 +96,24 @@ def test_pages_for_one_long_sequence_are_enough_for_any_number() -> None:
         assert [len(values) for values in scarce.logprobs(sequences)] == [0, 8, 255, 39, 0, 79, 119, 1]
 
 
+@pytest.mark.parametrize("case", ["mistral-sliding", "qwen3.5", "deepseek-v3"])
+def test_a_sequence_that_fills_the_context_is_scored_and_embedded(case: str) -> None:
+    options: dict[str, Any] = {**OPTIONS, "max_model_len": 44, "block_size": 8}
+    whole = [RNG.randrange(160) for _ in range(44)]
+    alone = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    with LLM(str(folder(case)), skip_tokenizer=True, max_num_batched_tokens=16, max_num_seqs=4, **options) as llm:
+        (scored,) = llm.generate([whole], alone, use_tqdm=False)
+        (last,), (mean,) = llm.embed(whole, use_tqdm=False), llm.embed(whole, pooling="mean", use_tqdm=False)
+        assert len(last.outputs.embedding) == len(mean.outputs.embedding) == llm.info.hidden_size
+        for wrong, params in ((whole, SamplingParams(max_tokens=1)), ([*whole, 1], alone)):
+            with pytest.raises(ValueError, match=f"prompt: {len(wrong)} tokens; the context holds 44"):
+                llm.generate([wrong], params, use_tqdm=False)
+        with pytest.raises(ValueError, match="prompt: 45 tokens; the context holds 44, so at most 44 can be given"):
+            llm.embed([*whole, 1], use_tqdm=False)
+    values = [next(iter(each.values())).logprob for each in scored.prompt_logprobs or () if each]
+    assert open_forward(str(folder(case)), **options).logprobs([whole])[0].tolist() == values and len(values) == 43
+
+
 def test_what_it_gives_is_a_constant_in_a_loss() -> None:
     forward = open_forward(str(folder("llama")), **OPTIONS)
     (old,), (logits,) = forward.logprobs([PROMPTS[0]]), forward([PROMPTS[0]])

@@ -161,6 +161,7 @@ USER = [{"role": "user", "content": "hello"}]
     [
         ({"messages": USER}, True),
         ({"messages": USER, "temperature": 0.5, "stop": "x", "cache_salt": "s"}, True),
+        ({"messages": USER, "continue_final_message": True}, False),
         ({"messages": USER, "tools": []}, False),
         ({"messages": USER, "response_format": {"type": "text"}}, False),
         ({"messages": USER, "truncate_prompt_tokens": 5}, False),
