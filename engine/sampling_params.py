@@ -6,7 +6,7 @@ Every limit lives here, so the server, the offline API and the router answer the
 
 import math
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -220,6 +220,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, m
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 0, MAX_COUNT)
         _integer("min_tokens", self.min_tokens, 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
+        if not isinstance(self.stop, str | list | tuple | None) or not all(
+            isinstance(text, str) for text in self.stop or ()
+        ):
+            raise InvalidRequest("stop", f"{_short(self.stop)} given; a text or a list of texts is expected")
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise InvalidRequest("stop", f"{len(self.stop_strings)} strings; at most {MAX_STOP_STRINGS} are allowed")
         for text in self.stop_strings:
@@ -228,9 +232,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, m
         if self.stop_strings and not self.detokenize:
             raise InvalidRequest("stop", "stop strings need detokenize=True")
         for field in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
-            _token_ids(field, getattr(self, field) or (), vocab_size)
+            if not isinstance(ids := getattr(self, field) or (), Collection):
+                raise InvalidRequest(field, f"{_short(ids)} given; a list of token ids is expected")
+            _token_ids(field, ids, vocab_size)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids", "the list is empty; leave it out to allow every token")
+        if not isinstance(self.logit_bias, dict | None):
+            raise InvalidRequest("logit_bias", f"{_short(self.logit_bias)} given; biases by token id are expected")
         if self.logit_bias:
             _token_ids("logit_bias", self.logit_bias, vocab_size)
             for bias in self.logit_bias.values():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from os import PathLike
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import msgspec
 
@@ -30,6 +30,8 @@ from penstock.engine.front.results import (
     EmbeddingOutput,
     PooledRequestOutput,
     RequestOutput,
+    RequestsFailed,
+    Result,
     ScoringOutput,
     Shown,
     completed,
@@ -56,7 +58,8 @@ PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class LLM:
-    """A model for batches of prompts. `with LLM() as llm:` frees its memory at the end."""
+    """A model for batches of prompts. `with LLM() as llm:` frees its memory at the end. A call waits for those of other
+    threads."""
 
     _core: EngineCore | None = None  # of the class: `__del__` comes even where `__init__` refused its arguments
     _grammars: GrammarCheck | None = None
@@ -81,6 +84,7 @@ class LLM:
         if not isinstance(max_logprobs, int) or max_logprobs < 0:
             raise ValueError(f"max_logprobs: {max_logprobs!r} given; a whole number from 0 is expected")
         self._max_logprobs = max_logprobs
+        self._turn = threading.RLock()
         files = resolve_model(model, revision=revision, need_weights=options.get("load_format") != "dummy")
         config = engine_config(str(files.path), options)
         self._files = files
@@ -171,8 +175,7 @@ class LLM:
         if pooling not in ("last", "mean"):
             raise InvalidRequest("pooling", f"{pooling!r} given; 'last' or 'mean' is expected")
         params = SamplingParams(max_tokens=1, detokenize=False)
-        begun = self._pool(_as_list(prompts), params, pooling, use_tqdm)
-        return [pooled(each.answer, each.prompt, lambda numbers: embedded(numbers, normalize)) for each in begun]
+        return self._pool(_as_list(prompts), params, pooling, use_tqdm, lambda numbers: embedded(numbers, normalize))
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True, **others: Any
@@ -201,8 +204,8 @@ class LLM:
         from penstock.engine.front.labels import asking_for, labels_of, shown
 
         labels = labels_of(self.info)
-        begun = self._pool(prompts, asking_for(labels, self.tokenizer), "labels", use_tqdm)
-        return [pooled(each.answer, each.prompt, lambda numbers: show(shown(labels, numbers))) for each in begun]
+        params = asking_for(labels, self.tokenizer)
+        return self._pool(prompts, params, "labels", use_tqdm, lambda numbers: show(shown(labels, numbers)))
 
     def __getattr__(self, name: str) -> Any:
         if name in METHODS:
@@ -235,7 +238,8 @@ class LLM:
         return stats | {f"kv_{tier}_{name}": value for tier in tiers for name, value in tiers[tier].items()}
 
     def reset_prefix_cache(self) -> bool:
-        return self._running().reset_prefix_cache()
+        with self._turn:
+            return self._running().reset_prefix_cache()
 
     def update_weights(self, weights: "str | PathLike[str] | Mapping[str, Any]") -> int:
         """Compute with other weights of the same model from now on: of a folder, a .gguf or a .safetensors file, tensors by
@@ -246,37 +250,42 @@ class LLM:
 
             with SharedTensors(weights) as shared:
                 return self.update_weights(shared.path)
-        rest = self._running().rest
-        rest.drain()
-        rest.update_weights(os.fspath(weights))
-        return rest.version
+        with self._turn:
+            rest = self._running().rest
+            rest.drain()
+            rest.update_weights(os.fspath(weights))
+            return rest.version
 
     def sleep(self, level: SleepLevel = 1) -> None:
         """Give memory back: of the cache, and with level 2 that of the weights, which `update_weights` brings again."""
         if level not in (1, 2):
             raise InvalidRequest("level", f"{level!r} given; 1 or 2 is expected")
-        rest = self._running().rest
-        rest.pause("abort")
-        try:
-            rest.sleep(level)
-        finally:
-            if not rest.asleep:  # it was refused
-                rest.resume()
+        with self._turn:
+            rest = self._running().rest
+            rest.pause("abort")
+            try:
+                rest.sleep(level)
+            finally:
+                if not rest.asleep:  # it was refused
+                    rest.resume()
 
     def wake_up(self, tags: Sequence[Part] = ("weights", "kv_cache")) -> None:
         """Take back the memory for these; when both are there it runs again."""
         if wrong := [tag for tag in tags if tag not in ("weights", "kv_cache")]:
             raise InvalidRequest("tags", f"{wrong[0]!r} given; 'weights' and 'kv_cache' are expected")
-        rest = self._running().rest
-        rest.wake(tags)
-        if not rest.asleep:
-            rest.resume()
+        with self._turn:
+            rest = self._running().rest
+            rest.wake(tags)
+            if not rest.asleep:
+                rest.resume()
 
     def shutdown(self) -> None:
         """Free the model and its memory; the object cannot be used afterwards."""
         if self._core is not None:
-            self._core.close()
-            self._core = None
+            with self._turn:
+                core, self._core = self._core, None
+                if core is not None:  # no other thread was faster
+                    core.close()
         if self._grammars is not None:
             self._grammars.close()
 
@@ -311,22 +320,28 @@ class LLM:
     ) -> list[RequestOutput]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        adapters = self._adapters.keys(_spread_adapters(lora_request, len(prompts)), self._running())
-        spread = zip(prompts, _spread(sampling_params, len(prompts)), adapters, strict=True)
-        begun: list[_Begun] = []
-        previous = None
-        for prompt, params, adapter in spread:
-            like = begun[-1].answer if params is previous else None
-            begun.append(self._begin(prompt, params, is_continuation=is_continuation, like=like, adapter=adapter))
-            previous = params
-        self._run([each.answer for each in begun], use_tqdm)
         text = None if self.tokenizer is None else self.tokenizer.token_text
-        return [completed(each.answer, each.prompt, text) for each in begun]
+        with self._turn:
+            adapters = self._adapters.keys(_spread_adapters(lora_request, len(prompts)), self._running())
+            begun: list[_Begun] = []
+            previous = None
+            for prompt, params, adapter in zip(prompts, _spread(sampling_params, len(prompts)), adapters, strict=True):
+                like = begun[-1].answer if params is previous else None
+                begun.append(self._begin(prompt, params, is_continuation=is_continuation, like=like, adapter=adapter))
+                previous = params
+            return self._run(begun, use_tqdm, lambda each: completed(each.answer, each.prompt, text))
 
-    def _pool(self, prompts: list[Prompt], params: SamplingParams, pooling: Pooled, use_tqdm: Bar) -> "list[_Begun]":
-        begun = [self._begin(prompt, params, pooling=pooling) for prompt in prompts]
-        self._run([each.answer for each in begun], use_tqdm)
-        return begun
+    def _pool(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        pooling: Pooled,
+        use_tqdm: Bar,
+        show: Callable[[bytes], Shown],
+    ) -> list[PooledRequestOutput[Shown]]:
+        with self._turn:
+            begun = [self._begin(prompt, params, pooling=pooling) for prompt in prompts]
+            return self._run(begun, use_tqdm, lambda each: pooled(each.answer, each.prompt, show))
 
     def _begin(
         self,
@@ -374,40 +389,46 @@ class LLM:
             raise InvalidRequest("structured_outputs", "needs a tokenizer, but skip_tokenizer=True")
         return self._grammars.now(params.structured_outputs)
 
-    def _run(self, answers: list[Answer], use_tqdm: Bar) -> None:
-        """Until all of them are finished; raises what ended one of them."""
+    def _run(self, begun: "list[_Begun]", use_tqdm: Bar, show: "Callable[[_Begun], Result]") -> list[Result]:
+        """What `show` makes of them when all are finished."""
         core, self._open = self._running(), OpenAnswers()
         if core.rest.asleep:
             raise RuntimeError("this LLM sleeps; wake_up comes first")
-        for answer in answers:
-            self._open.add(answer)
-        backlog = iter([message for answer in answers for message in answer.messages])
-        progress = _Progress(len(answers), use_tqdm) if use_tqdm else None
+        for each in begun:
+            self._open.add(each.answer)
+        backlog = iter([message for each in begun for message in each.answer.messages])
+        progress = _Progress(len(begun), use_tqdm) if use_tqdm else None
         try:
             with _interrupts_between_steps() as check_interrupt:
                 while self._open:
                     # The queue is bounded: hand over as much as it takes, and the rest later.
                     refused = [core.submit(message) for message in islice(backlog, core.scheduler.num_free_places)]
-                    for output in [*filter(None, refused), *core.step()]:
+                    for output in [*filter(None, refused), *self._step(core)]:
                         reached = self._open.deliver(output)
                         if reached is not None and progress is not None:
                             progress.note(reached, output)
                     check_interrupt()
-        except KeyboardInterrupt:
-            self._abort(self._open.request_ids())
-            while core.has_work():
-                core.step()
-            raise
         except BaseException:
-            self.shutdown()  # a step failed halfway: nothing of this engine can be trusted any more
+            if self._core is not None:  # Ctrl-C, or the caller's own bar failed: the engine is whole
+                self._abort(self._open.request_ids())
+                while core.has_work():
+                    self._step(core)
             raise
         finally:
             if progress is not None:
                 progress.close()
-        for answer in answers:
-            answer.check()
-            if answer.error is not None:
-                raise RuntimeError(f"request {answer.request_id} failed: {answer.error}")
+        errors = [each.answer.error for each in begun]
+        results = [None if each.answer.error is not None else show(each) for each in begun]
+        if any(error is not None for error in errors):
+            raise RequestsFailed(errors, results)
+        return cast("list[Result]", results)
+
+    def _step(self, core: EngineCore) -> list[Output]:
+        try:
+            return core.step()
+        except BaseException:
+            self.shutdown()  # it failed halfway: nothing of this engine can be trusted any more
+            raise
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -481,6 +502,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _plain(prompt: Prompt) -> tuple[str | list[int], str | None]:
     """The prompt and its cache salt."""
+    if isinstance(prompt, bytes):  # the core's own form, unchecked
+        raise InvalidRequest("prompt", "bytes given; a text or a list of token ids is expected")
     if not isinstance(prompt, dict):
         return prompt, None
     unknown = [name for name in prompt if name not in PROMPT_FIELDS and prompt[name] is not None]
@@ -497,6 +520,10 @@ def _plain(prompt: Prompt) -> tuple[str | list[int], str | None]:
 def _spread_adapters(given: LoraRequests, num_prompts: int) -> Sequence[LoRARequest | None]:
     if given is None or isinstance(given, LoRARequest):
         return [given] * num_prompts
+    if not all(each is None or isinstance(each, LoRARequest) for each in given):
+        raise InvalidRequest(
+            "lora_request", f"{type(given).__name__} given; a LoRARequest, or a list of them is expected"
+        )
     if len(given) != num_prompts:
         raise InvalidRequest("lora_request", f"{len(given)} given for {num_prompts} prompts; one for each is expected")
     return given

@@ -2,8 +2,8 @@
 
 import math
 from array import array
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -12,6 +12,7 @@ from penstock.engine.messages import FinishReason
 from penstock.executor.protocol import TokenLogprobs
 
 Shown = TypeVar("Shown")
+Result = TypeVar("Result")
 TokenText = Callable[[int], str]  # how a token reads
 
 
@@ -98,16 +99,27 @@ class PooledRequestOutput(msgspec.Struct, Generic[Shown]):
     finished: bool = True
 
 
+class RequestsFailed(RuntimeError):
+    """Some requests of a call failed while they ran. `results`: of the others, each in its place."""
+
+    def __init__(self, errors: Sequence[str | None], results: Sequence[Any]) -> None:
+        place, error = next((place, error) for place, error in enumerate(errors) if error is not None)
+        more = sum(error is not None for error in errors) - 1
+        others = f" ({more} more failed)" if more else ""
+        super().__init__(f"prompt {place} of {len(errors)} failed: {error}{others}")
+        self.errors, self.results = errors, results
+
+
 def completed(answer: Answer, prompt: str | None, text: TokenText | None) -> RequestOutput:
     """The result of a finished answer that nothing was read of."""
-    entries = answer.prompt_logprobs
+    entries, is_scored = answer.prompt_logprobs, answer.messages[0].sampling.prompt_logprobs is not None
     return RequestOutput(
         request_id=answer.request_id,
         prompt=prompt,
         prompt_token_ids=answer.prompt_token_ids,
         outputs=[_completion(update, text) for update in answer.updates()],
         num_cached_tokens=answer.num_cached_tokens or 0,
-        prompt_logprobs=None if entries is None else [None, *(candidates(entry, text) for entry in entries)],
+        prompt_logprobs=[None, *(candidates(entry, text) for entry in entries or ())] if is_scored else None,
         metrics=answer.metrics,
     )
 

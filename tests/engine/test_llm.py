@@ -3,16 +3,22 @@
 import json
 import os
 import signal
+import threading
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
 from penstock import StructuredOutputs, StructuredOutputsParams
 from penstock.engine.config import ConfigError, engine_config
+from penstock.engine.core.scheduler import refusal
 from penstock.engine.front.llm import LLM
+from penstock.engine.front.results import RequestsFailed
+from penstock.engine.messages import Output, Submit
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.protocol import StepResult
 from tests.support.fake_engine import byte_tokenizer, line_template
@@ -287,6 +293,96 @@ def test_a_model_that_was_shut_down_says_so(folder: Path) -> None:
 def test_options_of_moving_experts_are_checked_by_name_and_limit(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         engine_config("anywhere", {"eplb_config": given})
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    def work(number: int) -> None:
+        for size in range(1, 6):
+            prompts = [[number, each] for each in range(size)]
+            for prompt, result in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+                found[number].append((prompt, result.prompt_token_ids, result.outputs[0].token_ids))
+            llm.embed(prompts, use_tqdm=False)
+            llm.reset_prefix_cache()
+
+    found: dict[int, list[tuple[list[int], list[int], list[int]]]] = {number: [] for number in range(4)}
+    threads = [threading.Thread(target=work, args=(number,)) for number in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for each in found.values():
+        assert len(each) == 15
+        assert all(prompt == given and ids == alone(submit("a", prompt))[0] for prompt, given, ids in each)
+
+
+def test_requests_that_fail_are_named_and_the_others_results_are_there(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit_some(message: Submit) -> Output | None:
+        is_wrong = message.tokens in (array("i", [2]).tobytes(), array("i", [4]).tobytes())
+        return refusal(message, "no such thing") if is_wrong else submitted(message)
+
+    core = llm._running()
+    submitted = core.submit
+    monkeypatch.setattr(core, "submit", submit_some)
+    with pytest.raises(RequestsFailed, match=r"prompt 2 of 5 failed: no such thing \(1 more failed\)") as failed:
+        llm.generate([[0], [1], [2], [3], [4]], GREEDY, use_tqdm=False)
+    given = [each and each.prompt_token_ids for each in failed.value.results]
+    assert given == [[0], [1], None, [3], None]
+    assert [each.outputs[0].finish_reason for each in failed.value.results if each] == ["length"] * 3
+    assert failed.value.errors == [None, None, "no such thing", None, "no such thing"]
+    with pytest.raises(RequestsFailed, match="prompt 0 of 1 failed: no such thing$"):
+        llm.embed([2], use_tqdm=False)
+
+
+def test_a_callers_bar_that_fails_costs_the_call_and_not_the_engine(llm: LLM) -> None:
+    class Bar:
+        def __init__(self, **_options: Any) -> None:
+            pass
+
+        def update(self) -> None:
+            raise OSError("the screen is gone")
+
+        def set_postfix_str(self, *_: Any, **__: Any) -> None:
+            pass
+
+        close = update
+
+    with pytest.raises(OSError, match="the screen"):
+        llm.generate([[1]] * 5, [msgspec.structs.replace(GREEDY, max_tokens=1 + n) for n in range(5)], use_tqdm=Bar)
+    metrics = llm.get_metrics()
+    assert metrics["num_running"] == metrics["num_waiting"] == metrics["num_used_blocks"] == 0
+    assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"stop": 5}, "stop: 5 given; a text or a list"),
+        ({"stop": ["a", 5]}, r"stop: \['a', 5\] given; a text or a list"),
+        ({"stop_token_ids": 5}, "stop_token_ids: 5 given; a list of token ids"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids: 5 given"),
+        ({"banned_token_ids": ["a"]}, "banned_token_ids: str given; an integer"),
+        ({"logit_bias": [1]}, r"logit_bias: \[1\] given; biases by token id"),
+    ],
+)
+def test_parameters_of_another_type_are_refused_by_name(llm: LLM, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        llm.generate([[1]], SamplingParams(**given), use_tqdm=False)
+
+
+def test_prompts_and_adapters_of_another_type_are_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="prompt: bytes given; a text or a list of token ids"):
+        llm.generate([cast("Any", array("i", [1, 2**30]).tobytes())], GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="lora_request: str given; a LoRARequest"):
+        llm.generate([[1]], GREEDY, use_tqdm=False, lora_request=cast("Any", "x"))
+
+
+def test_the_prompts_logprobs_of_one_token_are_none_for_it(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    (result,) = llm.generate([[1]], params, use_tqdm=False)
+    assert result.prompt_logprobs == [None]
+    assert llm.generate([[1]], GREEDY, use_tqdm=False)[0].prompt_logprobs is None
 
 
 def test_a_salt_or_a_limit_of_another_type_is_refused_and_the_engine_lives(llm: LLM, folder: Path) -> None:
