@@ -7,7 +7,6 @@ otherwise overtake the answer.
 """
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,19 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from penstock.engine.http.errors import error_body
 from penstock.engine.http.limits import LINGER_S, MAX_REFUSALS, Limits
-
-_UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
-
-
-def without_upgrade(data: bytes) -> bytes:
-    """An offer of another protocol may be ignored. Java's client makes one with every request, and a parser that sees it
-    takes what follows for that protocol: the body would be lost, or be read as the next request."""
-    end = data.find(b"\r\n\r\n")
-    end = len(data) if end < 0 else end
-    if _UPGRADE.search(data, 0, end) is None:  # as nearly always: nothing is copied
-        return data
-    return _UPGRADE.sub(b"\r\nx-upgrade:", data[:end]) + data[end:]
-
+from penstock.engine.http.offers import without_upgrade
 
 class GuardedConnection(HttpToolsProtocol):
     """One client connection. `refused` counts, per status, what never reached the application."""

@@ -16,6 +16,7 @@ import httptools
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import KEEP_ALIVE_S, LINGER_S, MAX_REFUSALS, Limits
+from penstock.engine.http.offers import without_upgrade
 from penstock.router.http.heads import CONTINUE, ClientRequest, Headers, Heads, answer_head, written
 
 HIGH_WATER_BYTES = 64 * 1024  # unread by a client before its replica is made to wait
@@ -150,6 +151,8 @@ class ClientConnection(asyncio.Protocol):
             if request is not None:
                 self._take_whole(request)
                 return
+        if self._inside in ("nothing", "head"):
+            data = without_upgrade(data)
         # Fed in slices of the limit: an endless header costs at most twice that.
         limit = self.limits.max_header_bytes
         for start in range(0, len(data), limit):

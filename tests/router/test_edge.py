@@ -55,9 +55,6 @@ SMUGGLING = {
     "no host": post(BODY).replace(b"host: x\r\n", b""),
     "a version from the future": post(BODY).replace(b"HTTP/1.1", b"HTTP/2.0"),
     "an absolute target": post(BODY).replace(b"/v1/completions", b"http://other/v1/completions"),
-    "a change of protocol": post(BODY, b"upgrade: websocket", b"content-length: 16").replace(
-        b"connection: close", b"connection: upgrade"
-    ),
     "a tunnel": b"CONNECT other:80 HTTP/1.1\r\nhost: x\r\n\r\n",
     "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 100,
 }
@@ -72,6 +69,26 @@ def test_a_request_that_two_parsers_could_read_differently_is_refused(
     assert 400 <= status(answer) <= 505
     assert b'"error":{"message":' in answer
     assert len(backend.seen) == num_seen
+
+
+def test_an_offer_of_another_protocol_is_ignored_and_goes_no_further(router: RunningRouter, backend: Stub) -> None:
+    """Java's own client offers h2c with every request. Cut into two pieces it is refused, and never becomes a second one."""
+    offer = (b"Upgrade: h2c", b"http2-settings: AAMAAABkAAQCAAAAAAIAAAAA", b"content-length: 16")
+    asked = post(BODY, *offer).replace(b"connection: close", b"connection: close, Upgrade, HTTP2-Settings")
+    num_seen = len(backend.seen)
+    assert status(exchange(router.port, asked)) == 200
+    (seen,) = backend.seen[num_seen:]
+    assert seen.body == BODY and not any(b"upgrade" in name or b"http2" in name for name, _ in seen.headers)
+    inner = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    asked = post(inner, *offer[:2], b"content-length: %d" % len(inner))
+    asked = asked.replace(b"connection: close", b"connection: close, Upgrade, HTTP2-Settings")
+    cut = asked.index(b"Upgrade: h2c") + 4
+    with connect(router.port) as sock:
+        sock.sendall(asked[:cut])
+        time.sleep(0.1)
+        sock.sendall(asked[cut:])
+        answer = read_all(sock)
+    assert answer.count(b"HTTP/1.1 ") == 1 and status(answer) == 400
 
 
 @pytest.mark.parametrize(
