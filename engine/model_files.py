@@ -166,7 +166,8 @@ def _folder(path: Path, name: str, need_weights: bool) -> ModelFiles:
 
 
 def _refuse_code(config: dict[str, Any], where: str) -> None:
-    architectures = [str(name) for name in config.get("architectures") or ["no architecture"]]
+    given = config.get("architectures") or ["no architecture"]
+    architectures = [str(name) for name in (given if isinstance(given, list) else [given])]
     if config.get("auto_map") and not REDUNDANT_AUTO_MAP.issuperset(architectures):
         named = ", ".join(architectures)
         raise ModelRefused(

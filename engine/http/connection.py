@@ -17,6 +17,7 @@ from penstock.engine.http.errors import error_body
 from penstock.engine.http.limits import LINGER_S, MAX_REFUSALS, Limits
 from penstock.engine.http.offers import without_upgrade
 
+
 class GuardedConnection(HttpToolsProtocol):
     """One client connection. `refused` counts, per status, what never reached the application."""
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.engine.model_files import resolve_model
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
 from penstock.executor.uniproc import UniprocExecutor
@@ -132,6 +133,14 @@ def test_code_that_comes_with_a_model_is_refused(model: Path) -> None:
 def test_more_host_memory_than_there_is_is_named(model: Path) -> None:
     with pytest.raises(ExecutorError, match=r"kv_host_bytes: 70368744177664 given; .*Cannot allocate memory"):
         UniprocExecutor(ExecutorConfig(model=str(model), kv_cache_bytes=2**20, kv_host_bytes=2**46))
+
+
+@pytest.mark.parametrize("given", [5, "LlamaForCausalLM", {"a": 1}, [5]])
+def test_architectures_that_are_no_list_of_texts_are_named(model: Path, given: Any) -> None:
+    edit_config(model, architectures=given)
+    assert resolve_model(str(model)).path == model
+    with pytest.raises(ExecutorError, match="architectures: .* found; a list of strings is expected"):
+        load(model)
 
 
 def test_an_auto_map_beside_an_ordinary_architecture_is_ignored(model: Path) -> None:
