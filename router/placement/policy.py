@@ -19,7 +19,7 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)  # in this order in C
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: PolicyName = "predicted-ttft"
-    wear: Delay = 0.5  # what new content costs beside its time, where as much of it went as to the mean replica
+    wear: Delay = 1.0  # what new content costs beside its time, where as much of it went as to the mean replica
     decode_s: Delay = 0.004  # an answer in flight delays a first token by this much
     first_tokens_per_s: Speed = 5_000.0  # of prefill, of a replica of which nothing is known
     affinity_s: Delay = 0.05  # a session stays where it was unless another replica is better by more

@@ -7,20 +7,21 @@ if TYPE_CHECKING:
     from penstock.engine.front.forward import open_forward
     from penstock.engine.front.llm import LLM
     from penstock.engine.front.lora import LoRARequest
-    from penstock.engine.front.results import RequestOutput
+    from penstock.engine.front.results import RequestOutput, RequestsFailed
     from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
     from penstock.engine.sampling_params import StructuredOutputs as StructuredOutputsParams
 
     TextPrompt = TokensPrompt = dict[str, Any]
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "LoRARequest", "RequestOutput", "SamplingParams", "__version__", "open_forward"]
+__all__ = ["LLM", "LoRARequest", "RequestOutput", "RequestsFailed", "SamplingParams", "__version__", "open_forward"]
 __all__ += ["StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"]
 
 _HOMES = {
     "LLM": ("penstock.engine.front.llm", "LLM"),
     "LoRARequest": ("penstock.engine.front.lora", "LoRARequest"),
     "RequestOutput": ("penstock.engine.front.results", "RequestOutput"),
+    "RequestsFailed": ("penstock.engine.front.results", "RequestsFailed"),
     "SamplingParams": ("penstock.engine.sampling_params", "SamplingParams"),
     "StructuredOutputs": ("penstock.engine.sampling_params", "StructuredOutputs"),
     "StructuredOutputsParams": ("penstock.engine.sampling_params", "StructuredOutputs"),  # vLLM's name for it

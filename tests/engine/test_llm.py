@@ -13,11 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock import StructuredOutputs, StructuredOutputsParams
+from penstock import RequestsFailed, StructuredOutputs, StructuredOutputsParams
 from penstock.engine.config import ConfigError, engine_config
 from penstock.engine.core.scheduler import refusal
 from penstock.engine.front.llm import LLM
-from penstock.engine.front.results import RequestsFailed
 from penstock.engine.messages import Output, Submit
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.protocol import StepResult
