@@ -282,6 +282,7 @@ def replay(
 ) -> dict[str, Any]:
     rows = [json.loads(line) for line in Path(trace).read_text().splitlines()[:requests]]
     pace = {"prefill_tps": 12_000 / SHARE * speed, "kv_tokens": 1_000_000 // SHARE, "inter_token_s": 0.002}
+    pace |= {"max_num_batched_tokens": 8192 // SHARE}  # all of a step are answered at its end
     figures: dict[str, dict[str, float]] = {}
     for name in ("penstock", *(f"{each}-router:{way}" for way in PEER_WAYS for each in ("vllm", "sglang"))):
         with contextlib.ExitStack() as stack:

@@ -109,6 +109,7 @@ async def replica(options: argparse.Namespace, server: ServerConfig, announce: C
             "kv_cache_bytes": 8 * options.kv_tokens,
             "max_model_len": options.max_model_len,
             "max_num_seqs": options.max_num_seqs,
+            "max_num_batched_tokens": options.max_num_batched_tokens,
             "max_queued_requests": options.max_queued,
             "hf_overrides": {"vocab_size": 300},  # of the byte tokenizer
             "kv_host_bytes": options.kv_host_bytes or None,
@@ -144,6 +145,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-peer", nargs="+", default=[])
     parser.add_argument("--max-model-len", type=int, default=65536)
     parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=2048, help="of a step, which answers all at its end"
+    )
     parser.add_argument("--max-queued", type=int, default=4096)
 
 
