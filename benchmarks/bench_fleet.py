@@ -12,7 +12,8 @@ answer at --port and ten above are used as they are; others are started, which t
 `compare`: conversations of several turns over a common beginning, the same number and length for each router in
 turn, and texts that no other had. `kill`: one replica is killed under such a load before our router, and started again:
 how its requests end, and whether what the router says of each prompt is what the replicas have, asked five seconds
-after the replica has come back. A replica's truth is how much of a prompt it counts as cached when it is asked itself.
+after the replica has come back, and five after the other's events were cut while it was asked past the router. A replica's
+truth is how much of a prompt it counts as cached when it is asked itself.
 
 `replay`: the beginning of a recorded trace in Mooncake's format before mock replicas, fresh ones for each router: a
 sixteenth of its tokens, in an eighth of its time, at a sixteenth of 12,000 tokens of prefill a second and of a million
@@ -25,9 +26,11 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections import Counter
@@ -201,12 +204,49 @@ def compare(
 # -- a replica is killed ------------------------------------------------------------------------------------------
 
 
+class Link:
+    """A port that leads to a replica's events, until it is cut."""
+
+    def __init__(self, to: int | None) -> None:
+        self._to, self._server, self.is_cut = to, socket.create_server(("127.0.0.1", 0)), False
+        self._ends: list[socket.socket] = []
+        self.port: int = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self.is_cut = True
+        for each in self._ends:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._server.accept()
+            try:
+                pair = (client, socket.create_connection(("127.0.0.1", 0 if self.is_cut else self._to)))
+            except OSError:
+                client.close()
+                continue
+            self._ends += pair
+            for source, target in (pair, pair[::-1]):
+                threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
+
+    @staticmethod
+    def _pass(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+
 def kill(peer_python: str | None = None, model: str = "", port: int = 18500, times: int = 3) -> dict[str, Any]:
     events, found, truths = Events(MODEL, model, BLOCK_SIZE), list[Turn](), list[bool]()
-    with (
-        replicas(port, model, peer_python) as (workers, children),
-        gateway("penstock", workers, {}, events, MODEL) as (at, _),
-    ):
+    after_cuts = list[bool]()
+    with contextlib.ExitStack() as stack:
+        workers, children = stack.enter_context(replicas(port, model, peer_python))
+        links = [Link(each.events) for each in workers]
+        cuttable = [each._replace(events=link.port) for each, link in zip(workers, links, strict=True)]
+        at, _ = stack.enter_context(gateway("penstock", cuttable, {}, events, MODEL))
         time.sleep(2)
         for number in range(times):
             which = number % 2
@@ -219,12 +259,25 @@ def kill(peer_python: str | None = None, model: str = "", port: int = 18500, tim
             time.sleep(5)
             truths += uvloop.run(_probed(at, workers, [each.prompt for each in asked[::4]]))
             found += asked
+            links[1 - which].cut()
+            past = [text(f"{time.time_ns()}", 150) for _ in range(3)]
+            uvloop.run(_asked(workers[1 - which].url, past))
+            links[1 - which].is_cut = False
+            time.sleep(5)
+            after_cuts += uvloop.run(_probed(at, workers, past))
     broken = sum(each.status == 200 and not each.usage for each in found)
     statuses = Counter(str(each.status) for each in found)
-    print(
-        f"{dict(statuses)}, of them broken in their streams {broken}; {sum(truths)} of {len(truths)} probes were right"
-    )
-    return {"times": times, "statuses": statuses, "broken": broken, "probes": len(truths), "right": sum(truths)}
+    print(f"{dict(statuses)}, of them broken in their streams {broken}")
+    print(f"right: {sum(truths)} of {len(truths)} probes, {sum(after_cuts)} of {len(after_cuts)} after a cut")
+    figures: dict[str, Any] = {"times": times, "statuses": statuses, "broken": broken, "probes": len(truths)}
+    return figures | {"right": sum(truths), "probes_after_cuts": len(after_cuts), "right_after_cuts": sum(after_cuts)}
+
+
+async def _asked(url: str, prompts: list[str]) -> None:
+    client = Client(Target.of(url))
+    for prompt in prompts:
+        await ask(client, prompt)
+    client.close()
 
 
 async def _loaded(port: int, seed: str, child: subprocess.Popen[bytes]) -> list[Turn]:
