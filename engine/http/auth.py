@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.engine.http.errors import error_body
-
 CARRIERS = frozenset({b"authorization", b"x-api-key"})  # the headers that carry a key, each in its own way
 OPEN_ROUTES = frozenset({("GET", "/health"), ("HEAD", "/health"), ("GET", "/"), ("HEAD", "/")})
 
@@ -42,23 +40,14 @@ class Keys:
 
 
 class Authentication:
-    """ASGI middleware: without one of the keys only OPEN_ROUTES answer, whatever the method."""
+    """ASGI middleware: without one of the keys only OPEN_ROUTES answer, and `refusal` all else, whatever the method."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        self.app, self.keys = app, keys
+    def __init__(self, app: ASGIApp, keys: Keys, refusal: ASGIApp) -> None:
+        self.app, self.keys, self.refusal = app, keys, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self.keys or self._is_open(scope) or self.keys.admit(scope["headers"]):
-            await self.app(scope, receive, send)
-        else:
-            body = error_body(401, "the request needs an API key: 'Authorization: Bearer <key>'")
-            headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (b"www-authenticate", b"Bearer"),
-            ]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+        is_admitted = not self.keys or self._is_open(scope) or self.keys.admit(scope["headers"])
+        await (self.app if is_admitted else self.refusal)(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
         # A root_path would make the router match another string than scope["path"]; then nothing is open.

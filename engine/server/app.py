@@ -5,7 +5,7 @@ anywhere below is answered in the one error format.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any
 
@@ -20,7 +20,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import penstock
-from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.access_line import AccessLine, AccessLog
 from penstock.engine.http.auth import Authentication, Keys
 from penstock.engine.http.errors import ErrorReply, HttpError, clip
@@ -34,15 +33,12 @@ from penstock.engine.server.completions import completions
 from penstock.engine.server.embeddings import embeddings
 from penstock.engine.server.endpoint import Endpoint, PostRoute
 from penstock.engine.server.kv_events import KvEvents
-from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
 from penstock.engine.server.tokens import detokenize, load_adapter, reset_prefix_cache, tokenize, unload_adapter
-from penstock.engine.text.template import ChatTemplate
-from penstock.engine.text.tokenizer import Tokenizer
 
 CLIENT_CLOSED = 499  # never sent: the status in the log and the counters when the client had left
 QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed every few seconds
-
+NO_KEY = "the request needs an API key: 'Authorization: Bearer <key>'"
 
 POSTS = (
     PostRoute("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk),
@@ -67,22 +63,24 @@ ADAPTER_POSTS = (
 class ServerApp:
     """The whole application. `service` is what the server's life and the tests need to see."""
 
-    def __init__(self, service: Service, keys: Keys, allowed_origins: Sequence[str] = ()) -> None:
+    def __init__(self, service: Service) -> None:
+        config = service.config
         self.service = service
         self.kv_events = KvEvents(service)
-        self._keys = keys
-        self._lines = AccessLog(form, "engine") if (form := service.config.access_log) != "off" else None
+        self._keys = Keys(config.api_keys)
+        self._lines = AccessLog(form, "engine") if (form := config.access_log) != "off" else None
         routes = _routes(service, self.kv_events)
         handlers = dict.fromkeys(REFUSALS, _refuse) | {HTTPException: _refuse_route, Exception: _fail}
         self.templates = frozenset(route.path for route in routes)
         self._patterns = [route for route in routes if "{" in route.path]
         starlette = Starlette(routes=routes, exception_handlers=handlers)
         starlette.router.redirect_slashes = False
-        self._inner: ASGIApp = Authentication(starlette, keys)
-        if allowed_origins:  # a browser asks beforehand, without the key
+        no_key = HttpError(401, NO_KEY, headers={"www-authenticate": "Bearer"})
+        self._inner: ASGIApp = Authentication(starlette, self._keys, _error(no_key))
+        if config.allowed_origins:  # a browser asks beforehand, without the key
             self._inner = CORSMiddleware(
                 self._inner,
-                allow_origins=allowed_origins,
+                allow_origins=config.allowed_origins,
                 allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=("x-request-id",),
@@ -98,7 +96,8 @@ class ServerApp:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.echo_id.encode())]
+                echoed_id = (call.client_id or call.id).encode()
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", echoed_id)]
             await send(message)
 
         try:
@@ -117,13 +116,6 @@ class ServerApp:
         if path in self.templates:
             return path
         return next((route.path for route in self._patterns if route.path_regex.match(path)), "unmatched")
-
-
-def build_app(
-    engine: AsyncEngine, tokenizer: Tokenizer, template: ChatTemplate | None, config: ServerConfig
-) -> ServerApp:
-    """The application over a started engine; `config` is a resolved one."""
-    return ServerApp(Service(engine, tokenizer, template, config), Keys(config.api_keys), config.allowed_origins)
 
 
 def _routes(service: Service, kv_events: KvEvents) -> list[Route]:

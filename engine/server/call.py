@@ -34,10 +34,6 @@ class Call:
         self.answers: list[Answer] = []  # one for each prompt
 
     @property
-    def echo_id(self) -> str:
-        return self.client_id or self.id
-
-    @property
     def num_prompt_tokens(self) -> int:
         return sum(answer.num_prompt_tokens for answer in self.answers)
 

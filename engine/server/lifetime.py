@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.listen import Listener, bind_socket
-from penstock.engine.server.app import ServerApp, build_app
+from penstock.engine.server.app import ServerApp
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import Service
 from penstock.engine.text.template import ChatTemplate
@@ -39,7 +39,7 @@ async def serve(
 
     `config` is a resolved one. `sock`: from `bind_socket`, where the port was taken before the model loaded.
     """
-    app = build_app(engine, tokenizer, template, config)
+    app = ServerApp(Service(engine, tokenizer, template, config))
     await app.service.adapters.load_all(config.lora_modules)
     sock = sock or bind_socket(config.host, config.port)
     stopping = Stopping()

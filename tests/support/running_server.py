@@ -14,8 +14,9 @@ import uvloop
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import Listener, bind_socket
-from penstock.engine.server.app import ServerApp, build_app
+from penstock.engine.server.app import ServerApp
 from penstock.engine.server.server_config import ServerConfig, resolve
+from penstock.engine.server.service import Service
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, line_template
@@ -79,7 +80,7 @@ def running(
     async def serve() -> None:
         if isinstance(engine, AsyncEngine):
             await engine.start()
-        app = build_app(cast(AsyncEngine, engine), tokenizer, template or line_template(), config)
+        app = ServerApp(Service(cast(AsyncEngine, engine), tokenizer, template or line_template(), config))
         async with Listener(app, bind_socket(config.host, 0), config.limits, app.service.metrics.refused) as listener:
             started.append(Running(asyncio.get_running_loop(), engine, app, listener))
             is_up.set()
