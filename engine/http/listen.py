@@ -80,10 +80,6 @@ class Listener:
         self._clock: asyncio.TimerHandle | None = None
 
     @property
-    def url(self) -> str:
-        return url_of(self.sock)
-
-    @property
     def connections(self) -> set[GuardedConnection]:
         return self._state.connections  # type: ignore[return-value]  # all of them were made by _connection
 

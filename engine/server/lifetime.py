@@ -11,7 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 
 from penstock.engine.front.client import AsyncEngine
-from penstock.engine.http.listen import Listener, bind_socket
+from penstock.engine.http.listen import Listener, bind_socket, url_of
 from penstock.engine.server.app import ServerApp
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import Service
@@ -48,7 +48,7 @@ async def serve(
             at_the_end.callback(app.service.spans.exporter.close)  # no request is left that would wait for it
         listener = Listener(app, sock, config.limits, app.service.metrics.refused)
         async with published(app, config), listener:
-            on_listening(listener.url)
+            on_listening(url_of(sock))
             warming = asyncio.create_task(_warm_when_quiet(app.service))
             await wait_for(lambda: not engine.health().alive, stopping.drain)
             warming.cancel()

@@ -13,7 +13,7 @@ import uvloop
 
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.limits import Limits
-from penstock.engine.http.listen import Listener, bind_socket
+from penstock.engine.http.listen import Listener, bind_socket, url_of
 from penstock.engine.server.app import ServerApp
 from penstock.engine.server.server_config import ServerConfig, resolve
 from penstock.engine.server.service import Service
@@ -32,7 +32,7 @@ class Running:
         self.engine = cast(FakeEngine, engine)  # tests of another one know what they have
         self.app = app
         self.listener = listener
-        self.url = listener.url
+        self.url = url_of(listener.sock)
         self.port = listener.sock.getsockname()[1]
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
