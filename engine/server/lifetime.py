@@ -81,7 +81,7 @@ async def _warm_when_quiet(service: Service) -> None:
     while quiet_s < QUIET_S:
         await asyncio.sleep(WATCH_S)
         quiet_s = 0.0 if service.num_open_requests else quiet_s + WATCH_S
-    service.warm_grammars()
+    service.grammars.warm()
 
 
 async def _drain(service: Service, timeout_s: float, stop: asyncio.Event) -> None:

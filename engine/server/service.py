@@ -63,7 +63,7 @@ class Service:
         self.background: dict[str, Background] = {}  # responses that run without their clients
         self.num_open_requests = 0  # being read, worked on or answered; probes and pages do not count
         compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, engine.info.vocab_size))
-        self._grammars = GrammarCheck(compiler, tokenizer.special_texts)
+        self.grammars = GrammarCheck(compiler, tokenizer.special_texts)
         self._seeds = None if config.seed is None else random.Random(config.seed)
         self._num_preparing = 0  # sequences admitted but not yet with the engine
         self._answers: set[Answer] = set()
@@ -122,11 +122,7 @@ class Service:
 
     async def grammar(self, wanted: Wanted) -> str | None:
         """The grammar of what a request wants, for `generate`; raises InvalidRequest where there can be none."""
-        return None if wanted.outputs is None else await self._grammars.soon(wanted.outputs, wanted.field)
-
-    def warm_grammars(self) -> None:
-        """Make the vocabulary in a thread before the first constrained request needs it; again is without effect."""
-        self._grammars.warm()
+        return None if wanted.outputs is None else await self.grammars.soon(wanted.outputs, wanted.field)
 
     @contextlib.contextmanager
     def admit(self, num_sequences: int) -> Iterator[None]:

@@ -226,21 +226,24 @@ def test_settings_that_cannot_run_are_refused_by_name(settings: dict[str, Any], 
 
 
 def test_a_server_warms_what_constrained_requests_need_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Service:
-        num_open_requests = 1
+    class Grammars:
         is_warm = False
 
-        def warm_grammars(self) -> None:
+        def warm(self) -> None:
             self.is_warm = True
+
+    class Service:
+        num_open_requests = 1
+        grammars = Grammars()
 
     async def run() -> None:
         service = Service()
         warming = asyncio.create_task(life._warm_when_quiet(service))  # type: ignore[arg-type]
         await asyncio.sleep(0.02)
-        assert not service.is_warm
+        assert not service.grammars.is_warm
         service.num_open_requests = 0
         await warming
-        assert service.is_warm
+        assert service.grammars.is_warm
 
     monkeypatch.setattr(life, "WATCH_S", 0.001)
     monkeypatch.setattr(life, "QUIET_S", 0.003)
