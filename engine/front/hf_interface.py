@@ -23,7 +23,7 @@ class FamiliarTokenizer:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer, self._template = tokenizer, template
         self.vocab_size = tokenizer.vocab_size
-        self.bos_token_id, self.pad_token_id = tokenizer.bos_id, tokenizer.pad_id
+        self.bos_token_id, self.pad_token_id = map(tokenizer.special_id, ("bos_token", "pad_token"))
         self.eos_token_id = min(tokenizer.eos_ids, default=None)
         self.bos_token, self.eos_token = (tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token"))
 

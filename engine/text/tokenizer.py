@@ -46,13 +46,11 @@ class Tokenizer:
         detokenizer = Detokenizer(backend, self.special_ids)
         self.stream, self.token_bytes = detokenizer.stream, detokenizer.token_bytes
 
-    @property
-    def bos_id(self) -> int | None:
-        return self._special_id("bos_token")
-
-    @property
-    def pad_id(self) -> int | None:
-        return self._special_id("pad_token")
+    def special_id(self, name: str) -> int | None:
+        """Of "bos_token" and the like, as far as there is one."""
+        token = self.special_tokens.get(name)
+        token_id: int | None = None if token is None else self.backend.token_to_id(token)
+        return token_id
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`. Special tokens written out in it count as such."""
@@ -93,15 +91,11 @@ class Tokenizer:
                 {"name": name, "template": source} for name, source in self.chat_templates.items()
             ]
         _write_json(folder / "tokenizer_config.json", config)
-        ids = {"bos_token_id": self.bos_id, "eos_token_id": sorted(self.eos_ids) or None, "pad_token_id": self.pad_id}
+        bos_id, pad_id = map(self.special_id, ("bos_token", "pad_token"))
+        ids = {"bos_token_id": bos_id, "eos_token_id": sorted(self.eos_ids) or None, "pad_token_id": pad_id}
         _write_json(
             folder / "generation_config.json", {name: value for name, value in ids.items() if value is not None}
         )
-
-    def _special_id(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        token_id: int | None = None if token is None else self.backend.token_to_id(token)
-        return token_id
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def test_the_default_model_tokenizes_as_published() -> None:
         ids = ours.encode(text)
         assert ids == published.encode(text).ids, text
         assert ours.decode(ids, skip_special_tokens=False) == text
-    assert (ours.vocab_size, ours.eos_ids, ours.bos_id) == (49152, frozenset({0, 2}), 1)
+    assert (ours.vocab_size, ours.eos_ids, ours.special_id("bos_token")) == (49152, frozenset({0, 2}), 1)
     assert ours.encode("hello") == ours.encode("hello", add_special_tokens=False)
 
 

@@ -46,9 +46,9 @@ def test_named_tokens_are_special_even_if_tokenizer_json_does_not_say_so(tmp_pat
     size = backend.get_vocab_size()
     config = {"bos_token": "he", "pad_token": "[PAD]", "added_tokens_decoder": {str(size): {"content": "<think>"}}}
     tokenizer = load(samples.folder(tmp_path, backend, tokenizer_config=config))
-    assert tokenizer.bos_id == backend.token_to_id("he")
-    assert tokenizer.bos_id in tokenizer.special_ids
-    assert tokenizer.pad_id is None  # the model has no row for it
+    assert tokenizer.special_id("bos_token") == backend.token_to_id("he")
+    assert tokenizer.special_id("bos_token") in tokenizer.special_ids
+    assert tokenizer.special_id("pad_token") is None  # the model has no row for it
     assert tokenizer.encode("<think>") == [size]
 
 
@@ -61,7 +61,7 @@ def test_added_tokens_whose_ids_contradict_tokenizer_json_are_refused(tmp_path: 
 
 def test_special_tokens_are_added_only_where_they_are_asked_for(tmp_path: Path) -> None:
     tokenizer = load(samples.folder(tmp_path, samples.sentencepiece(), tokenizer_config={"bos_token": "<s>"}))
-    assert tokenizer.encode("hello")[0] == tokenizer.bos_id == 1
+    assert tokenizer.encode("hello")[0] == tokenizer.special_id("bos_token") == 1
     assert tokenizer.encode("hello", add_special_tokens=False)[0] != 1
     assert tokenizer.encode_batch(["hello", ""]) == [tokenizer.encode("hello"), [1]]
 
@@ -190,7 +190,7 @@ def test_transformers_loads_what_was_saved_and_tokenizes_alike(tmp_path: Path, m
         assert theirs.encode(text) == ids == again.encode(text)
         assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
     assert theirs.chat_template == config["chat_template"]
-    assert (theirs.eos_token_id, theirs.bos_token_id) == (2, ours.bos_id)
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (2, ours.special_id("bos_token"))
     assert again.eos_ids == ours.eos_ids == {0, 2}
     assert (again.special_tokens, again.chat_templates) == (ours.special_tokens, ours.chat_templates)
 
