@@ -81,10 +81,7 @@ class Groups:
 
     def state_keys(self, request: Request, num: int) -> list[bytes]:
         """Of the checkpoint behind the first `num` blocks."""
-        return self._pages_of(request.keys[num - 1])
-
-    def _pages_of(self, key: bytes) -> list[bytes]:
-        return [page_key(key, self._state, page) for page in range(self.num_pages)]
+        return [page_key(request.keys[num - 1], self._state, page) for page in range(self.num_pages)]
 
     def keys_at(self, key: bytes) -> Iterator[bytes]:
         """Of what groups after the first keep at the block of this key."""

@@ -124,7 +124,8 @@ class Holdings:
             self.extend_keys(request)
             if request.slot >= 0:
                 self.register(request)
-                self.keep_checkpoints(request)
+                if self._groups is not None:
+                    self._groups.keep_checkpoints(request)
 
     def extend_keys(self, request: Request) -> None:
         """Chain keys for the blocks that the known tokens fill. One call for a prompt, one block at a time later."""
@@ -161,10 +162,6 @@ class Holdings:
         """What the next row needs is free: it goes up to `end`."""
         assert self._groups is not None
         self._replaced += self._groups.extend(request, end)
-
-    def keep_checkpoints(self, request: Request) -> None:
-        if self._groups is not None:
-            self._groups.keep_checkpoints(request)
 
     def drop_replaced(self) -> None:
         """The step is planned, or over: the blocks that a later step may be given are not written any more."""

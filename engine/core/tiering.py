@@ -11,7 +11,7 @@ preemption leaves a clean copy.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -55,7 +55,7 @@ class Tiering:
             groups.offer = self.index.offer
         self._restores_per_step = max(1, RESTORE_BYTES // max(info.block_bytes, 1))
         self._max_pins = info.host_slots // 2  # for requests that have not been admitted yet
-        self._loading: dict[Request, Loading] = {}
+        self.loading: dict[Request, Loading] = {}  # requests that wait aside for their reads
         self._waiters: dict[int, list[Request]] = {}  # ticket → who waits for it
         self._pins: dict[Request, dict[int, str]] = {}  # slots held for a request → where they came from
         self._num_pins = 0  # of all, and of the reads that will become pins
@@ -73,11 +73,6 @@ class Tiering:
         self._stores: dict[str, dict[str, float]] = {}
         self._touched: list[bytes] = []  # keys on the disk that were used, reported to it with the next transfers
         self.counts: Counter[str] = Counter()
-
-    @property
-    def loading(self) -> Collection[Request]:
-        """Requests that wait aside for their reads."""
-        return self._loading
 
     def look(self, request: Request, now_s: float) -> bool:
         """Start what the request should have read before it is admitted. True: it waits aside from now on.
@@ -105,7 +100,7 @@ class Tiering:
         if not loading.wanted and not is_awaiting:
             self._unpin(request)
             return False
-        self._loading[request] = loading
+        self.loading[request] = loading
         return True
 
     def _is_awaiting(self, request: Request, num_blocks: int, now_s: float) -> bool:
@@ -151,7 +146,7 @@ class Tiering:
 
     def is_full(self) -> bool:
         """Others wait for their reads, and what they hold is all that may be held: a look would find no room."""
-        return self._are_pins_out and bool(self._loading)
+        return self._are_pins_out and bool(self.loading)
 
     @property
     def _are_pins_out(self) -> bool:
@@ -160,7 +155,7 @@ class Tiering:
     def _resume(self, now_s: float) -> list[Request]:
         """The requests that have waited to the end: all was read, or it takes too long."""
         done = []
-        for request, loading in self._loading.items():
+        for request, loading in self.loading.items():
             if loading.is_awaiting and (
                 loading.num_found != self._num_found or not self._is_awaiting(request, 0, now_s)
             ):
@@ -224,7 +219,7 @@ class Tiering:
                 self.index.start_load(key)
 
     def _stop_loading(self, request: Request) -> None:
-        self._num_pins -= len(self._loading.pop(request).wanted)
+        self._num_pins -= len(self.loading.pop(request).wanted)
 
     def _pin(self, request: Request, slots: Sequence[int], source: str) -> None:
         held = self._pins.setdefault(request, {})
@@ -285,7 +280,7 @@ class Tiering:
 
     def leave(self, request: Request) -> None:
         """The request is aborted, over or preempted, whatever it was doing here."""
-        if request in self._loading:
+        if request in self.loading:
             self._stop_loading(request)
         self._unpin(request)
         pairs = self._restoring.pop(request, None)
@@ -372,7 +367,7 @@ class Tiering:
         read = self.index.reads.get(ticket)
         slot = self.index.complete(ticket, ok)
         for request in self._waiters.pop(ticket, ()):
-            loading = self._loading.get(request)
+            loading = self.loading.get(request)
             place = None if loading is None else loading.wanted.pop(ticket, None)
             if loading is None or place is None:  # it did not wait so long
                 continue
@@ -395,7 +390,7 @@ class Tiering:
     @property
     def is_idle(self) -> bool:
         """Nothing is in flight or waits for a step to carry it, or to ask."""
-        waits = self._loading or self._restoring or self._restored or self._is_new or self._must_forget or self._drops
+        waits = self.loading or self._restoring or self._restored or self._is_new or self._must_forget or self._drops
         return self.index.is_idle and not waits
 
     def wake(self) -> None:
@@ -414,11 +409,11 @@ class Tiering:
     def check(self, in_flight: Sequence[Transfers | None]) -> None:
         """Assert every invariant; `in_flight` are the transfers of the steps that have no result yet."""
         pins = [slot for slots in self._pins.values() for slot in slots]
-        assert self._num_pins == len(pins) + sum(len(loading.wanted) for loading in self._loading.values())
+        assert self._num_pins == len(pins) + sum(len(loading.wanted) for loading in self.loading.values())
         pins += [slot for pairs in self._restoring.values() for slot, _ in pairs]
         pins += [slot for transfers in in_flight if transfers for slot, _ in transfers.restores]
         self.index.check(pins)
-        for request, loading in self._loading.items():
+        for request, loading in self.loading.items():
             assert request.slot < 0 and not request.finished
             for ticket in loading.wanted:
                 assert ticket in self.index.reads and request in self._waiters[ticket]
