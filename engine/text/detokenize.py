@@ -60,11 +60,10 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
         self._plan = plan_of(tokenizer)
-        spell = _spell_bytes(tokenizer) if self._plan.byte_level else _spell_text(tokenizer, self._plan)
-        self._spell = spell
+        self._spell = _spell_bytes(tokenizer) if self._plan.byte_level else _spell_text(tokenizer, self._plan)
         self._nothing = b"" if self._plan.byte_level else None
         self._special_ids = special_ids
-        self._all = _Pieces(spell)
+        self._all = _Pieces(self._spell)
         self._showing = {frozenset[int](): self._visible(frozenset())}
 
     def stream(
