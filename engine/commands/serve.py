@@ -47,7 +47,10 @@ def options() -> list[Option]:
 
 
 def run(args: argparse.Namespace) -> int:
-    log_as_said(args.log_level)
+    try:
+        log_to_stderr(args.log_level)
+    except ValueError as error:  # of the environment's
+        raise ConfigError(str(error)) from None
     options = given_options(args, EngineOptions)
     if args.model and args.model_option:
         raise ConfigError(f"model: {args.model!r} and, as --model, {args.model_option!r} given; one is expected")
@@ -60,13 +63,6 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     return uvloop.run(_serve(files, engine, server, args))
-
-
-def log_as_said(levels: str | None) -> None:
-    try:
-        log_to_stderr(levels)
-    except ValueError as error:  # of the environment's
-        raise ConfigError(str(error)) from None
 
 
 def check(args: argparse.Namespace) -> None:
