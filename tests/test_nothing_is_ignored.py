@@ -232,7 +232,7 @@ def test_every_sampling_parameter_reaches_the_core_or_the_text() -> None:
 
     def sent(**given: Any) -> Any:
         params = SamplingParams(**{"seed": 1, **given})
-        return msgspec.to_builtins(submissions("r", b"\1\0\0\0", params, info, [3]))
+        return msgspec.to_builtins(submissions("r", b"\1\0\0\0", params, info, params.sampling([3])))
 
     for name, value in PARAMS.items():
         assert sent(**{name: value}) != sent(), name

@@ -1,7 +1,7 @@
 """From a user's request to the core's messages: what the server and the offline LLM check and build alike."""
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Literal, TypedDict, Unpack
 
@@ -87,21 +87,18 @@ def submissions(
     prompt: bytes,
     params: SamplingParams,
     info: ModelInfo,
-    eos_ids: Iterable[int],
-    *,
+    sampling: Sampling,
     kv_transfer: KvTransfer | None = None,
-    sampling: Sampling | None = None,
     **fields: Unpack[SubmitFields],
 ) -> list[Submit]:
     """One message per choice, named `request_id.index`. The choices find each other's prompt in the prefix cache.
-    `sampling`: what `params` come to, where that is known but for the seed."""
+    `sampling`: what `params` come to, but for the seed."""
     has_grammar = fields.get("grammar") is not None
     assert (params.structured_outputs is None) != has_grammar, "engine/front/grammar_check.py makes one of the other"
     peer = None if kv_transfer is None else peer_name(kv_transfer.peer)
     if kv_transfer is not None and peer not in info.stores:  # the operator alone says with whom this engine connects
         raise InvalidRequest("kv_transfer_params.peer", f"{kv_transfer.peer[:64]!r} is none of this engine's --kv-peer")
     room = info.max_model_len - len(prompt) // 4
-    sampling = sampling or params.sampling(eos_ids)
     return [
         Submit(
             f"{request_id}.{index}",
@@ -149,9 +146,9 @@ def begin_answer(
     if not isinstance(prompt, bytes):
         prompt = token_bytes(prompt, info.vocab_size)
     check_length(len(prompt) // 4, info, num_answered=int(fields.get("pooling") is None and params.max_tokens != 0))
-    known = None if like is None else like.messages[0].sampling
     eos_ids = () if tokenizer is None else tokenizer.eos_ids
-    messages = submissions(request_id, prompt, params, info, eos_ids, kv_transfer=kv_transfer, sampling=known, **fields)
+    sampling = params.sampling(eos_ids) if like is None else like.messages[0].sampling
+    messages = submissions(request_id, prompt, params, info, sampling, kv_transfer, **fields)
     stream: Callable[[], TextStream] | None = None
     if tokenizer is not None and params.detokenize:
         stream = partial(tokenizer.stream, params.skip_special_tokens, is_continuation, shown_ids)

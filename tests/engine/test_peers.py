@@ -184,7 +184,7 @@ def test_a_request_may_name_no_peer_but_those_of_the_operator() -> None:
 
         def make(peer: str) -> list[Submit]:
             info = b.executor.info
-            return submissions("r", b"\1\0\0\0", params, info, (), kv_transfer=KvTransfer(peer, 3.0))
+            return submissions("r", b"\1\0\0\0", params, info, params.sampling(()), KvTransfer(peer, 3.0))
 
         (message,) = make(known)
         assert (message.peer, message.peer_wait_s) == (f"peer {known}", 3.0)

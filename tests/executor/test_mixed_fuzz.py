@@ -235,7 +235,7 @@ def random_request(rng: random.Random, number: int, world: World) -> list[Asked]
         array("i", prompt).tobytes(),
         params,
         world.core.info,
-        world.tokenizer.eos_ids,
+        params.sampling(world.tokenizer.eos_ids),
         priority=rng.choice([0, 0, 1, -1]),
         cache_salt=rng.choice([None, None, "a"]),
         pooling=pooling,
