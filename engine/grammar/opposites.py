@@ -71,9 +71,8 @@ def _opposite_of(keyword: str, value: Any, depth: int) -> Any:
     if keyword in ("const", "enum"):
         return _other_than([value] if keyword == "const" else value)
     if keyword == "required" and isinstance(value, list):
-        return (
-            {"type": "object", "anyOf": [{"properties": {name: False}} for name in _names(value)]} if value else False
-        )
+        missing = [{"properties": {name: False}} for name in _names(value)]
+        return {"type": "object", "anyOf": missing} if missing else False
     if keyword == "properties" and isinstance(value, dict):
         found = {name: opposite(inner, depth) for name, inner in value.items()}
         if None in found.values():
@@ -98,9 +97,7 @@ def _other_than(values: Any) -> Any:
     truths = {value for value in values if isinstance(value, bool)}
     if any(value is not None and not isinstance(value, (str, bool)) for value in values):
         return None
-    held = {"string"} if texts else set()
-    held |= {"boolean"} if truths else set()
-    held |= {"null"} if None in values else set()
+    held = {_kind(value) for value in values}
     options: list[Any] = [{"type": [name for name in TYPES if name not in held]}]
     if len(truths) == 1:
         options.append({"const": not truths.pop()})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from penstock.engine.grammar.json_schema import lark_prepared, prepared
-from penstock.engine.grammar.opposites import words
+from penstock.engine.grammar.opposites import TYPES, words
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.tools.arguments import kinds, typed
 from penstock.engine.text.tools.formats import Format, Parameters, ToolSpec
@@ -145,13 +145,9 @@ class ParameterRules:
                 strings.append(self._patterns(branch) or ())
             for kind in sorted(types - {"string"}):
                 held = self._json({**branch, "type": kind} if len(types) > 1 else branch)
-                held = (
-                    f'({held} | "True" | "False")'
-                    if kind == "boolean" and self._is_loose and "string" not in wanted
-                    else held
-                )
-                is_apart = "string" not in wanted or self._parameters.before_text or _OF_OTHERS & branch.keys()
-                if is_apart or kind in excluded:
+                if kind == "boolean" and self._is_loose and "string" not in wanted:
+                    held = f'({held} | "True" | "False")'
+                if "string" not in wanted or self._parameters.before_text or _OF_OTHERS & branch.keys():
                     excluded.add(kind)
                 (ways if kind in excluded else like_text).append(self._before(False) + self._between(held))
         if () not in strings:  # else any text is allowed, and what could be read as one of these as well
@@ -166,9 +162,7 @@ class ParameterRules:
         return f"({' | '.join(dict.fromkeys(ways))})"
 
     def _before(self, is_text: bool) -> str:
-        before = (
-            self._parameters.before_text if is_text and self._parameters.before_text else self._parameters.before_value
-        )
+        before = (is_text and self._parameters.before_text) or self._parameters.before_value
         return self._fixed(before if not self._is_loose else before.rstrip("\n")) + " "
 
     def _between(self, value: str) -> str:
@@ -256,11 +250,8 @@ class ParameterRules:
         return self._array(branch) if given == "array" else self._object(branch)
 
     def _array(self, branch: Mapping[str, Any]) -> str:
-        item, low, high = (
-            self._rule(self._value(branch.get("items", True))),
-            branch.get("minItems", 0),
-            branch.get("maxItems"),
-        )
+        item = self._rule(self._value(branch.get("items", True)))
+        low, high = branch.get("minItems", 0), branch.get("maxItems")
         if high == 0:
             return f'"[" {self._gap}"]"'
         more = f"({self._comma()} {item}){{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
@@ -285,9 +276,7 @@ class ParameterRules:
         name = f"{self._prefix}any"
         if name not in self._known:
             self._known[name] = name
-            ways = [
-                self._literal({"type": kind}) for kind in ("string", "number", "boolean", "null", "array", "object")
-            ]
+            ways = [self._literal({"type": kind}) for kind in TYPES]
             self._lines.append(f"{name}: {' | '.join(ways)}")
         return name
 
@@ -299,9 +288,8 @@ class ParameterRules:
         if isinstance(value, list):
             return f"[{join.join(map(self._written, value))}]"
         if isinstance(value, dict):
-            return (
-                "{" + join.join(f"{self._written(name)}:{self._written(inner)}" for name, inner in value.items()) + "}"
-            )
+            members = join.join(f"{self._written(name)}:{self._written(inner)}" for name, inner in value.items())
+            return f"{{{members}}}"
         return str(value) if quote == '"' else json.dumps(value)
 
     # -- schemas ---------------------------------------------------------------------------------------------
