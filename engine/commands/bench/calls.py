@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from penstock.engine.commands.bench.datasets import PromptSource, Sample, load_samples
+from penstock.engine.commands.bench.datasets import load_samples
 from penstock.engine.commands.bench.http_client import Client, Target
 from penstock.engine.commands.bench.load import EncodedCall
 from penstock.engine.commands.bench.structured import response_formats
-from penstock.engine.commands.bench.synthetic import estimated_tokens, token_counter
+from penstock.engine.commands.bench.synthetic import PromptSource, Sample, estimated_tokens, token_counter
 from penstock.engine.config import ConfigError, chosen
 from penstock.engine.options import Count, flag
 

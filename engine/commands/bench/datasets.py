@@ -18,8 +18,6 @@ from penstock.engine.commands.bench.synthetic import PromptSource, Sample, prefi
 from penstock.engine.config import chosen
 from penstock.engine.options import Count, flag
 
-__all__ = ["DATASETS", "DatasetOptions", "PromptSource", "Sample", "load_samples"]
-
 DATASETS: dict[str, Callable[[argparse.Namespace, int, PromptSource], list[Sample]]] = {
     "random": random_samples,
     "prefix_repetition": prefix_repetition_samples,

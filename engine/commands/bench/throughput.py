@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.commands.bench.datasets import DatasetOptions, PromptSource, Sample, load_samples
+from penstock.engine.commands.bench.datasets import DatasetOptions, load_samples
 from penstock.engine.commands.bench.report import write_json
-from penstock.engine.commands.bench.synthetic import token_counter
+from penstock.engine.commands.bench.synthetic import PromptSource, Sample, token_counter
 from penstock.engine.config import EngineOptions, add_engine_options
 from penstock.engine.options import Count, add_options, flag, given_options
 
