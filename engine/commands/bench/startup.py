@@ -118,7 +118,8 @@ def measure(
             return Startup(api_s, time.perf_counter() - started)
         except StartupError as error:
             log.seek(0)
-            raise StartupError(f"{error}\n{_tail(log.read())}") from None
+            last_lines = log.read().decode(errors="replace").splitlines()[-20:]
+            raise StartupError("\n".join([str(error), *last_lines])) from None
         finally:
             stop(server)
 
@@ -167,10 +168,6 @@ def free_port() -> int:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
         return port
-
-
-def _tail(log: bytes) -> str:
-    return "\n".join(log.decode(errors="replace").splitlines()[-20:])
 
 
 def _summary(name: str, values: list[float]) -> dict[str, Any]:
