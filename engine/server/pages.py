@@ -77,7 +77,10 @@ def docs(document: dict[str, Any]) -> str:
             if "requestBody" in operation:
                 reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
                 parts.append(_fields(schemas[reference.rpartition("/")[2]]))
-    return _html("Penstock API", "".join(parts))
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Penstock API</title>'
+        f"<style>{_STYLE}</style><body>{''.join(parts)}</body></html>"
+    )
 
 
 def _content(kind: type[msgspec.Struct], media_type: str = "application/json") -> dict[str, Any]:
@@ -105,10 +108,3 @@ def _type(field: dict[str, Any]) -> str:
     if field.get("type") == "array":
         return f"list of {_type(field.get('items', {}))}"
     return str(field.get("type", "any"))
-
-
-def _html(title: str, body: str) -> str:
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style><body>{body}</body></html>"
-    )

@@ -22,10 +22,6 @@ COMMON = (
     "answer.js",
     "chat.js",
 )
-SCRIPTS: dict[Kind, tuple[str, ...]] = {
-    "live": (*COMMON, "live.js", "start.js"),
-    "fleet": (*COMMON, "fleet.js", "start.js"),
-}
 NAMES: dict[Kind, tuple[str, str]] = {"live": ("Live", "chat"), "fleet": ("Fleet", "watch")}  # and what is shown first
 
 
@@ -37,7 +33,7 @@ class Page(NamedTuple):
 def document(kind: Kind) -> Page:
     """The page of a server (`live`) or of a router (`fleet`)."""
     style = _read("page.css")
-    script = "\n".join(map(_read, SCRIPTS[kind]))
+    script = "\n".join(map(_read, (*COMMON, f"{kind}.js", "start.js")))
     assert "</" not in style and "</script" not in script  # either would end its element
     name, first = NAMES[kind]
     html = _read("shell.html")
