@@ -117,10 +117,8 @@ class Choice:
     def _text(self, stream: TextStream, output: Output) -> tuple[str, int]:
         """The new text, and how many of the output's tokens it took: those behind a stop string are dropped."""
         # The token that ended the sequence is listed among the tokens, but it is no text.
-        is_silent = (
-            output.stop_token is not None and not self._include_stop and output.tokens[-1:] == [output.stop_token]
-        )
-        spoken = output.tokens[:-1] if is_silent else output.tokens
+        is_stopped = output.stop_token is not None and output.tokens[-1:] == [output.stop_token]
+        spoken = output.tokens[:-1] if is_stopped and not self._include_stop else output.tokens
         if self._stops is None:
             text = stream.push(spoken)
             return (text if output.finish_reason is None else text + stream.flush()), len(output.tokens)

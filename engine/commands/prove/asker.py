@@ -117,9 +117,8 @@ class Asker:
         own: Connection | None = None
         try:
             if leaves_s is not None or reads != "at once":
-                own = await self.client.connect(
-                    READERS[reads]
-                )  # not within the time: what a cancelled connect has made is lost
+                # Not within the time: what a cancelled connect has made is lost.
+                own = await self.client.connect(READERS[reads])
             async with leaving, patience:
                 patience.reschedule(loop.time() + self.timeout_s)
                 leaving.reschedule(min(self.until_s, math.inf if leaves_s is None else loop.time() + leaves_s))

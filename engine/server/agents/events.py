@@ -33,9 +33,8 @@ class EventQueue:
 
     def add(self, kind: str, **fields: Any) -> None:
         if self._is_stream:
-            self._waiting.append(
-                b"event: %b\ndata: %b\n\n" % (kind.encode(), _ENCODER.encode({"type": kind, **fields}))
-            )
+            data = _ENCODER.encode({"type": kind, **fields})
+            self._waiting.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
 
     def taken(self) -> bytes:
         waiting, self._waiting = self._waiting, []

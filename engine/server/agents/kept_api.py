@@ -181,10 +181,6 @@ def _query(call: Call, **known: tuple[str, ...] | None) -> dict[str, str]:
     for name, values in given.items():
         allowed = known.get(name.removesuffix("[]"), ())
         if allowed is not None and values[-1] not in allowed:
-            what = (
-                f"{clip(values[-1])!r} is not served; {' or '.join(allowed)} is"
-                if allowed
-                else "there is no such field"
-            )
-            raise InvalidRequest(clip(name), what)
+            served = f"{clip(values[-1])!r} is not served; {' or '.join(allowed)} is"
+            raise InvalidRequest(clip(name), served if allowed else "there is no such field")
     return {name: values[-1] for name, values in given.items()}

@@ -5,7 +5,7 @@ Blanks next to the marks of reasoning are dropped; the result does not depend on
 
 from penstock.engine.text.tools.formats import Calls
 from penstock.engine.text.tools.reader import MAX_CALLS, CallReader, Content, Piece, Reasoning
-from penstock.engine.text.tools.scan import Wait
+from penstock.engine.text.tools.scan import Wait, num_held
 from penstock.engine.text.tools.thinking import Thinking
 
 
@@ -71,8 +71,7 @@ class AnswerReader:
                 self._text = "".join(self._blanks) + body
                 return
         while (end := self._text.find(closing)) < 0:
-            num_held = next((n for n in range(len(closing) - 1, 0, -1) if self._text.endswith(closing[:n])), 0)
-            end = len(self._text) - num_held
+            end = len(self._text) - num_held(self._text, 0, (closing,))
             self._reason(self._text[:end])
             self._text = self._text[end:]
             yield
