@@ -275,12 +275,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, m
         )
 
 
-def _integer(field: str, value: int, low: int, high: int | None) -> None:
+def _integer(field: str, value: int, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidRequest(field, f"{type(value).__name__} given; an integer is expected")
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidRequest(field, f"{_short(value)} is out of range; it must be {limit}")
+    if not low <= value <= high:
+        raise InvalidRequest(field, f"{_short(value)} is out of range; it must be from {low} to {high}")
 
 
 def _number(field: str, value: float, low: float, high: float, open_low: bool = False) -> None:
