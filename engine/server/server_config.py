@@ -42,10 +42,7 @@ class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _lora_module(text: str) -> LoraModule:
     """`name=path`, or a JSON object."""
     if text.startswith("{"):
-        try:
-            return msgspec.json.decode(text, type=LoraModule)
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"{text!r}: {error}") from None
+        return converted(json_object(text), LoraModule)
     name, _, path = text.partition("=")
     if not name or not path:
         raise ValueError(f"{text!r} given; it is written like NAME=FOLDER")
