@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
-from penstock.engine.http.telemetry import TELEMETRY, AccessForm, Telemetry
+from penstock.engine.http.telemetry import AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
 from penstock.engine.options import Count, Delay, Port, Seconds, Share, check, flag
 from penstock.router.backend import SECRET, Backend, RouteError, canonical_url
@@ -86,7 +86,7 @@ class RouterConfig:
     )
     quotas: str | None = flag("requests and tokens a minute of each client's key", "FILE")
     access_log: AccessForm = flag("a line of the log for each request (default: %(default)s)", default="off")
-    telemetry: Telemetry = TELEMETRY
+    telemetry: Telemetry = Telemetry()
     limits: Limits = Limits()
     patience: Patience = Patience()
 

@@ -39,9 +39,6 @@ class Telemetry:
     )
 
 
-TELEMETRY = Telemetry()
-
-
 class Collector:
     """Where spans go, and as whose."""
 

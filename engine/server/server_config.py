@@ -11,7 +11,7 @@ from msgspec import Meta
 from penstock.engine.front.submit import Pooling
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
-from penstock.engine.http.telemetry import TELEMETRY, AccessForm, Telemetry
+from penstock.engine.http.telemetry import AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
 from penstock.engine.options import Count, Delay, Port, Seconds, check, converted, flag, json_object, size_bytes
 from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
@@ -61,9 +61,6 @@ class Keeping:
     )
     max_responses: Count = flag("how many are kept (default: %(default)s)", "N", default=10_000)
     response_age_s: Seconds = flag("how long one is kept unused (default: 30 days)", "S", default=30 * 86400.0)
-
-
-KEEPING = Keeping()
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,9 +132,9 @@ class ServerConfig:
         read=lambda text: converted(json_object(text), KvEventsConfig),
     )
     access_log: AccessForm = flag("a line of the log for each request (default: %(default)s)", default="text")
-    telemetry: Telemetry = TELEMETRY
+    telemetry: Telemetry = Telemetry()
     limits: Limits = Limits()
-    keeping: Keeping = KEEPING
+    keeping: Keeping = Keeping()
     lora_modules: tuple[LoraModule, ...] = flag(
         "adapters to load at the start, as PEFT saves them; with --enable-lora",
         "NAME=FOLDER",
