@@ -88,17 +88,13 @@ class Option(NamedTuple):
         return (self.name, *(word[2:].replace("-", "_") for word in self.words[1:] if word.startswith("--")))
 
     @property
-    def is_switch(self) -> bool:
-        return self.kind is bool
-
-    @property
     def is_list(self) -> bool:
         return get_origin(self.kind) is tuple
 
     def settings(self) -> dict[str, Any]:
         """Of `add_argument`."""
         flag, kind = self.flag, self.kind
-        if self.is_switch:
+        if kind is bool:
             return {"action": argparse.BooleanOptionalAction if flag.has_off else "store_true"}
         if choices := flag.choices or (get_args(kind) if get_origin(kind) is Literal else ()):
             return {"choices": choices, "type": flag.read}

@@ -200,7 +200,7 @@ class CommandTable:
         if option is None:
             known = [each for each in self._options if each not in self._kept]
             raise _unknown(name, [f"{self._name}.{each}" for each in (*known, *self._others)])
-        if option.is_switch:
+        if option.kind is bool:
             if not _field(name, value, bool) and not option.flag.has_off:
                 raise DeployError(f"{name}: false given; leave the key out, it is off unless it is true")
             return [f"--{key}" if value else f"--no-{key}"]
