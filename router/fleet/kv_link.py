@@ -42,7 +42,8 @@ class KvLinks:
         old = self._tasks.pop(replica.url, None)
         if old is not None:
             old.cancel()
-        task = self._tasks[replica.url] = asyncio.get_running_loop().create_task(self._watch(replica))
+        watching = self._watch_stream(replica) if replica.backend.events is None else self._watch_engine(replica)
+        task = self._tasks[replica.url] = asyncio.get_running_loop().create_task(watching)
         task.add_done_callback(partial(self._watched, replica.url))
 
     def _watched(self, url: str, task: asyncio.Task[None]) -> None:
@@ -55,12 +56,6 @@ class KvLinks:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._context.destroy(0)
-
-    async def _watch(self, replica: Replica) -> None:
-        if replica.backend.events is None:
-            await self._watch_stream(replica)
-        else:
-            await self._watch_engine(replica)
 
     async def _watch_engine(self, replica: Replica) -> None:
         """Until its blocks turn out to have another size: then it is a replica of another kind, and listened to anew."""

@@ -106,7 +106,7 @@ class EngineBlocks:
         # Engines keep equal blocks twice where two requests computed them at once, and say so of each.
         self._again: Counter[tuple[str, Hash]] = Counter()
         self._group: int | None = None  # of layers; where there are several, one that needs every block speaks for all
-        self._seq = 0
+        self.seq = 0  # of the last frame of changes
 
     # -- frames --------------------------------------------------------------------------------------------
 
@@ -128,25 +128,21 @@ class EngineBlocks:
         """All that is known to be there, in place of what the placement has."""
         yield Hello(self._engine, "sha256", self._fingerprint, self.block_size, 0)
         runs = {tier: b"".join([self._keys[name][:KEY_BYTES] for name in held]) for tier, held in self._held.items()}
-        yield from snapshot(self._seq, runs)
+        yield from snapshot(self.seq, runs)
 
     def missed(self) -> None:
         """Batches are lost for good: the next frame's number shows it."""
-        self._seq += 1
-
-    @property
-    def seq(self) -> int:
-        return self._seq
+        self.seq += 1
 
     @property
     def num_blocks(self) -> int:
         return len(self._keys)
 
     def _changes(self, tier: str, changes: dict[bytes, bool], is_cleared: bool) -> Changes:
-        self._seq += 1
+        self.seq += 1
         stored = b"".join([key for key, is_there in changes.items() if is_there])
         removed = b"".join([key for key, is_there in changes.items() if not is_there])
-        return Changes(self._seq, tier, stored, removed, is_cleared)
+        return Changes(self.seq, tier, stored, removed, is_cleared)
 
     # -- events --------------------------------------------------------------------------------------------
 
