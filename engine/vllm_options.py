@@ -199,7 +199,6 @@ SHORT = {
     "data_parallel_hybrid_lb": "-dph", "data_parallel_external_lb": "-dpe", "data_parallel_multi_port_external_lb": "-dpm",
 }  # fmt: skip
 
-
 # Methods of vLLM's LLM, and keywords of them, and what to use here.
 METHODS = {
     "beam_search": "beam search is not served; sample n choices and compare their cumulative_logprob",

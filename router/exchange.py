@@ -46,7 +46,6 @@ STALLED_S = 10.0  # how long a stream may stand still when its replica is down
 BUSY = frozenset({429, 503})  # answers that another replica may better
 CLIENT_CLOSED = 499  # never sent: the status in the log and in spans when the client had left
 
-
 _CACHED = re.compile(rb'"cached_tokens": ?(\d{1,9})\b')
 
 

@@ -42,8 +42,6 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 PREFIX = "penstock:router_"
 SEPARATOR = "\x1f"  # between a counter's name and its labels in a report
-
-
 KEPT = ("/v1/responses/", "/v1/conversations/")  # before an id: what replicas keep, and find where they share a store
 
 

@@ -21,9 +21,8 @@ MAX_HEAD_BYTES = 64 * 1024
 IDLE_S = 30.0  # a kept connection; engines close theirs after 75 s
 MAX_IDLE = 256
 HIGH_WATER_BYTES = 1 << 20  # a body not yet written to a replica
-_OUR_OWN = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
-)  # say nothing of it
+# They say nothing of the replica.
+_OUR_OWN = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 
 
 class ConnectFailed(Exception):

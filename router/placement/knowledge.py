@@ -22,8 +22,6 @@ I32S = ffi.typeof("int32_t[]")
 SHRINK, GROW = 0.7, 1.05  # of the cache that a guess reckons with, for an answer that says how much was cached
 LEAST_BLOCKS = 16
 EMPTY = 0  # a slot that never holds anything
-
-
 # What goes wrong in event streams; the last are keys beyond a replica's limit.
 STREAM_COUNTS = ("event_gaps_total", "event_repeats_total", "event_stalls_total", "keys_refused_total")
 

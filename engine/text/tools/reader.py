@@ -27,8 +27,6 @@ from penstock.engine.text.tools.scan import (
 
 MAX_CALLS = 128  # in one answer; what comes on top is text
 MAX_FALSE = 64  # beginnings that turned out to be no calls; an answer with more of them is text from there on
-
-
 CONTEXT = 2  # characters of what has been read that say whether a paragraph begins
 
 
@@ -69,9 +67,8 @@ class CallReader:
         self._functions = functions
         self._is_certain = is_certain
         self._max_calls = max_calls
-        self._bare = (
-            "" if not form.is_bare else "[" if form.is_framed else "{["
-        )  # what a call without a mark begins with
+        # What a call without a mark begins with.
+        self._bare = "" if not form.is_bare else "[" if form.is_framed else "{["
         openings = [*map(re.escape, form.marks), *([rf"(?<=\n\n)(?=[{re.escape(self._bare)}])"] if self._bare else [])]
         self._opening = re.compile("|".join(openings))
         self._source = Incoming()
