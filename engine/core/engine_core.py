@@ -98,15 +98,19 @@ class EngineCore:
 
     def _drop_adapters(self) -> None:
         left = {key for key, count in self._adapters.items() if not count}
-        for key in left - {request.message.adapter for request in self.scheduler.requests.values()} if left else ():
+        if left:
+            left -= {request.message.adapter for request in self.scheduler.requests.values()} | self.rest.late_adapters
+        for key in left:
             del self._adapters[key]
             self.executor.unload_adapter(key)
 
     def submit(self, message: Submit) -> Output | None:
-        if self.rest.hold_back(message):
-            return None
         if message.adapter is not None and not self._adapters[message.adapter]:
             return refusal(message, "adapter: it is not loaded")
+        return None if self.rest.hold_back(message) else self.begin(message)
+
+    def begin(self, message: Submit) -> Output | None:
+        """What was taken; its adapter may have been unloaded since."""
         if message.grammar is None:
             return self.scheduler.submit(message)
         if self._constraints is None:

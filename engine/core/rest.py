@@ -74,7 +74,11 @@ class Rest:
 
     def _submit_late(self) -> list[Output]:
         late, self._late = self._late, {}
-        return [*filter(None, map(self._core.submit, late.values()))]
+        return [*filter(None, map(self._core.begin, late.values()))]
+
+    @property
+    def late_adapters(self) -> set[str | None]:
+        return {message.adapter for message in self._late.values()}
 
     def hold_back(self, message: Submit) -> bool:
         """Whether it comes while a pause waits for others."""

@@ -115,6 +115,8 @@ class AdapterStore:
             folder = PeftFolder(Path(path), self._config.max_lora_rank)
             products = self._read(folder)
             key = folder.digest()
+        except OSError as error:
+            raise AdapterError(f"{path}: {error.strerror or error}") from None
         except ExecutorError as error:
             raise AdapterError(str(error)) from None
         if key in self._held:

@@ -143,6 +143,33 @@ def test_an_adapter_that_is_unloaded_goes_with_the_last_request_that_has_it(tmp_
     assert key not in rig.executor._adapters
 
 
+def test_requests_that_wait_for_the_end_of_a_pause_keep_their_adapter(tmp_path: Path) -> None:
+    rig = Rig()
+    key = rig.core.load_adapter(folder_of(tmp_path, "a")).key
+    rig.submit("alone", key)
+    rig.run()
+    rig.submit("long", None, max_tokens=30)
+    rig.core.rest.pause("wait")
+    rig.submit("late", key)
+    rig.core.unload_adapter(key)
+    rig.submit("later", key)
+    assert rig.outputs["later"][0].error == "adapter: it is not loaded" and not rig.outputs["late"]
+    rig.run()
+    rig.core.rest.look()
+    assert key in rig.executor._adapters and rig.core.rest.is_paused
+    rig.core.rest.resume()
+    rig.run()
+    assert rig.tokens("late") == rig.tokens("alone") and key not in rig.executor._adapters
+    rig.core.load_adapter(folder_of(tmp_path, "a"))  # one that waits may also leave
+    rig.submit("long again", None, max_tokens=30)
+    rig.core.rest.pause("wait")
+    rig.submit("left", key)
+    rig.core.unload_adapter(key)
+    rig.core.abort("left")
+    rig.run()
+    assert key not in rig.executor._adapters
+
+
 def test_an_adapter_that_was_loaded_twice_is_unloaded_twice(tmp_path: Path) -> None:
     rig = Rig()
     key = rig.core.load_adapter(folder_of(tmp_path, "a")).key

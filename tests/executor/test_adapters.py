@@ -231,6 +231,23 @@ def test_a_folder_that_lies_is_refused_by_name_and_nothing_changes(
     assert store._held == before
 
 
+def test_a_path_that_the_system_refuses_is_refused_by_name(
+    loaded: UniprocExecutor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(AdapterError, match="/xxx.*: File name too long"):
+        loaded.load_adapter("/tmp/" + "x" * 300)
+    with pytest.raises(AdapterError, match="null byte"):
+        loaded.load_adapter("/tmp/\0")
+    path = Adapter("llama", tmp_path, 3).path
+
+    def is_file(_path: Path) -> bool:  # root may enter any folder
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    with pytest.raises(AdapterError, match=f"{path}: Permission denied"):
+        loaded.load_adapter(str(path))
+
+
 def test_a_rank_above_the_limit_is_refused(loaded: UniprocExecutor, tmp_path: Path) -> None:
     path = Adapter("llama", tmp_path, 1, rank=17).path
     with pytest.raises(AdapterError, match="has rank 17; max_lora_rank is 16"):
