@@ -6,8 +6,9 @@ of a core is refused: its thread goes on to the end that llguidance's own limits
 
 import asyncio
 import contextlib
-from collections.abc import Collection
+from collections.abc import Mapping
 from concurrent.futures import Future
+from types import MappingProxyType
 
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused, Job, Work
 from penstock.engine.grammar.matcher import Matcher
@@ -19,10 +20,10 @@ LOOK_S = 0.05  # at least so long between two looks at what was spent
 
 
 class GrammarCheck:
-    """`special_tokens`: the texts of the tokenizer's. Raises InvalidRequest naming `field`, or the field of `wanted`."""
+    """`special_ids`: of the tokenizer's special tokens, by their texts. Raises InvalidRequest naming `field`, or the field of `wanted`."""
 
-    def __init__(self, compiler: Compiler, special_tokens: Collection[str] = ()) -> None:
-        self._compiler, self._special_tokens = compiler, special_tokens
+    def __init__(self, compiler: Compiler, special_ids: Mapping[str, int] = MappingProxyType({})) -> None:
+        self._compiler, self._special_ids = compiler, special_ids
 
     def now(self, wanted: StructuredOutputs, field: str | None = None) -> str:
         """The grammar's text, for the core; waits until it is compiled."""
@@ -57,7 +58,7 @@ class GrammarCheck:
         # Read when it is asked for: the readers of schemas are a thousand lines that most processes never need.
         from penstock.engine.grammar.source import grammar_source
 
-        return grammar_source(wanted, self._special_tokens, field)
+        return grammar_source(wanted, self._special_ids, field)
 
     def warm(self) -> None:
         self._compiler.warm()

@@ -5,7 +5,8 @@ model can write blanks until its tokens are used up, and nothing that it wrote i
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -29,9 +30,11 @@ class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: str = "structural_tag"
 
 
-def grammar_source(wanted: StructuredOutputs, special_tokens: Collection[str] = (), field: str | None = None) -> str:
-    """The grammar's text. `special_tokens` are those of the tokenizer, for tags that begin with one; `field` is what
-    the user called the value, if not by its name in `wanted`."""
+def grammar_source(
+    wanted: StructuredOutputs, special_ids: Mapping[str, int] = MappingProxyType({}), field: str | None = None
+) -> str:
+    """The grammar's text. `special_ids` are those of the tokenizer's special tokens, for tags that begin with one;
+    `field` is what the user called the value, if not by its name in `wanted`."""
     wanted.check(field)
     kind, field = wanted.kind, field or wanted.field
     value = getattr(wanted, kind)
@@ -47,7 +50,7 @@ def grammar_source(wanted: StructuredOutputs, special_tokens: Collection[str] = 
         if "::=" in value:
             raise InvalidRequest(field, "this looks like GBNF or EBNF; a Lark grammar with a rule 'start' is expected")
         return LLMatcher.grammar_from_lark(value)
-    return LLMatcher.grammar_from_lark(_tags(parsed(value, field), special_tokens, field, wanted.coerce_one_of))
+    return LLMatcher.grammar_from_lark(_tags(parsed(value, field), special_ids, field, wanted.coerce_one_of))
 
 
 def json_source(schema: str | dict[str, Any] | bool, field: str, coerce_one_of: bool = False) -> str:
@@ -80,7 +83,7 @@ def parsed(value: str | dict[str, Any] | bool, field: str) -> Any:
     return found
 
 
-def _tags(value: Any, special_tokens: Collection[str], field: str, coerce_one_of: bool = False) -> str:
+def _tags(value: Any, special_ids: Mapping[str, int], field: str, coerce_one_of: bool = False) -> str:
     """Lark for a structural tag: free text in which certain beginnings start a constrained piece, up to its end.
 
         {"structures": [{"begin": "<f=", "schema": {…}, "end": ">"}], "triggers": ["<f"]}
@@ -105,9 +108,8 @@ def _tags(value: Any, special_tokens: Collection[str], field: str, coerce_one_of
     for name, (trigger, pieces) in zip(names, by_trigger.items(), strict=True):
         pieces = [f"{name}_{number}: {piece}" for number, piece in enumerate(pieces)]
         choice = "(" + " | ".join(f"{name}_{number}" for number in range(len(pieces))) + ")"
-        if trigger in special_tokens:  # which Lark writes between angle brackets
-            token = trigger if trigger.startswith("<") and trigger.endswith(">") else f"<{trigger}>"
-            rules += [f"{name}: TEXT {token} {choice}", *pieces]
+        if trigger in special_ids:
+            rules += [f"{name}: TEXT <[{special_ids[trigger]}]> {choice}", *pieces]
         else:  # lazy: the text ends at the first place where the trigger stands
             rules += [f"{name}: {name}_text {choice}", f"{name}_text[lazy]: TEXT {json.dumps(trigger)}", *pieces]
     return "\n".join(rules)

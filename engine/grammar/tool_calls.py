@@ -60,7 +60,7 @@ def grammar(
     lead = rules.thinking(thinking) if thinking is not None else ""
     parts = []
     if answer is not None:
-        parts.append(rules.answer(answer))
+        parts.append(rules.answer(answer, thinking))
     if calls is not None:
         parts.append(rules.calls(calls) if calls.must or answer is not None else rules.maybe_calls(calls, thinking))
     rules.lines.insert(0, f"start: {lead}({' | '.join(parts)})")
@@ -88,7 +88,7 @@ class Rules:
             return f"({opening})? thoughts BLANK "
         return "thoughts BLANK " if thinking.is_open else f"({opening} thoughts)? BLANK "
 
-    def answer(self, wanted: StructuredOutputs) -> str:
+    def answer(self, wanted: StructuredOutputs, thinking: Thinking | None = None) -> str:
         kind = wanted.kind
         value = getattr(wanted, kind)
         if kind in ("json", "json_object"):
@@ -97,6 +97,8 @@ class Rules:
             body = lark_json(schema, field, coerce_one_of=coerce_one_of, whitespace_pattern=WHITESPACE)
         elif kind == "regex":
             body = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value) + "/"
+            if thinking is not None and not (thinking.is_open or thinking.marks.is_implied):
+                body += f" & ~/(?s:{_BLANK}{re.escape(thinking.marks.open)}.*)/"  # that is reasoning, and no answer
         elif kind == "choice":
             body = " | ".join(json.dumps(text) for text in dict.fromkeys(value))
         elif kind == "grammar":

@@ -6,6 +6,7 @@ import msgspec
 
 from penstock.engine.http.errors import HttpError, error_body
 from penstock.engine.server.agents.events import EventQueue, Kind
+from penstock.engine.server.agents.items import is_object
 from penstock.engine.server.call import Call
 from penstock.engine.server.responses import ChatFinish, ChatLogprobs, ToolCallDelta
 
@@ -33,6 +34,7 @@ class BlockWriter:
         self.events = EventQueue(is_stream)
         self._call = call
         self._kind: Kind | None = None  # of the last block, while it grows
+        self._index = -1  # its, in the stream, which also has calls that are cut off
         self._text: list[str] = []
 
     def begin(self) -> None:
@@ -52,7 +54,8 @@ class BlockWriter:
         else:
             block = {"type": FIELDS[kind], FIELDS[kind]: "", **({"signature": ""} if kind == "reasoning" else {})}
         self.reply.content.append(block)
-        self.events.add("content_block_start", index=len(self.reply.content) - 1, content_block=block)
+        self._index += 1
+        self.events.add("content_block_start", index=self._index, content_block=block)
 
     def grow(self, text: str) -> None:
         self._text.append(text)
@@ -84,18 +87,17 @@ class BlockWriter:
         if self._kind == "reasoning":
             block["signature"] = UNSIGNED
             self._delta("signature_delta", signature=UNSIGNED)
-        self.events.add("content_block_stop", index=len(self.reply.content) - 1)
+        self.events.add("content_block_stop", index=self._index)
         if self._kind != "call":
             block[FIELDS[self._kind]] = text
+        elif is_object(text):
+            block["input"] = msgspec.Raw((text or "{}").encode())  # as it is: a number may be beyond a float
         else:
-            try:
-                block["input"] = msgspec.json.decode(text or "{}", type=dict[str, Any])
-            except msgspec.MsgspecError:
-                self.reply.content.pop()
+            self.reply.content.pop()
         self._kind = None
 
     def _delta(self, kind: str, **fields: str) -> None:
-        self.events.add("content_block_delta", index=len(self.reply.content) - 1, delta={"type": kind, **fields})
+        self.events.add("content_block_delta", index=self._index, delta={"type": kind, **fields})
 
     def _usage(self) -> dict[str, int]:
         cached = self._call.num_cached_tokens

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.agents.events import EventQueue, Kind
-from penstock.engine.server.agents.items import PREFIXES
+from penstock.engine.server.agents.items import PREFIXES, is_object
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
 from penstock.engine.server.responses import ChatFinish, ChatLogprobs, ToolCallDelta
@@ -133,6 +133,7 @@ class ItemWriter:
         item["status"] = status
         if self._kind == "call":
             item["arguments"] = text
+            item["status"] = status if is_object(text) else "incomplete"
             self._about(f"response.{what}.done", arguments=text, name=item["name"])
         else:
             self._place()  # with the log-probabilities that came without a text

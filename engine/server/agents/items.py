@@ -1,6 +1,7 @@
 """From items, and from what else agents' APIs call a conversation, to the messages of a chat; and back to the client's own
 names where something in them is refused."""
 
+import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,6 +91,8 @@ def to_messages(items: Sequence[tuple[str, Item]], instructions: str | None) -> 
         if isinstance(item, MessageItem):
             chat.say(place, item.role, chat_text(item.content))
         elif isinstance(item, CallItem):
+            if item.status == "incomplete":
+                continue  # its arguments were cut off
             chat.call(place, item.call_id, item.name, item.arguments)
         elif isinstance(item, ResultItem):
             chat.add(place, "tool", tool_call_id=item.call_id, content=chat_text(item.output))
@@ -102,6 +105,14 @@ def chat_text(content: str | list[TextPart]) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": part.text or part.refusal} for part in content]
+
+
+def is_object(text: str) -> bool:
+    """Whether a call's arguments are whole."""
+    try:
+        return isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def of_kind(value: object, kind: Any, field: str) -> Any:

@@ -119,6 +119,8 @@ async def _past(service: Service, call: Call, request: ItemsRequest) -> list[Ite
         kept = await service.store.get(tenant_of(call), at) if len(turns) < MAX_CHAIN else None
         if kept is None:
             raise not_kept("conversation", at) if before is None else not_kept("previous_response_id", at, 400)
+        if before is not None and (within := (kept["shown"].get("conversation") or {}).get("id")) is not None:
+            raise InvalidRequest("previous_response_id", f"it belongs to a conversation; give conversation: {within!r}")
         turns.append(kept["items"])
         at = kept.get("previous")
     return [item for turn in reversed(turns) for item in turn]

@@ -1,6 +1,7 @@
 """What is asked of responses and conversations that are kept: GET, DELETE and the rest, over item_store.py."""
 
 import asyncio
+import re
 import secrets
 import time
 from typing import Any
@@ -33,6 +34,8 @@ async def get(service: Service, call: Call, _body: bytes) -> dict[str, Any]:
 async def delete(service: Service, call: Call, _body: bytes) -> dict[str, Any]:
     """Forget it; of a response also what came after it cannot be gone on with."""
     field, kept_id = _id(call)
+    if _running(service, call) is not None:
+        raise HttpError(409, f"{field}: {kept_id!r} runs; cancel it first", param=field)
     if not await service.store.delete(tenant_of(call), kept_id):
         raise not_kept(field, kept_id)
     return {"id": kept_id, "object": "response" if field == "response_id" else "conversation.deleted", "deleted": True}
@@ -153,7 +156,7 @@ def _page(call: Call, items: list[Item]) -> dict[str, Any]:
     """A page of them, the newest first unless asked otherwise."""
     asked = _query(call, order=("asc", "desc"), limit=None, after=None, include=None)
     limit = asked.get("limit", "20")
-    if not limit.isdigit() or not 1 <= int(limit) <= MAX_LISTED:
+    if re.fullmatch(r"[0-9]{1,4}", limit) is None or not 1 <= int(limit) <= MAX_LISTED:
         raise InvalidRequest("limit", f"{clip(limit)!r}; 1 to {MAX_LISTED} are allowed")
     ordered = items if asked.get("order") == "asc" else items[::-1]
     if "after" in asked:

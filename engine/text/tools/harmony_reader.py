@@ -63,7 +63,7 @@ class HarmonyReader:
         at = self._text.find(MESSAGE)
         head = self._text.lstrip()
         may_be = any(head.startswith(mark[: len(head)]) for mark in _HEADER_BEGINS)
-        if not may_be or (at < 0 and len(self._text) > MAX_FRAME_CHARS):
+        if not may_be or (len(self._text) if at < 0 else at) > MAX_FRAME_CHARS:
             self._is_header, self._channel = False, "final"
             self._text = self._text if not may_be else _TOKEN.sub("", self._text)
             return True

@@ -4,9 +4,12 @@ import json
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import MAX_GRAMMAR_DEPTH, InvalidRequest, StructuredOutputs
+from tests.support.fake_engine import byte_tokenizer
 from tests.support.grammar_rig import accepts, matcher
 
 PERSON = {
@@ -107,4 +110,16 @@ def test_a_trigger_that_is_a_special_token_is_that_token_and_not_its_letters() -
     tag = {"structures": [{"begin": "<|call|>f", "schema": {"type": "integer"}}], "triggers": ["<|call|>"]}
     wanted = StructuredOutputs(structural_tag=tag)
     assert '"<|call|>"' in grammar_source(wanted)
-    assert "TEXT <|call|> (tag_0_0)" in grammar_source(wanted, {"<|call|>"}).replace("\\", "")
+    assert "TEXT <[7]> (tag_0_0)" in grammar_source(wanted, {"<|call|>": 7}).replace("\\", "")
+
+
+@pytest.mark.parametrize("trigger", ["[TOOL_CALLS]", "<|x y|>", "<|call|>", "<call>"])
+def test_a_trigger_that_is_a_special_token_may_be_written_in_any_way(trigger: str) -> None:
+    tokenizer = byte_tokenizer(trigger)
+    tag = {"structures": [{"begin": f"{trigger}f", "schema": {"type": "integer"}, "end": ";"}], "triggers": [trigger]}
+    source = grammar_source(StructuredOutputs(structural_tag=tag), tokenizer.special_texts)
+    matcher = LLMatcher(GrammarVocabulary.of(tokenizer, tokenizer.vocab_size).backend, source)
+    for text, is_right in ((f"text {trigger}f12; more", True), (f"{trigger}g", False)):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.special_texts[trigger] in ids
+        assert (matcher.validate_tokens(ids) == len(ids)) == is_right

@@ -263,3 +263,38 @@ def test_an_empty_turn_at_the_end_begins_nothing(server: Running, content: Any) 
     last = {"role": "assistant", "content": content}
     assert server.http.post("/v1/messages", json=body | {"messages": [*HI, last]}).status_code == 200
     assert prompt_of(server) == without
+
+
+def test_a_number_beyond_a_float_does_not_lose_its_call(server: Running) -> None:
+    calls = [
+        f'<tool_call>\n{{"name": "weather", "arguments": {{"city": {each}}}}}\n</tool_call>' for each in ("1e999", 1)
+    ]
+    server.engine.reply = "\n".join(calls)
+    asked = {"tools": [{**TOOL, "input_schema": {"type": "object"}}]}
+    answer = post(server, **asked)
+    assert answer.text.count('"tool_use"') == 3 and '{"city": 1e999}' in answer.text  # the third is why it stopped
+    starts = [each for each in events(post(server, **asked, stream=True)) if each["type"] == "content_block_start"]
+    assert [each["index"] for each in starts] == [*range(len(starts))] and len(starts) >= 2
+
+
+def test_a_call_that_is_cut_off_keeps_its_place_in_the_stream(server: Running) -> None:
+    server.engine.reply = CALLED
+    found = events(post(server, tools=[TOOL], stop_sequences=["Ulm"], stream=True))
+    starts = [each["index"] for each in found if each["type"] == "content_block_start"]
+    stops = [each["index"] for each in found if each["type"] == "content_block_stop"]
+    assert starts == stops == [*range(len(starts))]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"type": "tool_use", "id": "t", "name": "weather", "input": {}},
+        {"type": "thinking", "thinking": "Hm.", "signature": "unsigned"},
+    ],
+)
+@pytest.mark.parametrize("before", [[], [{"type": "text", "text": "a"}]])
+def test_a_turn_that_goes_on_ends_with_a_text(
+    server: Running, last: dict[str, Any], before: list[dict[str, Any]]
+) -> None:
+    answer = post(server, tools=[TOOL], messages=[*HI, {"role": "assistant", "content": [*before, last]}])
+    assert answer.status_code == 400 and "messages[1].content: " in answer.json()["error"]["message"]

@@ -399,3 +399,48 @@ def test_the_tokens_of_long_reasoning_are_counted_aside(qwen: Running, monkeypat
         assert response.usage.output_tokens_details.reasoning_tokens == length + 2
     loop_thread = qwen.call(threading.get_ident)
     assert [thread == loop_thread for thread in threads] == [True, False]
+
+
+@pytest.mark.parametrize("cut", [{"max_output_tokens": 55}, {"stop": ["Ulm"]}])
+def test_a_call_that_was_cut_off_does_not_spoil_what_comes_after_it(qwen: Running, cut: dict[str, Any]) -> None:
+    qwen.engine.reply = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+    conversation = qwen.post("/v1/conversations", {}).json()["id"]
+    asked = {"model": MODEL, "input": "Ulm?", "tools": [TOOL]}
+    first = qwen.post("/v1/responses", {**asked, "tool_choice": "required", **cut}).json()
+    (call,) = first["output"]
+    assert (call["type"], call["status"]) == ("function_call", "incomplete") and "Ulm" not in call["arguments"]
+    qwen.post("/v1/responses", {**asked, "tool_choice": "required", "conversation": conversation, **cut})
+    qwen.engine.reply = "It rains."
+    for before in ({"previous_response_id": first["id"]}, {"conversation": conversation}):
+        answer = qwen.post("/v1/responses", {**asked, "input": "Go on.", **before})
+        assert answer.status_code == 200, answer.text
+        assert "Ulm?" in prompt_of(qwen) and '"arguments"' not in prompt_of(qwen).partition("Ulm?")[2]
+
+
+def test_a_response_of_a_conversation_is_gone_on_with_by_the_conversation(server: Running) -> None:
+    conversation = server.post("/v1/conversations", {}).json()["id"]
+    first = server.post("/v1/responses", {"model": MODEL, "input": "Hi", "conversation": conversation}).json()
+    answer = server.post("/v1/responses", {"model": MODEL, "input": "On", "previous_response_id": first["id"]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "previous_response_id")
+    assert conversation in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("limit", ["²", "9" * 5000, "0", "101", "x"])
+def test_a_limit_that_is_none_is_refused(server: Running, limit: str) -> None:
+    first = server.post("/v1/responses", {"model": MODEL, "input": "Hi"}).json()
+    answer = server.http.get(f"/v1/responses/{first['id']}/input_items", params={"limit": limit})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
+
+
+def test_what_runs_in_the_background_is_not_deleted_but_cancelled(server: Running) -> None:
+    server.engine.reply = None
+    asked = {"model": MODEL, "input": "Hi", "background": True, "max_output_tokens": 100_000}
+    server.engine.delay_s = 0.01
+    try:
+        first = server.post("/v1/responses", {**asked, "max_output_tokens": 900}).json()
+        answer = server.http.delete(f"/v1/responses/{first['id']}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (409, "response_id")
+        assert server.post(f"/v1/responses/{first['id']}/cancel", {}).json()["status"] == "cancelled"
+        assert server.http.delete(f"/v1/responses/{first['id']}").status_code == 200
+    finally:
+        server.engine.delay_s = 0.0
