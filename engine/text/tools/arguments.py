@@ -24,7 +24,7 @@ from penstock.engine.text.tools.scan import (
 )
 
 ALL = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
-MAX_KEY_CHARS = 256
+MAX_KEY_CHARS = 256  # so long a key is none
 _KEY = re.compile(rf'[^<>"\n]{{0,{MAX_KEY_CHARS}}}+')
 _WORD = re.compile(r"""[^\s,:=(){}\[\]<>'"\\]++""")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?")
@@ -175,9 +175,9 @@ class Tagged(PieceReader):
             return at, False
         place = expect(text, at, self._parameters.before_key.split())
         key = None if place is None else _KEY.match(text, place)
+        if key is not None and len(key[0]) == MAX_KEY_CHARS:
+            raise Malformed(at)
         if key is None or key.end() == len(text):
-            if key is not None and len(key[0]) == MAX_KEY_CHARS:
-                raise Malformed(at)
             return at, False
         properties, others = self._schema.get("properties"), self._schema.get("additionalProperties")
         schema = properties.get(key[0], others) if isinstance(properties, Mapping) else others

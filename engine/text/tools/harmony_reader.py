@@ -63,9 +63,11 @@ class HarmonyReader:
         at = self._text.find(MESSAGE)
         head = self._text.lstrip()
         may_be = any(head.startswith(mark[: len(head)]) for mark in _HEADER_BEGINS)
-        if not may_be or (len(self._text) if at < 0 else at) > MAX_FRAME_CHARS:
+        longest = MAX_FRAME_CHARS + len(MESSAGE)
+        if not may_be or at > MAX_FRAME_CHARS or (at < 0 and len(self._text) >= longest):
             self._is_header, self._channel = False, "final"
-            self._text = self._text if not may_be else _TOKEN.sub("", self._text)
+            if may_be:  # so far as it is the same however the text was cut
+                self._text = _TOKEN.sub("", self._text[:longest]) + self._text[longest:]
             return True
         if at < 0:
             return False

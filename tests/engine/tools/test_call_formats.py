@@ -425,3 +425,14 @@ def test_a_schema_that_leads_back_to_itself_on_two_ways_is_followed_once(name: s
     first = matcher(name, False, calls_for(name, must=True, tools=[ROUNDABOUT]))
     assert accepts(name, first, False, WRITERS[name]([("round", {"a": None})]))
     assert not accepts(name, first, False, WRITERS[name]([("round", {"a": 1})]))
+
+
+@pytest.mark.parametrize("name", ["glm45", "minimax_m2", "qwen3_coder", "seed_oss"])
+@pytest.mark.parametrize("length", [255, 256, 257, 600])
+@pytest.mark.parametrize("certain", [False, True])
+def test_a_key_beyond_all_measure_is_none_however_it_is_cut(name: str, length: int, certain: bool) -> None:
+    function = ToolSpec("weather", {"type": "object"})
+    text = WRITERS[name]([("weather", {"k" * length: 1})])
+    calls = Calls(FORMS[name], [function], certain, many=True)
+    whole, pieces = (read(cut, calls, certain=certain) for cut in ([text], list(text)))
+    assert whole == pieces and (whole[2] == [("weather", f'{{"{"k" * length}": 1}}')]) == (length < 256)

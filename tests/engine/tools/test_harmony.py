@@ -17,6 +17,7 @@ from penstock.engine.text.tools.formats import Calls
 from penstock.engine.text.tools.harmony import FORM, TOKENS, after_prompt, is_written
 from penstock.engine.text.tools.harmony_reader import HarmonyReader
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
+from penstock.engine.text.tools.scan import MAX_FRAME_CHARS
 from tests.support.chat_samples import HARMONY
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.tool_samples import CLOCK, WEATHER
@@ -90,6 +91,17 @@ def test_an_answer_is_the_same_however_it_is_cut(name: str, is_certain: bool) ->
         assert found(reader, pieces) == expected
         assert reader.has_called == bool(expected[2])
     assert found(HarmonyReader(calls(), start, is_certain=is_certain), list(text)) == expected
+
+
+@pytest.mark.parametrize("length", [900, *range(1000, 1040), 1100])
+def test_a_header_beyond_all_measure_is_none_however_it_is_cut(length: int) -> None:
+    text = f"<|channel|>analysis{' ' * length}<|message|>Ulm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    whole, *others = (
+        found(HarmonyReader(None, after_prompt("<|start|>assistant"), is_certain=False), pieces)
+        for pieces in ([text], list(text), [text[:1050], text[1050:]], [text[:1020], text[1020:1041], text[1041:]])
+    )
+    assert all(each == whole for each in others)
+    assert (whole[0] == "Ulm.") == (length + len("<|channel|>analysis") <= MAX_FRAME_CHARS)
 
 
 def test_arguments_stream_where_a_grammar_holds_the_model() -> None:
