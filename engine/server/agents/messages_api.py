@@ -88,7 +88,8 @@ def _chat(service: Service, request: CountRequest) -> tuple[schema.ChatRequest, 
         _add(chat, f"messages[{index}]", message)
     fields: dict[str, Any] = {name: getattr(request, name, None) for name in SAME}
     if given[-1].role == "assistant":  # its beginning is given: the model goes on from there
-        if isinstance(given[-1].content, list) and not isinstance((given[-1].content or [None])[-1], TextBlock):
+        begun = given[-1].content
+        if not isinstance(begun, str) and not (begun and isinstance(begun[-1], TextBlock)):
             what = "a turn of the assistant that ends the messages is gone on with, so its last block has to be a text"
             raise InvalidRequest(f"messages[{len(given) - 1}].content", what)
         fields["continue_final_message"] = True
