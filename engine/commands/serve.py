@@ -130,7 +130,11 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    """To whom it may concern: a pipe that is closed, or a full disk, is no reason to end."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _say_memory(info: ModelInfo) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 import msgspec
 import zmq
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.core.process import CoreStart
 from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.front.submit import AnswerOptions, begin_answer, check_room
@@ -130,8 +130,14 @@ class AsyncEngine:
         # mkdtemp gives mode 0700: only this user can reach the sockets inside.
         self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))
         self._context = zmq.Context()
-        self._to_core = self._bind(zmq.PUSH, "to_core")
-        self._from_core = self._bind(zmq.PULL, "from_core")
+        try:
+            self._to_core = self._bind(zmq.PUSH, "to_core")
+            self._from_core = self._bind(zmq.PULL, "from_core")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            shutil.rmtree(self._directory)
+            self._directory = None
+            raise ConfigError(f"TMPDIR: no sockets can be made in {tempfile.gettempdir()!r}: {error}") from None
         loop.add_reader(self._from_core.fileno(), self._drain)
         start = CoreStart(str(self._directory), self.config)
         self._process = process = start_child("penstock.engine.core.process", "the engine core", start)

@@ -6,9 +6,10 @@ text, the names of the special tokens, and the chat templates' sources (engine/t
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Encoding
@@ -76,11 +77,12 @@ class Tokenizer:
         """What one token adds to a text, for display: U+FFFD stands for a part of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def save(self, folder: Path | str) -> None:
-        """Write the files from which transformers (and what builds on it) loads the same tokenizer."""
+    def save(self, folder: Path | str, sampling: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Write the files from which transformers (and what builds on it) loads the same tokenizer; `sampling` is what the
+        model's authors recommend."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self.backend.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         # The class name that makes transformers take tokenizer.json as it is; model-specific classes rebuild parts.
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self.special_tokens
@@ -94,7 +96,8 @@ class Tokenizer:
         bos_id, pad_id = map(self.special_id, ("bos_token", "pad_token"))
         ids = {"bos_token_id": bos_id, "eos_token_id": sorted(self.eos_ids) or None, "pad_token_id": pad_id}
         _write_json(
-            folder / "generation_config.json", {name: value for name, value in ids.items() if value is not None}
+            folder / "generation_config.json",
+            {**sampling, **{name: value for name, value in ids.items() if value is not None}},
         )
 
 

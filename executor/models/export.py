@@ -30,8 +30,10 @@ def export(
     *,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[str], None] = lambda _: None,
+    beside: Callable[[Path], None] = lambda _: None,
 ) -> None:
-    """Write `checkpoint` into `out_dir` (made if absent; it must not hold a model). "auto" is the config's dtype."""
+    """Write `checkpoint` into `out_dir` (made if absent; it must not hold a model). "auto" is the config's dtype. `beside`
+    writes what else belongs there, before the config: without that the folder passes for no model."""
     folder = Path(out_dir)
     name = _dtype_name(checkpoint.config, dtype)
     try:
@@ -41,6 +43,7 @@ def export(
             raise ExecutorError(f"{folder}: holds {min(occupied)!r} already; give a folder without a model")
         _write_weights(checkpoint, folder, DTYPES[name], shard_bytes, progress)
         _write_json(folder / "generation_config.json", _generation_config(checkpoint.config))
+        beside(folder)
         _write_json(folder / "config.json", _config(checkpoint.config, name))
     except (OSError, SafetensorError) as error:
         raise ExecutorError(f"{folder}: the export could not be written: {error}") from error
@@ -57,6 +60,7 @@ def _write_weights(
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {name: _numbers(checkpoint, name, dtype) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # it is made for its owner alone
         weight_map |= dict.fromkeys(names, file)
         progress(f"Wrote {file}, {number} of {len(shards)}")
     if len(shards) > 1:

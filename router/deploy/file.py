@@ -25,6 +25,7 @@ Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 S = TypeVar("S", bound=msgspec.Struct)
 
 KEY_VARIABLES = ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY", "PENSTOCK_BACKEND_API_KEY")
+RAYS_OWN = ("CPU", "GPU", "memory", "object_store_memory")
 # By table, what is set here and no flag of the file's, and what says it instead.
 _KEYS = {
     "api-key": "; clients' key is PENSTOCK_API_KEY, set where deploy is started",
@@ -145,6 +146,16 @@ def _deployment(given: dict[str, Any], folder: Path, serve: Command, route: Comm
     for variable in KEY_VARIABLES:
         if variable in size.env:
             raise DeployError(f"replicas.env.{variable}: keys are not written here; set it where deploy is started")
+    for variable, value in size.env.items():
+        if not variable or "=" in variable or "\0" in variable + value:
+            raise DeployError(
+                f"replicas.env.{variable!r}: neither a name with = nor a zero byte can be in an environment"
+            )
+    for resource in size.resources:
+        if resource in RAYS_OWN:
+            raise DeployError(f"replicas.resources.{resource}: Ray counts it itself; cpus and gpus say how many")
+    if size.gpus is not None and size.gpus > 1 and size.gpus != int(size.gpus):
+        raise DeployError(f"replicas.gpus: {size.gpus:g} given; beyond 1 Ray gives whole ones")
     engine_words, engine = CommandTable("model", serve, folder).read(
         {key: value for key, value in model.items() if key != "model"}, model.get("model")
     )

@@ -5,6 +5,7 @@ that `penstock --help` answers at once.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,9 +21,15 @@ Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Na
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is the command's. Errors a user can mend are one line on stderr."""
     try:
-        return _run(sys.argv[1:] if argv is None else list(argv))
+        code = _run(sys.argv[1:] if argv is None else list(argv))
+        if sys.stdout is not None:  # it may have been closed
+            sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
     except _user_errors() as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 2
@@ -31,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="penstock", description="A compact inference-serving engine.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="asked_command", metavar="COMMAND")
     for name, (summary, load) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         # Only the command that is asked for is imported, and so only it has options to show.
@@ -40,11 +47,11 @@ def _run(arguments: list[str]) -> int:
             add_arguments(command)
             command.set_defaults(run=run)
     args, unknown = parser.parse_known_args(arguments)
-    if args.command is None:
+    if args.asked_command is None:
         parser.print_help(sys.stderr)
         return 2
     if unknown:
-        _refuse(commands.choices[args.command], unknown)
+        _refuse(commands.choices[args.asked_command], unknown)
     code: int = args.run(args)
     return code
 
@@ -161,15 +168,19 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_export(args: argparse.Namespace) -> int:
     """Write a model as a Hugging Face folder, so that other engines can run the very same weights."""
-    from penstock.engine.model_files import resolve_model
+    from penstock.engine.model_files import recommended_sampling, resolve_model
     from penstock.engine.text.tokenizer import load_tokenizer
     from penstock.executor.loading.checkpoint import open_checkpoint
     from penstock.executor.models.export import export
 
     files = resolve_model(args.model)
     tokenizer = load_tokenizer(files)
-    export(open_checkpoint(files.path), args.output, args.dtype, progress=print)
-    tokenizer.save(Path(args.output))
+
+    def save(folder: Path) -> None:
+        sampling = {name: value for name, value in recommended_sampling(files).items() if name != "max_tokens"}
+        tokenizer.save(folder, sampling and {"do_sample": True, **sampling})
+
+    export(open_checkpoint(files.path), args.output, args.dtype, progress=print, beside=save)
     print(f"{files.name} written to {args.output}")
     return 0
 

@@ -166,12 +166,13 @@ def test_a_hanging_read_keeps_its_buffer_and_everything_else_goes_on(tmp_path: P
         rig.tier.check()
 
 
-def test_a_full_file_system_stops_growth_and_not_the_tier(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_file_system_or_quota_stops_growth_and_not_the_tier(tmp_path: Path, error: int) -> None:
     limits = PATIENT._replace(slab_bytes=8 * cell_bytes(CHUNK))
     calls = FaultyCalls()
     with Rig(tmp_path, cells=64, calls=calls, limits=limits) as rig:
         assert rig.store(*range(8)) == 8
-        calls.faults.append(Fault(points=("allocate",), error=errno.ENOSPC))
+        calls.faults.append(Fault(points=("allocate",), error=error))
         assert rig.store("no room") == 0
         assert rig.store(*range(10, 14)) == 4  # in place of others
         assert rig.tier.stats()["is_open"] and rig.tier.stats()["evictions"] >= 4

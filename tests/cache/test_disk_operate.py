@@ -1,10 +1,13 @@
 """`penstock cache inspect|verify|clear`."""
 
+import errno
+import io
 import os
 from pathlib import Path
 
 import pytest
 
+from penstock.cache.tiers.disk import operate
 from penstock.cache.tiers.disk.record import HEADER_BYTES, cell_bytes
 from penstock.cli import main
 from tests.support.disk_rig import CHUNK, Rig
@@ -79,3 +82,32 @@ def test_every_action_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             main(words)
         assert end.value.code == 0
     assert "Other files are left alone" in capsys.readouterr().out
+
+
+def test_a_namespace_that_cannot_be_checked_holds_up_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = filled(tmp_path)
+    empty, linked = (folder.with_name(f"{sign * len(folder.name)}") for sign in ("0", "1"))
+    empty.mkdir()
+    linked.mkdir()
+    (linked / "slab-000000").symlink_to(folder / "slab-000000")
+    assert main(["cache", "verify", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert said.count(": not checked: ") == 2 and f"{folder.name}: 8 good, 0 bad" in said
+
+
+def test_a_cell_that_the_disk_cannot_read_is_bad(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path)
+
+    class Failing(io.BufferedReader):
+        def read(self, size: int | None = -1, /) -> bytes:
+            if self.tell() // cell_bytes(CHUNK) == 3:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().read(size)
+
+    monkeypatch.setattr(operate, "open", lambda file, _mode: Failing(io.FileIO(file)), raising=False)
+    assert main(["cache", "verify", str(tmp_path)]) == 1
+    assert "7 good, 1 bad" in capsys.readouterr().out

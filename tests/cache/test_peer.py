@@ -7,6 +7,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from penstock.cache.tiers.health import HealthLimits
+from penstock.cache.tiers.peer import server as peer_server
 from penstock.cache.tiers.peer.address import read_address, read_secret
 from penstock.cache.tiers.peer.store import PeerTier
 from penstock.cache.tiers.peer.wire import Block, Get, Miss, seed_of
@@ -346,3 +347,16 @@ def test_a_secret_comes_from_a_file_or_the_environment_and_must_be_one(tmp_path:
     for path in (file, tmp_path / "nothing"):
         with pytest.raises(ValueError, match="kv_peer_secret_file"):
             read_secret(str(path), {})
+
+
+def test_engines_that_came_and_went_leave_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is announced meanwhile, which would show who has left."""
+    monkeypatch.setattr(peer_server, "MAX_CLIENTS", 3)
+    with serving(source()) as server:
+        for _ in range(5):
+            with tier(server.endpoint) as peer:
+                hear_all(peer)
+        with tier(server.endpoint), tier(server.endpoint), tier(server.endpoint) as last:
+            hear_all(last)
+            with tier(server.endpoint) as more:
+                until(lambda: bool(more.stats()["refused"]), "the fourth at a time is refused")

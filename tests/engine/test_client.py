@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import signal
+import tempfile
 import textwrap
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig
 from penstock.engine.front.answer import Answer, Update, joined
 from penstock.engine.front.client import HEARTBEAT_LIMIT_S, AsyncEngine, EngineDead, QueueFull
 from penstock.engine.messages import Outputs, Stats
@@ -280,3 +281,19 @@ def test_no_process_and_no_directory_outlives_a_killed_parent(tmp_path: Path) ->
     parent.end()
     assert all_gone([core])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_takes_no_sockets_is_named_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def inside() -> None:
+        engine = AsyncEngine(config())
+        with pytest.raises(ConfigError, match="TMPDIR: no sockets can be made in .*xxx"):
+            await engine.start()
+        await engine.close()
+
+    folder = tmp_path / ("x" * 110)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    asyncio.run(inside())
+    assert not list(folder.iterdir())

@@ -1,5 +1,6 @@
 """What is exported must load in transformers, and compute the same, without anything of ours."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,18 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint(small_file(tmp_path / "model.gguf"))
     with pytest.raises(ExecutorError, match=r"model\.gguf: the export could not be written"):
         export(checkpoint, tmp_path / "model.gguf")
+
+
+def test_others_may_read_an_export_and_its_config_comes_last(tmp_path: Path) -> None:
+    """A folder without a config passes for no model."""
+    checkpoint, out = GgufCheckpoint(small_file(tmp_path / "model.gguf")), tmp_path / "out"
+
+    def fail(folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ExecutorError, match="the export could not be written: .*No space left"):
+        export(checkpoint, out, beside=fail)
+    assert (out / "tokenizer.json").exists() and not (out / "config.json").exists()
+    export(checkpoint, tmp_path / "whole")
+    assert all(path.stat().st_mode & 0o444 == 0o444 for path in (tmp_path / "whole").iterdir())

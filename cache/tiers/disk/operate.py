@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     for path in _namespaces(args.directory):
         try:
             codes.append(act(path))
-        except DirectoryInUse as error:
+        except (DirectoryInUse, CacheError, OSError) as error:
             print(f"{path.name}: not {done}: {error}")
             codes.append(1)
     if not codes:
@@ -164,13 +164,16 @@ def _records(path: Path, namespace: bytes, size: int) -> Iterator[tuple[int, tup
             continue
         cell = int(match[1]) * max(1, SLAB_BYTES // size)
         with open(_no_link(slab), "rb") as file:
-            while len(page := file.read(HEADER_BYTES)) == HEADER_BYTES:
-                payload = file.read(size - HEADER_BYTES)
+            for number in range(os.stat(file.fileno()).st_size // size):
+                try:
+                    file.seek(number * size)
+                    page, payload = file.read(HEADER_BYTES), file.read(size - HEADER_BYTES)
+                except OSError:  # the disk cannot read it: bad, where the index names it
+                    continue
                 header = read_header(page)
                 if header is not None and header.namespace == namespace:
                     is_whole = checksum(payload[: header.length]) == header.payload_checksum
-                    yield cell, (header.key, header.sequence), is_whole
-                cell += 1
+                    yield cell + number, (header.key, header.sequence), is_whole
 
 
 def _no_link(path: Path) -> int:

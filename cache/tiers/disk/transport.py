@@ -21,6 +21,7 @@ from penstock.cache.tiers.memory import address_of, huge_buffer
 CORRUPT, STALE = "corrupt", "stale"
 SHORT = "short"  # fewer bytes moved than asked
 NO_ROOM = "no room to grow"  # the file system has none for another slab
+FULL = ("ENOSPC", "EDQUOT", "EFBIG")
 
 
 class Transport:
@@ -50,7 +51,7 @@ class Transport:
             job.reason = CORRUPT  # a slab was removed
         except OSError as error:
             job.reason = errno.errorcode.get(error.errno or 0, "OSError")
-            if job.reason == "ENOSPC" and job.kind is STORE and not self._slabs.is_backed(job.cell):
+            if job.reason in FULL and job.kind is STORE and not self._slabs.is_backed(job.cell):
                 job.reason = NO_ROOM
         except Exception as error:  # the top of a thread: the job must end, and its end says what happened
             job.reason = f"{type(error).__name__}: {error}"

@@ -175,6 +175,9 @@ class PeerServer:
                     self._give(client, message)
 
     def _greet(self, client: bytes, hello: PeerHello) -> None:
+        if len(self._clients) >= MAX_CLIENTS:
+            for each in list(self._clients):  # those that have left show when they are sent something
+                self._send(each, KeyUpdate(b"", b""))
         reason = ""
         if hello.version != VERSION:
             reason = f"version {hello.version} of the messages; this engine speaks {VERSION}"

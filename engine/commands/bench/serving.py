@@ -113,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The whole benchmark; the result as it is saved, with the lists of `details` in it."""
     metrics, percents, objectives = _selection(args)
-    base_url = args.base_url or f"http://{args.host}:{args.port}"
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    base_url = args.base_url or f"http://{host}:{args.port}"
     try:
         client = Client(Target.of(base_url, verify=not args.insecure))
     except ValueError as error:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from penstock.engine.commands.bench.report import percentiles, write_json
 from penstock.engine.config import EngineOptions, add_engine_options, chosen
-from penstock.engine.options import Count, add_options, flag, given_options
+from penstock.engine.options import Count, add_options, flag, given_options, options_of
 
 POLL_S = 0.02
 STOP_GRACE_S = 10.0
@@ -84,12 +84,13 @@ def run(args: argparse.Namespace) -> int:
 def serve_command(model: str | None, options: Mapping[str, Any]) -> list[str]:
     """`penstock serve` under this interpreter, with engine options as keywords."""
     command = [*PENSTOCK, "serve", *([model] if model else []), "--port", "{port}"]
+    words = {option.name: option.words[0] for option in options_of(EngineOptions)}
     for name, value in options.items():
-        flag = name.replace("_", "-")
         if isinstance(value, bool):
-            command.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            command += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+            command.append(words[name] if value else words[name].replace("--", "--no-", 1))
+            continue
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            command += [words[name], json.dumps(each) if isinstance(each, dict) else str(each)]
     return command
 
 
@@ -133,6 +134,8 @@ def _poll(server: "subprocess.Popen[bytes]", port: int, method: str, path: str, 
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=deadline - time.perf_counter())
         try:
             headers = {"Content-Type": "application/json"}
+            if key := os.environ.get("PENSTOCK_API_KEY"):  # which the server has heard of as well
+                headers["Authorization"] = f"Bearer {key}"
             connection.request(method, path, json.dumps(body) if body else None, headers)
             answer = connection.getresponse()
             text = answer.read()
