@@ -112,7 +112,7 @@ def test_a_cached_prefix_loses_no_log_probabilities(server: Running) -> None:
 def test_prompts_up_to_the_limit_are_scored_and_longer_ones_refused(
     server: Running, model: Any, num_written: int
 ) -> None:
-    longest = [(7 * place) % 256 for place in range(LIMIT - 1)]
+    longest = [(7 * place) % 256 for place in range(LIMIT - num_written)]
     (choice,) = server.post("/v1/completions", asked([longest], max_tokens=num_written)).json()["choices"]
     found, _ = likelihood(choice["logprobs"], 1, num_written)
     assert found == pytest.approx(expected(model, longest[:1], longest[1:])[0], abs=1e-2)
