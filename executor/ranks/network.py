@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
 from penstock.cache.tiers.peer.wire import CurveGuard
 from penstock.executor.process_life import leave
@@ -21,6 +22,7 @@ Socket = zmq.Socket[bytes]
 HIGH_WATER = 0  # never drop: the executor bounds the steps in flight itself
 SILENCE_MS = 10_000  # without a heartbeat for so long, the connection counts as lost
 BEAT_MS = 1_000
+REACH_S = 30.0  # a rank that its executor cannot send to within so long does not begin
 PREFIX = b"rank "
 CLOSE_CHECK_MS = 200
 
@@ -92,7 +94,10 @@ class Hub:
 
 
 class Spoke:
-    """A rank's end: `hear` is called with every message, in a thread of its own. Without its executor the rank ends."""
+    """A rank's end: `hear` is called with every message, in a thread of its own. Without its executor the rank ends.
+
+    Steps and reports have a connection each: made only once it can be reached, as who hears a report may answer it.
+    """
 
     def __init__(self, ticket: Ticket, hear: Callable[[list[memoryview]], None]) -> None:
         self._context = zmq.Context()
@@ -100,9 +105,11 @@ class Spoke:
         self._reports = self._make(zmq.PUSH, ticket)
         self._reports.connect(ticket.reports)
         self._encoder = msgspec.msgpack.Encoder()
-        self._is_over = threading.Event()
+        self._is_reached, self._is_over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._listen, args=(ticket, hear), daemon=True)
         self._thread.start()
+        if not self._is_reached.wait(REACH_S):
+            raise ConnectionError(f"rank {ticket.rank} has not reached its executor at {ticket.steps} in {REACH_S:g} s")
 
     def _make(self, kind: int, ticket: Ticket) -> Socket:
         link = _socket(self._context, kind)
@@ -114,7 +121,7 @@ class Spoke:
     def _listen(self, ticket: Ticket, hear: Callable[[list[memoryview]], None]) -> None:
         """A socket belongs to one thread, so this one also opens and closes what it reads."""
         steps = self._make(zmq.DEALER, ticket)
-        monitor = steps.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = steps.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         steps.connect(ticket.steps)
         poller = zmq.Poller()
         poller.register(steps, zmq.POLLIN)
@@ -122,10 +129,13 @@ class Spoke:
         while not self._is_over.is_set():
             ready = dict(poller.poll(CLOSE_CHECK_MS))
             if monitor in ready:
-                leave()
+                if recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                    leave()
+                self._is_reached.set()
             if steps in ready:
                 hear([frame.buffer for frame in steps.recv_multipart(copy=False)])
         steps.disable_monitor()
+        monitor.close()
         steps.close(linger=0)
 
     def report(self, message: msgspec.Struct) -> None:

@@ -3,15 +3,23 @@
 The driver is a process of its own (ray_driver.py), as in service, so that it can be killed.
 """
 
+import contextlib
 import json
 import os
+import queue
+import select
 import signal
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from penstock.executor.ranks.wire import Beat
 from tests.support.programs import Program, all_gone
 from tests.support.small_models import folder, greedy
 
@@ -97,6 +105,45 @@ def test_a_rank_that_cannot_be_reached_is_not_asked_for_its_stacks() -> None:
         ActorProcess(0, Place("a node", "127.0.0.1", 1), None, None, hub).dump_stacks()
     finally:
         hub.close()
+
+
+def test_a_rank_that_reports_can_be_sent_to() -> None:
+    """Steps and reports are two connections, and that of the steps may be the later one."""
+    from penstock.executor.ranks.network import Hub, Spoke
+
+    heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    with contextlib.closing(Hub("127.0.0.1")) as hub, late_way_to(hub.ticket(0).steps, 0.5) as steps:
+        ticket = msgspec.structs.replace(hub.ticket(0), steps=steps)
+        with contextlib.closing(Spoke(ticket, lambda message: heard.put(bytes(message[0])))) as spoke:
+            spoke.report(Beat("waiting"))
+            assert list(hub.hear(10.0)) == [(0, Beat("waiting"))]
+            hub.send(0, [b"a step"])
+            assert heard.get(timeout=10.0) == b"a step"
+
+
+@contextlib.contextmanager
+def late_way_to(address: str, delay_s: float) -> Iterator[str]:
+    """A port whose one connection leads there, but moves no byte at first."""
+    host, port = address.removeprefix("tcp://").split(":")
+
+    def lead() -> None:
+        time.sleep(delay_s)
+        here, _ = server.accept()
+        with here, socket.create_connection((host, int(port))) as there:
+            other = {here: there, there: here}
+            while data := [(other[end], end.recv(65536)) for end in select.select(list(other), [], [])[0]]:
+                for end, received in data:
+                    if not received:
+                        return
+                    end.sendall(received)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=lead)
+        thread.start()
+        try:
+            yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            thread.join()
 
 
 @pytest.mark.parametrize(
