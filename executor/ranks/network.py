@@ -23,7 +23,6 @@ HIGH_WATER = 0  # never drop: the executor bounds the steps in flight itself
 SILENCE_MS = 10_000  # without a heartbeat for so long, the connection counts as lost
 BEAT_MS = 1_000
 REACH_S = 30.0  # a rank that its executor cannot send to within so long does not begin
-PREFIX = b"rank "
 CLOSE_CHECK_MS = 200
 
 
@@ -69,7 +68,7 @@ class Hub:
     def send(self, rank: int, parts: Sequence[bytes | memoryview]) -> None:
         """Copied before it returns: the caller may reuse every buffer."""
         try:
-            self._steps.send_multipart([_name(rank), *parts], copy=True)
+            self._steps.send_multipart([b"%d" % rank, *parts], copy=True)
         except zmq.ZMQError as error:
             raise ConnectionError(f"rank {rank} cannot be reached: {error}") from error
 
@@ -84,7 +83,7 @@ class Hub:
                 rank, body = self._reports.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield int(rank.removeprefix(PREFIX)), self._decoder.decode(body)
+            yield int(rank), self._decoder.decode(body)
 
     def close(self) -> None:
         self._guard.stop()
@@ -101,7 +100,7 @@ class Spoke:
 
     def __init__(self, ticket: Ticket, hear: Callable[[list[memoryview]], None]) -> None:
         self._context = zmq.Context()
-        self._name = _name(ticket.rank)
+        self._name = b"%d" % ticket.rank
         self._reports = self._make(zmq.PUSH, ticket)
         self._reports.connect(ticket.reports)
         self._encoder = msgspec.msgpack.Encoder()
@@ -156,7 +155,3 @@ def _socket(context: zmq.Context[Socket], kind: int) -> Socket:
     made.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
     made.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     return made
-
-
-def _name(rank: int) -> bytes:
-    return PREFIX + str(rank).encode()
