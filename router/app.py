@@ -16,7 +16,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from penstock.engine.http.access_line import AccessLog
-from penstock.engine.http.auth import Keys
+from penstock.engine.http.auth import NO_KEY, Keys
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.http.page.document import document
@@ -123,8 +123,7 @@ class RouterApp:
         if not path.startswith("/"):
             return HttpError(400, "the request target must begin with '/'")
         if not self._may(request, path):
-            message = "the request needs an API key: 'Authorization: Bearer <key>'"
-            return HttpError(401, message, headers={"www-authenticate": "Bearer"})
+            return NO_KEY
         if is_proxied(path):
             return self._objection(request)
         allowed = METHODS.get(path, (b"GET", b"HEAD"))

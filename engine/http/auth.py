@@ -10,8 +10,15 @@ from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.engine.http.errors import HttpError
+
 CARRIERS = frozenset({b"authorization", b"x-api-key"})  # the headers that carry a key, each in its own way
 OPEN_ROUTES = frozenset({("GET", "/health"), ("HEAD", "/health"), ("GET", "/"), ("HEAD", "/")})
+
+
+NO_KEY = HttpError(
+    401, "the request needs an API key: 'Authorization: Bearer <key>'", headers={"www-authenticate": "Bearer"}
+)
 
 
 class Keys:

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import penstock
 from penstock.engine.http.access_line import AccessLine, AccessLog
-from penstock.engine.http.auth import Authentication, Keys
+from penstock.engine.http.auth import NO_KEY, Authentication, Keys
 from penstock.engine.http.errors import ErrorReply, HttpError, clip
 from penstock.engine.server import requests as schema
 from penstock.engine.server import responses as reply
@@ -38,7 +38,6 @@ from penstock.engine.server.tokens import detokenize, load_adapter, reset_prefix
 
 CLIENT_CLOSED = 499  # never sent: the status in the log and the counters when the client had left
 QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed every few seconds
-NO_KEY = "the request needs an API key: 'Authorization: Bearer <key>'"
 
 POSTS = (
     PostRoute("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk),
@@ -75,8 +74,7 @@ class ServerApp:
         self._patterns = [route for route in routes if "{" in route.path]
         starlette = Starlette(routes=routes, exception_handlers=handlers)
         starlette.router.redirect_slashes = False
-        no_key = HttpError(401, NO_KEY, headers={"www-authenticate": "Bearer"})
-        self._inner: ASGIApp = Authentication(starlette, self._keys, _error(no_key))
+        self._inner: ASGIApp = Authentication(starlette, self._keys, _error(NO_KEY))
         if config.allowed_origins:  # a browser asks beforehand, without the key
             self._inner = CORSMiddleware(
                 self._inner,
