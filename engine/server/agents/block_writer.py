@@ -6,9 +6,9 @@ import msgspec
 
 from penstock.engine.http.errors import HttpError, error_body
 from penstock.engine.server.agents.events import EventQueue, Kind
-from penstock.engine.server.agents.items import is_object
 from penstock.engine.server.call import Call
 from penstock.engine.server.responses import ChatFinish, ChatLogprobs, ToolCallDelta
+from penstock.engine.text.tools.reader import object_in
 
 UNSIGNED = "unsigned"  # in the place of a signature, which some clients insist on
 FIELDS = {"reasoning": "thinking", "text": "text"}  # of each kind of part the type of its block, and its field
@@ -90,8 +90,8 @@ class BlockWriter:
         self.events.add("content_block_stop", index=self._index)
         if self._kind != "call":
             block[FIELDS[self._kind]] = text
-        elif is_object(text):
-            block["input"] = msgspec.Raw((text or "{}").encode())  # as it is: a number may be beyond a float
+        elif (given := object_in(text or "{}")) is not None:
+            block["input"] = msgspec.Raw(given.encode())  # as it is: a number may be beyond a float
         else:
             self.reply.content.pop()
         self._kind = None

@@ -8,12 +8,13 @@ import msgspec
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.agents.events import EventQueue, Kind
-from penstock.engine.server.agents.items import PREFIXES, is_object
+from penstock.engine.server.agents.items import PREFIXES
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
 from penstock.engine.server.responses import ChatFinish, ChatLogprobs, ToolCallDelta
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.text.tools.reader import object_in
 
 # Of each kind of part the type of its item, and that of its text and of the text's events.
 TYPES = {
@@ -133,7 +134,7 @@ class ItemWriter:
         item["status"] = status
         if self._kind == "call":
             item["arguments"] = text
-            item["status"] = status if is_object(text) else "incomplete"
+            item["status"] = "incomplete" if object_in(text or "{}") is None else status
             self._about(f"response.{what}.done", arguments=text, name=item["name"])
         else:
             self._place()  # with the log-probabilities that came without a text

@@ -1,7 +1,6 @@
 """From items, and from what else agents' APIs call a conversation, to the messages of a chat; and back to the client's own
 names where something in them is refused."""
 
-import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,14 +104,6 @@ def chat_text(content: str | list[TextPart]) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": part.text or part.refusal} for part in content]
-
-
-def is_object(text: str) -> bool:
-    """Whether a call's arguments are whole."""
-    try:
-        return isinstance(json.loads(text or "{}"), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def of_kind(value: object, kind: Any, field: str) -> Any:

@@ -380,9 +380,11 @@ class CallReader:
 
 
 def object_in(text: str, is_quoted: bool = False) -> str | None:
-    """The text of a JSON object, or the one that a JSON string holds; None where it is none."""
+    """The text of a JSON object, or the one that a JSON string holds; None where it is none. Its values are not looked
+    at: a number may be beyond a float."""
     try:
         text = msgspec.json.decode(text, type=str) if is_quoted else text
-        return text if isinstance(msgspec.json.decode(text), dict) else None
+        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
         return None
+    return text

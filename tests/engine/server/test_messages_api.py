@@ -277,6 +277,11 @@ def test_a_number_beyond_a_float_does_not_lose_its_call(server: Running) -> None
     assert [each["index"] for each in starts] == [*range(len(starts))] and len(starts) >= 2
 
 
+def test_a_call_whose_arguments_are_no_json_is_none(server: Running) -> None:
+    server.engine.reply = '<tool_call>\n{"name": "weather", "arguments": {"city": NaN}}\n</tool_call>'
+    assert "tool_use" not in [block["type"] for block in post(server, tools=[TOOL]).json()["content"]]
+
+
 def test_a_call_that_is_cut_off_keeps_its_place_in_the_stream(server: Running) -> None:
     server.engine.reply = CALLED
     found = events(post(server, tools=[TOOL], stop_sequences=["Ulm"], stream=True))
