@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
+import select
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,18 +83,22 @@ def written(tmp_path: Path, quotas: dict[str, Any]) -> str:
 
 
 def test_a_quota_holds_though_heads_come_before_bodies(tmp_path: Path) -> None:
-    def slow(seen: Seen, sock: socket.socket) -> bytes:
-        time.sleep(0.3)
+    others_are_answered = threading.Event()
+
+    def last(seen: Seen, sock: socket.socket) -> bytes:
+        others_are_answered.wait(10)
         return whole()
 
     given = written(tmp_path, {"default": {"concurrent": 1}})
-    with stub(slow) as replica, running_router(replica.url, quotas=given) as router, contextlib.ExitStack() as stack:
+    with stub(last) as replica, running_router(replica.url, quotas=given) as router, contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connect(router.port)) for _ in range(10)]
         for sock in socks:
             sock.sendall(post()[:-1])
         time.sleep(0.2)
         for sock in socks:
             sock.sendall(post()[-1:])
+        until(lambda: len(select.select(socks, [], [], 0)[0]) == 9)
+        others_are_answered.set()
         statuses = sorted(read(sock, lambda data: b"\r\n" in data)[9:12] for sock in socks)
         assert statuses == [b"200"] + [b"429"] * 9 and len(replica.seen) == 1
 

@@ -352,7 +352,7 @@ def silence(seen: Seen, sock: socket.socket) -> None:
 
 
 def test_a_replica_that_never_answers_is_given_up_without_a_second_try() -> None:
-    patience = dataclasses.replace(QUICK, response_s=0.3)
+    patience = dataclasses.replace(QUICK, response_s=1.0)
     with contextlib.ExitStack() as stack:
         mute = stack.enter_context(stub(silence))
         other = stack.enter_context(stub())
