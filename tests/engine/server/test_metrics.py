@@ -167,7 +167,7 @@ def test_a_request_whose_client_left_counts_as_aborted() -> None:
     with running(engine) as server:
         body = {"prompt": "a", "n": 2, "max_tokens": 900}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.2)
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=1.0)
         until(lambda: engine.num_open == 0)
         until(lambda: samples(server).get("penstock:http_requests_total{route=/v1/completions,status=499}") == 1)
         assert samples(server)["vllm:request_success_total{finished_reason=abort}"] == 2
