@@ -5,6 +5,7 @@ cannot wait: that it listens, or that a health page is green, is not yet a token
 """
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -17,15 +18,21 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from penstock.engine.commands.bench.report import percentiles, write_json
 from penstock.engine.config import EngineOptions, add_engine_options, chosen
 from penstock.engine.options import Count, add_options, flag, given_options, options_of
+from penstock.executor.process_life import STOP_SIGNALS, stop_signals
 
 POLL_S = 0.02
 STOP_GRACE_S = 10.0
+# All that end a process which has to clean up behind itself; nohup has it ignore one, a shell's background two.
+END_SIGNALS = [
+    each for each in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(each) != signal.SIG_IGN
+]
 PENSTOCK = (sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())")
 
 
@@ -64,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     starts = []
     for index in range(args.num_iters_warmup + args.num_iters_warm):
         try:
-            start = measure(command, prompt=args.prompt, timeout_s=args.timeout)
+            with stop_signals(partial(signal.default_int_handler, signal.SIGINT, None), END_SIGNALS):
+                start = measure(command, prompt=args.prompt, timeout_s=args.timeout)
         except StartupError as error:
             print(f"penstock: {error}", file=sys.stderr)
             return 1
@@ -154,15 +162,12 @@ def _poll(server: "subprocess.Popen[bytes]", port: int, method: str, path: str, 
 
 def stop(server: "subprocess.Popen[bytes]") -> None:
     """End the server and whatever it started."""
-    for kind in (signal.SIGTERM, signal.SIGKILL):
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
         try:
-            os.killpg(server.pid, kind)
-        except ProcessLookupError:
-            break
-        try:
+            os.killpg(server.pid, signal.SIGTERM)
             server.wait(STOP_GRACE_S)
-        except subprocess.TimeoutExpired:
-            continue
+        finally:  # also where a second signal to us has ended the wait
+            os.killpg(server.pid, signal.SIGKILL)
     server.wait()
 
 

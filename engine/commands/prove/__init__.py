@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.commands.bench.calls import headers_of
+from penstock.engine.commands.bench.startup import END_SIGNALS
 from penstock.engine.commands.prove.abilities import find_out
 from penstock.engine.commands.prove.asker import Asker
 from penstock.engine.commands.prove.faults import FAULTS, Scene
@@ -64,7 +65,7 @@ async def prove_own(name: str, options: ProveOptions) -> dict[str, Any]:
         server = OwnServer(world, options.model, shlex.split(options.serve_options), Path(folder))
         task = asyncio.current_task()
         assert task is not None
-        with contextlib.closing(server), stop_signals(task.cancel):  # nothing of ours outlives us
+        with contextlib.closing(server), stop_signals(task.cancel, END_SIGNALS):  # nothing of ours outlives us
             await server.start()
             return await prove(server.url, name, options, server if name in FAULTS else None)
 

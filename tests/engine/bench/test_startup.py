@@ -3,8 +3,9 @@
 import argparse
 import json
 import os
+import signal
+import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from penstock.engine.commands import serve
 from penstock.engine.commands.bench import startup
 from penstock.engine.config import EngineOptions
 from penstock.engine.options import given_options
+from tests.support.running_server import until
 
 # Listens at once, answers 503 until it is "loaded", and starts a child of its own as an engine does.
 SERVER = """
@@ -54,10 +56,7 @@ def test_the_first_token_is_waited_for_and_nothing_is_left_running(tmp_path: Pat
     start = startup.measure(command, prompt="Hi", timeout_s=30)
     assert 0.1 <= start.api_s <= start.first_token_s
     assert start.first_token_s >= 0.3
-    deadline = time.monotonic() + 5
-    while any(is_running(int(pid)) for pid in pids.read_text().split()):
-        assert time.monotonic() < deadline, "a process of the server is still running"
-        time.sleep(0.01)
+    until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
 
 
 def test_a_server_that_ends_is_reported_with_its_last_words() -> None:
@@ -104,3 +103,18 @@ def test_the_report_and_its_keys(
     assert saved["warm_startup_percentiles"]["50"] == 3.0 and saved["avg_warm_api_time"] == 1.5
     printed = capsys.readouterr().out
     assert "WARM STARTUP:\nAvg startup time: 3.00 seconds" in printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_ends_the_server_too(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER.replace("> after_s", "> 600"))
+    pids = tmp_path / "pids"
+    command = f"{sys.executable} {tmp_path / 'server.py'} {{port}} {pids}"
+    with subprocess.Popen(
+        ["env", "--default-signal", sys.executable, "-m", "penstock.cli", "bench", "startup", "--command", command],
+        stderr=subprocess.PIPE,
+    ) as bench:
+        until(lambda: pids.exists() and len(pids.read_text().split()) == 2, 20)
+        bench.send_signal(number)
+        assert bench.wait(30) == 130
+    until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
