@@ -7,6 +7,7 @@ view and ends. A terminal gets its own screen back at the end, however that come
 import argparse
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ from typing import Any, TextIO
 import msgspec
 
 from penstock.engine.commands.bench.http_client import Client, Target
+from penstock.engine.commands.bench.startup import END_SIGNALS
 from penstock.engine.commands.top.figures import History, Look
 from penstock.engine.commands.top.screen import Line, Span, clean, router_lines, server_lines
 from penstock.engine.config import ConfigError
@@ -47,15 +49,14 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise ConfigError(f"url: {error}") from None
     server = Watched(args.url, target, os.environ)
-    if args.once or not sys.stdout.isatty():
-        try:
-            asyncio.run(_once(server, args.interval, sys.stdout))
-            sys.stdout.flush()
-        except BrokenPipeError:  # the reader has seen enough; what is left must not be written at the end either
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    with _own_screen(sys.stdout):
-        asyncio.run(_watch(server, args.interval, sys.stdout))
+    show = _once if args.once or not sys.stdout.isatty() else _watch
+    try:
+        asyncio.run(show(server, args.interval, sys.stdout))
+        sys.stdout.flush()
+    except OSError as error:  # the reader has seen enough, or the terminal is gone
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left must not be written either
     return 0
 
 
@@ -130,8 +131,9 @@ async def _watch(server: Watched, interval_s: float, out: TextIO) -> None:
     task = asyncio.current_task()
     assert task is not None
     with (
-        stop_signals(task.cancel),
+        stop_signals(task.cancel, END_SIGNALS),
         contextlib.suppress(asyncio.CancelledError),
+        _own_screen(out),
         _keys(lambda key: task.cancel() if key in "qQ" else None),
     ):
         await server.look()

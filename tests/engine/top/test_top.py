@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -108,13 +109,17 @@ def test_an_address_that_is_no_server_of_ours_is_said() -> None:
     assert result.returncode == 2 and "/metrics answered 404" in result.stderr
 
 
-@pytest.mark.parametrize(("number", "colour"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+@pytest.mark.parametrize(
+    ("number", "colour"),
+    [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGQUIT, True), (signal.SIGHUP, True)],
+)
 def test_a_terminal_is_drawn_again_and_again_and_gets_its_screen_back(number: int, colour: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
     environment |= {"PYTHONIOENCODING": "utf-8"} | ({} if colour else {"NO_COLOR": "1"})
     ours, theirs = pty.openpty()
     with running() as server:
-        process = subprocess.Popen([*COMMAND, "--interval", "0.1", server.url], stdout=theirs, env=environment)
+        command = ["env", "--default-signal", *COMMAND, "--interval", "0.1", server.url]
+        process = subprocess.Popen(command, stdout=theirs, env=environment)
         os.close(theirs)
         output = read_until(ours, lambda text: text.count("\x1b[H") >= 3)
         process.send_signal(number)
@@ -124,6 +129,19 @@ def test_a_terminal_is_drawn_again_and_again_and_gets_its_screen_back(number: in
     assert output.startswith(ENTER) and output.endswith(LEAVE)
     styles = set(re.findall(r"\x1b\[\d*m", output))
     assert (len(styles) >= 4) if colour else (styles == set())
+
+
+def test_a_terminal_that_goes_away_ends_it_without_a_word(tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    with running() as server:
+        command = [*COMMAND, "--interval", "0.1", server.url]
+        script = f"import os, sys; os.dup2(os.open({str(errors)!r}, os.O_CREAT | os.O_WRONLY), 2)"
+        pid, ours = pty.fork()  # as a shell's child: it is sent a SIGHUP
+        if pid == 0:
+            os.execv(sys.executable, [sys.executable, "-c", f"{script}; os.execv(sys.executable, {command})"])
+        read_until(ours, lambda text: text.count("\x1b[H") >= 3)
+        os.close(ours)
+        assert os.waitpid(pid, 0)[1] == 0 and errors.read_text() == ""
 
 
 def test_q_ends_it() -> None:
