@@ -6,8 +6,10 @@ Python, and its time is not compared. Times are CPU time of the planning thread,
 
 import argparse
 import json
+import os
 import statistics
 import struct
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -37,14 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=at_least_one, default=3, help="loads per shape and kind (3)")
     parser.add_argument("--repeats", type=at_least_one, default=5, help="timed plans per load (5)")
     parser.add_argument("--target", type=float, default=0.95, help="balance that replan aims at (0.95)")
-    parser.add_argument("--image", type=Path, default=Path("eplb.png"), help="where the heat map goes (eplb.png)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all rows as JSON")
+    parser.add_argument("--image", type=output_file, default="eplb.png", help="where the heat map goes (eplb.png)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write all rows as JSON")
 
 
 def at_least_one(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}, must be at least 1")
     return int(text)
+
+
+def output_file(name: str) -> Path:
+    """One that can be written, as far as is seen before minutes are spent on what it is for."""
+    path = Path(name)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{name} cannot be written; a file in a folder that is there is expected")
+    return path
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,9 +64,15 @@ def run(args: argparse.Namespace) -> int:
     drifting = [cell for cell in cells if cell in DRIFTING]
     moves = [drift_row(cell, drift, args.seeds, args.target) for cell in drifting for drift in DRIFTS]
     print_table(f"Replanning to {args.target} after drift (mean over zipf and lognormal loads)", moves)
-    draw(drifting[0], args.image)
-    if args.json:
-        args.json.write_text(json.dumps({"plans": plans, "moves": moves}, indent=1))
+    rows = json.dumps({"plans": plans, "moves": moves}, indent=1)
+    try:
+        if args.json:
+            args.json.write_text(rows)
+        draw(drifting[0], args.image)
+    except OSError as error:
+        print(rows, flush=True)  # so that nothing is lost
+        print(f"penstock: the results cannot be written: {error}; they are printed", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -84,3 +84,17 @@ def test_a_benchmark_of_nothing_is_refused(option: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main(["bench", "eplb", option, "0"])
     assert "0, must be at least 1" in capsys.readouterr().err
+
+
+def test_rows_that_cannot_be_written_are_refused_early_or_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("--json", "--image"):
+        with pytest.raises(SystemExit):
+            main(["bench", "eplb", option, str(tmp_path / "none" / "x")])
+        assert f"argument {option}: {tmp_path}/none/x cannot be written" in capsys.readouterr().err
+    options = ["--model", "V2-Lite", "--seeds", "1", "--repeats", "1", "--image", str(tmp_path / "map.png")]
+    assert main(["bench", "eplb", *options, "--json", "/dev/full"]) == 2
+    printed, said = capsys.readouterr()
+    assert len(json.loads(printed[printed.index("{") :])["plans"]) == 6
+    assert said == "penstock: the results cannot be written: [Errno 28] No space left on device; they are printed\n"

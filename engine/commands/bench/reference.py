@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.engine.commands.bench.report import write_json
+from penstock.engine.commands.bench.report import output_file, write_json
 from penstock.engine.config import EngineOptions, add_engine_options
 from penstock.engine.options import Count, add_options, flag, given_options
 
@@ -25,7 +25,7 @@ class LogprobOptions:
     reference_dtype: Literal["float32", "bfloat16", "float16"] = flag(
         "in which transformers computes (default: float32)", default="float32"
     )
-    output_json: str | None = flag("write the result as JSON", "FILE")
+    output_json: str | None = flag("write the result as JSON", "FILE", read=output_file)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

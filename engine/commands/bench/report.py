@@ -1,10 +1,13 @@
 """The printed tables, in the shape that users of `vllm bench` know; built from the result that is saved."""
 
+import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from penstock.engine.commands.bench.summary import METRICS
+from penstock.engine.config import ConfigError
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 _WIDTH = 50
@@ -57,6 +60,25 @@ def percentiles(values: list[float]) -> dict[int, float]:
     return {percent: float(np.percentile(values, percent)) for percent in PERCENTAGES}
 
 
+def output_file(name: str) -> str:
+    """One that can be written, as far as is seen before minutes are spent on what it is for."""
+    path = Path(name)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{name} cannot be written; a file in a folder that is there is expected")
+    return name
+
+
+def write_result(path: Path, text: str, mode: str = "w") -> None:
+    """What cannot be written after all is printed, so that nothing is lost."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open(mode) as file:
+            file.write(text + "\n")
+    except OSError as error:
+        print(text, flush=True)
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; the result is printed") from None
+
+
 def write_json(path: str | None, result: dict[str, Any]) -> None:
     if path is not None:
-        Path(path).write_text(json.dumps(result, indent=4) + "\n")
+        write_result(Path(path), json.dumps(result, indent=4))

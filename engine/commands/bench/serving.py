@@ -26,7 +26,7 @@ from penstock.engine.commands.bench.calls import (
 from penstock.engine.commands.bench.datasets import DatasetOptions
 from penstock.engine.commands.bench.http_client import Client, Target
 from penstock.engine.commands.bench.load import Run, drive
-from penstock.engine.commands.bench.report import serving_table
+from penstock.engine.commands.bench.report import output_file, serving_table, write_result
 from penstock.engine.commands.bench.structured import StructuredOptions
 from penstock.engine.commands.bench.summary import METRICS, OBJECTIVES, details, summarize
 from penstock.engine.config import ConfigError
@@ -149,6 +149,13 @@ def _selection(args: argparse.Namespace) -> tuple[list[str], list[float], dict[s
     """What to report, checked before the load is put on a server for minutes."""
     for item in args.metadata:
         pair("metadata", item)
+    if args.save_result or args.append_result:
+        path = Path(args.result_dir or ".") / (args.result_filename or "any.json")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            output_file(str(path))
+        except (OSError, argparse.ArgumentTypeError) as error:
+            raise ConfigError(f"result_dir: {error}") from None
     metrics = args.percentile_metrics.split(",")
     for name in metrics:
         if name not in METRICS:
@@ -204,7 +211,5 @@ def save(result: dict[str, Any], args: argparse.Namespace) -> Path:
     limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency is not None else ""
     name = args.result_filename or f"{result['label']}-{result['request_rate']}qps{limit}-{model}-{result['date']}.json"
     path = Path(args.result_dir or ".") / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a" if args.append_result else "w") as file:
-        file.write(json.dumps(result) + "\n")
+    write_result(path, json.dumps(result), "a" if args.append_result else "w")
     return path

@@ -22,7 +22,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from penstock.engine.commands.bench.report import percentiles, write_json
+from penstock.engine.commands.bench.report import output_file, percentiles, write_json
 from penstock.engine.config import EngineOptions, add_engine_options, chosen
 from penstock.engine.options import Count, add_options, flag, given_options, options_of
 from penstock.executor.process_life import STOP_SIGNALS, stop_signals
@@ -55,7 +55,7 @@ class StartupOptions:
     prompt: str = flag("what the first token answers (default: %(default)s)", default="Hello")
     timeout: float = flag("for one start (default: %(default)g)", "S", default=900.0)
     command: str | None = flag("start this in place of penstock serve; {port} stands for the port to listen on", "CMD")
-    output_json: str | None = flag("write the result as JSON", "FILE")
+    output_json: str | None = flag("write the result as JSON", "FILE", read=output_file)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

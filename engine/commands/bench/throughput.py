@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.commands.bench.datasets import DatasetOptions, load_samples
-from penstock.engine.commands.bench.report import write_json
+from penstock.engine.commands.bench.report import output_file, write_json
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample, token_counter
 from penstock.engine.config import EngineOptions, add_engine_options
 from penstock.engine.options import Count, add_options, flag, given_options
@@ -23,7 +23,7 @@ class OfflineOptions:
     skip_tokenizer_init: bool = flag("for a folder without a tokenizer", default=False)
     disable_detokenize: bool = flag("leave out what turns token ids into text", default=False)
     n: Count = flag("answers per prompt (default: 1)", "N", default=1)
-    output_json: str | None = flag("write the result as JSON", "FILE")
+    output_json: str | None = flag("write the result as JSON", "FILE", read=output_file)
 
 
 @dataclass(frozen=True, kw_only=True)

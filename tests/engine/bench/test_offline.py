@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.engine.commands.bench import latency, throughput
+from penstock.engine.commands.bench import latency, reference, startup, throughput
 from penstock.engine.config import ConfigError
 from penstock.engine.front import llm as llm_module
 
@@ -108,3 +108,24 @@ def test_a_count_out_of_range_is_named(counting: type[CountingLLM]) -> None:
     with pytest.raises(ConfigError, match="num_iters: 0 given; expected `int` >= 1"):
         run(latency, "--num-iters", "0")
     assert not counting.made, "nothing was loaded for it"
+
+
+@pytest.mark.parametrize("module", [throughput, latency, startup, reference])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+    module: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    for path in (tmp_path, tmp_path / "none" / "out.json"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--output-json", str(path)])
+        assert f"argument --output-json: {path} cannot be written; a file in a folder" in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_written_at_the_end_is_printed(
+    counting: type[CountingLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="/dev/full cannot be written: No space left on device; the result is print"):
+        run(throughput, "--num-prompts", "2", "--output-json", "/dev/full")
+    printed = capsys.readouterr().out
+    assert json.loads(printed[printed.index("{") :])["num_requests"] == 2

@@ -287,3 +287,18 @@ def test_texts_of_a_file_go_to_completions_and_to_chats(tmp_path: Path) -> None:
     assert bodies(bench(*options)[1])[0]["prompt"] == "one two"
     chat = bodies(bench(*options, "--backend", "openai-chat")[1])[0]
     assert chat["messages"] == [{"role": "user", "content": "one two"}] and chat["max_completion_tokens"] == 3
+
+
+def test_a_result_that_cannot_be_written_is_refused_early_or_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for folder, name in ((tmp_path / "file", "x.json"), (tmp_path, "../" + tmp_path.name)):
+        args = parse("--base-url", "http://127.0.0.1:1", "--save-result", "--result-dir", str(folder))
+        args.result_filename = name
+        with pytest.raises(ConfigError, match="^result_dir: "):
+            asyncio.run(serve.measure(args))
+    args = parse("--save-result", "--result-dir", "/dev", "--result-filename", "full")
+    with pytest.raises(ConfigError, match="/dev/full cannot be written: No space left on device; the result is print"):
+        serve.save({"model_id": "m", "label": "l", "request_rate": "inf", "date": "d", "completed": 5}, args)
+    assert json.loads(capsys.readouterr().out)["completed"] == 5
