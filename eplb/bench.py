@@ -58,6 +58,8 @@ def output_file(name: str) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not 0 < args.target <= 1:
+        raise SystemExit(f"penstock: target: {args.target} given; more than 0 and at most 1 is expected")
     cells = [cell for cell in CELLS if args.model in (None, cell.model)]
     plans = [plan_row(cell, kind, args.seeds, args.repeats) for cell in cells for kind in workloads.KINDS]
     print_table("Plans from scratch", plans)
@@ -134,8 +136,6 @@ def num_repeats(plan: Plan) -> int:
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        return
     lines = [[*rows[0]], *([_shown(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print(f"\n{title}\n")

@@ -98,3 +98,9 @@ def test_rows_that_cannot_be_written_are_refused_early_or_printed(
     printed, said = capsys.readouterr()
     assert len(json.loads(printed[printed.index("{") :])["plans"]) == 6
     assert said == "penstock: the results cannot be written: [Errno 28] No space left on device; they are printed\n"
+
+
+@pytest.mark.parametrize("target", ["nan", "0", "1.5"])
+def test_a_target_that_no_plan_can_have_is_refused(target: str) -> None:
+    with pytest.raises(SystemExit, match="target: .* given; more than 0 and at most 1 is expected"):
+        main(["bench", "eplb", "--target", target])

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from penstock.engine.commands.bench.datasets import load_samples
+from penstock.engine.commands.bench.datasets import Factor, Length, load_samples
 from penstock.engine.commands.bench.http_client import Client, Target
 from penstock.engine.commands.bench.load import EncodedCall
 from penstock.engine.commands.bench.structured import response_formats
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample, estimated_tokens, token_counter
-from penstock.engine.config import ConfigError, chosen
+from penstock.engine.config import ConfigError
 from penstock.engine.options import Count, flag
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -35,9 +35,9 @@ class TrafficOptions:
     )
     max_concurrency: Count | None = flag("hold requests back while this many are in flight", "N")
     ramp_up_strategy: Literal["linear", "exponential"] | None = flag("let the rate change over the requests")
-    ramp_up_start_rps: float | None = flag("requests per second at the first", "R")
-    ramp_up_end_rps: float | None = flag("and at the last", "R")
-    num_warmups: int = flag("requests before the measured ones (default: 0)", "N", default=0)
+    ramp_up_start_rps: Factor | None = flag("requests per second at the first", "R")
+    ramp_up_end_rps: Factor | None = flag("and at the last", "R")
+    num_warmups: Length = flag("requests before the measured ones (default: 0)", "N", default=0)
     seed: int = flag("of prompts, lengths and arrivals (default: 0)", default=0)
 
 
@@ -45,7 +45,6 @@ def build_calls(
     args: argparse.Namespace, target: Target, model: str, headers: dict[str, str]
 ) -> tuple[list[EncodedCall], list[EncodedCall]]:
     """The warm-ups and the measured calls; warm-ups have prompts of their own, so no cache knows the others."""
-    chosen(args, TrafficOptions)
     path = args.endpoint or ENDPOINTS[args.backend]
     is_chat = path.rstrip("/").endswith("/chat/completions")
     counter = estimated_tokens if args.tokenizer is None else token_counter(args.tokenizer)
@@ -66,10 +65,8 @@ def _times(args: argparse.Namespace, samples: list[Sample]) -> list[float]:
     ramp = None
     if args.ramp_up_strategy is not None:
         start, end = args.ramp_up_start_rps, args.ramp_up_end_rps
-        if start is None or end is None or min(start, end) <= 0:
-            raise ConfigError(
-                "ramp_up_strategy: --ramp-up-start-rps and --ramp-up-end-rps are needed, more than 0 each"
-            )
+        if start is None or end is None:
+            raise ConfigError("ramp_up_strategy: --ramp-up-start-rps and --ramp-up-end-rps are needed")
         if not math.isinf(args.request_rate):
             raise ConfigError(f"request_rate: {args.request_rate:g} given; a ramp says the rate itself")
         ramp = Ramp(args.ramp_up_strategy, start, end)

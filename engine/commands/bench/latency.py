@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from statistics import fmean
 
+from penstock.engine.commands.bench.datasets import Length
 from penstock.engine.commands.bench.report import percentiles, write_json
 from penstock.engine.commands.bench.throughput import OfflineOptions
 from penstock.engine.config import EngineOptions, add_engine_options, chosen
@@ -20,7 +21,7 @@ class LatencyOptions:
     input_len: Count = flag("default: %(default)s", "N", default=32)
     output_len: Count = flag("default: %(default)s", "N", default=128)
     batch_size: Count = flag("default: %(default)s", "N", default=8)
-    num_iters_warmup: int = flag("default: %(default)s", "N", default=10)
+    num_iters_warmup: Length = flag("default: %(default)s", "N", default=10)
     num_iters: Count = flag("default: %(default)s", "N", default=30)
 
 
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    chosen(args, OfflineOptions)
     chosen(args, LatencyOptions)
     latencies = _measure(args)
     percents = percentiles(latencies)

@@ -29,8 +29,8 @@ from penstock.engine.commands.bench.load import Run, drive
 from penstock.engine.commands.bench.report import output_file, serving_table, write_result
 from penstock.engine.commands.bench.structured import StructuredOptions
 from penstock.engine.commands.bench.summary import METRICS, OBJECTIVES, details, summarize
-from penstock.engine.config import ConfigError
-from penstock.engine.options import add_options, flag
+from penstock.engine.config import ConfigError, chosen
+from penstock.engine.options import Count, Declared, Delay, Port, add_options, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +43,17 @@ class TargetOptions:
     )
     base_url: str | None = flag("in place of --host and --port", "URL")
     host: str = flag("default: %(default)s", default="127.0.0.1")
-    port: int = flag("default: %(default)s", default=8000)
+    port: Port = flag("default: %(default)s", default=8000)
     endpoint: str | None = flag("default: by --backend, /v1/completions or /v1/chat/completions", "PATH")
     model: str | None = flag("default: the first that the server lists")
     header: tuple[str, ...] = flag("with every request", "KEY=VALUE", takes_several=True, default=())
     insecure: bool = flag("do not verify a TLS certificate", default=False)
-    ready_check_timeout_sec: float = flag("wait this long for the server to be up", "S", default=0.0)
+    ready_check_timeout_sec: Delay = flag("wait this long for the server to be up", "S", default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    random_vocab_size: int = flag("token ids are drawn below it", "N", default=10_000, opens="text")
+    random_vocab_size: Count = flag("token ids are drawn below it", "N", default=10_000, opens="text")
     tokenizer: str | None = flag("counts a dataset's texts (default: four characters are a token)", "MODEL")
 
 
@@ -86,16 +86,12 @@ class ResultOptions:
     disable_tqdm: bool = flag("no live progress line", default=False)
 
 
+KINDS: tuple[type[Declared], ...] = (TargetOptions, TrafficOptions, DatasetOptions, StructuredOptions, TextOptions)
+KINDS += (RequestOptions, ResultOptions)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for kind in (
-        TargetOptions,
-        TrafficOptions,
-        DatasetOptions,
-        StructuredOptions,
-        TextOptions,
-        RequestOptions,
-        ResultOptions,
-    ):
+    for kind in KINDS:
         add_options(parser, kind)
 
 
@@ -147,6 +143,8 @@ async def _load(client: Client, args: argparse.Namespace) -> tuple[str, Run]:
 
 def _selection(args: argparse.Namespace) -> tuple[list[str], list[float], dict[str, float]]:
     """What to report, checked before the load is put on a server for minutes."""
+    for kind in KINDS:
+        chosen(args, kind)
     for item in args.metadata:
         pair("metadata", item)
     if args.save_result or args.append_result:

@@ -22,9 +22,10 @@ from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from penstock.engine.commands.bench.datasets import Length
 from penstock.engine.commands.bench.report import output_file, percentiles, write_json
 from penstock.engine.config import EngineOptions, add_engine_options, chosen
-from penstock.engine.options import Count, add_options, flag, given_options, options_of
+from penstock.engine.options import Count, Seconds, add_options, flag, given_options, options_of
 from penstock.executor.process_life import STOP_SIGNALS, stop_signals
 
 POLL_S = 0.02
@@ -50,10 +51,10 @@ class StartupError(RuntimeError):
 @dataclass(frozen=True, kw_only=True)
 class StartupOptions:
     model: str | None = flag("hub name, folder or .gguf file (default: the default model)")
-    num_iters_warmup: int = flag("starts before the measured ones (default: 1)", "N", default=1)
+    num_iters_warmup: Length = flag("starts before the measured ones (default: 1)", "N", default=1)
     num_iters_warm: Count = flag("measured starts (default: 3)", "N", default=3)
     prompt: str = flag("what the first token answers (default: %(default)s)", default="Hello")
-    timeout: float = flag("for one start (default: %(default)g)", "S", default=900.0)
+    timeout: Seconds = flag("for one start (default: %(default)g)", "S", default=900.0)
     command: str | None = flag("start this in place of penstock serve; {port} stands for the port to listen on", "CMD")
     output_json: str | None = flag("write the result as JSON", "FILE", read=output_file)
 

@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.commands.bench.datasets import DatasetOptions, load_samples
+from penstock.engine.commands.bench.datasets import DatasetOptions, Length, load_samples
 from penstock.engine.commands.bench.report import output_file, write_json
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample, token_counter
-from penstock.engine.config import EngineOptions, add_engine_options
+from penstock.engine.config import EngineOptions, add_engine_options, chosen
 from penstock.engine.options import Count, add_options, flag, given_options
 
 
@@ -28,7 +28,7 @@ class OfflineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputOptions:
-    num_warmups: int = flag("requests before the measured ones (default: 0)", "N", default=0)
+    num_warmups: Length = flag("requests before the measured ones (default: 0)", "N", default=0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from penstock.engine.front.llm import LLM
 
+    for kind in (OfflineOptions, ThroughputOptions, DatasetOptions):
+        chosen(args, kind)
     with LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **given_options(args, EngineOptions)) as llm:
         count = args.num_prompts + args.num_warmups
         source = PromptSource(llm.info.vocab_size)

@@ -104,9 +104,27 @@ def test_latency_never_repeats_a_prompt(counting: type[CountingLLM]) -> None:
     assert len(set(prompts)) == len(prompts) == 8
 
 
-def test_a_count_out_of_range_is_named(counting: type[CountingLLM]) -> None:
-    with pytest.raises(ConfigError, match="num_iters: 0 given; expected `int` >= 1"):
-        run(latency, "--num-iters", "0")
+@pytest.mark.parametrize(
+    ("module", "option", "value", "least"),
+    [
+        (latency, "num-iters", 0, 1),
+        (latency, "num-iters-warmup", -1, 0),
+        (latency, "n", 0, 1),
+        (throughput, "num-warmups", -2, 0),
+        (throughput, "num-prompts", 0, 1),
+        (startup, "num-iters-warmup", -1, 0),
+        (reference, "num-prompts", 0, 1),
+        (reference, "input-len", 1, 2),
+    ],
+)
+def test_a_count_out_of_range_is_named(
+    counting: type[CountingLLM], module: ModuleType, option: str, value: int, least: int
+) -> None:
+    given = argparse.ArgumentParser()
+    module.add_arguments(given)
+    more = [reference] if module is reference else []
+    with pytest.raises(ConfigError, match=f"{option.replace('-', '_')}: {value} given; expected `int` >= {least}"):
+        module.run(given.parse_args([f"--{option}={value}"]), *more)
     assert not counting.made, "nothing was loaded for it"
 
 

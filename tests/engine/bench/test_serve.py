@@ -289,6 +289,21 @@ def test_texts_of_a_file_go_to_completions_and_to_chats(tmp_path: Path) -> None:
     assert chat["messages"] == [{"role": "user", "content": "one two"}] and chat["max_completion_tokens"] == 3
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--num-warmups=-2"], "num_warmups: -2 given; expected `int` >= 0"),
+        (["--random-vocab-size=0"], "random_vocab_size: 0 given; expected `int` >= 1"),
+        (["--port=70000"], "port: 70000 given; expected `int` <= 65535"),
+        (["--ready-check-timeout-sec=nan"], "ready_check_timeout_sec: nan given; expected `float` >= 0"),
+        (["--ramp-up-end-rps=-1"], "ramp_up_end_rps: -1.0 given; expected `float` > 0"),
+    ],
+)
+def test_a_number_out_of_range_is_named_before_a_server_is_asked(options: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        asyncio.run(serve.measure(parse("--base-url", "http://127.0.0.1:1", *options)))
+
+
 def test_a_result_that_cannot_be_written_is_refused_early_or_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
