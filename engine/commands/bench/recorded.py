@@ -2,13 +2,17 @@
 
 import argparse
 import csv
-import json
+import os
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample
 from penstock.engine.config import ConfigError
@@ -18,16 +22,20 @@ MIN_TOKENS, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048
 HASH_TOKENS = 512  # of a prompt, for every hash id of a trace in Mooncake's format
 
 
+Tokens = Annotated[int, Meta(ge=0, le=10**8)]
+BAD_DATA = (ValueError, TypeError, KeyError, RecursionError, csv.Error)
+
+
 def sharegpt_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
     """The first question of each conversation, with the length of the answer that was given. The file is a JSON list
     of objects like {"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}."""
     path = _path(args)
     try:
-        conversations = json.loads(path.read_bytes())
-        turns = [conversation["conversations"] for conversation in conversations]
-        pairs = [(first["value"], second["value"]) for first, second, *_ in (t for t in turns if len(t) >= 2)]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"dataset_path: {path} is no list of conversations: {error!r}") from None
+        turns = [conversation["conversations"] for conversation in msgspec.json.decode(path.read_bytes())]
+        questions = [(first["value"], second["value"]) for first, second, *_ in (t for t in turns if len(t) >= 2)]
+        pairs = msgspec.convert(questions, list[tuple[str, str]])
+    except BAD_DATA as error:
+        raise ConfigError(f"dataset_path: {path} is no list of conversations: {error}") from None
     random.Random(args.seed or 0).shuffle(pairs)
     found = []
     for question, answer in pairs:
@@ -45,32 +53,35 @@ def sharegpt_samples(args: argparse.Namespace, count: int, source: PromptSource)
     return _enough(found, count, path)
 
 
+class _Prompt(msgspec.Struct):
+    prompt: Annotated[str, Meta(min_length=1)]
+    output_tokens: Annotated[int, Meta(ge=1, le=10**8)] | None = None
+
+
 def custom_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
     """A prompt per line: {"prompt": "…", "output_tokens": 20}, the latter optional."""
     path, found = _path(args), []
     for number, line in enumerate(_lines(path), 1):
         try:
-            entry = json.loads(line)
-            prompt, output_len = entry["prompt"], entry.get("output_tokens", args.custom_output_len)
-            if not isinstance(prompt, str) or not prompt or not isinstance(output_len, int) or output_len < 1:
-                raise ValueError("a text and a count of at least 1 are expected")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            entry = msgspec.json.decode(line, type=_Prompt)
+        except BAD_DATA as error:
             raise ConfigError(
-                f'dataset_path: {path}, line {number}: {error!r}; write {{"prompt": TEXT, "output_tokens": N}}'
+                f'dataset_path: {path}, line {number}: {error}; write {{"prompt": TEXT, "output_tokens": N}}'
             ) from None
-        found.append(Sample(prompt, source.count_tokens(prompt), output_len))
+        output_len = entry.output_tokens or args.custom_output_len
+        found.append(Sample(entry.prompt, source.count_tokens(entry.prompt), output_len))
         if len(found) == count:
             break
     return _enough(found, count, path)
 
 
-class _Asked(NamedTuple):
-    """One request of a trace."""
+class _Asked(msgspec.Struct):
+    """One request of a trace, as Mooncake's have it."""
 
-    at_s: float
-    input_len: int
-    output_len: int
-    hash_ids: list[int] | None  # equal ids at the beginning of two prompts: equal tokens there
+    timestamp: float  # ms
+    input_length: Tokens
+    output_length: Tokens
+    hash_ids: list[int] | None = None  # equal ids at the beginning of two prompts: equal tokens there
 
 
 def timed_trace_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
@@ -80,16 +91,13 @@ def timed_trace_samples(args: argparse.Namespace, count: int, source: PromptSour
     traces (CSV with TIMESTAMP, ContextTokens, GeneratedTokens), which says nothing of shared beginnings.
     """
     path = _path(args)
-    asked = []
+    asked: list[_Asked] = []
     try:
-        entries: Iterable[_Asked] = _azure(path) if path.suffix == ".csv" else _mooncake(path)
-        for entry in entries:
-            asked.append(entry)
-            if len(asked) == count:
-                break
-    except (ValueError, TypeError, KeyError) as error:
+        mooncake = (msgspec.json.decode(line, type=_Asked) for line in _lines(path))
+        asked.extend(islice(_azure(path) if path.suffix == ".csv" else mooncake, count))  # one by one: to the bad one
+    except BAD_DATA as error:
         raise ConfigError(
-            f"dataset_path: {path}, request {len(asked) + 1}: {error!r}; no trace of a known format"
+            f"dataset_path: {path}, request {len(asked) + 1}: {error}; no trace of a known format"
         ) from None
     if len(asked) < count:
         raise ConfigError(f"num_prompts: {count} with the warm-ups given; the trace has {len(asked)} requests")
@@ -97,44 +105,37 @@ def timed_trace_samples(args: argparse.Namespace, count: int, source: PromptSour
     piece_len = max(1, round(HASH_TOKENS * scale))
     samples = []
     for entry in asked:
-        prompt_len = max(1, round(entry.input_len * scale))
+        prompt_len = max(1, round(entry.input_length * scale))
         numbers: list[int] = []
         for hash_id in entry.hash_ids or ():
             if hash_id not in pieces:
                 pieces[hash_id] = source.draw(piece_len, rng)
             numbers += pieces[hash_id]
         numbers = numbers[:prompt_len] + source.draw(max(0, prompt_len - len(numbers)), rng)
-        output_len = max(1, round(entry.output_len * scale))
-        at_s = (entry.at_s - asked[0].at_s) / args.trace_speed
+        output_len = max(1, round(entry.output_length * scale))
+        at_s = (entry.timestamp - asked[0].timestamp) / 1000 / args.trace_speed
         samples.append(Sample(source.prompt(numbers), prompt_len, output_len, at_s))
     return samples
 
 
-def _mooncake(path: Path) -> Iterator[_Asked]:
-    for line in _lines(path):
-        entry = json.loads(line)
-        yield _Asked(
-            entry["timestamp"] / 1000, int(entry["input_length"]), int(entry["output_length"]), entry.get("hash_ids")
-        )
-
-
 def _azure(path: Path) -> Iterator[_Asked]:
-    for row in csv.DictReader(_lines(path)):
+    for row in csv.DictReader(line.decode() for line in _lines(path)):
         at = datetime.fromisoformat(row["TIMESTAMP"][:26])  # microseconds; the traces have a digit more
-        yield _Asked(at.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), None)
+        asked = {"timestamp": 1000 * at.timestamp(), "input_length": row["ContextTokens"]}
+        yield msgspec.convert(asked | {"output_length": row["GeneratedTokens"]}, _Asked, strict=False)
 
 
 def _path(args: argparse.Namespace) -> Path:
     if args.dataset_path is None:
         raise ConfigError(f"dataset_path: none given; --dataset-name {args.dataset_name} reads a file")
     path = Path(args.dataset_path)
-    if not path.is_file():
-        raise ConfigError(f"dataset_path: {path} given; there is no such file")
+    if not path.is_file() or not os.access(path, os.R_OK):
+        raise ConfigError(f"dataset_path: {path} given; there is no such file, or it may not be read")
     return path
 
 
-def _lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8") as file:
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
         yield from (line for line in file if line.strip())
 
 

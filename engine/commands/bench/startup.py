@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from penstock.engine.commands.bench.datasets import Length
 from penstock.engine.commands.bench.report import output_file, percentiles, write_json
-from penstock.engine.config import EngineOptions, add_engine_options, chosen
+from penstock.engine.config import ConfigError, EngineOptions, add_engine_options, chosen
 from penstock.engine.options import Count, Seconds, add_options, flag, given_options, options_of
 from penstock.executor.process_life import STOP_SIGNALS, stop_signals
 
@@ -66,15 +66,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     chosen(args, StartupOptions)
-    command = (
-        shlex.split(args.command) if args.command else serve_command(args.model, given_options(args, EngineOptions))
-    )
+    try:
+        command = shlex.split(args.command or "") or serve_command(args.model, given_options(args, EngineOptions))
+    except ValueError as error:
+        raise ConfigError(f"command: {args.command} given; {error}") from None
     starts = []
     for index in range(args.num_iters_warmup + args.num_iters_warm):
         try:
             with stop_signals(partial(signal.default_int_handler, signal.SIGINT, None), END_SIGNALS):
                 start = measure(command, prompt=args.prompt, timeout_s=args.timeout)
-        except StartupError as error:
+        except (OSError, StartupError) as error:
             print(f"penstock: {error}", file=sys.stderr)
             return 1
         kind = "warm-up" if index < args.num_iters_warmup else "measured"

@@ -148,15 +148,26 @@ def test_a_trace_of_azure_keeps_its_times_and_lengths(tmp_path: Path) -> None:
         ("sharegpt", "[]", 1, "has no prompt that can be used"),
         ("custom", '{"prompt": 3}', 1, "line 1"),
         ("custom", '{"prompt": "a"}\n{"prompt": "a", "output_tokens": 0}', 2, "line 2"),
-        ("timed_trace", '{"timestamp": 0}', 1, "request 1: KeyError"),
+        ("custom", '{"prompt": "\\ud800"}', 1, "line 1"),
+        ("custom", b"\xff\xfe", 1, "line 1"),
+        (
+            "sharegpt",
+            '[{"conversations": [{"value": 1}, {"value": "a"}]}]',
+            1,
+            "no list of conversations: Expected `str`",
+        ),
+        ("sharegpt", "[" * 100_000, 1, "no list of conversations"),
+        ("timed_trace", '{"timestamp": 0}', 1, "request 1: Object missing required field `input_length`"),
+        ("timed_trace", '{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": 5}', 1, "Expected `array"),
+        ("timed_trace", '{"timestamp": 0, "input_length": 1000000000000, "output_length": 5}', 1, "<= 100000000"),
         ("timed_trace", '{"timestamp": 0, "input_length": 5, "output_length": 5}', 2, "the trace has 1 requests"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_the_place(
-    name: str, content: str, count: int, message: str, tmp_path: Path
+    name: str, content: str | bytes, count: int, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "file"
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=message):
         samples("--dataset-name", name, "--dataset-path", str(path), count=count)
 

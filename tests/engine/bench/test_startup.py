@@ -12,7 +12,7 @@ import pytest
 
 from penstock.engine.commands import serve
 from penstock.engine.commands.bench import startup
-from penstock.engine.config import EngineOptions
+from penstock.engine.config import ConfigError, EngineOptions
 from penstock.engine.options import given_options
 from tests.support.running_server import until
 
@@ -118,3 +118,12 @@ def test_a_signal_ends_the_server_too(number: signal.Signals, tmp_path: Path) ->
         bench.send_signal(number)
         assert bench.wait(30) == 130
     until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
+
+
+def test_a_command_that_cannot_be_started_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    startup.add_arguments(parser)
+    with pytest.raises(ConfigError, match="command: a 'b given; No closing quotation"):
+        startup.run(parser.parse_args(["--command", "a 'b"]))
+    assert startup.run(parser.parse_args(["--command", "nosuchprogram {port}"])) == 1
+    assert capsys.readouterr().err == "penstock: [Errno 2] No such file or directory: 'nosuchprogram'\n"
