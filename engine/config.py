@@ -13,6 +13,8 @@ from penstock.cache.tiers.peer.address import SECRET_VARIABLE, read_address, rea
 from penstock.engine.options import (
     Count,
     D,
+    Length,
+    Seed,
     add_options,
     built,
     check,
@@ -97,7 +99,7 @@ class EngineOptions:
     )
     max_num_seqs: Count | None = flag("sequences computed at a time (default: 256)", "N")
     max_num_batched_tokens: Count | None = flag("tokens computed per step (default: 2048)", "N")
-    max_queued_requests: Annotated[int, Meta(ge=0)] | None = flag(
+    max_queued_requests: Length | None = flag(
         "beyond this many, requests get 429 (default: 4096)", "N", ("--max-queued-requests", "--max-num-queued-reqs")
     )
     patience_s: Annotated[float, Meta(ge=0)] | None = None
@@ -117,7 +119,7 @@ class EngineOptions:
         "(default: off; it takes longer)",
         has_off=True,
     )
-    seed: int | None = flag(
+    seed: Seed | None = flag(
         "for requests without a seed of their own, and for dummy weights (default: none, and 0)", "N"
     )
     hf_overrides: dict[str, Any] | None = flag("entries of the model's config.json to replace", "JSON")

@@ -30,7 +30,11 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
-Count = Annotated[int, Meta(ge=1)]
+# What is sent between processes, or to the C, has at most 64 bits.
+INT64 = 2**63 - 1
+Count = Annotated[int, Meta(ge=1, le=INT64)]
+Length = Annotated[int, Meta(ge=0, le=INT64)]
+Seed = Annotated[int, Meta(ge=-INT64, le=INT64)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 # More than thirty years is a mistake, and so is infinity.
@@ -225,7 +229,7 @@ def meant(values: Mapping[str, Any], kind: type[Declared]) -> dict[str, Any]:
 
 def count(text: str) -> int:
     """`4096`, `4k` (thousands) or `4K` (of 1,024), as vLLM reads a number of tokens; ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
+    match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)([kKmM]?)", text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a number of tokens; write it like 4096, 4k (4,000) or 4K (4,096)")
     return int(float(match[1]) * {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}[match[2]])
@@ -237,7 +241,7 @@ _UNITS |= {f"{unit}i": 1024 ** (index + 1) for index, unit in enumerate("kmgt")}
 
 def size_bytes(text: str) -> int:
     """`8GiB`, `500MB`, `1.5g` or a plain number of bytes; ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"{text!r} is not a size; write it like 8GiB, 500MB or 1073741824")
     return int(float(match[1]) * _UNITS[match[2]])
@@ -246,7 +250,8 @@ def size_bytes(text: str) -> int:
 def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+        msgspec.msgpack.encode(value)  # as it is sent
+    except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError("a JSON object is expected, like '{\"rope_theta\": 1000000}'")

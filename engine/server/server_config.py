@@ -13,7 +13,7 @@ from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.telemetry import AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
-from penstock.engine.options import Count, Delay, Port, Seconds, check, converted, flag, json_object, size_bytes
+from penstock.engine.options import Count, Delay, Length, Port, Seconds, check, converted, flag, json_object, size_bytes
 from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.tools import formats, harmony, thinking
 
@@ -124,7 +124,7 @@ class ServerConfig:
         has_off=True,
         default=False,
     )
-    max_logprobs: Annotated[int, Meta(ge=0)] = flag("limit (default: %(default)s)", "N", default=MAX_LOGPROBS)
+    max_logprobs: Length = flag("limit (default: %(default)s)", "N", default=MAX_LOGPROBS)
     kv_events_config: KvEventsConfig | None = flag(
         'publish what is cached over ZMQ, as vLLM does: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", '
         '"replay_endpoint": "tcp://*:5558"} (default: no; GET /kv_events needs none of it)',

@@ -181,3 +181,29 @@ def test_metrics_of_all_peers_stand_under_one_tier(folder: Path) -> None:
         families = {family.name: family for family in stats_families(other._running().stats(), "m")}
         (sample,) = families["penstock:kv_tier_is_open"].samples
         assert sample.labels == {"model_name": "m", "tier": "peer"} and sample.value == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("--seed 99999999999999999999999", "seed: 9{23} given; expected `int` <= 9223372036854775807"),
+        ("--seed -99999999999999999999999", "seed: -9{23} given; expected `int` >= -9223372036854775807"),
+        ("--max-model-len 99999999999999999999999", "max_model_len: 9+.* given; expected `int` <= 9223372036854775807"),
+        ("--max-num-seqs 99999999999999999999999", "max_num_seqs: 9{23} given; expected `int` <= 9223372036854775807"),
+        ("--kv-cache-bytes 99999999999TiB", r"kv_cache_bytes: \d+ given; expected `int` <= 9223372036854775807"),
+    ],
+)
+def test_a_number_beyond_64_bits_is_named(folder: Path, given: str, words: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    with pytest.raises(ConfigError, match=f"^{words}"):
+        engine_config(str(folder), given_options(parser.parse_args(given.replace(" -9", "=-9").split()), EngineOptions))
+
+
+@pytest.mark.parametrize("given", ["--kv-host-bytes=" + "9" * 400, '--hf-overrides={"a":99999999999999999999999}'])
+def test_a_text_of_a_number_without_bounds_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args([given])
+    assert f"argument {given.partition('=')[0]}: " in capsys.readouterr().err

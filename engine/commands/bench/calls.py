@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from penstock.engine.commands.bench.datasets import Factor, Length, load_samples
+from penstock.engine.commands.bench.datasets import Factor, load_samples
 from penstock.engine.commands.bench.http_client import Client, Target
 from penstock.engine.commands.bench.load import EncodedCall
 from penstock.engine.commands.bench.structured import response_formats
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample, estimated_tokens, token_counter
 from penstock.engine.config import ConfigError
-from penstock.engine.options import Count, flag
+from penstock.engine.options import Count, Length, Seed, flag
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -38,7 +38,7 @@ class TrafficOptions:
     ramp_up_start_rps: Factor | None = flag("requests per second at the first", "R")
     ramp_up_end_rps: Factor | None = flag("and at the last", "R")
     num_warmups: Length = flag("requests before the measured ones (default: 0)", "N", default=0)
-    seed: int = flag("of prompts, lengths and arrivals (default: 0)", default=0)
+    seed: Seed = flag("of prompts, lengths and arrivals (default: 0)", default=0)
 
 
 def build_calls(

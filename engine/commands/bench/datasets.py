@@ -16,7 +16,7 @@ from msgspec import Meta
 from penstock.engine.commands.bench.recorded import custom_samples, sharegpt_samples, timed_trace_samples
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample, prefix_repetition_samples, random_samples
 from penstock.engine.config import chosen
-from penstock.engine.options import Count, flag
+from penstock.engine.options import Count, Length, flag
 
 DATASETS: dict[str, Callable[[argparse.Namespace, int, PromptSource], list[Sample]]] = {
     "random": random_samples,
@@ -27,7 +27,6 @@ DATASETS: dict[str, Callable[[argparse.Namespace, int, PromptSource], list[Sampl
 }
 
 Factor = Annotated[float, Meta(gt=0, le=1e9)]
-Length = Annotated[int, Meta(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True)

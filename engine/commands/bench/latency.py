@@ -9,11 +9,10 @@ import time
 from dataclasses import dataclass
 from statistics import fmean
 
-from penstock.engine.commands.bench.datasets import Length
 from penstock.engine.commands.bench.report import percentiles, write_json
 from penstock.engine.commands.bench.throughput import OfflineOptions
 from penstock.engine.config import EngineOptions, add_engine_options, chosen
-from penstock.engine.options import Count, add_options, flag, given_options
+from penstock.engine.options import Count, Length, add_options, flag, given_options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from penstock.engine.commands.bench.report import output_file, write_json
 from penstock.engine.config import EngineOptions, add_engine_options, chosen
-from penstock.engine.options import Count, add_options, flag, given_options
+from penstock.engine.options import INT64, Count, add_options, flag, given_options
 
 Reference = Callable[[str, Sequence[Sequence[int]], str], list[list[float]]]  # model, sequences, dtype
 
@@ -22,7 +22,7 @@ Reference = Callable[[str, Sequence[Sequence[int]], str], list[list[float]]]  # 
 class LogprobOptions:
     model: str | None = flag("hub name, folder or .gguf file (default: the default model)")
     num_prompts: Count = flag("random prompts (default: 8)", "N", default=8)
-    input_len: Annotated[int, Meta(ge=2)] = flag("tokens of each (default: 64)", "N", default=64)
+    input_len: Annotated[int, Meta(ge=2, le=INT64)] = flag("tokens of each (default: 64)", "N", default=64)
     output_len: Count = flag("tokens that are sampled behind it, at temperature 1 (default: 64)", "N", default=64)
     reference_dtype: Literal["float32", "bfloat16", "float16"] = flag(
         "in which transformers computes (default: float32)", default="float32"

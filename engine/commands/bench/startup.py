@@ -22,10 +22,9 @@ from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from penstock.engine.commands.bench.datasets import Length
 from penstock.engine.commands.bench.report import output_file, percentiles, write_json
 from penstock.engine.config import ConfigError, EngineOptions, add_engine_options, chosen
-from penstock.engine.options import Count, Seconds, add_options, flag, given_options, options_of
+from penstock.engine.options import Count, Length, Seconds, add_options, flag, given_options, options_of
 from penstock.executor.process_life import STOP_SIGNALS, stop_signals
 
 POLL_S = 0.02

@@ -8,11 +8,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.commands.bench.datasets import DatasetOptions, Length, load_samples
+from penstock.engine.commands.bench.datasets import DatasetOptions, load_samples
 from penstock.engine.commands.bench.report import output_file, write_json
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample, token_counter
 from penstock.engine.config import EngineOptions, add_engine_options, chosen
-from penstock.engine.options import Count, add_options, flag, given_options
+from penstock.engine.options import Count, Length, add_options, flag, given_options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from penstock.engine.commands.prove.asker import Answered, Asker, Spoken
 from penstock.engine.commands.prove.judge import FINE, MAX_ERROR, Verdict, allowed, farthest, judge
 from penstock.engine.commands.prove.questions import RESET, Ask, questions, schedule
 from penstock.engine.commands.top.figures import Look
-from penstock.engine.options import Count, Seconds, flag, size_bytes
+from penstock.engine.options import Count, Seconds, Seed, flag, size_bytes
 
 MAX_GROWTH = 128 * 2**20  # of the server's memory, over the second half of the requests
 WINDOW = 24  # requests before a failing one that may have to do with it
@@ -42,7 +42,7 @@ REACHED = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProveOptions:
-    seed: int = flag("of questions, schedule and faults: the same seed sends the same (default: 0)", "N", default=0)
+    seed: Seed = flag("of questions, schedule and faults: the same seed sends the same (default: 0)", "N", default=0)
     requests: Count = flag("under load, beside those that are asked alone (default: 300)", "N", default=300)
     rate: Seconds = flag("requests per second on average, in bursts (default: 20)", "R", default=20.0)
     concurrency: Count = flag("requests at a time, at most (default: 16)", "N", default=16)
