@@ -8,8 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
@@ -79,7 +78,8 @@ class Prober:
                 await asyncio.sleep(0.05)
             self._fleet.forget(replica)
         finally:
-            watched.close()
+            if watched.looking is not None:
+                watched.looking.cancel()
             del self._watched[replica]
 
     async def _probe(self, replica: Replica, watched: "ProbeTask") -> None:
@@ -99,7 +99,8 @@ class Prober:
             with self._fleet.observing(replica):
                 if status == 200:
                     replica.probe_passed(time.monotonic())
-                    watched.look(lambda: self._keep_looking(replica), replica)
+                    if replica.load is not None and (watched.looking is None or watched.looking.done()):
+                        watched.looking = asyncio.get_running_loop().create_task(self._keep_looking(replica))
                 else:
                     replica.probe_refused(f"/ready answered {status}", is_draining=status == 503)
 
@@ -167,15 +168,7 @@ class ProbeTask:
         self.path = "/ready"  # or /health of an engine that has no /ready
         self.said = ""  # of the first of its models
         self.num_probes = 0
-        self._looking: asyncio.Task[None] | None = None
-
-    def look(self, start: Callable[[], Coroutine[Any, Any, None]], replica: Replica) -> None:
-        if replica.load is not None and (self._looking is None or self._looking.done()):
-            self._looking = asyncio.get_running_loop().create_task(start())
-
-    def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        self.looking: asyncio.Task[None] | None = None  # at its load
 
 
 def replica_info(model: ServedModel, load: EngineLoad | None = None) -> ReplicaInfo:
