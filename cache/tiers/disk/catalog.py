@@ -84,9 +84,7 @@ class Catalog:
         self.is_full = False
         if self._free and not keep_free:
             return self._free.popitem()[0]
-        if self._grow_at_s and time.monotonic() >= self._grow_at_s:
-            self._grow_at_s = 0.0
-        if not self._grow_at_s:
+        if time.monotonic() >= self._grow_at_s:
             if self._unbacked:
                 return self._unbacked.pop()
             if self._frontier < len(self._state):
