@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.engine.http.distribution import Distribution
+from penstock.engine.http.distribution import Distribution, family
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import State
 from penstock.router.http.heads import ClientRequest
@@ -102,10 +102,7 @@ class RouterMetrics(Collector):
             name, *labels = key.split(SEPARATOR)
             by_name.setdefault(name, []).append((labels, value))
         for name, (help_text, names) in COUNTERS.items():
-            family = CounterMetricFamily(f"{PREFIX}{name}", help_text, labels=names)
-            for values, count in by_name.get(name, ()):
-                family.add_metric(values, count)
-            yield family
+            yield family(CounterMetricFamily, f"{PREFIX}{name}", help_text, names, by_name.get(name, ()))
         for histogram in new_histograms():  # of all workers together
             counts = {labels[0]: value for labels, value in by_name[histogram.name]}
             histogram.total = counts.pop("sum")
@@ -115,13 +112,11 @@ class RouterMetrics(Collector):
         yield from self._of_replicas()
 
     def _of_replicas(self) -> Iterator[Metric]:
-        state = GaugeMetricFamily("penstock:router_replica_state", "1: its state.", labels=("replica", "state"))
-        under_way = GaugeMetricFamily("penstock:router_under_way", "Requests in flight.", labels=("replica",))
-        for replica in self.fleet.replicas.values():
-            for name in get_args(State):
-                state.add_metric((replica.url, name), float(replica.state == name))
-            under_way.add_metric((replica.url,), replica.num_in_flight)
-        yield from (state, under_way)
+        replicas = self.fleet.replicas.values()
+        states = [((each.url, name), float(each.state == name)) for each in replicas for name in get_args(State)]
+        yield family(GaugeMetricFamily, f"{PREFIX}replica_state", "1: its state.", ("replica", "state"), states)
+        in_flight = [((each.url,), each.num_in_flight) for each in replicas]
+        yield family(GaugeMetricFamily, f"{PREFIX}under_way", "Requests in flight.", ("replica",), in_flight)
 
 
 def route_of(request: ClientRequest) -> str:
@@ -141,13 +136,9 @@ def _key(*parts: object) -> str:
 
 def _placement(found: list[tuple[list[str], float]]) -> Iterator[Metric]:
     """The placement's own counters and gauges, per model: predicted against actual cached tokens among them."""
-    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+    by_name: dict[str, list[tuple[list[str], float]]] = {}
     for (root, role, name), value in found:
-        is_counter = name.endswith("_total")
-        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
-        plain = name.removesuffix("_total")
-        family = families.setdefault(
-            name, kind(f"penstock:router_{plain}", f"See docs: {plain}.", labels=("model", "role"))
-        )
-        family.add_metric([root, role], value)
-    yield from families.values()
+        by_name.setdefault(name, []).append(([root, role], value))
+    for name, rows in by_name.items():
+        kind, plain = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily, name.removesuffix("_total")
+        yield family(kind, f"{PREFIX}{plain}", f"See docs: {plain}.", ("model", "role"), rows)

@@ -1,10 +1,12 @@
-"""A histogram of Prometheus, which costs a bisection to observe. Shared by server and router."""
+"""What server and router make their metrics of: a histogram that costs a bisection to observe, and families of figures."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 class Distribution:
@@ -24,3 +26,13 @@ class Distribution:
         found = HistogramMetricFamily(self.name, self.help_text, labels=[*labels])
         found.add_metric([*labels.values()], buckets, sum_value=self.total)
         return found
+
+
+def family(
+    kind: Kind, name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    """`rows`: the values of the labels, and the figure."""
+    found = kind(name, text, labels=labels)
+    for values, figure in rows:
+        found.add_metric(values, figure)
+    return found

@@ -9,7 +9,7 @@ request.
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.client import AsyncEngine
-from penstock.engine.http.distribution import Distribution
+from penstock.engine.http.distribution import Distribution, family
 from penstock.engine.messages import Outputs, Stats
 from penstock.executor.protocol import ExpertUpdate
 
@@ -36,8 +36,6 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, *_VLLM_S)
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0)
 _NEXT_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-
-Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 GAUGES = {
     "num_running": ("vllm:num_requests_running", "Sequences in the running batch."),
@@ -159,16 +157,6 @@ class ServerMetrics(Collector):
     def _see_step(self, outputs: Outputs) -> None:
         if outputs.step_tokens:
             self.step.observe(outputs.step_tokens)
-
-
-def family(
-    kind: Kind, name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
-) -> Metric:
-    """`rows`: the values of the labels, and the figure."""
-    found = kind(name, text, labels=labels)
-    for values, figure in rows:
-        found.add_metric(values, figure)
-    return found
 
 
 def stats_families(stats: Stats, model: str) -> Iterator[Metric]:
