@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from penstock.engine.http.errors import HttpError, error_body
+from penstock.engine.http.errors import CLIENT_CLOSED, HttpError, error_body
 from penstock.router.aside import cast_shadows, drawn
 from penstock.router.attempt import Attempt
 from penstock.router.fleet.fleet import ReplicaGroup
@@ -44,7 +44,6 @@ MAX_HELD_BYTES = 64 * 1024  # of an answer that may yet be replaced by another r
 MAX_LOST = 2  # replicas that may break on one request: it may be the reason
 STALLED_S = 10.0  # how long a stream may stand still when its replica is down
 BUSY = frozenset({429, 503})  # answers that another replica may better
-CLIENT_CLOSED = 499  # never sent: the status in the log and in spans when the client had left
 
 _CACHED = re.compile(rb'"cached_tokens": ?(\d{1,9})\b')
 

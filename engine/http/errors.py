@@ -14,6 +14,7 @@ import msgspec
 MAX_MESSAGE_CHARS = 600
 MAX_ECHO_CHARS = 80  # of one value that the client sent
 MAX_ID_CHARS = 128  # of a client's x-request-id
+CLIENT_CLOSED = 499  # never sent: the status in log, counters and spans when the client had left
 
 _NOT_IN_AN_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 _TYPES = {

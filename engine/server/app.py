@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import penstock
 from penstock.engine.http.access_line import AccessLine, AccessLog
 from penstock.engine.http.auth import NO_KEY, Authentication, Keys
-from penstock.engine.http.errors import ErrorReply, HttpError, clip
+from penstock.engine.http.errors import CLIENT_CLOSED, ErrorReply, HttpError, clip
 from penstock.engine.server import requests as schema
 from penstock.engine.server import responses as reply
 from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
@@ -36,7 +36,6 @@ from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
 from penstock.engine.server.tokens import detokenize, load_adapter, reset_prefix_cache, tokenize, unload_adapter
 
-CLIENT_CLOSED = 499  # never sent: the status in the log and the counters when the client had left
 QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed every few seconds
 
 POSTS = (

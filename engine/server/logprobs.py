@@ -15,7 +15,7 @@ def id_text(id_: int) -> str:
     return f"token_id:{id_}"
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], as_ids: bool | None = None) -> ChatLogprobs:
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], as_ids: bool | None) -> ChatLogprobs:
     read = id_text if as_ids else tokenizer.token_text
 
     def shown(id_: int, value: float) -> TopLogprob:
@@ -29,11 +29,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], as_ids:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer,
-    tokens: Sequence[TokenLogprobs],
-    offset: int,
-    first_id: int | None = None,
-    as_ids: bool | None = None,
+    tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], offset: int, first_id: int | None, as_ids: bool | None
 ) -> tuple[CompletionLogprobs, int]:
     """The old format: parallel lists, and the offset behind them. `first_id` is a token before the others that has no
     probability. A character of several tokens has one place, where each of them stands."""

@@ -83,8 +83,6 @@ class Asked(msgspec.Struct):
 
     @property
     def session(self) -> str | None:
-        if self.session_id is None and self.prompt_cache_key is None:
-            return None
         for given in (self.session_id, self.prompt_cache_key):
             if isinstance(given, str) and given:
                 return given[:256]
@@ -155,7 +153,7 @@ class Texts:
         return len(body) > INLINE_CHARS and path in PROMPTS
 
     async def prepare_aside(
-        self, path: str, body: bytes, asked: Asked, placement: Placement, adapter: str | None = None
+        self, path: str, body: bytes, asked: Asked, placement: Placement, adapter: str | None
     ) -> Routable:
         return await asyncio.get_running_loop().run_in_executor(
             self._threads, self.prepare, path, body, asked, placement, adapter
