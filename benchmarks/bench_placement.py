@@ -23,9 +23,8 @@ import numpy as np
 from pairs import compare, main, quantile, table
 from tests.support.route_model import BLOCK_SIZE, Arrival, Settings, Simulation, pooled_hit
 from tests.support.slow_hash import v1_chain
-from tests.support.v1_keys import block_keys_v1
 
-from penstock.cache.keys import block_keys
+from penstock.cache.keys import block_keys, block_keys_v1
 from penstock.engine.http.kv_stream import Changes, Snapshot
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import POLICIES, PolicyConfig

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from penstock._csrc import ffi, lib
-from penstock.cache.keys import block_keys, namespace_root
-from tests.support.v1_keys import block_keys_v1
+from penstock.cache.keys import block_keys, block_keys_v1, namespace_root
 
 MASK_32, MASK_64 = 2**32 - 1, 2**64 - 1
 RNG = random.Random(20)
@@ -113,7 +112,7 @@ def test_no_tokens_have_no_keys() -> None:
     forms: list[Any] = [[], (), b"", array("i"), np.zeros(0, np.int64)]
     for empty in forms:
         assert block_keys(empty, 16) == []
-    assert block_keys_v1([], 16).tolist() == []
+        assert block_keys_v1(empty, 16).tolist() == []
 
 
 def test_ids_up_to_the_last_u32_are_allowed() -> None:
@@ -156,8 +155,8 @@ def test_bytes_that_are_no_whole_ids_are_refused() -> None:
         block_keys(b"1234567", 1)
 
 
-def test_a_wrong_block_size_is_refused_by_name() -> None:
-    keys: Any = block_keys
+@pytest.mark.parametrize("keys", [block_keys, block_keys_v1])
+def test_a_wrong_block_size_is_refused_by_name(keys: Any) -> None:
     for size in (0, -16):
         with pytest.raises(ValueError, match=f"block_size: {size} is below 1"):
             keys([1, 2, 3], size)
@@ -334,3 +333,23 @@ def test_v1_equals_the_formulas_on_20000_random_requests() -> None:
         salt, lora = (RNG.choice((None, 0, RNG.randrange(2**64))) for _ in range(2))
         keys = block_keys_v1(tokens, block_size, salt_id=salt, lora_id=lora)
         assert keys.tolist() == slow_v1_chain(tokens, block_size, salt, lora)
+
+
+def test_v1_wraps_ids_at_32_bits_in_every_form() -> None:
+    ids = [-1, 2**32 + 5, 3, -(2**31), 0]
+    expected = slow_v1_chain(ids, 2)
+    assert block_keys_v1(ids, 2).tolist() == block_keys_v1(np.array(ids), 2).tolist() == expected
+    assert block_keys_v1(ids, 2).tolist() == block_keys_v1([id_ & MASK_32 for id_ in ids], 2).tolist()
+    ints = array("i", [-1, 5, 3, -(2**31), 0])
+    assert block_keys_v1(ints, 2).tolist() == block_keys_v1(ints.tobytes(), 2).tolist() == expected
+
+
+@pytest.mark.parametrize("field", ["salt_id", "lora_id"])
+def test_v1_refuses_ids_that_are_no_u64_by_name(field: str) -> None:
+    for number in (-1, 2**64):
+        with pytest.raises(ValueError, match=rf"{field}: {number} is outside 0 … 2\^64 - 1"):
+            block_keys_v1([1, 2], 1, **{field: number})
+    values: list[Any] = ["1", 1.0, True]
+    for value in values:
+        with pytest.raises(TypeError, match=field):
+            block_keys_v1([1, 2], 1, **{field: value})
