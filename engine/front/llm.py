@@ -3,18 +3,15 @@
 No server, no sockets: `generate` drives the engine core itself, in the calling thread.
 """
 
-import contextlib
 import os
 import random
-import signal
 import sys
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from os import PathLike
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
 
 import msgspec
@@ -22,9 +19,11 @@ import msgspec
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer, OpenAnswers
+from penstock.engine.front.given import LoraRequests, Messages, Prompt, as_list, for_each, plain
 from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.front.hf_interface import FamiliarTokenizer
 from penstock.engine.front.lora import Loaded, LoRARequest
+from penstock.engine.front.progress import Bar, Progress, interrupts_between_steps
 from penstock.engine.front.results import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -49,12 +48,6 @@ from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.engine.vllm_options import METHODS, nearest, refuse_keywords
 from penstock.executor.protocol import ModelInfo, Part, Pooled, SleepLevel, open_executor
-
-Prompt = str | list[int] | dict[str, Any]  # a dictionary has "prompt" or "prompt_token_ids", and maybe "cache_salt"
-Messages = list[dict[str, Any]]
-LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
-Bar = bool | Callable[..., Any]  # whether to show progress, or what makes the bar in place of tqdm
-PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class LLM:
@@ -116,7 +109,7 @@ class LLM:
         """Complete the prompts, in their order. `sampling_params` is one for all, or one for each; without any, as the
         model's authors recommend. `lora_request`: an adapter for all, or one or None for each."""
         refuse_keywords(others)
-        return self._generate(_as_list(prompts), sampling_params, use_tqdm, True, lora_request)
+        return self._generate(as_list(prompts), sampling_params, use_tqdm, True, lora_request)
 
     def chat(
         self,
@@ -175,14 +168,14 @@ class LLM:
         if pooling not in ("last", "mean"):
             raise InvalidRequest("pooling", f"{pooling!r} given; 'last' or 'mean' is expected")
         params = SamplingParams(max_tokens=1, detokenize=False)
-        return self._pool(_as_list(prompts), params, pooling, use_tqdm, lambda numbers: embedded(numbers, normalize))
+        return self._pool(as_list(prompts), params, pooling, use_tqdm, lambda numbers: embedded(numbers, normalize))
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True, **others: Any
     ) -> list[PooledRequestOutput[ClassificationOutput]]:
         """Of each prompt the labels' probabilities. The model has a classification head."""
         refuse_keywords(others)
-        return self._label(_as_list(prompts), use_tqdm, ClassificationOutput)
+        return self._label(as_list(prompts), use_tqdm, ClassificationOutput)
 
     def score(
         self, data_1: str | Sequence[str], data_2: str | Sequence[str], use_tqdm: Bar = True, **others: Any
@@ -318,16 +311,18 @@ class LLM:
         is_continuation: bool,
         lora_request: LoraRequests,
     ) -> list[RequestOutput]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
+        asked = for_each("sampling_params", sampling_params, SamplingParams, len(prompts))
+        # Copies: the caller's may have been changed since they were made.
+        copies = {id(each): msgspec.structs.replace(each or self.get_default_sampling_params()) for each in asked}
+        adapters = for_each("lora_request", lora_request, LoRARequest, len(prompts))
         text = None if self.tokenizer is None else self.tokenizer.token_text
         with self._turn:
-            adapters = self._adapters.keys(_spread_adapters(lora_request, len(prompts)), self._running())
+            keys = self._adapters.keys(adapters, self._running())
             begun: list[_Begun] = []
             previous = None
-            for prompt, params, adapter in zip(prompts, _spread(sampling_params, len(prompts)), adapters, strict=True):
+            for prompt, params, key in zip(prompts, [copies[id(each)] for each in asked], keys, strict=True):
                 like = begun[-1].answer if params is previous else None
-                begun.append(self._begin(prompt, params, is_continuation=is_continuation, like=like, adapter=adapter))
+                begun.append(self._begin(prompt, params, is_continuation=is_continuation, like=like, adapter=key))
                 previous = params
             return self._run(begun, use_tqdm, lambda each: completed(each.answer, each.prompt, text))
 
@@ -354,7 +349,7 @@ class LLM:
         adapter: str | None = None,
     ) -> "_Begun":
         info = self._running().info
-        given, cache_salt = _plain(prompt)
+        given, cache_salt = plain(prompt)
         text = given if isinstance(given, str) else None
         if params.seed is None and self._seeds is not None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
@@ -397,9 +392,9 @@ class LLM:
         for each in begun:
             self._open.add(each.answer)
         backlog = iter([message for each in begun for message in each.answer.messages])
-        progress = _Progress(len(begun), use_tqdm) if use_tqdm else None
+        progress = Progress(len(begun), use_tqdm) if use_tqdm else None
         try:
-            with _interrupts_between_steps() as check_interrupt:
+            with interrupts_between_steps() as check_interrupt:
                 while self._open:
                     # The queue is bounded: hand over as much as it takes, and the rest later.
                     refused = [core.submit(message) for message in islice(backlog, core.scheduler.num_free_places)]
@@ -440,99 +435,3 @@ class LLM:
 class _Begun(NamedTuple):
     prompt: str | None  # where the caller gave text
     answer: Answer
-
-
-class _Progress:
-    """A bar over the requests, with the tokens read and written per second."""
-
-    def __init__(self, num_requests: int, make: Bar) -> None:
-        from tqdm import tqdm
-
-        self._bar = (make if callable(make) else tqdm)(total=num_requests, desc="Requests", dynamic_ncols=True)
-        self._started_s = time.monotonic()
-        self._num_input = self._num_output = 0
-
-    def note(self, answer: Answer, output: Output) -> None:
-        self._num_output += len(output.tokens)
-        if output.num_cached_tokens is not None and output.request_id == answer.messages[0].request_id:
-            self._num_input += answer.num_prompt_tokens
-        if answer.is_finished:
-            seconds = max(time.monotonic() - self._started_s, 1e-9)
-            self._bar.set_postfix_str(
-                f"in {self._num_input / seconds:.0f} tok/s, out {self._num_output / seconds:.0f} tok/s", refresh=False
-            )
-            self._bar.update()
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-@contextlib.contextmanager
-def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Hold Ctrl-C back until the yielded function is called: a step that is cut in two leaves half of its writes.
-
-    A second Ctrl-C does not wait. Outside the main thread no signal arrives, and nothing is changed.
-    """
-    pending: list[int] = []
-
-    def check() -> None:
-        if pending:
-            raise KeyboardInterrupt
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        check()
-        pending.append(number)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield check
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _plain(prompt: Prompt) -> tuple[str | list[int], str | None]:
-    """The prompt and its cache salt."""
-    if isinstance(prompt, bytes):  # the core's own form, unchecked
-        raise InvalidRequest("prompt", "bytes given; a text or a list of token ids is expected")
-    if not isinstance(prompt, dict):
-        return prompt, None
-    unknown = [name for name in prompt if name not in PROMPT_FIELDS and prompt[name] is not None]
-    if unknown:
-        raise InvalidRequest(f"prompt.{unknown[0]}", f"there is no such field; known are {', '.join(PROMPT_FIELDS)}")
-    given = [prompt[name] for name in PROMPT_FIELDS[:2] if prompt.get(name) is not None]
-    if len(given) != 1:
-        raise InvalidRequest("prompt", f"{len(given)} of prompt and prompt_token_ids given; exactly one is expected")
-    if not isinstance(salt := prompt.get("cache_salt"), str | None):
-        raise InvalidRequest("prompt.cache_salt", f"{type(salt).__name__} given; a text is expected")
-    return given[0], salt
-
-
-def _spread_adapters(given: LoraRequests, num_prompts: int) -> Sequence[LoRARequest | None]:
-    if given is None or isinstance(given, LoRARequest):
-        return [given] * num_prompts
-    if not all(each is None or isinstance(each, LoRARequest) for each in given):
-        raise InvalidRequest(
-            "lora_request", f"{type(given).__name__} given; a LoRARequest, or a list of them is expected"
-        )
-    if len(given) != num_prompts:
-        raise InvalidRequest("lora_request", f"{len(given)} given for {num_prompts} prompts; one for each is expected")
-    return given
-
-
-def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [msgspec.structs.replace(params)] * count  # the caller's may have been changed since it was made
-    if len(params) != count:
-        raise InvalidRequest("sampling_params", f"{len(params)} given for {count} prompts; give one, or one for each")
-    copies = {id(each): msgspec.structs.replace(each) for each in params}
-    return [copies[id(each)] for each in params]
