@@ -100,7 +100,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         use_tqdm: Bar = True,
         *,
         lora_request: LoraRequests = None,
@@ -114,7 +114,7 @@ class LLM:
     def chat(
         self,
         messages: Messages | list[Messages],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         use_tqdm: Bar = True,
         *,
         chat_template: str | None = None,
@@ -306,7 +306,7 @@ class LLM:
     def _generate(
         self,
         prompts: list[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None,
         use_tqdm: Bar,
         is_continuation: bool,
         lora_request: LoraRequests,

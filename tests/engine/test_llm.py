@@ -190,6 +190,8 @@ def test_a_share_of_a_gpu_that_is_not_there_is_said_to_be_without_effect(folder:
         ([1], SamplingParams(n=1000), "n: 1000 is out of range; it must be from 1 to 128"),
         ([1], SamplingParams(stop_token_ids=[-1]), "stop_token_ids: -1"),
         ([1], [GREEDY, GREEDY], "sampling_params: 2 given for 1 prompts"),
+        ([1], {"temperature": 0}, "sampling_params: dict given; a SamplingParams, or a list of them is expected"),
+        ([1], [{"temperature": 0}], "sampling_params: list given; a SamplingParams, or a list of them is expected"),
     ],
 )
 def test_bad_input_names_the_field_and_the_limit_and_leaves_nothing_behind(
@@ -375,6 +377,14 @@ def test_prompts_and_adapters_of_another_type_are_refused_by_name(llm: LLM) -> N
         llm.generate([cast("Any", array("i", [1, 2**30]).tobytes())], GREEDY, use_tqdm=False)
     with pytest.raises(InvalidRequest, match="lora_request: str given; a LoRARequest"):
         llm.generate([[1]], GREEDY, use_tqdm=False, lora_request=cast("Any", "x"))
+
+
+def test_none_among_parameters_stands_for_those_of_the_models_authors(llm: LLM) -> None:
+    longer = msgspec.structs.replace(GREEDY, max_tokens=3)
+    mixed = llm.generate([[1], [1]], [longer, None], use_tqdm=False)
+    alone = llm.generate([[1]], use_tqdm=False)
+    assert len(mixed[0].outputs[0].token_ids) == 3
+    assert len(mixed[1].outputs[0].token_ids) == len(alone[0].outputs[0].token_ids) != 3
 
 
 def test_the_prompts_logprobs_of_one_token_are_none_for_it(llm: LLM) -> None:
