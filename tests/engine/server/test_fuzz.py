@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.engine.server.app import POSTS, SCORING
 from penstock.engine.server.requests import HARMLESS, UNSERVED
+from penstock.engine.server.routes import POSTS, SCORING
 from penstock.engine.server.scoring import ROUTES
 from penstock.executor.protocol import LabelInfo
 from tests.support.fake_engine import INFO, FakeEngine

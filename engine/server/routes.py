@@ -1,0 +1,157 @@
+"""The routes: what is asked by POST, and what a GET shows."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+import penstock
+from penstock.engine.http.errors import ErrorReply
+from penstock.engine.server import requests as schema
+from penstock.engine.server import responses as reply
+from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from penstock.engine.server.agents import agent_routes
+from penstock.engine.server.chat import chat
+from penstock.engine.server.completions import completions
+from penstock.engine.server.embeddings import embeddings
+from penstock.engine.server.endpoint import Endpoint, PostRoute
+from penstock.engine.server.kv_events import KvEvents
+from penstock.engine.server.service import Service
+from penstock.engine.server.tokens import detokenize, load_adapter, reset_prefix_cache, tokenize, unload_adapter
+
+Shown = Callable[[Service], dict[str, Any]]
+
+POSTS = (
+    PostRoute("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk),
+    PostRoute("/v1/completions", completions, schema.CompletionRequest, reply.Completion, reply.Completion),
+    PostRoute("/v1/embeddings", embeddings, schema.EmbeddingRequest, reply.Embeddings),
+    PostRoute("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
+    PostRoute("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
+    PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status, takes_none=True),
+)
+SCORING = {
+    "/classify": "scoring.classify",
+    **dict.fromkeys(("/score", "/v1/score"), "scoring.score"),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "scoring.rerank"),
+}
+LATER = (*(("POST", path, name) for path, name in SCORING.items()), *agent_routes.ROUTES)
+ADAPTER_POSTS = (
+    PostRoute("/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, reply.Status),
+    PostRoute("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest, reply.Status),
+)
+
+
+def routes(service: Service, kv_events: KvEvents) -> list[Route]:
+    posts, shown = (*POSTS, *(ADAPTER_POSTS if service.config.allow_lora_updates else ())), {}
+    if service.config.allow_weight_updates:
+        from penstock.engine.server import control
+
+        posts, shown = (*posts, *control.POSTS), control.GETS
+    made = [Route(path, get, methods=["GET"]) for path, get in Gets(service, kv_events, posts, shown).table.items()]
+    for post in posts:
+        endpoint = Endpoint(service, post.handler, bool(post.streams), post.takes_none)
+        made.append(Route(post.path, endpoint, methods=["POST"]))
+    for method, path, name in LATER:
+        made.append(Route(path, Endpoint(service, agent_routes.later(name), takes_ids=False), methods=[method]))
+    return made
+
+
+class Gets:
+    """What a GET shows: by their paths functions, or ASGI applications, which a response is too."""
+
+    def __init__(
+        self, service: Service, kv_events: KvEvents, posts: Sequence[PostRoute], shown: dict[str, Shown]
+    ) -> None:
+        self._service, self._posts = service, posts
+        self._started = int(time.time())
+        self._page = cache(self._make_page)
+        self.table: dict[str, Any] = {
+            "/": self.unchanging,
+            "/health": self.health,
+            "/ping": self.health,
+            "/ready": self.ready,
+            "/metrics": self.metrics,
+            "/tokenizer_info": self.tokenizer_info,
+            "/version": _json(reply.Version(penstock.__version__)),
+            "/v1/models": self.models,
+            "/v1/models/{model:path}": self.models,
+            "/kv_events": kv_events,
+            "/openapi.json": self.unchanging,
+            "/docs": self.unchanging,
+            **{path: partial(self.showing, what) for path, what in shown.items()},
+        }
+
+    async def showing(self, what: Shown, _request: Request) -> Response:
+        return _json(what(self._service))
+
+    async def models(self, request: Request) -> Response:
+        service = self._service
+        await service.know_text_digest()
+        one = request.path_params.get("model")
+        if one is not None:
+            return _json(self._model(service.check_model(one)))
+        names = (*service.config.served_model_names, *service.adapters.served)
+        return _json(reply.Models([self._model(name) for name in names]))
+
+    def _model(self, name: str) -> reply.Model:
+        service, info = self._service, self._service.info
+        return reply.Model(
+            id=name,
+            created=self._started,
+            max_model_len=info.max_model_len,
+            root=service.model_name,
+            parent=service.model_name if (adapter := service.adapter_of(name)) else None,
+            adapter=adapter,
+            block_size=info.block_size,
+            fingerprint=info.fingerprint.hex(),
+            num_blocks=info.num_blocks - 1,  # block 0 holds nothing
+            max_num_batched_tokens=service.engine.config.scheduler.max_num_batched_tokens,
+            text_digest=service.text_digest,
+        )
+
+    async def health(self, _request: Request) -> Response:
+        state = self._service.engine.health()
+        return _json(reply.Status(state.reason), 200 if state.alive else 503)
+
+    async def ready(self, _request: Request) -> Response:
+        state = self._service.engine.health()
+        if self._service.is_draining:
+            return _json(reply.Status("the server is shutting down"), 503)
+        return _json(reply.Status(state.reason), 200 if state.alive and state.ready else 503)
+
+    async def tokenizer_info(self, _request: Request) -> Response:
+        """For clients that tokenize here and render themselves, under the names of tokenizer_config.json."""
+        service = self._service
+        sources = {} if service.template is None else service.template.sources
+        return _json({**service.tokenizer.special_tokens, "chat_template": sources.get("default")})
+
+    async def metrics(self, _request: Request) -> Response:
+        return Response(self._service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def unchanging(self, request: Request) -> Response:
+        return self._page(request.scope["path"])
+
+    def _make_page(self, path: str) -> Response:
+        """When it is first asked for: of most servers it never is."""
+        if path == "/":
+            from penstock.engine.http.page.document import document
+
+            found = document("live")
+            return HTMLResponse(found.body, headers=found.headers)
+        from penstock.engine.server import pages, scoring
+
+        others = [("GET", path) for path in self.table] + [(method, path) for method, path, _ in agent_routes.ROUTES]
+        described = pages.openapi([*self._posts, *scoring.ROUTES, *agent_routes.described()], others, ErrorReply)
+        if path == "/docs":
+            return HTMLResponse(pages.docs(described), headers=pages.HEADERS)
+        return Response(msgspec.json.encode(described), media_type="application/json")
+
+
+def _json(body: msgspec.Struct | dict[str, Any], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
