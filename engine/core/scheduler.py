@@ -52,6 +52,16 @@ class InFlight(NamedTuple):
     sent: "dict[int, Sent]"  # drafts, by the index of the request
 
 
+class Plan:
+    """A step while it is made: what is left of its tokens, and the rows of what has been given some."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.rows: dict[Request, Row] = {}
+        self.checks: dict[Request, Row] = {}  # the verifier's
+        self.has_preempted = False
+
+
 class Scheduler:
     """Owns every request, the block pool and the slots; changed by one thread only."""
 
@@ -171,59 +181,21 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, or None when nothing can be computed before a result arrives."""
-        budget = self.config.max_num_batched_tokens
-        planned: dict[Request, Row] = {}
-        preempted = False
-        checks: dict[Request, Row] = {}
+        plan = Plan(self.config.max_num_batched_tokens)
         compares = [] if self._verifier is None else self._verifier.take_compares()
         if self.tiers is not None:
             self.tiers.begin_step(self.waiting, len(self.running), self._clock())
         for request in list(self.running):
-            if budget == 0:
+            if plan.budget == 0:
                 break
-            if request.slot < 0:  # preempted a moment ago, for an earlier one
-                continue
-            if self._verifier is not None and self._verifier.waits(request):
-                if (check := self._verifier.row(request, budget)) is not None:
-                    checks[request] = check
-                    budget -= check.count
-                continue
-            ready = request.num_ready
-            count = min(ready - request.num_scheduled, budget)
-            if count == 0 or request.is_restoring or not request.wants_more:
-                continue
-            if request.drafts and request.num_pending:
-                continue
-            if self.groups is not None:
-                count = self.groups.begin_row(request, count)
-            end = request.num_scheduled + count
-            missing = -(-end // self.block_size) - len(request.blocks)
-            if self.groups is not None:
-                missing = self.groups.num_missing(request, end)
-            while missing > self.pool.num_free and request.slot >= 0:
-                victim = self._victim()
-                preempted = True
-                if (check := checks.pop(victim, None)) is not None:
-                    budget += check.count
-                dropped = planned.pop(victim, None)
-                if dropped is not None:  # planned a moment ago, and not sent after all
-                    victim.num_pending -= dropped.sample
-                    budget += dropped.count
-                self._preempt(victim)
-            if request.slot < 0:
-                continue
-            if self.groups is not None:
-                self._holdings.extend(request, end)
-            elif missing > 0:
-                request.blocks += self.pool.allocate(missing)
-            planned[request] = request.row(count, samples=end == ready)
-            budget -= count
-        for request in planned:
+            if request.slot >= 0:  # else it was preempted a moment ago, for an earlier one
+                self._continue(request, plan)
+        for request in plan.rows:
             self._holdings.register(request)
-        admissions = [] if preempted else self._admit(budget, planned)
-        rows, sent = self._with_drafts(planned, list(checks.values()))
+        admissions = [] if plan.has_preempted else self._admit(plan)
+        rows, sent = self._with_drafts(plan.rows, list(plan.checks.values()))
         if self.groups is not None:
-            for request in planned:
+            for request in plan.rows:
                 self.groups.keep_checkpoints(request)
         # Not before: an admission of this very step must not be handed a block that a row of it writes.
         self._holdings.drop_replaced()
@@ -238,8 +210,50 @@ class Scheduler:
             return None
         self._stats.num_steps += 1
         step = Step(self._stats.num_steps, admissions, rows, transfers)
-        self.in_flight.append(InFlight(step, list(planned), sent))
+        self.in_flight.append(InFlight(step, list(plan.rows), sent))
         return step
+
+    def _continue(self, request: Request, plan: Plan) -> None:
+        """Plan the next row of a request that runs, if it has one."""
+        if self._verifier is not None and self._verifier.waits(request):
+            if (check := self._verifier.row(request, plan.budget)) is not None:
+                plan.checks[request] = check
+                plan.budget -= check.count
+            return
+        ready = request.num_ready
+        count = min(ready - request.num_scheduled, plan.budget)
+        if count == 0 or request.is_restoring or not request.wants_more:
+            return
+        if request.drafts and request.num_pending:
+            return
+        if self.groups is not None:
+            count = self.groups.begin_row(request, count)
+        end = request.num_scheduled + count
+        missing = -(-end // self.block_size) - len(request.blocks)
+        if self.groups is not None:
+            missing = self.groups.num_missing(request, end)
+        if missing > self.pool.num_free and not self._make_room(request, missing, plan):
+            return
+        if self.groups is not None:
+            self._holdings.extend(request, end)
+        elif missing > 0:
+            request.blocks += self.pool.allocate(missing)
+        plan.rows[request] = request.row(count, samples=end == ready)
+        plan.budget -= count
+
+    def _make_room(self, request: Request, missing: int, plan: Plan) -> bool:
+        """Preempt others, and the request itself where none is left; whether it runs still."""
+        while missing > self.pool.num_free and request.slot >= 0:
+            victim = self._victim()
+            plan.has_preempted = True
+            if (check := plan.checks.pop(victim, None)) is not None:
+                plan.budget += check.count
+            dropped = plan.rows.pop(victim, None)
+            if dropped is not None:  # planned a moment ago, and not sent after all
+                victim.num_pending -= dropped.sample
+                plan.budget += dropped.count
+            self._preempt(victim)
+        return request.slot >= 0
 
     def _with_drafts(self, planned: dict[Request, Row], checks: list[Row]) -> "tuple[list[Row], dict[int, Sent]]":
         """The step's rows, with drafts where there are any: they get what all others leave."""
@@ -251,14 +265,14 @@ class Scheduler:
         rows, sent = self._drafter.extend(planned, budget, spare)
         return [*planned.values(), *rows], sent
 
-    def _admit(self, budget: int, planned: dict[Request, Row]) -> list[Admission]:
+    def _admit(self, plan: Plan) -> list[Admission]:
         admissions: list[Admission] = []
         if not self.waiting or (self.tiers is not None and self.tiers.is_stale):
             return admissions
         max_loras = self.info.max_loras
         adapters = {None, *(other.message.adapter for other in (self.running if max_loras else ()))}
         passed: list[Request] = []  # others' adapters hold all the places
-        while budget > 0 and self._free_slots:
+        while plan.budget > 0 and self._free_slots:
             now = self._clock()
             request = self.waiting.first(now)
             # A preempted request whose last tokens are still being computed comes back when they are known.
@@ -277,7 +291,7 @@ class Scheduler:
                 if self.tiers.look(request, now):
                     self.waiting.remove(request)
                     continue
-            if not self._holdings.claim(request, len(self.running), is_busy=bool(planned)):
+            if not self._holdings.claim(request, len(self.running), is_busy=bool(plan.rows)):
                 break
             self.waiting.remove(request)
             self.running[request] = None
@@ -293,12 +307,12 @@ class Scheduler:
                 continue
             if self._verifier is not None and self._verifier.waits(request):
                 continue
-            count = min(len(request.tokens) - request.num_scheduled, budget)
+            count = min(len(request.tokens) - request.num_scheduled, plan.budget)
             if self.groups is not None:
                 count = self.groups.begin_row(request, count)
                 self._holdings.extend(request, request.num_scheduled + count)
-            planned[request] = request.row(count, samples=request.num_scheduled + count == len(request.tokens))
-            budget -= count
+            plan.rows[request] = request.row(count, samples=request.num_scheduled + count == len(request.tokens))
+            plan.budget -= count
             self._holdings.register(request)
         for request in passed:
             self.waiting.add(request)
