@@ -9,7 +9,8 @@ import pytest
 
 from penstock.engine.grammar.compiler import GrammarRefused
 from penstock.engine.grammar.ecma import translated
-from penstock.engine.grammar.json_schema import _COUNTS, _LISTS, _OBJECTS, _PLAIN, _REWRITTEN, lark_json, prepared
+from penstock.engine.grammar.json_schema import lark_json, prepared
+from penstock.engine.grammar.keywords import COUNTS, LISTS, OBJECTS, PLAIN, REWRITTEN
 from penstock.engine.grammar.opposites import ONE
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
@@ -21,7 +22,7 @@ KINDS = {
     kind: {"type": "object", "properties": {"kind": {"const": kind}, kind: {}}, "required": ["kind"]}
     for kind in ("cat", "dog")
 }
-_OF_ALL = [*_COUNTS, *_LISTS, *_OBJECTS, *_REWRITTEN, *ONE, *_PLAIN, "pattern"]
+_OF_ALL = [*COUNTS, *LISTS, *OBJECTS, *REWRITTEN, *ONE, *PLAIN, "pattern"]
 # schema, what it holds, what it does not
 HELD: list[tuple[dict[str, Any], list[str], list[str]]] = [
     # names spelled with \u
