@@ -52,7 +52,7 @@ class InFlight(NamedTuple):
     sent: "dict[int, Sent]"  # drafts, by the index of the request
 
 
-class Plan:
+class StepPlan:
     """A step while it is made: what is left of its tokens, and the rows of what has been given some."""
 
     def __init__(self, budget: int) -> None:
@@ -181,7 +181,7 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, or None when nothing can be computed before a result arrives."""
-        plan = Plan(self.config.max_num_batched_tokens)
+        plan = StepPlan(self.config.max_num_batched_tokens)
         compares = [] if self._verifier is None else self._verifier.take_compares()
         if self.tiers is not None:
             self.tiers.begin_step(self.waiting, len(self.running), self._clock())
@@ -213,8 +213,8 @@ class Scheduler:
         self.in_flight.append(InFlight(step, list(plan.rows), sent))
         return step
 
-    def _continue(self, request: Request, plan: Plan) -> None:
-        """Plan the next row of a request that runs, if it has one."""
+    def _continue(self, request: Request, plan: StepPlan) -> None:
+        """StepPlan the next row of a request that runs, if it has one."""
         if self._verifier is not None and self._verifier.waits(request):
             if (check := self._verifier.row(request, plan.budget)) is not None:
                 plan.checks[request] = check
@@ -241,7 +241,7 @@ class Scheduler:
         plan.rows[request] = request.row(count, samples=end == ready)
         plan.budget -= count
 
-    def _make_room(self, request: Request, missing: int, plan: Plan) -> bool:
+    def _make_room(self, request: Request, missing: int, plan: StepPlan) -> bool:
         """Preempt others, and the request itself where none is left; whether it runs still."""
         while missing > self.pool.num_free and request.slot >= 0:
             victim = self._victim()
@@ -265,7 +265,7 @@ class Scheduler:
         rows, sent = self._drafter.extend(planned, budget, spare)
         return [*planned.values(), *rows], sent
 
-    def _admit(self, plan: Plan) -> list[Admission]:
+    def _admit(self, plan: StepPlan) -> list[Admission]:
         admissions: list[Admission] = []
         if not self.waiting or (self.tiers is not None and self.tiers.is_stale):
             return admissions
