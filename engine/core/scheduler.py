@@ -214,7 +214,7 @@ class Scheduler:
         return step
 
     def _continue(self, request: Request, plan: StepPlan) -> None:
-        """StepPlan the next row of a request that runs, if it has one."""
+        """Plan the next row of a request that runs, if it has one."""
         if self._verifier is not None and self._verifier.waits(request):
             if (check := self._verifier.row(request, plan.budget)) is not None:
                 plan.checks[request] = check
