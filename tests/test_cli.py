@@ -279,3 +279,14 @@ def test_an_option_may_be_called_as_the_commands_are(monkeypatch: pytest.MonkeyP
     assert command.count("--kv-peer") == 2
     assert main(["bench", "startup", "--num-iters-warm", "1", "--command", "x {port}"]) == 0
     assert commands[-1] == ["x", "{port}"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "name"), [("tcp://*:99999", "endpoint"), ("tcp://*", "endpoint"), ("tcp://a:b", "replay_endpoint")]
+)
+def test_a_port_for_cache_events_that_is_none_is_refused_before_anything_is_loaded(
+    endpoint: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--kv-events-config", f'{{"{name}": "{endpoint}"}}'])
+    assert f"{name}: '{endpoint}' given; a port of 0 to 65535 is expected" in capsys.readouterr().err

@@ -75,6 +75,12 @@ class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queue_size: Count = 100_000  # nothing queues here
     topic: str = ""
 
+    def __post_init__(self) -> None:
+        for name, value in (("endpoint", self.endpoint), ("replay_endpoint", self.replay_endpoint or "ipc://")):
+            port = value.rpartition(":")[2]
+            if value.startswith("tcp:") and port != "*" and not (port.isdecimal() and int(port) <= 65535):
+                raise ValueError(f"{name}: {value!r} given; a port of 0 to 65535 is expected behind the last colon")
+
     @property
     def is_on(self) -> bool:
         return self.enable_kv_cache_events and self.publisher == "zmq"

@@ -30,7 +30,7 @@ from penstock.engine.commands.bench.report import output_file, serving_table, wr
 from penstock.engine.commands.bench.structured import StructuredOptions
 from penstock.engine.commands.bench.summary import METRICS, OBJECTIVES, details, summarize
 from penstock.engine.config import ConfigError, chosen
-from penstock.engine.options import Count, Declared, Delay, Port, add_options, flag
+from penstock.engine.options import Count, Delay, Port, add_options, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,7 @@ class ResultOptions:
     disable_tqdm: bool = flag("no live progress line", default=False)
 
 
-KINDS: tuple[type[Declared], ...] = (TargetOptions, TrafficOptions, DatasetOptions, StructuredOptions, TextOptions)
-KINDS += (RequestOptions, ResultOptions)
+KINDS = (TargetOptions, TrafficOptions, DatasetOptions, StructuredOptions, TextOptions, RequestOptions, ResultOptions)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
