@@ -290,3 +290,13 @@ def test_a_port_for_cache_events_that_is_none_is_refused_before_anything_is_load
     with pytest.raises(SystemExit):
         main(["serve", "--kv-events-config", f'{{"{name}": "{endpoint}"}}'])
     assert f"{name}: '{endpoint}' given; a port of 0 to 65535 is expected" in capsys.readouterr().err
+
+
+def test_what_is_opened_lands_on_no_standard_stream_that_was_closed() -> None:
+    program = (
+        "import os; from penstock import cli; "
+        "cli._run = lambda _: 10 * all(map(os.get_inheritable, range(3))) + os.open('/dev/null', 0); "
+        "os._exit(cli.main([]))"
+    )
+    done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, program], timeout=60)
+    assert done.returncode == 13

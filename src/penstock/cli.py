@@ -20,6 +20,9 @@ Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Na
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is the command's. Errors a user can mend are one line on stderr."""
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # closed at the start: no socket must land there
+        os.set_inheritable(number, True)
+    os.close(number)
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
         if sys.stdout is not None:  # it may have been closed
