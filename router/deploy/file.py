@@ -21,6 +21,7 @@ from penstock.engine.options import Option, converted
 Count = Annotated[int, Meta(ge=0, le=1024)]
 Amount = Annotated[float, Meta(ge=0, le=4096)]
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+Text = Annotated[str, Meta(min_length=1)]
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -91,7 +92,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 class Restart(msgspec.Struct, frozen=True, kw_only=True):
     """What happens to a replica, or a router, that dies."""
 
-    limit: Count = 5  # starts in a row that end before `stable_s`; then it is left alone
+    limit: Count = 5  # new starts in a row that end before `stable_s`; then it is left alone
     pause_s: Seconds = 1.0  # before the first of them; doubled for each, up to 30 s
     stable_s: Seconds = 60.0
 
@@ -191,7 +192,7 @@ class CommandTable:
         }
 
     def read(self, given: Mapping[str, Any], model: Any = None) -> tuple[tuple[str, ...], argparse.Namespace]:
-        words = [] if model is None else [self._path("model", _field(f"{self._name}.model", model, str))]
+        words = [] if model is None else [self._path("model", _field(f"{self._name}.model", model, Text))]
         for key in sorted(given):
             words += self._words(key, given[key])
         parser = _Parser(prog=self._name, add_help=False, allow_abbrev=False)
@@ -221,7 +222,10 @@ class CommandTable:
         if option.kind in (int, float) and option.flag.read is None:
             return [f"--{key}={_field(name, value, option.kind)}"]
         if isinstance(value, dict):
-            return [f"--{key}={json.dumps(value)}"]
+            try:
+                return [f"--{key}={json.dumps(value)}"]
+            except TypeError:  # TOML has dates and times
+                raise DeployError(f"{name}: {value!r} given; no date or time can be in it, but as a text") from None
         text = str(value) if isinstance(value, int) and not isinstance(value, bool) else _field(name, value, str)
         return [f"--{key}={self._path(key, text)}"]
 

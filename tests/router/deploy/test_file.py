@@ -117,6 +117,8 @@ def test_gpus_are_the_clusters_to_say_unless_a_replica_needs_none(
         ("[model]\nport = 8000", "model.port: deploy sets this itself"),
         ("[model]\napi-key = 'x'", "model.api-key: deploy sets this itself; clients' key is PENSTOCK_API_KEY"),
         ("[model]\nmodel = '--port'", "model."),
+        ("[model]\nmodel = ''", "model.model: '' given; expected `str` of length >= 1"),
+        ("[model.hf-overrides]\na = 2026-01-01", "model.hf-overrides: {'a': datetime.date(2026, 1, 1)} given; no date"),
         ("[router]\nbackend = ['http://x']", "router.backend: deploy sets this itself; replicas.count says how many"),
         ("[router]\nport = 70000", "router.port: 70000 given; expected `int` <= 65535"),
         ("[router]\npolicy = 'best'", "router.policy: invalid choice: 'best' (choose from"),
