@@ -87,7 +87,7 @@ def test_a_key_that_is_gone_when_it_is_asked_for_is_a_miss() -> None:
         assert peer.changes() == ([], [KEYS[0]]) and peer.stats()["failures"] == {"gone": 1}
 
 
-def test_bytes_cross_only_with_the_right_secret_and_are_the_same() -> None:
+def test_bytes_cross_only_with_the_right_secret_and_are_the_same(caplog: pytest.LogCaptureFixture) -> None:
     with serving(source(), secret=SECRET) as server:
         with tier(server.endpoint, secret=SECRET) as peer:
             hear_all(peer)
@@ -95,9 +95,12 @@ def test_bytes_cross_only_with_the_right_secret_and_are_the_same() -> None:
             ticket = peer.start_load(KEYS[7], buffer)
             assert ended(peer, 1) == {ticket: True} and buffer == content(7)
         for wrong in ("", SECRET + "!"):
+            caplog.clear()
             with tier(server.endpoint, secret=wrong) as peer:
                 fail_twice(peer)
                 assert len(peer) == 0 and not peer.stats()["is_open"]
+                said = f"peer {server.endpoint}: its handshakes fail; both ends need the same secret"
+                until(lambda: caplog.messages == [said], "it is said, once")
         assert server.stats()["blocks"] == 1 and server.stats()["clients"] == 1
 
 

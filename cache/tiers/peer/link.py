@@ -10,6 +10,7 @@ it here, after they have been checked.
 """
 
 import contextlib
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -46,6 +47,8 @@ from penstock.cache.tiers.peer.wire import (
     seed_of,
     split,
 )
+
+log = logging.getLogger("penstock.cache")
 
 MAX_WINDOW = 256  # blocks
 ASK_AGAIN_S = 1.0  # after a block was not given in time
@@ -87,6 +90,8 @@ class PeerLink:
         self.done: deque[StoreResult] = deque()
         self._keys = keys
         self._chunk_bytes = chunk_bytes
+        self._endpoint = endpoint
+        self._num_failed = 0  # handshakes in a row
         self._hello = PeerHello(VERSION, fingerprint)
         self._seed = seed_of(fingerprint)
         self._limits = limits
@@ -224,13 +229,23 @@ class PeerLink:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._state = LinkState.GREETING if self._health.is_open else LinkState.BYPASSED
+                    self._num_failed = 0
                 elif event == zmq.EVENT_DISCONNECTED:
                     self._disconnected()
                 else:
-                    self._counts["failed handshakes"] += 1
+                    self._handshake_failed()
+
+    def _handshake_failed(self) -> None:
+        self._counts["failed handshakes"] += 1
+        self._num_failed += 1
+        if self._num_failed == 2:  # one may come while the peer starts, or ends
+            log.warning("peer %s: its handshakes fail; both ends need the same secret", self._endpoint)
 
     def _disconnected(self) -> None:
-        self._counts["failed handshakes" if self._state is LinkState.DOWN else "lost connections"] += 1
+        if self._state is LinkState.DOWN:
+            self._handshake_failed()
+        else:
+            self._counts["lost connections"] += 1
         if self._state is LinkState.GREETING and not self._health.is_open:
             self._health.probed(time.monotonic(), ok=False)
         self._leave_for(LinkState.DOWN, "disconnected")
