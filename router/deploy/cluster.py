@@ -176,15 +176,19 @@ class RayHandle:
     """A process beneath an actor of its own. Questions are asked one at a time and never waited for."""
 
     def __init__(self, words: Sequence[str], env: Mapping[str, str], is_told_host: bool, **options: Any) -> None:
-        actor = ray.remote(ChildActor).options(namespace=NAMESPACE, max_concurrency=2, **options)
-        self._actor = actor.remote(list(words), dict(env), is_told_host)
         self._sight = Sight()
+        self._actor: Any = None
         self._asked: Any = None
+        try:
+            actor = ray.remote(ChildActor).options(namespace=NAMESPACE, max_concurrency=2, **options)
+            self._actor = actor.remote(list(words), dict(env), is_told_host)
+        except Exception as error:  # whatever Ray refuses: a start that failed, as any other
+            self._sight = Sight(is_gone=True, last_words=f"could not be started: {_one_line(error)}")
 
     def look(self) -> Sight:
-        if self._asked is None:
+        if self._asked is None and self._actor is not None:
             self._asked = self._actor.look.remote()
-        if ray.wait([self._asked], timeout=0)[0]:
+        if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
             try:
                 self._sight = ray.get(self._asked)
             except RayError as error:
@@ -194,10 +198,12 @@ class RayHandle:
         return self._sight
 
     def drain(self) -> None:
-        self._actor.drain.remote()
+        if self._actor is not None:
+            self._actor.drain.remote()
 
     def kill(self) -> None:
-        ray.kill(self._actor)
+        if self._actor is not None:
+            ray.kill(self._actor)
 
 
 class ChildActor(Child):
@@ -209,5 +215,5 @@ class ChildActor(Child):
         self.start()
 
 
-def _one_line(error: RayError) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())

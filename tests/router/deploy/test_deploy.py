@@ -32,6 +32,20 @@ BODY = {"prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True
 KEY = {"authorization": "Bearer client"}
 
 
+def test_what_ray_refuses_is_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.router.deploy import cluster
+    from penstock.router.deploy.child import Sight
+
+    def refuse(_kind: type) -> None:
+        raise TypeError("not that")
+
+    monkeypatch.setattr("ray.remote", refuse)
+    handle = cluster.RayHandle([], {}, False)
+    handle.drain()
+    handle.kill()
+    assert handle.look() == Sight(is_gone=True, last_words="could not be started: not that")
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     cluster = Program(ray_cluster.__file__)
