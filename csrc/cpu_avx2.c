@@ -11,6 +11,7 @@
 #endif
 #define LANES 8
 #define HAS_DOT 0
+#define HAS_TILES 0
 #define LEVEL cpu_level_avx2
 #define LEVEL_NAME "avx2"
 #include "cpu_kernels.h"

@@ -11,6 +11,7 @@
 #endif
 #define LANES 16
 #define HAS_DOT 0
+#define HAS_TILES 0
 #define LEVEL cpu_level_avx512
 #define LEVEL_NAME "avx512"
 #include "cpu_kernels.h"

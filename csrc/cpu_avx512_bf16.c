@@ -11,6 +11,7 @@
 #endif
 #define LANES 16
 #define HAS_DOT 1
+#define HAS_TILES 0
 #define LEVEL cpu_level_avx512_bf16
 #define LEVEL_NAME "avx512_bf16"
 #include "cpu_kernels.h"

@@ -138,6 +138,11 @@ INLINE int32_t sum_of_integers(const struct coded *l, int64_t at, int group) {
     return l->type->groups == 2 ? parts[group] : parts[0] + parts[1];
 }
 
+/* What a minimum of 1 takes off each row. */
+INLINE const float *below_of(const struct coded *l, int group) {
+    return l->x.below[l->type->groups == 2 ? 1 + group : 0];
+}
+
 /* `each` is what all products together lack. */
 INLINE void begin_sums(const int rows, int32_t each, struct sums *s) {
 #pragma GCC unroll 6
@@ -162,13 +167,13 @@ INLINE void end_sums(const int rows, const struct coded *l, int64_t at, const st
                      const struct sums *s, float *out) {
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
-        float scale = l->x.scales[at + r], total = (float)sum_of_integers(l, at + r, group) * scale;
+        float scale = l->x.scales[at + r], below = below_of(l, group)[at + r];
 #pragma GCC unroll 2
         for (int v = 0; v < CODED_VECTORS; v++) {
             vec so_far = load(out, r * CODED_COLUMNS + v * LANES, LANES, FLOAT32);
             vec scaled = __builtin_convertvector(s->of[r][v], vec) * splat(scale);
             so_far = multiply_add(scaled, c->scales[group][v], so_far);
-            if (l->type->minima) so_far = multiply_add(splat(-total), c->minima[group][v], so_far);
+            if (l->type->minima) so_far = multiply_add(splat(below), c->minima[group][v], so_far);
             memcpy(out + r * CODED_COLUMNS + v * LANES, &so_far, sizeof so_far);
         }
     }
@@ -214,7 +219,7 @@ INLINE void multiply_quads(const int low, const int high, const int groups, cons
                 pairs upper[CODED_VECTORS] = {{0}}, lower[CODED_VECTORS] = {{0}};
 #pragma GCC unroll 8
                 for (int i = group * quads_in_group + first; i < group * quads_in_group + first + at_once; i++) {
-                    pairs x_upper = (pairs)((uvec){0} + x[2 * i]), x_lower = (pairs)((uvec){0} + x[2 * i + 1]);
+                    pairs x_upper = (pairs)((uvec){0} + x[i]), x_lower = (pairs)((uvec){0} + x[CHUNK / 4 + i]);
 #pragma GCC unroll 2
                     for (int v = 0; v < CODED_VECTORS; v++) {
                         pairs codes = code_quad(c.planes, low, i, v);
@@ -278,60 +283,25 @@ static void multiply_row(const struct coded *l, int64_t row, const uint8_t *pane
 }
 
 /* More rows: codes are widened once for all of them, and their offset taken away. */
-struct wide_chunk {
-    struct chunk chunk;
-    pairs codes[CHUNK / 2][CODED_VECTORS];
-};
+#if HAS_TILES
+#include "cpu_coded_tiles.h"
+#else
+#include "cpu_coded_wide.h"
+#endif
 
-INLINE void widen_codes(const uint8_t *planes, const int low, const int high, const uint8_t *table, int offset,
-                        pairs out[CHUNK / 2][CODED_VECTORS]) {
-    const pairs all = (pairs){0} + (uint16_t)offset;
-#pragma GCC unroll 16
-    for (int i = 0; i < CHUNK / 2; i++)
-#pragma GCC unroll 2
-        for (int v = 0; v < CODED_VECTORS; v++) out[i][v] = code_pair(planes, low, high, table, i, v) - all;
-}
-
-static void widen_chunk(const struct code_type *t, const uint8_t *panel, int64_t number, struct wide_chunk *out) {
-    find_chunk(t, panel, number, &out->chunk);
-    const uint8_t *planes = out->chunk.planes;
-    switch (t->low * 4 + t->high) {
-    case 8: widen_codes(planes, 2, 0, NULL, t->offset, out->codes); break;
-    case 9: widen_codes(planes, 2, 1, NULL, t->offset, out->codes); break;
+static void widen_chunk(const struct coded *l, const uint8_t *panel, int64_t number, struct wide_chunk *out) {
+    find_chunk(l->type, panel, number, &out->chunk);
+    const uint8_t *planes = out->chunk.planes, *table = l->type->table;
+    switch (l->type->low * 4 + l->type->high) {
+    case 8: widen_codes(l, planes, 2, 0, NULL, out->codes); break;
+    case 9: widen_codes(l, planes, 2, 1, NULL, out->codes); break;
     case 16:
-        if (t->table) widen_codes(planes, 4, 0, t->table, t->offset, out->codes);
-        else widen_codes(planes, 4, 0, NULL, t->offset, out->codes);
+        if (table) widen_codes(l, planes, 4, 0, table, out->codes);
+        else widen_codes(l, planes, 4, 0, NULL, out->codes);
         break;
-    case 17: widen_codes(planes, 4, 1, NULL, t->offset, out->codes); break;
-    case 18: widen_codes(planes, 4, 2, NULL, t->offset, out->codes); break;
-    default: widen_codes(planes, 8, 0, NULL, t->offset, out->codes);
-    }
-}
-
-INLINE void multiply_wide(const int rows, const struct coded *l, int64_t row, int64_t number, int count,
-                          const struct wide_chunk *w, struct reading *next, float *out) {
-    for (int64_t at = number * l->x.rows + row; count--; at += l->x.rows, w++) {
-        fetch_some(next);
-        const uint32_t *x = (const uint32_t *)(l->x.values + at * CHUNK);
-        struct sums s;
-        for (int half = 0; half < 2; half++) {
-            if (!half || l->type->groups == 2) begin_sums(rows, 0, &s);
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) add_pair(rows, x + half * 8 + i, w->codes[half * 8 + i], &s);
-            if (half || l->type->groups == 2) end_sums(rows, l, at, &w->chunk, l->type->groups == 2 && half, &s, out);
-        }
-    }
-}
-
-INLINE void multiply_many(int rows, const struct coded *l, int64_t row, int64_t number, int count,
-                          const struct wide_chunk *w, struct reading *next, float *out) {
-    switch (rows) {
-    case 1: multiply_wide(1, l, row, number, count, w, next, out); break;
-    case 2: multiply_wide(2, l, row, number, count, w, next, out); break;
-    case 3: multiply_wide(3, l, row, number, count, w, next, out); break;
-    case 4: multiply_wide(4, l, row, number, count, w, next, out); break;
-    case 5: multiply_wide(5, l, row, number, count, w, next, out); break;
-    default: multiply_wide(6, l, row, number, count, w, next, out);
+    case 17: widen_codes(l, planes, 4, 1, NULL, out->codes); break;
+    case 18: widen_codes(l, planes, 4, 2, NULL, out->codes); break;
+    default: widen_codes(l, planes, 8, 0, NULL, out->codes);
     }
 }
 
@@ -348,20 +318,24 @@ INLINE void coded_parts(const struct coded *l, int64_t first, int64_t end, enum 
         memset(sums, 0, sizeof *sums * rows * CODED_COLUMNS);
         int64_t then = (part + 1 + (part + 1 < end ? 0 : l->others)) / l->row_parts * size;
         struct reading next = {panel + SPAN * (size / chunks), l->weight + then, size / chunks, chunks - SPAN};
-        if (l->x.bytes)
+        if (l->x.rows <= FEW_ROWS)
             for (int r = 0; r < rows; r++, next.size = 0)
                 multiply_row(l, row + r, panel, &next, sums + r * CODED_COLUMNS);
-        else
+        else {
+            const int most = MANY_ROWS(l);
+            BEGIN_MANY(rows, l);
             for (int64_t number = 0; number < chunks; number += SPAN) {
                 int count = (int)(chunks - number < SPAN ? chunks - number : SPAN);
-                for (int i = 0; i < count; i++) widen_chunk(l->type, panel, number + i, wide + i);
+                for (int i = 0; i < count; i++) widen_chunk(l, panel, number + i, wide + i);
                 struct reading nothing = {0};
                 for (int r = 0, some; r < rows; r += some) {
-                    some = (rows - r) / ((rows - r + CODED_ROWS - 1) / CODED_ROWS); /* as many each time */
+                    some = (rows - r) / ((rows - r + most - 1) / most); /* as many each time, or one more */
                     multiply_many(some, l, row + r, number, count, wide, r ? &nothing : &next,
                                   sums + r * CODED_COLUMNS);
                 }
             }
+            END_MANY();
+        }
         for (int r = 0; r < rows; r++)
             for (int64_t i = 0, at = block * CODED_COLUMNS; i < CODED_COLUMNS && at < l->width;
                  i += LANES, at += LANES) {
@@ -375,16 +349,27 @@ INLINE void coded_parts(const struct coded *l, int64_t first, int64_t end, enum 
 IN_BOTH_TYPES(coded, coded_parts, (const struct coded *l, int64_t first, int64_t end), l, first, end)
 
 /* A chunk's integers as bytes. */
-INLINE void split_chunk(const int16_t *values, uint32_t *bytes) {
-    uint16_t upper[CHUNK], lower[CHUNK];
-    uint32_t up[2], low[2];
-    for (int i = 0; i < CHUNK; i++) upper[i] = (uint16_t)(values[i] + 128), lower[i] = (uint16_t)values[i];
-    for (int i = 0; i < CHUNK; i += 4) {
-        memcpy(up, upper + i, sizeof up);
-        memcpy(low, lower + i, sizeof low);
-        *bytes++ = (up[0] >> 8 & 0x00ff00ff) | (up[1] & 0xff00ff00);
-        *bytes++ = (low[0] & 0x00ff00ff) | (low[1] & 0x00ff00ff) << 8;
+INLINE void split_to_bytes(const int16_t *values, uint32_t *bytes) {
+    typedef int16_t all_shorts __attribute__((vector_size(2 * CHUNK)));
+    typedef int8_t all_bytes __attribute__((vector_size(CHUNK)));
+    all_shorts whole;
+    memcpy(&whole, values, sizeof whole);
+    all_bytes both[2] = {__builtin_convertvector((whole + 128) >> 8, all_bytes),
+                         __builtin_convertvector(whole, all_bytes)};
+    for (int i = 0; i < 2; i++) {
+        all_bytes h = both[i]; /* in the order of BYTE_OF */
+        h = __builtin_shufflevector(h, h, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15, 16, 18, 17, 19, 20, 22,
+                                    21, 23, 24, 26, 25, 27, 28, 30, 29, 31);
+        memcpy(bytes + i * (CHUNK / 4), &h, sizeof h);
     }
+}
+
+/* The same digits as bfloat16, which holds them exactly. */
+INLINE void split_to_floats(ivec whole, uint32_t *floats) {
+    ivec upper = (whole + 128) & ~255;
+    halves both[2] = {narrow(__builtin_convertvector(upper, vec)), narrow(__builtin_convertvector(whole - upper, vec))};
+    memcpy(floats, &both[0], sizeof both[0]);
+    memcpy(floats + CHUNK / 2, &both[1], sizeof both[1]);
 }
 
 /* Rows of inputs as integers. A row with an infinity or a NaN has a NaN for a scale. */
@@ -400,18 +385,24 @@ INLINE void quantize_rows(const struct quantize *q, int64_t first, int64_t end, 
             }
             float largest = largest_lane(top), by = largest < TINIEST ? 0 : LARGEST / largest;
             int64_t chunk = at / CHUNK * q->to.rows + row;
-            int16_t *to = q->to.values + chunk * CHUNK;
+            int16_t values[CHUNK];
             for (int i = 0; i < CHUNK / LANES; i++) {
                 ivec whole = (ivec)(multiply_add(x[i], splat(by), magic)) - (ivec)magic;
                 shorts_of_lanes narrow_ones = __builtin_convertvector(whole, shorts_of_lanes);
-                memcpy(to + i * LANES, &narrow_ones, sizeof narrow_ones);
+                memcpy(values + i * LANES, &narrow_ones, sizeof narrow_ones);
+                if (q->to.floats)
+                    split_to_floats(__builtin_convertvector(narrow_ones, ivec), q->to.floats + chunk * CHUNK + i * LANES / 2);
             }
-            q->to.scales[chunk] = largest / LARGEST + sum_lanes(zero);
-            if (q->to.bytes) split_chunk(to, q->to.bytes + chunk * (CHUNK / 2));
+            if (q->to.values) memcpy(q->to.values + chunk * CHUNK, values, sizeof values);
+            if (q->to.bytes) split_to_bytes(values, q->to.bytes + chunk * (CHUNK / 2));
+            int32_t sums[2] = {0};
+            for (int i = 0; i < CHUNK; i++) sums[i / 16] += values[i];
+            float scale = largest / LARGEST + sum_lanes(zero);
+            q->to.scales[chunk] = scale;
+            q->to.below[0][chunk] = -(float)(sums[0] + sums[1]) * scale;
             for (int half = 0; half < 2; half++) {
-                int32_t sum = 0;
-                for (int i = 0; i < 16; i++) sum += to[half * 16 + i];
-                q->to.sums[2 * chunk + half] = sum;
+                q->to.sums[2 * chunk + half] = sums[half];
+                q->to.below[1 + half][chunk] = -(float)sums[half] * scale;
             }
         }
 }

@@ -6,6 +6,10 @@
 
 #include "cpu_product.h"
 
+#if HAS_TILES
+#include "cpu_amx.h"
+#endif
+
 #include "cpu_tile.h"
 
 #include "cpu_attention.h"
@@ -42,6 +46,7 @@ const struct cpu_level LEVEL = {
     .quantize = {quantize_float32, quantize_bfloat16},
     .coded = {coded_float32, coded_bfloat16},
     .coded_columns = CODED_COLUMNS,
+    .has_tiles = HAS_TILES,
     .low_rank = {low_rank_float32, low_rank_bfloat16},
     .convolve = {convolve_float32, convolve_bfloat16},
     .delta = {delta_float32, delta_bfloat16},

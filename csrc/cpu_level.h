@@ -88,15 +88,17 @@ struct linear {
     int64_t row_parts;
 };
 
-/* Inputs as integers of 16 bits, with a scale for each chunk and a sum for each half of one. Chunk after chunk, and in it
- * row after row, so that rows that are computed together lie together. For a few rows also as two of 8 bits, value =
- * 256 · upper + lower: a word of four neighbours' upper ones, in the order of BYTE_OF, then one of the lower ones. */
+/* Inputs as integers of 16 bits, with a scale for each chunk, a sum for each half of one, and sums times minus the scale:
+ * of the chunk, and of its halves. Chunk after chunk, and in it row after row, so that rows that are computed together lie
+ * together. An integer is 256 · upper + lower, and digits are asked for in two forms: bytes, a chunk's upper ones (in each
+ * four the order of BYTE_OF) and then its lower ones, and bfloat16, 256 · upper and then lower. */
 struct integers {
     int64_t rows;
     int16_t *values;
     float *scales;
     int32_t *sums;
-    uint32_t *bytes; /* NULL: there are more rows */
+    float *below[3];
+    uint32_t *bytes, *floats; /* these and values: NULL where nothing reads them */
 };
 #define FEW_ROWS 2
 
@@ -114,6 +116,8 @@ struct coded {
     const float *bias; /* NULL: none */
     void *y;
     int64_t first_row, rows, depth, width, y_stride;
+    int sums_are_floats; /* exactly, so that tiles may make them of bfloat16 */
+    uint16_t values[64]; /* of codes, then, as bfloat16 */
     int64_t row_parts, others; /* parts that the other threads take before a thread takes more */
 };
 
@@ -154,12 +158,13 @@ struct cpu_level {
     void (*quantize[2])(const struct quantize *, int64_t first_row, int64_t end_row);
     void (*coded[2])(const struct coded *, int64_t first_part, int64_t end_part);
     int coded_columns; /* of a panel of codes */
+    int has_tiles;
     void (*low_rank[2])(const struct low_rank *, int64_t first_row, int64_t end_row);
     void (*convolve[2])(const struct convolve *, int row, int64_t first_channel, int64_t end_channel);
     void (*delta[2])(const struct penstock_delta *, const struct penstock_states *, int row, int head);
 };
 
-extern const struct cpu_level cpu_level_portable, cpu_level_avx2, cpu_level_avx512, cpu_level_avx512_bf16;
+extern const struct cpu_level cpu_level_portable, cpu_level_avx2, cpu_level_avx512, cpu_level_avx512_bf16, cpu_level_amx;
 
 /* A call's level, and how many threads so much work is worth: products of two numbers, or as much. */
 struct penstock_cpu;
