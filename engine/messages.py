@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from penstock.engine.config import EngineConfig
 from penstock.executor.protocol import (
     AdapterInfo,
     ExpertUpdate,
@@ -21,6 +22,11 @@ from penstock.executor.protocol import (
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 PauseMode = Literal["abort", "wait", "keep"]  # what becomes of the requests that run: vLLM's words
+
+
+class CoreStart(msgspec.Struct, frozen=True, array_like=True):
+    directory: str  # of the sockets
+    config: EngineConfig
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):

@@ -2,12 +2,13 @@
 
 A file is untrusted: every count, length and offset is checked against what the file can hold before it is
 used, so a lying header costs an error, never memory or a crash. The `gguf` package's reader makes two numpy
-views for each of 49 thousand vocabulary entries (1.9 s for the default model); this one takes 0.03 s.
+views for each of 49 thousand vocabulary entries (1.9 s for the default model); this one takes 0.02 s.
 Layout: the GGUF specification, versions 2 and 3.
 """
 
 import mmap
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,7 +72,7 @@ class GgufHeader:
     def array(self, kind: int, count: int) -> list[Any]:
         if kind == _STRING:
             self.count("array length", count, 8, self.end)
-            return [self.string(self.end) for _ in range(count)]
+            return self.strings(count)
         if kind not in _SCALARS:
             self.fail(f"array of value type {kind}; strings, numbers and booleans can be read")
         self.count("array length", count, struct.calcsize(_SCALARS[kind]), self.end)
@@ -91,6 +92,15 @@ class GgufHeader:
             return self.data[start : self.at].decode()
         except UnicodeDecodeError:
             self.fail("a string is not UTF-8")
+
+    def strings(self, count: int) -> list[str]:
+        """As `string` reads them, but for its calls, which took as long again; one that is not sound is left to it."""
+        found: list[str] = []
+        with suppress(struct.error, UnicodeDecodeError):
+            while len(found) < count and (end := (start := self.at + 8) + _U64(self.data, self.at)[0]) <= self.end:
+                found.append(self.data[start:end].decode())
+                self.at = end
+        return found + [self.string(self.end) for _ in range(count - len(found))]
 
     def u32(self) -> int:
         return int(_U32(self.data, self.take(4))[0])

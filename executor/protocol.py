@@ -414,9 +414,12 @@ def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lamb
 
         return OracleExecutor(config)
     if kind == "uniproc":
-        from penstock.executor.uniproc import UniprocExecutor
+        from penstock.executor.loading.ahead import importing_torch
 
-        return UniprocExecutor(config, progress)
+        with importing_torch(config) as file:
+            from penstock.executor.uniproc import UniprocExecutor
+
+        return UniprocExecutor(config, progress, file)
     if kind == "multiproc":
         from penstock.executor.ranks.multiproc import open_multiproc
 

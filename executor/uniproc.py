@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,18 +19,26 @@ from penstock.executor.protocol import (
 from penstock.executor.ranks.rank import Rank, choose_device
 from penstock.executor.step.runner import Launched, ModelRunner
 
+if TYPE_CHECKING:
+    from penstock.executor.loading.gguf_file import GgufFile
+
 
 class UniprocExecutor:
     """On the CPU `submit` computes at once. On a GPU it returns when the work is queued, and `collect` waits.
 
     A step with masked rows is computed by `submit` up to its logits, and sampled by `set_masks`."""
 
-    def __init__(self, config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> None:
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        progress: Callable[[str], None] = lambda _line: None,
+        file: "GgufFile | None" = None,
+    ) -> None:
         if config.tensor_parallel_size != 1:
             raise ExecutorError(
                 f"tensor_parallel_size: {config.tensor_parallel_size} given; executor 'uniproc' runs one rank"
             )
-        rank = Rank(config, RankGroup(), choose_device(config.device), progress)
+        rank = Rank(config, RankGroup(), choose_device(config.device), progress, file)
         self.info, self._rank = rank.info, rank
         self._in_flight: deque[Launched] = deque()
 

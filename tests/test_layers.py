@@ -47,7 +47,7 @@ MAY_IMPORT = {
 PARTS = {
     "engine": ("options vllm_options sampling_params model_files messages config", "http", "text", "grammar", "core", "front",
                "server", "commands"),
-    "executor": ("protocol gguf_header shared_tensors served_tensors cache_layout batch moe_spec parallel staging progress process_life outbox free_memory",
+    "executor": ("protocol gguf_header code_types shared_tensors served_tensors cache_layout batch moe_spec parallel staging progress process_life outbox free_memory",
                  "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc oracle forward"),
     "router": ("backend config", "http", "placement", "fleet",
@@ -57,7 +57,7 @@ PARTS = {
               "tiers.peer"),
 }  # fmt: skip
 # What opens an executor by its name, when it is asked to.
-UPWARD = {"executor.protocol": {"executor.oracle", "executor.uniproc", "executor.ranks"}}
+UPWARD = {"executor.protocol": {"executor.oracle", "executor.uniproc", "executor.ranks", "executor.loading.ahead"}}
 TORCH_LIVES_IN = {"executor"}
 TORCH_AND_CO = {"torch", "transformers", "triton", "safetensors.torch"}
 
@@ -298,6 +298,7 @@ LIGHT = {
     "block keys": "import penstock.cache.keys",
     "every module of engine, cache and router": importing("engine", "cache", "router"),
     "the executor's protocol": "import penstock.executor.protocol",
+    "what goes on while torch is imported": "import penstock.executor.loading.ahead",
 }
 COMMANDS = [["--help"], ["serve", "--help"]]
 if (ROOT / "router/serve.py").exists():  # `penstock route` comes with the router's data plane
@@ -316,6 +317,12 @@ except SystemExit as end:
 @pytest.mark.parametrize("what", LIGHT)
 def test_torch_and_transformers_are_not_loaded_by(what: str) -> None:
     assert modules_in_a_fresh_process(LIGHT[what]) & {"torch", "transformers", "triton"} == set()
+
+
+def test_what_a_start_does_not_need_at_once_is_not_waited_for() -> None:
+    before_the_core = "import penstock.engine.commands.serve, penstock.engine.http.listen"
+    assert modules_in_a_fresh_process(before_the_core) & {"numpy", "uvicorn", "jinja2", "llguidance"} == set()
+    assert modules_in_a_fresh_process("from penstock import LLM") & {"jinja2", "llguidance"} == set()
 
 
 REFUSING_ALL_BUT_NUMPY = """

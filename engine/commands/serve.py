@@ -6,6 +6,7 @@ import json
 import os
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 from penstock.engine.config import ConfigError, EngineConfig, EngineOptions, add_engine_options, engine_config
@@ -13,7 +14,6 @@ from penstock.engine.front.client import AsyncEngine
 from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, recommended_sampling, resolve_model
 from penstock.engine.options import Option, add_options, built, flag, given_options, options_of
 from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig, resolve
-from penstock.engine.text.template import load_template
 from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.engine.vllm_options import vllm_options
 from penstock.executor.process_life import log_to_stderr, stop_signals
@@ -108,7 +108,11 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
             _say(f"Starting {files.name}")
             engine.spawn()  # it loads the model while the tokenizer is read, here and aside: signals are heard
             engine.tokenizer = tokenizer = await asyncio.to_thread(load_tokenizer, files)
+            from penstock.engine.text.template import load_template
+
             template = await asyncio.to_thread(load_template, tokenizer, args.chat_template)
+            for module in ("http.connection", "server.lifetime"):  # what serves, while the model is loaded
+                await asyncio.to_thread(import_module, f"penstock.engine.{module}")
             await engine.start()
             _say_memory(engine.info)
             if engine.info.device == "cpu" and args.gpu_memory_utilization is not None:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from penstock.engine.config import EngineConfig
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
 from penstock.engine.messages import (
     Abort,
     Connected,
     Control,
     Controlled,
+    CoreStart,
     Dead,
     FromCore,
     Heartbeat,
@@ -53,11 +53,6 @@ log = logging.getLogger("penstock.engine")
 TRANSFER_POLL_S = 0.005  # an idle core whose blocks are in flight to the tiers goes on with them this often
 TIER_STATS_S = 0.25  # between steps the tiers' figures are sent this often, and with the last step
 IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once, and what may be needed is warmed
-
-
-class CoreStart(msgspec.Struct, frozen=True, array_like=True):
-    directory: str  # of the sockets
-    config: EngineConfig
 
 
 def main() -> int:

@@ -18,7 +18,6 @@ import msgspec
 import zmq
 
 from penstock.engine.config import ConfigError, EngineConfig
-from penstock.engine.core.process import CoreStart
 from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.front.submit import AnswerOptions, begin_answer, check_room
 from penstock.engine.messages import (
@@ -27,6 +26,7 @@ from penstock.engine.messages import (
     Connected,
     Control,
     Controlled,
+    CoreStart,
     Dead,
     EngineState,
     FromCore,

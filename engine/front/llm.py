@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from os import PathLike
 from types import TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import msgspec
 
@@ -20,8 +20,6 @@ from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.front.given import LoraRequests, Messages, Prompt, as_list, for_each, plain
-from penstock.engine.front.grammar_check import GrammarCheck
-from penstock.engine.front.hf_interface import FamiliarTokenizer
 from penstock.engine.front.lora import Loaded, LoRARequest
 from penstock.engine.front.progress import Bar, Progress, interrupts_between_steps
 from penstock.engine.front.results import (
@@ -38,16 +36,17 @@ from penstock.engine.front.results import (
     pooled,
 )
 from penstock.engine.front.submit import Pooling, begin_answer
-from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Output
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
-from penstock.engine.text.prompt import chat_prompt
-from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.engine.vllm_options import METHODS, nearest, refuse_keywords
 from penstock.executor.protocol import ModelInfo, Part, Pooled, SleepLevel, open_executor
+
+if TYPE_CHECKING:
+    from penstock.engine.front.grammar_check import GrammarCheck
+    from penstock.engine.front.hf_interface import FamiliarTokenizer
+    from penstock.engine.text.template import ChatTemplate
 
 
 class LLM:
@@ -55,7 +54,7 @@ class LLM:
     threads."""
 
     _core: EngineCore | None = None  # of the class: `__del__` comes even where `__init__` refused its arguments
-    _grammars: GrammarCheck | None = None
+    _grammars: "GrammarCheck | None" = None
 
     def __init__(
         self,
@@ -84,7 +83,11 @@ class LLM:
         seed = options.get("seed")
         self._seeds = None if seed is None else random.Random(seed)  # for requests without a seed of their own
         self.tokenizer: Tokenizer | None = None if skip_tokenizer else load_tokenizer(files)
-        self.template: ChatTemplate | None = load_template(self.tokenizer, chat_template) if self.tokenizer else None
+        self.template: ChatTemplate | None = None
+        if self.tokenizer is not None:
+            from penstock.engine.text.template import load_template
+
+            self.template = load_template(self.tokenizer, chat_template)
         self._start(config)
         if self.info.device == "cpu" and options.get("gpu_memory_utilization") is not None:
             remark = "gpu_memory_utilization: without effect: the model runs on the CPU; use kv_cache_bytes"
@@ -128,6 +131,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
+        from penstock.engine.text.prompt import chat_prompt
+        from penstock.engine.text.template import load_template
+
         refuse_keywords(others)
         template = self.template
         if chat_template is not None and self.tokenizer is not None:
@@ -209,10 +215,12 @@ class LLM:
         if not sys.is_finalizing():  # else the operating system does it
             self.shutdown()
 
-    def get_tokenizer(self) -> FamiliarTokenizer:
+    def get_tokenizer(self) -> "FamiliarTokenizer":
         """The model's tokenizer, with the names that transformers gives to what it does."""
         if self.tokenizer is None:
             raise ValueError("skip_tokenizer: there is no tokenizer, as it was left out")
+        from penstock.engine.front.hf_interface import FamiliarTokenizer
+
         return FamiliarTokenizer(self.tokenizer, self.template)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -293,6 +301,10 @@ class LLM:
         if tokenizer is None:
             self._core = EngineCore(config, executor)
             return
+        from penstock.engine.front.grammar_check import GrammarCheck
+        from penstock.engine.grammar.compiler import Compiler
+        from penstock.engine.grammar.vocabulary import GrammarVocabulary
+
         vocab_size = executor.info.vocab_size
         compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
         self._grammars = GrammarCheck(compiler, tokenizer.special_texts)

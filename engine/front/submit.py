@@ -6,7 +6,6 @@ from functools import partial
 from typing import Annotated, Literal, TypedDict, Unpack
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from penstock.cache.tiers.base import peer_name
@@ -51,13 +50,13 @@ def token_bytes(tokens: Sequence[int], vocab_size: int, field: str = "prompt") -
     if not tokens:
         raise InvalidRequest(field, "the prompt is empty; at least one token is needed")
     try:
-        packed = array("i", tokens)
-        # Read without a sign, an id below 0 is beyond every vocabulary as well. 131k ids: 4 ms; by min and max 18.
-        if np.frombuffer(packed, np.uint32).max() < vocab_size:
+        packed = array("I", tokens)  # without a sign: below 0 is an overflow as well
+        # 131k ids: 3.1 ms; numpy's maximum takes 1.6, and its import 70 that a start and the first request would wait.
+        if max(packed) < vocab_size:
             return packed.tobytes()
     except TypeError:
         raise InvalidRequest(field, "a list of token ids may hold integers only") from None
-    except OverflowError:  # beyond 32 bits
+    except OverflowError:
         pass
     bad = next(token for token in tokens if not 0 <= token < vocab_size)
     raise InvalidRequest(field, f"token id {str(bad)[:24]} is outside the vocabulary, 0 to {vocab_size - 1}")

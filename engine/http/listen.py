@@ -9,13 +9,14 @@ import socket
 import time
 from collections import Counter
 from email.utils import formatdate
+from typing import TYPE_CHECKING
 
-import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.server import ServerState
-
-from penstock.engine.http.connection import GuardedConnection
 from penstock.engine.http.limits import KEEP_ALIVE_S, Limits, allow_open_files
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from penstock.engine.http.connection import GuardedConnection
 
 BACKLOG = 2048
 SETTLE_S = 1.0
@@ -58,7 +59,13 @@ def url_of(sock: socket.socket) -> str:
 class Listener:
     """Serves `app` on `sock` as long as it is entered; takes over the socket."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, limits: Limits, refused: Counter[int]) -> None:
+    def __init__(self, app: "ASGIApp", sock: socket.socket, limits: Limits, refused: Counter[int]) -> None:
+        # Here: who binds a socket and then starts the core does not wait for them.
+        import uvicorn
+        from uvicorn.server import ServerState
+
+        from penstock.engine.http.connection import GuardedConnection
+
         self.sock = sock
         self._limits, self._refused = limits, refused
         self._config = uvicorn.Config(
@@ -75,12 +82,12 @@ class Listener:
             server_header=False,
             timeout_keep_alive=int(KEEP_ALIVE_S),
         )
-        self._state = ServerState()
+        self._state, self._kind = ServerState(), GuardedConnection
         self._server: asyncio.Server | None = None
         self._clock: asyncio.TimerHandle | None = None
 
     @property
-    def connections(self) -> set[GuardedConnection]:
+    def connections(self) -> "set[GuardedConnection]":
         return self._state.connections  # type: ignore[return-value]  # all of them were made by _connection
 
     async def __aenter__(self) -> "Listener":
@@ -109,10 +116,8 @@ class Listener:
         while (self.connections or self._state.tasks) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
 
-    def _connection(self) -> GuardedConnection:
-        return GuardedConnection(
-            self._limits, self._refused, config=self._config, server_state=self._state, app_state={}
-        )
+    def _connection(self) -> "GuardedConnection":
+        return self._kind(self._limits, self._refused, config=self._config, server_state=self._state, app_state={})
 
     def _tick(self) -> None:
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]

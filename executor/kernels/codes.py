@@ -5,6 +5,7 @@ with codes are summed exactly. So a product is that of the file's own numbers, t
 same bits whatever other rows there are, on any number of threads.
 """
 
+import mmap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,38 +13,12 @@ import torch
 from torch import Tensor
 
 from penstock import _csrc
-from penstock.executor.kernels.cpu_ops import DTYPES, describe_cpu, levels
+from penstock.executor.code_types import CodeType
+from penstock.executor.kernels.cpu_ops import DTYPES, describe_cpu
 from penstock.executor.protocol import ExecutorError
 
 _lib: Any = _csrc.lib
 VALUES_AT_ONCE = 1 << 22
-
-
-class CodeType(NamedTuple):
-    """A storage format of GGML: a row lies in blocks of `block` values, each taking `size_bytes`."""
-
-    name: str
-    number: int  # as the C side counts
-    block: int
-    size_bytes: int
-
-
-def _types() -> dict[str, CodeType]:
-    found: dict[str, CodeType] = {}
-    while name := _lib.penstock_code_name(len(found)):
-        index = len(found)
-        sizes = _lib.penstock_code_block_values(index), _lib.penstock_code_block_bytes(index)
-        text = _csrc.ffi.string(name).decode()
-        found[text] = CodeType(text, index, *sizes)
-    return found
-
-
-CODE_TYPES = _types()
-
-
-def is_computed() -> bool:
-    """Whether this CPU has vector instructions for them; without, numbers in float32 are faster."""
-    return levels()[-1] != "portable"
 
 
 class Coded(NamedTuple):
@@ -52,6 +27,7 @@ class Coded(NamedTuple):
     name: str
     type: CodeType
     rows: Tensor  # uint8 [rows, bytes]
+    packed: tuple[int, mmap.mmap] | None = None  # where that was done ahead: columns of a panel, panels
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -60,11 +36,11 @@ class Coded(NamedTuple):
     def narrow(self, dim: int, start: int, size: int) -> "Coded | None":
         """None: a block would be cut."""
         if dim == 0:
-            return self._replace(rows=self.rows.narrow(0, start, size))
+            return self._replace(rows=self.rows.narrow(0, start, size), packed=None)
         if start % self.type.block or size % self.type.block:
             return None
         first, count = (at // self.type.block * self.type.size_bytes for at in (start, size))
-        return self._replace(rows=self.rows.narrow(1, first, count))
+        return self._replace(rows=self.rows.narrow(1, first, count), packed=None)
 
     def numbers(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:  # noqa: ARG002  (as every part)
         """A few rows at a time, so that no float32 copy is made. Always a copy."""
@@ -174,6 +150,8 @@ class CodedLinear:
 
 def _pack(weight: Coded, columns: int) -> Tensor:
     (rows, depth), kind = weight.shape, weight.type
+    if weight.packed is not None and weight.packed[0] == columns:
+        return torch.frombuffer(weight.packed[1], dtype=torch.uint8)
     panels = torch.zeros(_lib.penstock_code_bytes(kind.number, rows, depth, columns), dtype=torch.uint8)
     stored = weight.rows.contiguous()
     bad = _lib.penstock_code_pack(kind.number, stored.data_ptr(), rows, depth, columns, panels.data_ptr())

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.executor.code_types import CODE_TYPES
 from penstock.executor.kernels import GroupOps, Packed
-from penstock.executor.kernels.codes import CODE_TYPES, VALUES_AT_ONCE, Coded
+from penstock.executor.kernels.codes import VALUES_AT_ONCE, Coded
 
 LEAST_GROUP = 16
 HALVES = (64, 32, 16)  # how much of the depth a kernel widens at a time

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels.codes import CODE_TYPES, Coded
+from penstock.executor.code_types import CODE_TYPES
+from penstock.executor.kernels.codes import Coded
 from penstock.executor.kernels.eight_bits import BLOCK
 from penstock.executor.kernels.grouped import Grouped
 from penstock.executor.loading.block_scales import EIGHT_BITS

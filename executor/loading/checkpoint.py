@@ -6,7 +6,7 @@ safetensors and config.json; a .gguf file holds both.
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,9 @@ from penstock.executor.kernels.grouped import Grouped
 from penstock.executor.loading.quantization import old_config, read_schemes
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.shared_tensors import check_sealed
+
+if TYPE_CHECKING:
+    from penstock.executor.loading.gguf_file import GgufFile
 
 MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a trillion weights has 10 MB
 
@@ -32,13 +35,15 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> Tensor | Coded | Grouped: ...
 
 
-def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | Path, config: ExecutorConfig | None = None, file: "GgufFile | None" = None
+) -> Checkpoint:
     """The checkpoint in a folder or in a .gguf file. Weights are looked for when their names are first asked for.
 
     The config's `hf_overrides` replace fields of the model's own configuration.
     """
     path, overrides = Path(path), {} if config is None else config.hf_overrides
-    checkpoint = _open(path) if not path.is_dir() else _open_folder(path, overrides)
+    checkpoint = _open(path, file) if not path.is_dir() else _open_folder(path, overrides)
     checkpoint.config = {**checkpoint.config, **overrides}
     return checkpoint
 
@@ -71,13 +76,13 @@ def _open_folder(path: Path, overrides: dict[str, Any]) -> Checkpoint:
     return PackedCheckpoint(folder, schemes, where)
 
 
-def _open(path: Path) -> Checkpoint:
+def _open(path: Path, file: "GgufFile | None") -> Checkpoint:
     if not path.is_file():
         raise ExecutorError(f"model: {str(path)!r} is neither a folder nor a file")
     if path.suffix == ".gguf":
         from penstock.executor.loading.gguf import GgufCheckpoint
 
-        return GgufCheckpoint(path)
+        return GgufCheckpoint(path, file)
     raise ExecutorError(f"model: {str(path)!r} is not a .gguf file; give a folder with config.json and safetensors")
 
 

@@ -41,8 +41,8 @@ class GgufCheckpoint:
     Raises ExecutorError when a tensor is missing, unknown, or of another shape than the metadata says.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._file = open_gguf(path)
+    def __init__(self, path: str | Path, file: GgufFile | None = None) -> None:
+        self._file = file or open_gguf(path)
         self.config: dict[str, Any] = config_of(self._file)
         self.has_codes = any(entry.type.codes for entry in self._file.tensors.values())
         self._sources = _sources(self.config, self._file.tensors)
@@ -74,7 +74,9 @@ class GgufCheckpoint:
         if codes is None:
             values = raw.view(_FLOATS[entry.type.name]).view(source.shape)
         else:
-            coded = Coded(source.name, codes, raw.view(math.prod(source.shape[:-1]), -1))
+            is_whole = not source.permuted_heads and source.expert is None
+            packed = self._file.packed.get(source.name) if is_whole else None
+            coded = Coded(source.name, codes, raw.view(math.prod(source.shape[:-1]), -1), packed)
             if is_matrix and not source.plus_one:
                 return coded
             values = coded.numbers(torch.device("cpu"), torch.float32).view(source.shape)

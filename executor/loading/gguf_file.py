@@ -3,12 +3,12 @@ like the header."""
 
 import math
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock.executor.code_types import CODE_TYPES, CodeType
 from penstock.executor.gguf_header import MAX_NAME_BYTES, GgufHeader
-from penstock.executor.kernels.codes import CODE_TYPES, CodeType
 
 MAX_DIMS = 4
 MAX_ALIGNMENT = 65536
@@ -50,6 +50,8 @@ class GgufFile:
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
     data: mmap.mmap
+    # Panels by name, with their columns, where they were packed ahead (executor/loading/ahead.py).
+    packed: dict[str, tuple[int, mmap.mmap]] = field(default_factory=dict)
 
 
 def open_gguf(path: str | Path) -> GgufFile:

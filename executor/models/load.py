@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.executor.kernels import Ops, codes, has_expert_products, select_ops
+from penstock.executor.code_types import is_computed
+from penstock.executor.kernels import Ops, has_expert_products, select_ops
 from penstock.executor.kernels.cpu_linear import is_repacked
 from penstock.executor.loading.arrangement import AS_LLAMA, Arranged
 from penstock.executor.loading.checkpoint import Checkpoint, open_checkpoint, open_tensors
@@ -96,12 +97,11 @@ def load_model(
     device: torch.device,
     group: RankGroup,
     progress: Callable[[str], None],
-    checkpoint: Checkpoint | None = None,
+    checkpoint: Checkpoint,
     before: LoadedModel | None = None,
 ) -> LoadedModel:
-    """`checkpoint`: where its weights are, if not in the config's `model`. They may take the place of those `before`."""
+    """`checkpoint`: where its weights are, which may take the place of those `before`."""
     path = Path(config.model)
-    checkpoint = checkpoint or open_checkpoint(path, config)
     is_packed = isinstance(checkpoint, PackedCheckpoint)
     where = str(path / "config.json" if path.is_dir() else path)
     config_of_all, labels = without_head(checkpoint.config, where)
@@ -201,7 +201,7 @@ def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.de
     if config.dtype != "auto" or config.load_format == "dummy" or not checkpoint.has_codes:
         return None
     if device.type == "cpu":
-        return "all" if codes.is_computed() else None
+        return "all" if is_computed() else None
     return "four bits" if has_expert_products(device) else None
 
 

@@ -15,6 +15,7 @@ import torch
 
 from penstock.executor.cache_layout import CacheLayout, plan_layout
 from penstock.executor.kernels import select_input_ops, select_sampling_ops
+from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.load import LoadedModel, load_model, load_update
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import (
@@ -27,7 +28,6 @@ from penstock.executor.protocol import (
     WeightsError,
 )
 from penstock.executor.sampling.sampler import Sampler
-from penstock.executor.step.graphs import CudaGraphs, DecodeGraphs, choose_buckets
 from penstock.executor.step.inputs import ONE_GROUP, DeviceInputs, HostInputs, Inputs
 from penstock.executor.step.memory import (
     GRAPHS_BYTES,
@@ -40,24 +40,29 @@ from penstock.executor.step.memory import (
     plan_kv,
 )
 from penstock.executor.step.runner import ModelRunner
-from penstock.executor.step.warmup import KV_BLOCKS, warm_up
-from penstock.executor.tiers.cuda_copies import CLOSE, CudaCopier
 from penstock.executor.tiers.open_tiers import open_tiers
 from penstock.executor.tiers.transfers import Copier, NumpyCopier, RankTransfers
 
 if TYPE_CHECKING:
+    from penstock.executor.loading.gguf_file import GgufFile
     from penstock.executor.models.adapters import AdapterStore
     from penstock.executor.step.rebalance import Rebalancer
 
 
 class Rank:
     def __init__(
-        self, config: ExecutorConfig, group: RankGroup, device: torch.device, progress: Callable[[str], None]
+        self,
+        config: ExecutorConfig,
+        group: RankGroup,
+        device: torch.device,
+        progress: Callable[[str], None],
+        file: "GgufFile | None" = None,
     ) -> None:
         self._config, self._group, self._device, self._progress = config, group, device, progress
         started_s = time.monotonic()
         with naming_options("the weights", "choose a smaller model or dtype, or raise tensor_parallel_size"):
-            self._loaded = load_model(config, device, group, progress)
+            checkpoint = open_checkpoint(config.model, config, file)
+            self._loaded = load_model(config, device, group, progress, checkpoint)
         loaded, model = self._loaded, self._loaded.model
         layer_bytes = model.kv_parts * config.block_size * model.kv_width * loaded.kv_dtype.itemsize
         self._source = config.model if config.load_format != "dummy" else ""  # where its weights can be read again
@@ -214,10 +219,14 @@ class Rank:
             return ()
         if not all(experts.is_fused for experts in self._loaded.model.experts):
             return ()
+        from penstock.executor.step.graphs import choose_buckets
+
         return choose_buckets(config.max_num_seqs)
 
     def _warm_up(self, buckets: Sequence[int], meter: CudaMeter) -> GpuUse:
         """What steps need is compiled and run once, before there is a cache; and what memory they need is measured."""
+        from penstock.executor.step.warmup import KV_BLOCKS, warm_up
+
         started_s, longest, vocab_size = time.monotonic(), self._loaded.num_positions, self._loaded.spec.vocab_size
         self._progress("Warming up: what this machine has not compiled before is compiled now")
 
@@ -264,6 +273,8 @@ class Rank:
         pages = layer_pages(kv, self._layout)
         graphs, adapters = None, self._loaded.adapters
         if buckets:
+            from penstock.executor.step.graphs import CudaGraphs, DecodeGraphs
+
             assert ops is not None and isinstance(inputs, DeviceInputs)
             graphs = DecodeGraphs(inputs, model, pages, ops, buckets, CudaGraphs, self._group)
         head = self._loaded.label_head
@@ -279,6 +290,8 @@ class Rank:
         blocks = self._copied()
         if not self.kv.is_cuda:
             return NumpyCopier(blocks, arena)
+        from penstock.executor.tiers.cuda_copies import CLOSE, CudaCopier
+
         return CudaCopier(blocks, arena, self.kv.dtype, 0.0 if self._config.batch_invariant else CLOSE)
 
     def _make_rebalancer(self) -> "Rebalancer | None":

@@ -21,7 +21,6 @@ from penstock.executor.protocol import Admission, Row, Step, StepResult
 from penstock.executor.sampling.edits import RowMasks, is_plain
 from penstock.executor.sampling.sampler import SampledTokens, Sampler, prompt_logprobs
 from penstock.executor.staging import send
-from penstock.executor.step.graphs import DecodeGraphs
 from penstock.executor.step.inputs import Ends, Inputs
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.memory import naming_options
@@ -30,6 +29,7 @@ from penstock.executor.tiers.transfers import RankTransfers
 
 if TYPE_CHECKING:
     from penstock.executor.models.adapters import AdapterStore
+    from penstock.executor.step.graphs import DecodeGraphs
     from penstock.executor.step.rebalance import Rebalancer
 
 STEP_OPTIONS = "lower gpu_memory_utilization, kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
@@ -60,7 +60,7 @@ class ModelRunner:
         group: RankGroup,
         transfers: RankTransfers | None = None,
         rebalancer: "Rebalancer | None" = None,
-        graphs: DecodeGraphs | None = None,
+        graphs: "DecodeGraphs | None" = None,
         label_head: torch.Tensor | None = None,  # [labels, hidden], float32
         adapters: "AdapterStore | None" = None,
     ) -> None:
@@ -194,7 +194,7 @@ class ModelRunner:
         if layout.samples.any():
             self._sample(layout, ends, hidden, launched)
 
-    def _replay(self, graphs: DecodeGraphs, layout: Layout, launched: Launched) -> None:
+    def _replay(self, graphs: "DecodeGraphs", layout: Layout, launched: Launched) -> None:
         """A step of single tokens: all of it by graphs, or up to the hidden states if a row wants more than a draw."""
         num_rows = len(layout.slots)
         hidden, made = graphs.forward(layout)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.kernels.codes import is_computed
+from penstock.executor.code_types import is_computed
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.ranks.multiproc import open_multiproc

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from penstock.executor.kernels.codes import is_computed
+from penstock.executor.code_types import is_computed
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.ranks.multiproc import open_multiproc

@@ -77,7 +77,7 @@ def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], Recor
     monkeypatch.setattr(rank, "CudaMeter", Meter)
     monkeypatch.setattr(rank, "open_inputs", on_device)
     monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling_twin)
-    monkeypatch.setattr(rank, "CudaGraphs", open_pool)
+    monkeypatch.setattr("penstock.executor.step.graphs.CudaGraphs", open_pool)
     monkeypatch.setattr(Outbox, "send", lambda _, tensors: Mail((), [tensor.clone() for tensor in tensors], None))
     monkeypatch.setattr("penstock.executor.models.moe.Experts.is_fused", True)
 

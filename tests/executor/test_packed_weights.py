@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.executor.code_types import is_computed
 from penstock.executor.kernels import torch_ops
-from penstock.executor.kernels.codes import CodedLinear, is_computed
+from penstock.executor.kernels.codes import CodedLinear
 from penstock.executor.kernels.grouped import Grouped
 from penstock.executor.kernels.linear import Linear, Reordered, make_linear, multiply_each
 from penstock.executor.loading.checkpoint import open_checkpoint

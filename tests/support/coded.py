@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from penstock.executor.kernels.codes import CODE_TYPES, Coded
+from penstock.executor.code_types import CODE_TYPES
+from penstock.executor.kernels.codes import Coded
 
 FILE_TYPES = [kind for kind in CODE_TYPES if not kind.startswith("G")]  # the others are made of other formats
 HALVES_AT = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208], "MXFP4": []}

@@ -65,6 +65,8 @@ def test_every_type_of_value_is_read_as_it_was_written(tmp_path: Path) -> None:
         (HEADER + text("k") + struct.pack("<IIQ", 9, 5, 1000), "array length 1000; at most 0"),
         (HEADER + text("k") + struct.pack("<IIQQQ", 9, 8, 2, 2**63, 0), "a string of 9223372036854775808 bytes"),
         (HEADER + text("k") + struct.pack("<IIQ", 9, 8, 2) + text("x"), "array length 2; at most 1"),
+        (HEADER + text("k") + struct.pack("<IIQQ", 9, 8, 2, 1) + b"\xff" + text("x"), "a string is not UTF-8"),
+        (HEADER + text("k") + struct.pack("<IIQ", 9, 8, 2) + text("x") + struct.pack("<Q", 2**63), "a string of 9"),
         (HEADER + text("k") + struct.pack("<IIQ", 9, 9, 1), "array of value type 9"),
     ],
 )
