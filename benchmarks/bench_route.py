@@ -23,7 +23,6 @@ import contextlib
 import itertools
 import json
 import logging
-import os
 import random
 import signal
 import statistics
@@ -32,7 +31,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvloop
@@ -112,9 +110,9 @@ async def paced(port: int, rate: float, seconds: float) -> list[float]:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of CPU that the process has used, with all its threads."""
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    """Seconds of CPU that the process has used, with all its threads: its clock, whose number is made of its own. What
+    /proc has in ticks of 10 ms is too coarse for a fast machine, where a round of chunks is ten of them."""
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 def per_cpu_second(proxy: tuple[int, int], streams: bool, seconds: float, prompts: int = 1) -> float:

@@ -28,6 +28,7 @@ from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection, Edge
 from penstock.router.http.heads import ClientRequest, Headers
+from penstock.router.http.relay import Relay
 from penstock.router.lines import line_of
 from penstock.router.metrics import KEPT, RouterMetrics, route_of
 from penstock.router.placement.prompts import NO_LENGTH, Asked, Routable, Texts, length_of
@@ -66,6 +67,8 @@ class ReplicaChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterApp:
+    relay: Relay  # since `start`
+
     def __init__(self, config: RouterConfig, fleet: Fleet, texts: Texts, version: str) -> None:
         self.config = config
         self.fleet = fleet
@@ -99,6 +102,7 @@ class RouterApp:
         fleet.on_down = self._move_from
 
     def start(self) -> None:
+        self.relay = Relay()
         self.edge.start()
         self._look(asyncio.get_running_loop().time())
 
@@ -106,6 +110,7 @@ class RouterApp:
         if self._timer is not None:
             self._timer.cancel()
         self.edge.close()
+        self.relay.close()
         for task in self._tasks:
             task.cancel()
 

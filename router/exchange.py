@@ -14,6 +14,7 @@ cost as much as all of its parsing.
 import asyncio
 import logging
 import re
+import sys
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -27,6 +28,7 @@ from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.foreign_error import in_openais_form
 from penstock.router.http.edge import ClientConnection
 from penstock.router.http.heads import AnswerHead, ClientRequest, answer_head
+from penstock.router.http.relay import Lane
 from penstock.router.http.upstream import Dechunker
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import NO_NAMES, Prompt
@@ -43,6 +45,7 @@ log = logging.getLogger("penstock.router")
 MAX_HELD_BYTES = 64 * 1024  # of an answer that may yet be replaced by another replica's
 MAX_LOST = 2  # replicas that may break on one request: it may be the reason
 STALLED_S = 10.0  # how long a stream may stand still when its replica is down
+LANE_FROM = 4  # events, after which a stream goes past us: to hand it over costs as much as some of them
 BUSY = frozenset({429, 503})  # answers that another replica may better
 
 _CACHED = re.compile(rb'"cached_tokens": ?(\d{1,9})\b')
@@ -88,8 +91,8 @@ class Exchange:
     """
 
     __slots__ = (
-        "_aside", "_cached", "_group", "_head", "_held", "_is_whole", "_num_data", "_num_data_then", "_num_lost",
-        "_num_reported", "_outgoing", "_plain", "_prefills_tried", "_quiet_since_s", "_reason", "_status", "_tried",
+        "_aside", "_cached", "_group", "_head", "_held", "_is_whole", "_lane", "_lane_from", "_num_data",
+        "_num_data_then", "_num_lost", "_num_reported", "_outgoing", "_plain", "_prefills_tried", "_quiet_since_s", "_reason", "_status", "_tried",
         "app", "attempt", "begun_s", "bill", "connection", "first_byte_s", "model", "num_attempts", "prefill",
         "replica", "request", "state", "trace",
     )  # fmt: skip
@@ -121,6 +124,8 @@ class Exchange:
         self.bill: Bill | None = None  # of what its client may ask for
         self._cached: int | None = -1  # in the body, of an engine that says it there; -1: not looked for
         self._num_data = self._num_reported = self._num_data_then = 0
+        self._lane: Lane | None = None  # what went past us last
+        self._lane_from = sys.maxsize
 
     @property
     def answer(self) -> AnswerHead | None:
@@ -322,6 +327,8 @@ class Exchange:
         if head.cached_tokens is None and self.attempt is not None and self.attempt.replica.text_digest is None:
             self._cached = None
         self._plain = Dechunker() if head.is_chunked and self.request.is_http10 else None
+        if head.is_stream and head.is_chunked and self._plain is None and self.bill is None:
+            self._lane_from = LANE_FROM
 
     def data(self, data: bytes) -> None:
         self._num_data += data.count(b"\n\n") or 1  # events of a stream; several may come at once
@@ -333,11 +340,26 @@ class Exchange:
         if self._plain is not None:
             data = self._plain.feed(data)
         if self.state == "relaying":
-            self.connection.transport.write(data)
+            if self._num_data < self._lane_from or not self._hand_over(data):
+                self.connection.transport.write(data)
         elif self._status >= 400 and not self._head.is_stream and sum(map(len, self._held)) < MAX_HELD_BYTES:
             self._held += (data,)  # of an error, to be replaced or put into its form
         else:
             self._begin(data)
+
+    def _hand_over(self, data: bytes) -> bool:
+        """The rest of a stream goes past us, if it can. It may come back, and is handed over again after twice as many
+        events: some engines count cached tokens in each."""
+        assert self.attempt is not None and self.attempt.upstream is not None
+        self._gather()
+        self._lane_from = 2 * self._num_data
+        self._lane = self.app.relay.take(self.attempt.upstream, self.connection.transport, data)
+        return self._lane is not None
+
+    def _gather(self) -> None:
+        """What went past us has come too."""
+        if self._lane is not None:
+            self._num_data += self._lane.take_count()
 
     def ended(self) -> None:
         if self._status in BUSY and self.state == "asking":
@@ -436,6 +458,7 @@ class Exchange:
     def look(self, now_s: float, response_s: float) -> None:
         """Called twice a second: reports the progress to the placement, and ends what has stood still for too long."""
         attempt = self.attempt
+        self._gather()
         if (
             attempt is None
             or attempt.state != "sent"
@@ -454,6 +477,7 @@ class Exchange:
             self._settle("late", reason)
 
     def _report_progress(self) -> None:
+        self._gather()
         if self.attempt is not None and self._num_data > self._num_reported:
             self.attempt.charge.tokens(self._num_data - self._num_reported)
             if self.bill is not None:

@@ -16,6 +16,7 @@ import httptools
 
 from penstock.router.http.deadline import within
 from penstock.router.http.heads import AnswerHead, Headers, Heads, question_head, request_head
+from penstock.router.http.relay import Lane
 
 MAX_HEAD_BYTES = 64 * 1024
 IDLE_S = 30.0  # a kept connection; engines close theirs after 75 s
@@ -57,6 +58,7 @@ class Upstream(asyncio.Protocol):
         self.idle_since_s = 0.0
         self.has_heard = False  # a byte of the current answer has come
         self.is_closed = False
+        self.lane: Lane | None = None  # by which the answer goes past us
         self.is_at_boundary = False  # what came so far of a chunked body ends with a whole chunk
         self._parser = httptools.HttpResponseParser(self)
         self._headers: Headers = []
@@ -65,6 +67,11 @@ class Upstream(asyncio.Protocol):
         self._headers_done = self._in_body = self._is_complete = self._is_framed = False
         self._wants_more = self._keep = False
         self._is_excess = False
+
+    @property
+    def is_between(self) -> bool:
+        """Two chunks of an answer: what comes next begins with a size."""
+        return self.is_at_boundary and not self._is_complete
 
     def send(self, head: bytes, body: bytes, leg: Leg) -> None:
         self.leg = leg
@@ -90,6 +97,7 @@ class Upstream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_closed = True
+        self._leave_lane()
         leg, self.leg = self.leg, None
         self.pool.forget(self)
         if leg is not None:
@@ -160,7 +168,13 @@ class Upstream(asyncio.Protocol):
         if leg is not None:
             leg.lost(reason)
 
+    def _leave_lane(self) -> None:
+        if self.lane is not None:
+            self.lane.close()
+            self.lane = None
+
     def _release(self, keep: bool) -> None:
+        self._leave_lane()
         if keep and not self.transport.is_closing():
             self.transport.resume_reading()
             self.pool.put_back(self)
