@@ -414,9 +414,9 @@ def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lamb
 
         return OracleExecutor(config)
     if kind == "uniproc":
-        from penstock.executor.loading.ahead import importing_torch
+        from penstock.executor.loading.ahead import packing
 
-        with importing_torch(config) as file:
+        with packing(config) as file:
             from penstock.executor.uniproc import UniprocExecutor
 
         return UniprocExecutor(config, progress, file)

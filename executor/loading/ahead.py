@@ -4,10 +4,8 @@ The largest weights of a GGUF file are packed for a CPU, in C, without the inter
 that torch is there is found by the loader (executor/kernels/codes.py), which packs the rest: the same bytes.
 """
 
-import gc
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,23 +20,6 @@ from penstock.executor.protocol import ExecutorConfig
 _lib: Any = _csrc.lib
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # only torch knows whether it can use one
 MAX_CORES = 8
-
-
-@contextmanager
-def importing_torch(config: ExecutorConfig) -> Iterator[GgufFile | None]:
-    """The config's file, if weights of it are packed. What an import makes stays, half a million objects: the garbage
-    collector looks at them neither now nor in its later rounds, nor at the exit."""
-    if "torch" in sys.modules or not gc.isenabled():
-        yield None
-        return
-    with packing(config) as file:
-        gc.collect()  # what is no longer needed does not stay with them
-        gc.disable()
-        try:
-            yield file
-        finally:
-            gc.freeze()
-            gc.enable()
 
 
 @contextmanager

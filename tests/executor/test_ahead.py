@@ -129,18 +129,18 @@ def test_memory_that_does_not_suffice_is_left_to_the_loader(tmp_path: Path, monk
 
 
 IN_A_FRESH_PROCESS = """
-import gc, sys
+import sys
 from penstock.executor.protocol import ExecutorConfig, open_executor
 from penstock.executor.loading import ahead
 ahead.GPU_FILES = ()
 executor = open_executor(ExecutorConfig(model=sys.argv[1], kv_cache_bytes=1 << 20))
-print(executor.info.fingerprint.hex(), gc.isenabled(), gc.get_freeze_count() > 100_000)
+print(executor.info.fingerprint.hex())
 """
 
 
-def test_a_fresh_process_comes_to_the_same_model_and_collects_its_garbage_again(tmp_path: Path) -> None:
+def test_a_fresh_process_comes_to_the_same_model(tmp_path: Path) -> None:
     path = small_file(tmp_path / "model.gguf")
     here = UniprocExecutor(ExecutorConfig(model=str(path), kv_cache_bytes=1 << 20)).info.fingerprint.hex()
     command = [sys.executable, "-c", IN_A_FRESH_PROCESS, str(path)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert answer.stdout.split() == [here, "True", "True"], answer.stderr
+    assert answer.stdout.split() == [here], answer.stderr
