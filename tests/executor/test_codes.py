@@ -65,6 +65,17 @@ def test_a_row_is_the_same_bits_in_every_batch_and_on_any_number_of_threads(kind
         assert torch.equal(two(x[first : first + rows]), whole[first : first + rows])
 
 
+@pytest.mark.parametrize("kind", FILE_TYPES)
+def test_every_level_that_adds_without_rounding_the_product_makes_the_same_bits(kind: str) -> None:
+    """A model answers alike on an old CPU and on a new one: vectors and the tiles of AMX make the same sums."""
+    weights = [coded(np.random.default_rng(8), (size, 1024), kind)[0] for size in (70, 40)]
+    fused = [CodedLinear(weights, torch.float32, level=level) for level in levels() if level != "portable"]
+    for rows in (1, 2, 3, 5, 9, 17, 33, 130):
+        x = inputs(rows, 1024, torch.float32)
+        made = [linear(x) for linear in fused]
+        assert all(torch.equal(each, made[0]) for each in made)
+
+
 def test_layers_of_mixed_types_lie_side_by_side_and_each_reads_its_own_rows() -> None:
     rng = np.random.default_rng(4)
     given = [coded(rng, (size, 256), kind) for size, kind in ((33, "Q4_K"), (16, "Q6_K"), (7, "Q8_0"))]
