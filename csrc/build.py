@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parent
 MODULE = "penstock._csrc"
 
 
-def describe(source_root: str) -> FFI:
+def describe(source_root: str, *flags: str) -> FFI:
     """The extension. setuptools wants sources relative to setup.py, an in-place build wants them absolute."""
     cdefs = sorted(FOLDER.glob("*.cdef.h"))
     ffi = FFI()
@@ -33,7 +33,15 @@ def describe(source_root: str) -> FFI:
         include_dirs=[source_root],
         define_macros=[("Py_LIMITED_API", "0x030B0000")],
         py_limited_api=True,
-        extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"],
+        extra_compile_args=[
+            "-O3",
+            "-std=c11",
+            "-Wall",
+            "-Wextra",
+            "-Wno-unused-parameter",
+            "-fvisibility=hidden",
+            *flags,
+        ],
         libraries=["m"],
     )
     return ffi

@@ -15,5 +15,9 @@ INLINE void shape_tile(struct tile_shapes *s, int tile, int rows, int words) {
     s->rows[tile] = (uint8_t)rows, s->row_bytes[tile] = (uint16_t)(4 * words);
 }
 
+#ifdef TILES_IN_C
+#define use_shapes(s) shapes_into_c(s)
+#else
 /* Compilers take the intrinsic to read no more than the first bytes. */
 INLINE void use_shapes(const struct tile_shapes *s) { __asm__ volatile("ldtilecfg %0" ::"m"(*s)); }
+#endif

@@ -9,4 +9,4 @@ FOLDER = Path(__file__).parent / "support"
 def test_every_file_of_support_is_in_its_index_once() -> None:
     rows = re.findall(r"^\| (`.*?`) \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
     listed = [name for row in rows for name in re.findall(r"`(.+?)`", row)]
-    assert sorted(listed) == sorted(path.name for path in FOLDER.glob("*.py") if path.name != "__init__.py")
+    assert sorted(listed) == sorted(path.name for path in FOLDER.glob("*.[hp]*") if path.name != "__init__.py")
