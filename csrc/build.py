@@ -16,6 +16,7 @@ from cffi import FFI
 
 FOLDER = Path(__file__).resolve().parent
 MODULE = "penstock._csrc"
+FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden")
 
 
 def describe(source_root: str, *flags: str) -> FFI:
@@ -33,15 +34,7 @@ def describe(source_root: str, *flags: str) -> FFI:
         include_dirs=[source_root],
         define_macros=[("Py_LIMITED_API", "0x030B0000")],
         py_limited_api=True,
-        extra_compile_args=[
-            "-O3",
-            "-std=c11",
-            "-Wall",
-            "-Wextra",
-            "-Wno-unused-parameter",
-            "-fvisibility=hidden",
-            *flags,
-        ],
+        extra_compile_args=[*FLAGS, *flags],
         libraries=["m"],
     )
     return ffi
