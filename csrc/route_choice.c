@@ -35,7 +35,7 @@ static void predict(struct penstock_fleet *fleet, double num_tokens, double now_
         double overflow = larger(fleet->held[row] + num_tokens - fleet->capacity[row], 0);
         double crowding = mean > 0 ? fleet->filled[row] * fleet->per_capacity[row] / mean : 0;
         fleet->backlog[row] = fleet->queued[row] - larger(done, 0);
-        fleet->ttft[row] = (fleet->backlog[row] + own + overflow) / speed + fleet->decode_s * fleet->active[row];
+        fleet->ttft[row] = (fleet->backlog[row] + own + overflow) / speed + fleet->delay[row] * fleet->active[row];
         fleet->score[row] = fleet->ttft[row] + fleet->wear * crowding * own / speed;
     }
 }

@@ -5,10 +5,10 @@ struct penstock_fleet {
     size_t num_rows, num_in_use; /* rows of replicas that have left are shut, and not in use */
     double total_capacity;
     double *queued, *waiting, *head, *head_since, *active, *held;
-    double *capacity, *speed, *filled, *per_capacity, *is_open;
+    double *capacity, *speed, *delay, *filled, *per_capacity, *is_open;
     double *cached;                            /* of the prompt that is asked about: tokens that need not be computed there */
     double *backlog, *ttft, *score;            /* filled by the choice; a score of infinity may not be chosen */
-    double wear, decode_s, affinity_s;         /* PolicyConfig */
+    double wear, affinity_s;                   /* PolicyConfig */
     int policy;                                /* its place in POLICIES */
     int64_t turn;                              /* round robin: who was last */
     uint64_t random;                           /* draws lots; not 0 */

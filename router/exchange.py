@@ -371,6 +371,9 @@ class Exchange:
         if self.bill is not None:
             self.bill.is_whole = True
         self.connection.finish(self._keeps())
+        if self.attempt is not None and self._head.is_stream:
+            self._gather()
+            self.attempt.charge.streamed(self._num_data)
         if self._cached is not None and self._cached >= 0 and self.attempt is not None:
             self._group.placement.counted(self.attempt.charge, self._cached)
         self._settle("answered")

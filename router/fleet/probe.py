@@ -149,7 +149,7 @@ class Prober:
         group = self._fleet.home(replica)
         if group is not None and replica.url in group.replicas:
             others = load.running + load.waiting - max(before, replica.num_in_flight)
-            group.placement.set_others(replica.url, max(round(others), 0))
+            group.placement.see_others(replica.url, max(others, 0.0))
 
     async def _keep_looking(self, replica: Replica) -> None:
         """Beside the probes, for these must not wait."""

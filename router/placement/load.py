@@ -19,6 +19,9 @@ Column = npt.NDArray[np.float64]
 SPEED_MEMORY = 0.9  # weight of the past at each sample
 UNKNOWN_CAPACITY = 2.0**18  # tokens
 MIN_SAMPLE_TOKENS = 256  # shorter waits say more about the network than about the replica
+MIN_STREAM_TOKENS = 4
+DELAY_STEP = 1.1  # by which what is learned of a delay goes up or down at each answer
+OTHERS_MEMORY = 0.75  # weight of the past at each look
 
 
 class LoadTable:
@@ -33,6 +36,7 @@ class LoadTable:
     held: Column  # tokens of KV that they hold or will need
     capacity: Column  # tokens of KV there are
     speed: Column  # learned, tokens of prefill per second
+    delay: Column  # learned, seconds by which an answer in flight delays a first token
     filled: Column  # tokens of new content that went there of late: what its cache had to make room for
     per_capacity: Column  # one over the capacity, where that is not known over a middling one
     is_open: Column  # 1: takes requests
@@ -45,11 +49,11 @@ class LoadTable:
         self._free: list[int] = []
         self._unknown: set[int] = set()  # rows whose speed was neither learned nor given: that of the others is assumed
         self.num_rows = 0
+        self._first_delay_s = policy.first_delay_s
         self.c = ffi.new(
             "struct penstock_fleet *",
             {
                 "wear": policy.wear,
-                "decode_s": policy.decode_s,
                 "affinity_s": policy.affinity_s,
                 "policy": POLICIES.index(policy.name),
                 "turn": -1,
@@ -69,7 +73,7 @@ class LoadTable:
                 self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
             self._name_columns()
         self._columns[:, row] = 0.0
-        self.capacity[row], self.speed[row] = capacity, speed
+        self.capacity[row], self.speed[row], self.delay[row] = capacity, speed, self._first_delay_s
         self.per_capacity[row] = 1.0 / (UNKNOWN_CAPACITY if np.isinf(capacity) else capacity)
         if not is_known:
             self._unknown.add(row)
@@ -162,7 +166,8 @@ class ReplicaLoad:
         self.clock = clock
         self.is_gone = False  # removed: charges still in flight count for nothing
         self.num_active = 0
-        self.num_others = 0  # requests there of other routers and clients
+        self.num_others = 0.0  # requests there of other routers and clients, over the last looks
+        self._is_seen = False
         self._waiting: dict[Charge, None] = {}  # no first token yet, oldest first
         self._sample_tokens = self._sample_s = 0.0
 
@@ -188,10 +193,13 @@ class ReplicaLoad:
                 self.table.head[self.row] = own_tokens
         charge.own_tokens = own_tokens
 
-    def set_others(self, count: int) -> None:
+    def see_others(self, count: float) -> None:
+        """A look is seconds old when it counts, and most requests are over by then: what lasts is their mean."""
         if not self.is_gone:
-            self.table.active[self.row] += count - self.num_others
-            self.num_others = count
+            change = (1 - OTHERS_MEMORY * self._is_seen) * (count - self.num_others)
+            self.num_others += change
+            self._is_seen = True
+            self.table.active[self.row] += change
 
     def hold(self, num_tokens: int) -> None:
         if not self.is_gone:
@@ -210,11 +218,18 @@ class ReplicaLoad:
         self._sample_s = SPEED_MEMORY * self._sample_s + seconds
         self.table.learn(self.row, self._sample_tokens / self._sample_s)
 
+    def learn_delay(self, num_tokens: int, seconds: float) -> None:
+        """So many tokens of an answer came in so long: a step each, whose time all that are in flight share. Its median is
+        followed, as a client that reads slowly would spoil a mean."""
+        if num_tokens >= MIN_STREAM_TOKENS and not self.is_gone:
+            delay, share_s = self.table.delay, seconds / num_tokens / self.table.active[self.row]
+            delay[self.row] *= DELAY_STEP if share_s > delay[self.row] else 1 / DELAY_STEP
+
     def check(self) -> None:
         if not self.is_gone:
             queued = sum(charge.own_tokens for charge in self._waiting)
             assert abs(self.table.queued[self.row] - queued) < 1e-3, (self.table.queued[self.row], queued)
-            assert self.table.active[self.row] == self.num_active + self.num_others
+            assert abs(self.table.active[self.row] - self.num_active - self.num_others) < 1e-6
             assert self.num_active >= len(self._waiting) == self.table.waiting[self.row]
             assert self.table.speed[self.row] > 0
 
@@ -224,7 +239,7 @@ class Charge:
     A second release does nothing."""
 
     __slots__ = (
-        "_load", "ahead_tokens", "held_tokens", "is_answered", "is_handed_over", "is_released", "num_tokens",
+        "_load", "ahead_tokens", "answered_s", "held_tokens", "is_answered", "is_handed_over", "is_released", "num_tokens",
         "own_tokens", "placed_s", "predicted_cached_tokens", "predicted_ttft_s", "replica",
     )  # fmt: skip
 
@@ -262,6 +277,7 @@ class Charge:
         assert not self.is_released and not self.is_answered, "a first token comes once, before the release"
         self.is_answered = True
         load, now_s = self._load, self._load.clock()
+        self.answered_s = now_s
         own = self.own_tokens if cached_tokens is None else max(self.num_tokens - cached_tokens, 1)
         if not self.is_handed_over:
             load.learn(self.ahead_tokens + own, now_s - self.placed_s)
@@ -278,6 +294,10 @@ class Charge:
         if not self.is_released:
             self.held_tokens += count
             self._load.hold(count)
+
+    def streamed(self, num_tokens: int) -> None:
+        """The answer was a stream of so many tokens, and has come to its end."""
+        self._load.learn_delay(num_tokens - 1, self._load.clock() - self.answered_s)
 
     def release(self, ok: bool = True) -> None:
         if self.is_released:

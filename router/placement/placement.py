@@ -106,9 +106,9 @@ class Placement:
     def set_available(self, name: str, available: bool) -> None:
         self.loads.is_open[self._replicas[name].load.row] = float(available)
 
-    def set_others(self, name: str, count: int) -> None:
-        """So many requests are in flight there that did not come through here."""
-        self._replicas[name].load.set_others(count)
+    def see_others(self, name: str, count: float) -> None:
+        """So many requests were in flight there, at a look, that did not come through here."""
+        self._replicas[name].load.see_others(count)
 
     # -- a request -----------------------------------------------------------------------------------------
 
@@ -241,11 +241,12 @@ class Placement:
         return {
             "available": bool(self.loads.is_open[row]),
             "active_requests": replica.load.num_active,
-            "others_requests": replica.load.num_others,
+            "others_requests": round(replica.load.num_others, 1),
             "queued_tokens": round(self.loads.backlog_of(row, now_s)),
             "held_tokens": int(self.loads.held[row]),
             "capacity_tokens": replica.info.num_blocks * replica.info.block_size or None,
             "prefill_tokens_per_s": round(float(self.loads.speed[row]), 1),
+            "delay_per_answer_s": round(float(self.loads.delay[row]), 6),
             "cached_blocks": self.knowledge.num_held(cache),
             "knowledge": cache.kind,
             "events_seq": cache.seq,

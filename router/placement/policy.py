@@ -20,8 +20,8 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)  # in this order in C
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: PolicyName = "predicted-ttft"
     wear: Delay = 1.0  # what new content costs beside its time, where as much of it went as to the mean replica
-    decode_s: Delay = 0.004  # an answer in flight delays a first token by this much
     first_tokens_per_s: Speed = 5_000.0  # of prefill, of a replica of which nothing is known
+    first_delay_s: Delay = 0.004  # and by how much an answer in flight there delays a first token
     affinity_s: Delay = 0.05  # a session stays where it was unless another replica is better by more
     host_credit: Share = 0.8  # what a token cached in host memory saves, of one on the device
     disk_credit: Share = 0.5

@@ -75,7 +75,7 @@ def test_round_robin_goes_on_after_the_last_one() -> None:
 
 
 def test_a_session_stays_unless_another_is_better_by_more_than_the_affinity() -> None:
-    fleet = LoadTable(PolicyConfig(affinity_s=0.05, decode_s=0.0, wear=0.0))
+    fleet = LoadTable(PolicyConfig(affinity_s=0.05, first_delay_s=0.0, wear=0.0))
     for _ in range(2):
         fleet.add(100_000.0, 1000.0, is_known=True)
     fleet.is_open[:] = 1.0

@@ -100,6 +100,54 @@ def test_load_is_released_exactly_once(ending: str) -> None:
     placement.check()
 
 
+def test_what_an_answer_in_flight_costs_is_learned_from_streams() -> None:
+    """Steps of 50 ms, shared by two: an answer delays a first token by 25 ms, not by the 4 ms of the beginning."""
+    placement, clock = fleet(2, wear=0.0)
+
+    def stream(token_s: float, num_tokens: int = 9) -> None:
+        one, other = (placement.choose(None, num_tokens=10, exclude=frozenset({"r1"})) for _ in range(2))
+        assert one is not None and other is not None
+        one.first_token(0)
+        clock.now_s += token_s * (num_tokens - 1)
+        one.streamed(num_tokens)
+        one.release()
+        other.release()
+
+    for number in range(40):
+        stream(5.0 if number % 10 == 9 else 0.05)  # now and then a client reads slowly
+    delay = placement.loads.delay
+    assert 0.02 < delay[0] < 0.035 and delay[1] == 0.004
+    stream(1.0, num_tokens=4)  # too few to tell
+    assert 0.02 < delay[0] < 0.035
+    assert placement.view()["r0"]["delay_per_answer_s"] == round(delay[0], 6)
+
+    half_cached = ids(
+        1
+    )  # 100 of 200 tokens there, and an answer: 0.1 s of prefill are more than 25 ms, 0.01 s are less
+    live(placement, "r0", half_cached[:400])
+    live(placement, "r1")
+    assert placement.choose(None, num_tokens=1, exclude=frozenset({"r1"}))
+    placement.loads.waiting[:] = placement.loads.queued[:] = 0.0
+    for speed, expected in ((1_000.0, "r0"), (10_000.0, "r1")):
+        placement.loads.speed[:] = speed
+        assert placement.preview(placement.prepare(half_cached), 200, None, frozenset())[0] == expected
+
+
+def test_requests_of_others_count_as_the_mean_of_what_is_seen() -> None:
+    placement, _ = fleet(1)
+    placement.see_others("r0", 6.0)
+    assert placement.loads.active[0] == 6.0  # the first look is all there is
+    placement.see_others("r0", 0.0)
+    assert placement.loads.active[0] == 4.5
+    charge = placement.choose(None, num_tokens=1)
+    for _ in range(60):
+        placement.see_others("r0", 0.0)
+    assert charge is not None and placement.loads.active[0] == pytest.approx(1.0)
+    placement.check()
+    charge.release()
+    placement.check()
+
+
 def test_a_gap_asks_for_a_snapshot_and_the_snapshot_mends_it() -> None:
     placement, _ = fleet(1)
     prompt = ids(1)

@@ -5,6 +5,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httptools
@@ -257,3 +258,28 @@ def passes(relay: Any, body: bytes) -> int:
         assert relay.sent == relay.passed
         assert not relay.passed or theirs.recv(4096) == body[: relay.passed]
     return int(relay.passed)
+
+
+def test_the_pace_of_streams_says_what_an_answer_delays(router: RunningRouter, answers: Callable[..., None]) -> None:
+    def delay() -> float:
+        (row,) = router.http.get("/replicas").json()["replicas"]
+        return float(row["brain"]["delay_per_answer_s"])
+
+    def stream(pace_s: float, seen: Seen, sock: socket.socket) -> bytes:
+        sock.sendall(HEAD)
+        for _ in range(8):  # a lane takes the later ones
+            sock.sendall(EVENT)
+            time.sleep(pace_s)
+        return END
+
+    for pace_s, is_more in ((0.02, True), (0.0, False)):
+        answers(partial(stream, pace_s))
+        before = delay()
+        for _ in range(6):
+            exchange(router.port, post())
+        assert (delay() > 1.5 * before) if is_more else (delay() < before / 1.5)
+
+    before = delay()
+    answers(lambda seen, sock: whole(b"a\n\nb\n\nc\n\nd\n\ne\n\nf\n\n"))
+    exchange(router.port, post())
+    assert delay() == before  # what comes whole has no pace

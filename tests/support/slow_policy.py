@@ -30,7 +30,7 @@ def scores(fleet: LoadTable, cached: Column, num_tokens: int, now_s: float, poli
     overflow = np.maximum(fleet.held + num_tokens - fleet.capacity, 0)
     share = fleet.filled * fleet.per_capacity
     crowding = share / share[fleet.capacity > 0].mean() if share.any() else share
-    ttft = (backlog + own + overflow) / fleet.speed + policy.decode_s * fleet.active
+    ttft = (backlog + own + overflow) / fleet.speed + fleet.delay * fleet.active
     score: Column = ttft + policy.wear * crowding * own / fleet.speed
     return score
 
