@@ -385,24 +385,24 @@ INLINE void quantize_rows(const struct quantize *q, int64_t first, int64_t end, 
             }
             float largest = largest_lane(top), by = largest < TINIEST ? 0 : LARGEST / largest;
             int64_t chunk = at / CHUNK * q->to.rows + row;
-            int16_t values[CHUNK];
+            int16_t own[CHUNK], *values = q->to.values ? q->to.values + chunk * CHUNK : own;
+            vec half_sums[2] = {{0}}; /* their sums are exact */
             for (int i = 0; i < CHUNK / LANES; i++) {
                 ivec whole = (ivec)(multiply_add(x[i], splat(by), magic)) - (ivec)magic;
                 shorts_of_lanes narrow_ones = __builtin_convertvector(whole, shorts_of_lanes);
                 memcpy(values + i * LANES, &narrow_ones, sizeof narrow_ones);
-                if (q->to.floats)
-                    split_to_floats(__builtin_convertvector(narrow_ones, ivec), q->to.floats + chunk * CHUNK + i * LANES / 2);
+                whole = __builtin_convertvector(narrow_ones, ivec);
+                half_sums[i * LANES / 16] += __builtin_convertvector(whole, vec);
+                if (q->to.floats) split_to_floats(whole, q->to.floats + chunk * CHUNK + i * LANES / 2);
             }
-            if (q->to.values) memcpy(q->to.values + chunk * CHUNK, values, sizeof values);
             if (q->to.bytes) split_to_bytes(values, q->to.bytes + chunk * (CHUNK / 2));
-            int32_t sums[2] = {0};
-            for (int i = 0; i < CHUNK; i++) sums[i / 16] += values[i];
             float scale = largest / LARGEST + sum_lanes(zero);
+            float sums[2] = {sum_lanes(half_sums[0]), sum_lanes(half_sums[1])};
             q->to.scales[chunk] = scale;
-            q->to.below[0][chunk] = -(float)(sums[0] + sums[1]) * scale;
+            q->to.below[0][chunk] = -(sums[0] + sums[1]) * scale;
             for (int half = 0; half < 2; half++) {
-                q->to.sums[2 * chunk + half] = sums[half];
-                q->to.below[1 + half][chunk] = -(float)sums[half] * scale;
+                q->to.sums[2 * chunk + half] = (int32_t)sums[half];
+                q->to.below[1 + half][chunk] = -sums[half] * scale;
             }
         }
 }
