@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.engine.core.rates import Rates
 from tests.support.default_file import needs_model
 from tests.support.peer_rig import free_addresses, until
 
@@ -16,6 +17,14 @@ pytestmark = [
 ]
 
 WORDS = ["rivers", "bridges", "bread", "moon", "ships", "chess", "winter", "violins", "maps", "bees", "glass", "trains"]
+
+
+@pytest.fixture(autouse=True)
+def loads_are_always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded depends on how fast the machine was a moment ago (tests/engine/test_rates.py); what comes back may not."""
+    monkeypatch.setattr(Rates, "is_load_faster", lambda *_: True)
+    monkeypatch.setattr(Rates, "is_restore_faster", lambda *_: True)
+    monkeypatch.setattr(Rates, "patience_s", lambda *_: 60.0)
 
 
 def engine(**options: Any) -> LLM:
@@ -31,7 +40,10 @@ def prompts(count: int) -> list[str]:
 def answers(llm: LLM, texts: list[str], max_tokens: int = 6) -> tuple[list[list[int]], list[int]]:
     """Token ids, and how much of each prompt was found."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    results = [llm.generate(text, params, use_tqdm=False)[0] for text in texts]
+    results = []
+    for text in texts:
+        results += llm.generate(text, params, use_tqdm=False)
+        llm._running().settle()  # what is being saved has no room for what is loaded
     return [result.outputs[0].token_ids for result in results], [result.num_cached_tokens for result in results]
 
 
