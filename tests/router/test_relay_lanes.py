@@ -127,8 +127,8 @@ def test_a_client_that_leaves_takes_the_replicas_connection_with_it(
     has_ended = []
 
     def stream(seen: Seen, sock: socket.socket) -> None:
-        begin(router, sock)
         try:
+            begin(router, sock)  # the lane may be over before this thread has seen it
             while True:
                 sock.sendall(EVENT)
                 time.sleep(0.002)
