@@ -179,12 +179,18 @@ INLINE void end_sums(const int rows, const struct coded *l, int64_t at, const st
     }
 }
 
-/* One row, codes of up to six bits: four at a time meet the bytes of the input. Sums of the products of bytes take 16
- * bits as long as they can. */
+/* Four codes at a time, which meet the bytes of an input. */
 INLINE pairs code_quad(const uint8_t *planes, const int bits, const int i, const int v) {
     pairs word;
     memcpy(&word, planes + 4 * (i * bits / 8 * CODED_COLUMNS + v * LANES), sizeof word);
     return word >> (uint16_t)(i * bits % 8) & (uint16_t)(0x101 * ((1 << bits) - 1));
+}
+
+INLINE pairs value_quad(const uint8_t *planes, const int low, const int high, const uint8_t *table, const int i,
+                        const int v) {
+    pairs codes = code_quad(planes, low, i, v);
+    if (high) codes |= code_quad(planes + 4 * low * CODED_COLUMNS, high, i, v) << (uint16_t)low;
+    return table ? look_up(table, codes) : codes;
 }
 
 /* c plus, in lanes of 16 bits, the products of a's bytes, unsigned, with b's, signed, two and two. */
@@ -200,10 +206,47 @@ INLINE pairs add_byte_products(pairs a, pairs b, pairs c) {
 #endif
 }
 
-INLINE void multiply_quads(const int low, const int high, const int groups, const struct coded *l, int64_t row,
-                           const uint8_t *panel, struct reading *next, float *out) {
-    const int quads_in_group = 8 / groups, at_once = low + high == 6 ? 2 : low + high == 5 ? 4 : quads_in_group;
+/* One row: products of a group's codes with the upper bytes, times 256, and with the lower ones. Without an instruction that
+ * sums four, sums of two take 16 bits for as many of them as fit, with codes of up to six bits. */
+INLINE void add_quads(const int low, const int high, const uint8_t *table, const int first, const int end,
+                      const uint8_t *planes, const uint32_t *x, struct sums *s) {
+#if HAS_DOT
+    __m512i upper[CODED_VECTORS] = {{0}}, lower[CODED_VECTORS] = {{0}};
+#else
     const pairs ones = (pairs){0} + 1;
+    pairs upper[CODED_VECTORS] = {{0}}, lower[CODED_VECTORS] = {{0}};
+#endif
+#pragma GCC unroll 8
+    for (int i = first; i < end; i++) {
+        pairs x_upper = (pairs)((uvec){0} + x[i]), x_lower = (pairs)((uvec){0} + x[CHUNK / 4 + i]);
+#pragma GCC unroll 2
+        for (int v = 0; v < CODED_VECTORS; v++) {
+            pairs values = value_quad(planes, low, high, table, i, v);
+#if HAS_DOT
+            upper[v] = _mm512_dpbusd_epi32(upper[v], (__m512i)values, (__m512i)x_upper);
+            lower[v] = _mm512_dpbusd_epi32(lower[v], (__m512i)values, (__m512i)x_lower);
+#else
+            upper[v] = add_byte_products(values, x_upper, upper[v]);
+            lower[v] = add_byte_products(values, x_lower, lower[v]);
+#endif
+            KEEP_ORDER(upper[v]);
+            KEEP_ORDER(lower[v]);
+        }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < CODED_VECTORS; v++) {
+#if HAS_DOT
+        s->of[0][v] += ((ivec)upper[v] << 8) + (ivec)lower[v];
+#else
+        s->of[0][v] = add_products(lower[v], ones, s->of[0][v], 1);
+        s->of[0][v] = add_products(upper[v], ones * 256, s->of[0][v], 1);
+#endif
+    }
+}
+
+INLINE void multiply_quads(const int low, const int high, const int groups, const uint8_t *table, const struct coded *l,
+                           int64_t row, const uint8_t *panel, struct reading *next, float *out) {
+    const int quads = 8 / groups, at_once = HAS_DOT || low + high < 5 ? quads : low + high == 5 ? 4 : 2;
     for (int64_t number = 0; number < l->depth / CHUNK; number++) {
         struct chunk c;
         fetch_some(next);
@@ -215,33 +258,14 @@ INLINE void multiply_quads(const int low, const int high, const int groups, cons
             struct sums s;
             begin_sums(1, l->type->offset * sum_of_integers(l, at, group), &s);
 #pragma GCC unroll 8
-            for (int first = 0; first < quads_in_group; first += at_once) {
-                pairs upper[CODED_VECTORS] = {{0}}, lower[CODED_VECTORS] = {{0}};
-#pragma GCC unroll 8
-                for (int i = group * quads_in_group + first; i < group * quads_in_group + first + at_once; i++) {
-                    pairs x_upper = (pairs)((uvec){0} + x[i]), x_lower = (pairs)((uvec){0} + x[CHUNK / 4 + i]);
-#pragma GCC unroll 2
-                    for (int v = 0; v < CODED_VECTORS; v++) {
-                        pairs codes = code_quad(c.planes, low, i, v);
-                        if (high)
-                            codes |= code_quad(c.planes + 4 * low * CODED_COLUMNS, high, i, v) << (uint16_t)low;
-                        upper[v] = add_byte_products(codes, x_upper, upper[v]);
-                        lower[v] = add_byte_products(codes, x_lower, lower[v]);
-                        KEEP_ORDER(upper[v]);
-                        KEEP_ORDER(lower[v]);
-                    }
-                }
-#pragma GCC unroll 2
-                for (int v = 0; v < CODED_VECTORS; v++) {
-                    s.of[0][v] = add_products(lower[v], ones, s.of[0][v], 1);
-                    s.of[0][v] = add_products(upper[v], ones * 256, s.of[0][v], 1);
-                }
-            }
+            for (int first = group * quads; first < (group + 1) * quads; first += at_once)
+                add_quads(low, high, table, first, first + at_once, c.planes, x, &s);
             end_sums(1, l, at, &c, group, &s, out);
         }
     }
 }
 
+#if !HAS_DOT
 /* One row of other codes: they are widened in registers. */
 INLINE void multiply_one(const int low, const int high, const int groups, const uint8_t *table, const struct coded *l,
                          int64_t row, const uint8_t *panel, struct reading *next, float *out) {
@@ -266,18 +290,21 @@ INLINE void multiply_one(const int low, const int high, const int groups, const 
         }
     }
 }
+#else
+#define multiply_one multiply_quads
+#endif
 
 static void multiply_row(const struct coded *l, int64_t row, const uint8_t *panel, struct reading *next, float *out) {
     const uint8_t *table = l->type->table;
     switch (l->type->low * 4 + l->type->high) {
-    case 8: multiply_quads(2, 0, 2, l, row, panel, next, out); break;
-    case 9: multiply_quads(2, 1, 2, l, row, panel, next, out); break;
+    case 8: multiply_quads(2, 0, 2, NULL, l, row, panel, next, out); break;
+    case 9: multiply_quads(2, 1, 2, NULL, l, row, panel, next, out); break;
     case 16:
         if (table) multiply_one(4, 0, 1, table, l, row, panel, next, out);
-        else multiply_quads(4, 0, 1, l, row, panel, next, out);
+        else multiply_quads(4, 0, 1, NULL, l, row, panel, next, out);
         break;
-    case 17: multiply_quads(4, 1, 1, l, row, panel, next, out); break;
-    case 18: multiply_quads(4, 2, 2, l, row, panel, next, out); break;
+    case 17: multiply_quads(4, 1, 1, NULL, l, row, panel, next, out); break;
+    case 18: multiply_quads(4, 2, 2, NULL, l, row, panel, next, out); break;
     default: multiply_one(8, 0, 1, NULL, l, row, panel, next, out);
     }
 }

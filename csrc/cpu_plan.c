@@ -15,7 +15,8 @@
 
 /* Costs are counted in rows times tiles, about 60 ns each with 64 dimensions on one core. */
 #define TILE_OVERHEAD 8  /* repacking */
-#define LEAST_TO_SHARE 200 /* below it a fork costs more than it saves */
+#define LEAST_TO_SHARE 200 /* below it a fork costs more than it saves … */
+#define LEAST_TO_SHARE_AT_ONCE 20 /* … and here where the team is there */
 #define JOBS_PER_THREAD 4
 
 struct totals {
@@ -102,7 +103,7 @@ static int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 int attend_batch(const struct cpu_level *level, int type, const struct attention *a, int num_threads) {
     struct totals totals = cut_batch(a, 0, NULL);
     int64_t limit = 0, cost = totals.cost * a->kv_heads;
-    if (cost < LEAST_TO_SHARE) num_threads = 1;
+    if (cost < (has_session() ? LEAST_TO_SHARE_AT_ONCE : LEAST_TO_SHARE)) num_threads = 1;
     if (num_threads > 1) {
         limit = cost / (num_threads * JOBS_PER_THREAD) + 1;
         totals = cut_batch(a, limit, NULL);

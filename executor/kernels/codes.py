@@ -5,7 +5,6 @@ with codes are summed exactly. So a product is that of the file's own numbers, t
 same bits whatever other rows there are, on any number of threads.
 """
 
-import mmap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from penstock import _csrc
 from penstock.executor.code_types import CodeType
 from penstock.executor.kernels.cpu_ops import DTYPES, describe_cpu
+from penstock.executor.weight_memory import take
 from penstock.executor.protocol import ExecutorError
 
 _lib: Any = _csrc.lib
@@ -27,7 +27,7 @@ class Coded(NamedTuple):
     name: str
     type: CodeType
     rows: Tensor  # uint8 [rows, bytes]
-    packed: tuple[int, mmap.mmap] | None = None  # where that was done ahead: columns of a panel, panels
+    packed: tuple[int, memoryview] | None = None  # where that was done ahead: columns of a panel, panels
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -152,7 +152,7 @@ def _pack(weight: Coded, columns: int) -> Tensor:
     (rows, depth), kind = weight.shape, weight.type
     if weight.packed is not None and weight.packed[0] == columns:
         return torch.frombuffer(weight.packed[1], dtype=torch.uint8)
-    panels = torch.zeros(_lib.penstock_code_bytes(kind.number, rows, depth, columns), dtype=torch.uint8)
+    panels = torch.frombuffer(take(_lib.penstock_code_bytes(kind.number, rows, depth, columns)), dtype=torch.uint8)
     stored = weight.rows.contiguous()
     bad = _lib.penstock_code_pack(kind.number, stored.data_ptr(), rows, depth, columns, panels.data_ptr())
     if bad >= 0:

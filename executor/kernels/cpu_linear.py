@@ -6,6 +6,7 @@ layers and 1.02 to 1.05 times at 512 (two cores of Zen 5, bfloat16, benchmarks/b
 torch's private operators.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from penstock import _csrc
 from penstock.executor.kernels.cpu_ops import DTYPES, addresses, describe_cpu, levels
+from penstock.executor.weight_memory import take
 
 
 def is_repacked(weight: Tensor) -> bool:
@@ -116,7 +118,8 @@ def _pack(weight: Tensor, columns: int) -> Tensor:
     if weight.dtype is torch.bfloat16:
         words = words.view(torch.int32)
     num_blocks = -(-width // columns)
-    packed = torch.empty(num_blocks, words.shape[1], columns, dtype=words.dtype)
+    shape = num_blocks, words.shape[1], columns
+    packed = torch.frombuffer(take(math.prod(shape) * 4), dtype=words.dtype).view(shape)
     whole = width // columns
     packed[:whole] = words[: whole * columns].unflatten(0, (-1, columns)).transpose(1, 2)
     if width % columns:

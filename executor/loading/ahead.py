@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock import _csrc
 from penstock.executor.code_types import is_computed
+from penstock.executor.weight_memory import take
 from penstock.executor.loading.gguf_file import GgufFile, TensorEntry, open_gguf
 from penstock.executor.protocol import ExecutorConfig
 
@@ -58,7 +59,7 @@ def _pack(file: GgufFile, turns: Iterator[tuple[str, TensorEntry]], is_over: thr
         assert entry.type.codes is not None
         kind, (rows, depth) = entry.type.codes.number, entry.shape
         try:
-            panels = mmap.mmap(-1, _lib.penstock_code_bytes(kind, rows, depth, columns))
+            panels = take(_lib.penstock_code_bytes(kind, rows, depth, columns))
         except OSError:  # the loader says for what the memory does not suffice
             return
         addresses = _address(file.data) + entry.offset, rows, depth, columns, _address(panels)
@@ -66,5 +67,5 @@ def _pack(file: GgufFile, turns: Iterator[tuple[str, TensorEntry]], is_over: thr
             file.packed[name] = columns, panels
 
 
-def _address(memory: mmap.mmap) -> int:
+def _address(memory: mmap.mmap | memoryview) -> int:
     return int(_csrc.ffi.cast("uintptr_t", _csrc.ffi.from_buffer(memory)))

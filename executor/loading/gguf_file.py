@@ -51,7 +51,7 @@ class GgufFile:
     tensors: dict[str, TensorEntry]
     data: mmap.mmap
     # Panels by name, with their columns, where they were packed ahead (executor/loading/ahead.py).
-    packed: dict[str, tuple[int, mmap.mmap]] = field(default_factory=dict)
+    packed: dict[str, tuple[int, memoryview]] = field(default_factory=dict)
 
 
 def open_gguf(path: str | Path) -> GgufFile:

@@ -5,7 +5,6 @@ with every other process on the device. The driver's figure is only the upper bo
 """
 
 import errno
-import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from penstock.cache.tiers.memory import huge_buffer
 from penstock.executor.batch import KvPages, StatePages
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.free_memory import available_memory
@@ -205,9 +205,7 @@ def allocate_kv(
     # Zero pages of the kernel's: the start costs nothing, and memory is taken as blocks are first written.
     size = torch.Size(shape).numel() * dtype.itemsize
     with naming_options(f"a KV cache of {size / 2**30:.1f} GiB", "lower kv_cache_bytes"):
-        pages = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        pages = huge_buffer(size)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 

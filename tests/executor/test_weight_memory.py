@@ -1,0 +1,52 @@
+"""A CPU's weights and its KV cache lie where the kernel may give huge pages: private memory that was advised so."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.executor.kernels.codes import CodedLinear
+from penstock.executor.kernels.cpu_linear import CpuLinear
+from penstock.executor.kernels.cpu_ops import levels
+from penstock.executor.step.memory import allocate_kv
+from penstock.executor.weight_memory import ALIGNMENT, REGION, take
+from tests.support.coded import coded
+
+SMAPS = Path("/proc/self/smaps")
+
+
+def mapping_of(address: int) -> tuple[str, set[str]]:
+    """Its permissions and flags."""
+    found = ""
+    for line in SMAPS.read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            first, end = (int(each, 16) for each in words[0].split("-"))
+            found = words[1] if first <= address < end else ""
+        elif found and words[0] == "VmFlags:":
+            return found, set(words[1:])
+    raise AssertionError("it lies nowhere")
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="no /proc")
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+@pytest.mark.skipif(levels()[-1] == "portable", reason="torch computes such weights")
+def test_what_every_step_reads_is_in_private_memory_for_which_huge_pages_were_asked() -> None:
+    weight, _ = coded(np.random.default_rng(0), (64, 512), "Q4_1")
+    kept = [CodedLinear([weight], torch.float32), CpuLinear(torch.zeros(64, 512))]
+    tensors = [linear.tensors()[0] for linear in kept]
+    tensors.append(allocate_kv(64, 2, 2, 16, 64, torch.float32, torch.device("cpu")))
+    for tensor in tensors:
+        permissions, flags = mapping_of(tensor.data_ptr())
+        assert permissions == "rw-p", "shared memory has huge pages only where an administrator allows it"
+        assert "hg" in flags
+
+
+def test_pieces_are_zero_aligned_and_apart() -> None:
+    pieces = [take(size) for size in (1, 65, 4096, REGION // 2, REGION // 2 + 1, REGION // 2, 7)]
+    assert not any(any(piece[:4096]) or any(piece[-4096:]) for piece in pieces)
+    for number, piece in enumerate(pieces):
+        assert torch.frombuffer(piece, dtype=torch.uint8).data_ptr() % ALIGNMENT == 0
+        piece[:] = bytes([number]) * len(piece)
+    assert all(piece[0] == piece[-1] == number for number, piece in enumerate(pieces))
