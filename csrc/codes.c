@@ -288,12 +288,13 @@ int64_t penstock_code_pack(int type, uintptr_t bytes, int64_t rows, int64_t dept
     return -1;
 }
 
-void penstock_code_rows(int type, uintptr_t panels, int64_t depth, int columns, uintptr_t numbers, int64_t num,
-                        uintptr_t rows) {
+int penstock_code_rows(int type, uintptr_t panels, int64_t height, int64_t depth, int columns, uintptr_t numbers,
+                       int64_t num, uintptr_t rows) {
     const struct code_type *t = &code_types[type];
     float *to = (float *)rows;
     for (int64_t i = 0; i < num; i++) {
         int64_t row = ((const int64_t *)numbers)[i];
+        if ((uint64_t)row >= (uint64_t)height) return -1;
         uint8_t *panel = (uint8_t *)panels + row / columns * panel_bytes(t, depth, columns);
         for (int64_t at = 0; at < depth; at += t->values, to += t->values) {
             struct code_block block = {.minimum = 0};
@@ -301,4 +302,5 @@ void penstock_code_rows(int type, uintptr_t panels, int64_t depth, int columns, 
             values_of(t, &block, to);
         }
     }
+    return 0;
 }

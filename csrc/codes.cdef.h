@@ -12,6 +12,7 @@ int64_t penstock_code_values(int type, uintptr_t bytes, int64_t blocks, uintptr_
  * before. -1, or the first row with a scale or a minimum that is not finite. */
 int64_t penstock_code_bytes(int type, int64_t rows, int64_t depth, int columns);
 int64_t penstock_code_pack(int type, uintptr_t bytes, int64_t rows, int64_t depth, int columns, uintptr_t panels);
-/* float32 [num, depth]: the rows of such a weight with these int64 numbers. */
-void penstock_code_rows(int type, uintptr_t panels, int64_t depth, int columns, uintptr_t numbers, int64_t num,
-                        uintptr_t rows);
+/* float32 [num, depth]: the rows of such a weight of `height` rows with these int64 numbers. -1 if a number is none of its
+ * rows', else 0. */
+int penstock_code_rows(int type, uintptr_t panels, int64_t height, int64_t depth, int columns, uintptr_t numbers,
+                       int64_t num, uintptr_t rows);

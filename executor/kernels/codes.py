@@ -133,10 +133,10 @@ class CodedLinear:
         """[T] -> [T, in]: these rows of the one weight there is, rounded to the dtype."""
         (panels,), (kind,) = self._panels, self._types
         indices = indices.long().contiguous()
-        assert not len(indices) or 0 <= int(indices.min()) <= int(indices.max()) < self._width
         out = torch.empty((len(indices), self._depth))
-        given = kind.number, panels.data_ptr(), self._depth, self._columns
-        _lib.penstock_code_rows(*given, indices.data_ptr(), len(indices), out.data_ptr())
+        given = kind.number, panels.data_ptr(), self._width, self._depth, self._columns
+        failed = _lib.penstock_code_rows(*given, indices.data_ptr(), len(indices), out.data_ptr())
+        assert not failed, "a number that none of the rows has"
         return out.to(self._dtype)
 
     def describe(self, projection: Any) -> None:

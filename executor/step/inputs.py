@@ -54,13 +54,18 @@ class HostInputs:
         self.width, max_blocks = slot_sizes(max_model_len, block_size)
         self.num_slots, self.block_size, self._group_of = num_slots, block_size, cache_layout.group_of
         # [slots, width]; calloc'ed: a slot takes memory as far as it was used.
-        self.tokens = torch.from_numpy(np.zeros((num_slots, self.width), np.int32))
+        self._tokens = np.zeros((num_slots, self.width), np.int32)
+        self.tokens = torch.from_numpy(self._tokens)
         self._blocks, *self._others = np.zeros((cache_layout.attention_groups, num_slots, max_blocks), dtype=np.int32)
         # Of each slot, the pages that its rows read their state from, and write it to.
         self._states = np.zeros((num_slots, 2, cache_layout.state_pages), dtype=np.int32)
 
     def admit(self, slot: int, tokens: np.ndarray, _sampling: Sampling) -> None:
-        self.tokens[slot, : len(tokens)] = torch.from_numpy(tokens)
+        self._tokens[slot, : len(tokens)] = tokens
+
+    def put(self, targets: Tensor, tokens: Tensor) -> None:
+        """What was sampled, [S], goes to its places in the flattened table."""
+        self._tokens.reshape(-1)[targets.numpy()] = tokens.numpy()
 
     def take(self, rows: list[Row]) -> None:
         """The blocks and the tokens that rows bring along."""
@@ -68,8 +73,7 @@ class HostInputs:
             if row.blocks:
                 self._blocks[row.slot, row.first_block : row.first_block + len(row.blocks)] = row.blocks
             if row.tokens:
-                given = torch.tensor(row.tokens, dtype=torch.int32)
-                self.tokens[row.slot, row.first_token : row.first_token + len(given)] = given
+                self._tokens[row.slot, row.first_token : row.first_token + len(row.tokens)] = row.tokens
             for table, (first, blocks) in zip(self._others, row.groups, strict=False):
                 table[row.slot, first : first + len(blocks)] = blocks
             for place, pages in enumerate((row.states_in, row.states_out)):
@@ -83,7 +87,7 @@ class HostInputs:
         """wanted [W]: the tokens whose hidden state is asked for, ascending."""
         slot_of = layout.slots[layout.row_of]
         is_skipped = layout.positions < layout.write_from[layout.row_of] if layout.write_from.any() else None
-        tokens = self.tokens.view(-1)[torch.from_numpy(slot_of * self.width + layout.positions)]
+        tokens = torch.from_numpy(self._tokens[slot_of, layout.positions])
         kv_slots, tables = self._in_blocks(self._blocks, layout, slot_of, is_skipped)
         positions, starts, contexts = (
             _tensor(array, np.int32) for array in (layout.positions, layout.query_starts, layout.context_lens)
@@ -141,6 +145,9 @@ class DeviceInputs:
     def admit(self, slot: int, tokens: np.ndarray, sampling: Sampling) -> None:
         self._state.write_tokens(slot, 0, tokens)
         self._state.write_options(slot, sampling)
+
+    def put(self, targets: Tensor, tokens: Tensor) -> None:
+        self.tokens.view(-1)[targets] = tokens.to(torch.int32)
 
     def take(self, rows: list[Row]) -> None:
         for row in rows:

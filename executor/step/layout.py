@@ -16,14 +16,17 @@ class Layout:
         """`adapters` [slots]: of rows with as many tokens, those of one adapter stand together."""
         columns = np.array([(r.slot, r.start, r.count, r.write_from, r.sample) for r in rows], dtype=np.int64)
         columns = columns.reshape(-1, 5)
-        slots, counts = columns[:, 0], columns[:, 2]
-        is_drafted = np.bincount(slots)[slots] > 1
-        # A slot's rows with drafts stand side by side, behind the single rows that stand alone.
-        ranked = (slots * is_drafted, is_drafted, counts)
-        self.order = np.lexsort(ranked if adapters is None else (slots * is_drafted, adapters[slots], *ranked[1:]))
-        self.slots, self.starts, self.counts, self.write_from, samples = columns[self.order].T
+        self.has_drafts = len({row.slot for row in rows}) < len(rows)
+        self.order = np.arange(len(rows))
+        if self.has_drafts or adapters is not None or (columns[1:, 2] < columns[:-1, 2]).any():
+            slots, counts = columns[:, 0], columns[:, 2]
+            is_drafted = np.bincount(slots)[slots] > 1
+            # A slot's rows with drafts stand side by side, behind the single rows that stand alone.
+            ranked = (is_drafted, counts) if adapters is None else (adapters[slots], is_drafted, counts)
+            self.order = np.lexsort((slots * is_drafted, *ranked))
+            columns = columns[self.order]
+        self.slots, self.starts, self.counts, self.write_from, samples = np.ascontiguousarray(columns.T)
         self.samples = samples.astype(bool)
-        self.has_drafts = bool(is_drafted.any())
         self.num_single_rows = int(np.count_nonzero(self.counts == 1))
         self.context_lens = self.starts + self.counts
         self.query_starts = np.zeros(len(rows) + 1, dtype=np.int64)

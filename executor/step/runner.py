@@ -291,7 +291,7 @@ class ModelRunner:
             launched.sampled.post(self._outbox)
             launched.sampled_rows = layout.order[layout.samples].tolist()
             tokens = launched.sampled.tokens
-        self._inputs.tokens.view(-1)[ends.targets] = self._group.broadcast(tokens).to(torch.int32)
+        self._inputs.put(ends.targets, self._group.broadcast(tokens))
 
 
 def written_blocks(rows: list[Row], block_size: int) -> list[int]:
