@@ -9,6 +9,13 @@
 #define TINIEST 1e-30f /* below it everything is 0 */
 
 #define CODED_ROWS 6 /* whose sums stay in registers */
+#if HAS_DOT && !HAS_TILES
+#define FEW_ROWS 16 /* are multiplied a digit at a time … */
+#define AT_ONCE 6   /* … with so many sharing what codes take to be read */
+#else
+#define FEW_ROWS 2
+#define AT_ONCE 1
+#endif
 #define CODED_VECTORS 2
 #define CODED_COLUMNS (CODED_VECTORS * LANES)
 
@@ -206,46 +213,55 @@ INLINE pairs add_byte_products(pairs a, pairs b, pairs c) {
 #endif
 }
 
-/* One row: products of a group's codes with the upper bytes, times 256, and with the lower ones. Without an instruction that
- * sums four, sums of two take 16 bits for as many of them as fit, with codes of up to six bits. */
-INLINE void add_quads(const int low, const int high, const uint8_t *table, const int first, const int end,
+/* Products of a group's codes with the upper bytes of a few rows, times 256, and with the lower ones. Without an instruction
+ * that sums four, sums of two take 16 bits for as many of them as fit, with codes of up to six bits. */
+INLINE void add_quads(const int rows, const int low, const int high, const uint8_t *table, const int first, const int end,
                       const uint8_t *planes, const uint32_t *x, struct sums *s) {
 #if HAS_DOT
-    __m512i upper[CODED_VECTORS] = {{0}}, lower[CODED_VECTORS] = {{0}};
+    ivec upper[AT_ONCE][CODED_VECTORS] = {{{0}}};
 #else
     const pairs ones = (pairs){0} + 1;
-    pairs upper[CODED_VECTORS] = {{0}}, lower[CODED_VECTORS] = {{0}};
+    pairs upper[AT_ONCE][CODED_VECTORS] = {{{0}}}, lower[AT_ONCE][CODED_VECTORS] = {{{0}}};
 #endif
 #pragma GCC unroll 8
     for (int i = first; i < end; i++) {
-        pairs x_upper = (pairs)((uvec){0} + x[i]), x_lower = (pairs)((uvec){0} + x[CHUNK / 4 + i]);
+        pairs values[CODED_VECTORS];
 #pragma GCC unroll 2
-        for (int v = 0; v < CODED_VECTORS; v++) {
-            pairs values = value_quad(planes, low, high, table, i, v);
+        for (int v = 0; v < CODED_VECTORS; v++) values[v] = value_quad(planes, low, high, table, i, v);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            const uint32_t *bytes = x + r * (CHUNK / 2) + i;
+            pairs x_upper = (pairs)((uvec){0} + bytes[0]), x_lower = (pairs)((uvec){0} + bytes[CHUNK / 4]);
+#pragma GCC unroll 2
+            for (int v = 0; v < CODED_VECTORS; v++) {
 #if HAS_DOT
-            upper[v] = _mm512_dpbusd_epi32(upper[v], (__m512i)values, (__m512i)x_upper);
-            lower[v] = _mm512_dpbusd_epi32(lower[v], (__m512i)values, (__m512i)x_lower);
+                upper[r][v] = (ivec)_mm512_dpbusd_epi32((__m512i)upper[r][v], (__m512i)values[v], (__m512i)x_upper);
+                s->of[r][v] = (ivec)_mm512_dpbusd_epi32((__m512i)s->of[r][v], (__m512i)values[v], (__m512i)x_lower);
+                KEEP_ORDER(s->of[r][v]);
 #else
-            upper[v] = add_byte_products(values, x_upper, upper[v]);
-            lower[v] = add_byte_products(values, x_lower, lower[v]);
+                upper[r][v] = add_byte_products(values[v], x_upper, upper[r][v]);
+                lower[r][v] = add_byte_products(values[v], x_lower, lower[r][v]);
+                KEEP_ORDER(lower[r][v]);
 #endif
-            KEEP_ORDER(upper[v]);
-            KEEP_ORDER(lower[v]);
+                KEEP_ORDER(upper[r][v]);
+            }
         }
     }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-    for (int v = 0; v < CODED_VECTORS; v++) {
+        for (int v = 0; v < CODED_VECTORS; v++) {
 #if HAS_DOT
-        s->of[0][v] += ((ivec)upper[v] << 8) + (ivec)lower[v];
+            s->of[r][v] += upper[r][v] << 8;
 #else
-        s->of[0][v] = add_products(lower[v], ones, s->of[0][v], 1);
-        s->of[0][v] = add_products(upper[v], ones * 256, s->of[0][v], 1);
+            s->of[r][v] = add_products(lower[r][v], ones, s->of[r][v], 1);
+            s->of[r][v] = add_products(upper[r][v], ones * 256, s->of[r][v], 1);
 #endif
-    }
+        }
 }
 
-INLINE void multiply_quads(const int low, const int high, const int groups, const uint8_t *table, const struct coded *l,
-                           int64_t row, const uint8_t *panel, struct reading *next, float *out) {
+INLINE void multiply_quads(const int rows, const int low, const int high, const int groups, const uint8_t *table,
+                           const struct coded *l, int64_t row, const uint8_t *panel, struct reading *next, float *out) {
     const int quads = 8 / groups, at_once = HAS_DOT || low + high < 5 ? quads : low + high == 5 ? 4 : 2;
     for (int64_t number = 0; number < l->depth / CHUNK; number++) {
         struct chunk c;
@@ -256,18 +272,22 @@ INLINE void multiply_quads(const int low, const int high, const int groups, cons
 #pragma GCC unroll 2
         for (int group = 0; group < groups; group++) {
             struct sums s;
-            begin_sums(1, l->type->offset * sum_of_integers(l, at, group), &s);
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+                for (int v = 0; v < CODED_VECTORS; v++)
+                    s.of[r][v] = (ivec){0} - l->type->offset * sum_of_integers(l, at + r, group);
 #pragma GCC unroll 8
             for (int first = group * quads; first < (group + 1) * quads; first += at_once)
-                add_quads(low, high, table, first, first + at_once, c.planes, x, &s);
-            end_sums(1, l, at, &c, group, &s, out);
+                add_quads(rows, low, high, table, first, first + at_once, c.planes, x, &s);
+            end_sums(rows, l, at, &c, group, &s, out);
         }
     }
 }
 
 #if !HAS_DOT
-/* One row of other codes: they are widened in registers. */
-INLINE void multiply_one(const int low, const int high, const int groups, const uint8_t *table, const struct coded *l,
+/* A row of other codes: they are widened in registers. */
+INLINE void multiply_one(const int rows, const int low, const int high, const int groups, const uint8_t *table, const struct coded *l,
                          int64_t row, const uint8_t *panel, struct reading *next, float *out) {
     for (int64_t number = 0; number < l->depth / CHUNK; number++) {
         struct chunk c;
@@ -294,18 +314,33 @@ INLINE void multiply_one(const int low, const int high, const int groups, const 
 #define multiply_one multiply_quads
 #endif
 
-static void multiply_row(const struct coded *l, int64_t row, const uint8_t *panel, struct reading *next, float *out) {
+INLINE void multiply_by_type(const int rows, const struct coded *l, int64_t row, const uint8_t *panel, struct reading *next,
+                          float *out) {
     const uint8_t *table = l->type->table;
     switch (l->type->low * 4 + l->type->high) {
-    case 8: multiply_quads(2, 0, 2, NULL, l, row, panel, next, out); break;
-    case 9: multiply_quads(2, 1, 2, NULL, l, row, panel, next, out); break;
+    case 8: multiply_quads(rows, 2, 0, 2, NULL, l, row, panel, next, out); break;
+    case 9: multiply_quads(rows, 2, 1, 2, NULL, l, row, panel, next, out); break;
     case 16:
-        if (table) multiply_one(4, 0, 1, table, l, row, panel, next, out);
-        else multiply_quads(4, 0, 1, NULL, l, row, panel, next, out);
+        if (table) multiply_one(rows, 4, 0, 1, table, l, row, panel, next, out);
+        else multiply_quads(rows, 4, 0, 1, NULL, l, row, panel, next, out);
         break;
-    case 17: multiply_quads(4, 1, 1, NULL, l, row, panel, next, out); break;
-    case 18: multiply_quads(4, 2, 2, NULL, l, row, panel, next, out); break;
-    default: multiply_one(8, 0, 1, NULL, l, row, panel, next, out);
+    case 17: multiply_quads(rows, 4, 1, 1, NULL, l, row, panel, next, out); break;
+    case 18: multiply_quads(rows, 4, 2, 2, NULL, l, row, panel, next, out); break;
+    default: multiply_one(rows, 8, 0, 1, NULL, l, row, panel, next, out);
+    }
+}
+
+static void multiply_few(int rows, const struct coded *l, int64_t row, const uint8_t *panel, struct reading *next,
+                         float *out) {
+    switch (rows) {
+    case 1: multiply_by_type(1, l, row, panel, next, out); break;
+#if AT_ONCE > 1
+    case 2: multiply_by_type(2, l, row, panel, next, out); break;
+    case 3: multiply_by_type(3, l, row, panel, next, out); break;
+    case 4: multiply_by_type(4, l, row, panel, next, out); break;
+    case 5: multiply_by_type(5, l, row, panel, next, out); break;
+    default: multiply_by_type(6, l, row, panel, next, out);
+#endif
     }
 }
 
@@ -332,6 +367,9 @@ static void widen_chunk(const struct coded *l, const uint8_t *panel, int64_t num
     }
 }
 
+/* How many of `left` rows to take, `most` at a time: as many each time, or one more. */
+INLINE int in_turn(int left, int most) { return left / ((left + most - 1) / most); }
+
 /* Parts [first, end): part p is panel p / row_parts, for row part p % row_parts. */
 INLINE void coded_parts(const struct coded *l, int64_t first, int64_t end, enum element type) {
     struct wide_chunk wide[SPAN];
@@ -345,9 +383,11 @@ INLINE void coded_parts(const struct coded *l, int64_t first, int64_t end, enum 
         memset(sums, 0, sizeof *sums * rows * CODED_COLUMNS);
         int64_t then = (part + 1 + (part + 1 < end ? 0 : l->others)) / l->row_parts * size;
         struct reading next = {panel + SPAN * (size / chunks), l->weight + then, size / chunks, chunks - SPAN};
-        if (l->x.rows <= FEW_ROWS)
-            for (int r = 0; r < rows; r++, next.size = 0)
-                multiply_row(l, row + r, panel, &next, sums + r * CODED_COLUMNS);
+        if (l->x.is_few)
+            for (int r = 0, some; r < rows; r += some, next.size = 0) {
+                some = in_turn(rows - r, AT_ONCE);
+                multiply_few(some, l, row + r, panel, &next, sums + r * CODED_COLUMNS);
+            }
         else {
             const int most = MANY_ROWS(l);
             BEGIN_MANY(rows, l);
@@ -356,7 +396,7 @@ INLINE void coded_parts(const struct coded *l, int64_t first, int64_t end, enum 
                 for (int i = 0; i < count; i++) widen_chunk(l, panel, number + i, wide + i);
                 struct reading nothing = {0};
                 for (int r = 0, some; r < rows; r += some) {
-                    some = (rows - r) / ((rows - r + most - 1) / most); /* as many each time, or one more */
+                    some = in_turn(rows - r, most);
                     multiply_many(some, l, row + r, number, count, wide, r ? &nothing : &next,
                                   sums + r * CODED_COLUMNS);
                 }

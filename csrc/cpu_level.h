@@ -94,13 +94,13 @@ struct linear {
  * four the order of BYTE_OF) and then its lower ones, and bfloat16, 256 · upper and then lower. */
 struct integers {
     int64_t rows;
+    int is_few; /* they are multiplied by their bytes */
     int16_t *values;
     float *scales;
     int32_t *sums;
     float *below[3];
     uint32_t *bytes, *floats; /* these and values: NULL where nothing reads them */
 };
-#define FEW_ROWS 2
 
 struct quantize {
     const void *x;
@@ -158,7 +158,7 @@ struct cpu_level {
     void (*quantize[2])(const struct quantize *, int64_t first_row, int64_t end_row);
     void (*coded[2])(const struct coded *, int64_t first_part, int64_t end_part);
     int coded_columns; /* of a panel of codes */
-    int has_tiles;
+    int has_dot, has_tiles, few_rows; /* at most */
     void (*low_rank[2])(const struct low_rank *, int64_t first_row, int64_t end_row);
     void (*convolve[2])(const struct convolve *, int row, int64_t first_channel, int64_t end_channel);
     void (*delta[2])(const struct penstock_delta *, const struct penstock_states *, int row, int head);

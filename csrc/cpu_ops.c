@@ -322,6 +322,9 @@ int penstock_coded_columns(int level) { return levels[level]->coded_columns; }
 /* A code read from memory takes a core as long as this many multiplications. */
 #define PRODUCTS_PER_CODE_READ 3
 
+/* Taking codes apart again for every few rows costs more where a chunk has two groups, and mostly two planes. */
+#define FEW_IN_TWO_GROUPS 8
+
 int penstock_coded(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t scratch, int num,
                    const struct penstock_coded *parts, uintptr_t y, int64_t rows, int64_t depth, int64_t width) {
     const struct cpu_level *level = levels[cpu->level];
@@ -330,13 +333,15 @@ int penstock_coded(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride
     struct integers all_rows = {.rows = rows, .scales = room, .below = {room + chunks, room + 2 * chunks, room + 3 * chunks},
                                 .sums = (int32_t *)room + 4 * chunks};
     uint32_t *digits = (uint32_t *)room + 6 * chunks;
-    int is_few = rows <= FEW_ROWS, are_bytes = is_few;
+    int is_few = rows <= level->few_rows, are_bytes;
+    for (int i = 0; i < num && rows > FEW_IN_TWO_GROUPS; i++) is_few &= code_types[parts[i].type].groups == 1;
+    all_rows.is_few = are_bytes = is_few;
     for (int i = 0; i < num && !is_few && level->has_tiles; i++) {
         if (sums_are_floats(&code_types[parts[i].type])) all_rows.floats = digits + rows * depth / 2;
         else are_bytes = 1;
     }
     if (are_bytes) all_rows.bytes = digits;
-    if (is_few || !level->has_tiles) all_rows.values = (int16_t *)(digits + rows * depth / 2);
+    if (is_few ? !level->has_dot : !level->has_tiles) all_rows.values = (int16_t *)(digits + rows * depth / 2);
     struct quantize_work q = {level, cpu->is_bfloat16,
                               {.x = (const void *)x, .x_stride = x_stride, .depth = depth, .to = all_rows}};
     spread(quantize_some, &q, rows, chunk_of(rows, depth, cpu->num_threads), cpu->num_threads);
