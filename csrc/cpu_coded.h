@@ -287,8 +287,8 @@ INLINE void multiply_quads(const int rows, const int low, const int high, const 
 
 #if !HAS_DOT
 /* A row of other codes: they are widened in registers. */
-INLINE void multiply_one(const int rows, const int low, const int high, const int groups, const uint8_t *table, const struct coded *l,
-                         int64_t row, const uint8_t *panel, struct reading *next, float *out) {
+INLINE void multiply_one(const int rows, const int low, const int high, const int groups, const uint8_t *table,
+                         const struct coded *l, int64_t row, const uint8_t *panel, struct reading *next, float *out) {
     for (int64_t number = 0; number < l->depth / CHUNK; number++) {
         struct chunk c;
         fetch_some(next);
@@ -314,8 +314,8 @@ INLINE void multiply_one(const int rows, const int low, const int high, const in
 #define multiply_one multiply_quads
 #endif
 
-INLINE void multiply_by_type(const int rows, const struct coded *l, int64_t row, const uint8_t *panel, struct reading *next,
-                          float *out) {
+INLINE void multiply_by_type(const int rows, const struct coded *l, int64_t row, const uint8_t *panel,
+                             struct reading *next, float *out) {
     const uint8_t *table = l->type->table;
     switch (l->type->low * 4 + l->type->high) {
     case 8: multiply_quads(rows, 2, 0, 2, NULL, l, row, panel, next, out); break;

@@ -24,9 +24,7 @@ INLINE void widen_to_bytes(const uint8_t *planes, const int low, const int high,
     for (int i = 0; i < WORDS; i++)
 #pragma GCC unroll 2
         for (int v = 0; v < CODED_VECTORS; v++) {
-            pairs codes = code_quad(planes, low, i, v);
-            if (high) codes |= code_quad(planes + 4 * low * CODED_COLUMNS, high, i, v) << (uint16_t)low;
-            bytes word = (bytes)(table ? look_up(table, codes) : codes) - all;
+            bytes word = (bytes)value_quad(planes, low, high, table, i, v) - all;
             memcpy(out[i] + v * LANES, &word, sizeof word);
         }
 }

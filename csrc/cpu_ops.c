@@ -63,17 +63,19 @@ const char *penstock_cpu_level_name(int level) { return levels[level]->name; }
 const struct cpu_level *level_of(const struct penstock_cpu *cpu) { return levels[cpu->level]; }
 
 /* A fork and join costs 1 to 7 microseconds, by whether the threads wait spinning or asleep. Both limits are 20 to
- * 30 microseconds of work for one core. */
-#define ELEMENTS_WORTH_A_THREAD 65536
+ * 30 microseconds of work for one core; with a team that is there, 1 to 3. */
+#define ELEMENTS_WORTH_A_THREAD (1 << 16)
+#define ELEMENTS_WORTH_SHARING (1 << 12)
 #define PRODUCTS_WORTH_A_FORK (2 << 20)
-#define PRODUCTS_WORTH_SHARING (1 << 18) /* with a team that is there */
+#define PRODUCTS_WORTH_SHARING (1 << 18)
 
 int threads_for(int64_t cost, const struct penstock_cpu *cpu) {
     return cost < (has_session() ? PRODUCTS_WORTH_SHARING : PRODUCTS_WORTH_A_FORK) ? 1 : cpu->num_threads;
 }
 
 static int64_t chunk_of(int64_t rows, int64_t width, int num_threads) {
-    int64_t least = ELEMENTS_WORTH_A_THREAD / (width + 1) + 1, even = rows / (4 * num_threads) + 1;
+    int64_t elements = has_session() ? ELEMENTS_WORTH_SHARING : ELEMENTS_WORTH_A_THREAD;
+    int64_t least = elements / (width + 1) + 1, even = rows / (4 * num_threads) + 1;
     return even > least ? even : least;
 }
 
