@@ -14,8 +14,8 @@ from torch import Tensor
 from penstock import _csrc
 from penstock.executor.code_types import CodeType
 from penstock.executor.kernels.cpu_ops import DTYPES, describe_cpu
-from penstock.executor.weight_memory import take
 from penstock.executor.protocol import ExecutorError
+from penstock.executor.weight_memory import take
 
 _lib: Any = _csrc.lib
 VALUES_AT_ONCE = 1 << 22

@@ -14,9 +14,9 @@ from typing import Any
 
 from penstock import _csrc
 from penstock.executor.code_types import is_computed
-from penstock.executor.weight_memory import take
 from penstock.executor.loading.gguf_file import GgufFile, TensorEntry, open_gguf
 from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.weight_memory import take
 
 _lib: Any = _csrc.lib
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # only torch knows whether it can use one

@@ -34,9 +34,11 @@ def mapping_of(address: int) -> tuple[str, set[str]]:
 @pytest.mark.skipif(levels()[-1] == "portable", reason="torch computes such weights")
 def test_what_every_step_reads_is_in_private_memory_for_which_huge_pages_were_asked() -> None:
     weight, _ = coded(np.random.default_rng(0), (64, 512), "Q4_1")
-    kept = [CodedLinear([weight], torch.float32), CpuLinear(torch.zeros(64, 512))]
-    tensors = [linear.tensors()[0] for linear in kept]
-    tensors.append(allocate_kv(64, 2, 2, 16, 64, torch.float32, torch.device("cpu")))
+    tensors = [
+        *CodedLinear([weight], torch.float32).tensors(),
+        *CpuLinear(torch.zeros(64, 512)).tensors(),
+        allocate_kv(64, 2, 2, 16, 64, torch.float32, torch.device("cpu")),
+    ]
     for tensor in tensors:
         permissions, flags = mapping_of(tensor.data_ptr())
         assert permissions == "rw-p", "shared memory has huge pages only where an administrator allows it"
