@@ -47,7 +47,7 @@ MAY_IMPORT = {
 PARTS = {
     "engine": ("options vllm_options sampling_params model_files messages config", "http", "text", "grammar", "core", "front",
                "server", "commands"),
-    "executor": ("protocol gguf_header code_types shared_tensors served_tensors cache_layout batch moe_spec parallel staging progress process_life outbox free_memory",
+    "executor": ("protocol gguf_header code_types shared_tensors served_tensors cache_layout batch moe_spec parallel staging progress process_life outbox free_memory weight_memory",
                  "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc oracle forward"),
     "router": ("backend config", "http", "placement", "fleet",
