@@ -1,5 +1,6 @@
 """A CPU's weights and its KV cache lie where the kernel may give huge pages: private memory that was advised so."""
 
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -52,3 +53,14 @@ def test_pieces_are_zero_aligned_and_apart() -> None:
         assert torch.frombuffer(piece, dtype=torch.uint8).data_ptr() % ALIGNMENT == 0
         piece[:] = bytes([number]) * len(piece)
     assert all(piece[0] == piece[-1] == number for number, piece in enumerate(pieces))
+
+
+def test_a_region_goes_with_the_last_piece_in_it() -> None:
+    pieces = [take(REGION // 2) for _ in range(3)]
+    last = take(64)
+    region = weakref.ref(last.obj)
+    assert pieces[-1].obj is region()
+    pieces.clear()
+    assert take(64).obj is region() is not None
+    del last
+    assert region() is None
