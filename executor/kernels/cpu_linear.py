@@ -123,6 +123,5 @@ def _pack(weight: Tensor, columns: int) -> Tensor:
     whole = width // columns
     packed[:whole] = words[: whole * columns].unflatten(0, (-1, columns)).transpose(1, 2)
     if width % columns:
-        packed[whole].zero_()
         packed[whole, :, : width % columns] = words[whole * columns :].T
     return packed

@@ -4,7 +4,6 @@ The largest weights of a GGUF file are packed for a CPU, in C, without the inter
 that torch is there is found by the loader (executor/kernels/codes.py), which packs the rest: the same bytes.
 """
 
-import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import _csrc
+from penstock.cache.tiers.memory import address_of
 from penstock.executor.code_types import is_computed
 from penstock.executor.loading.gguf_file import GgufFile, TensorEntry, open_gguf
 from penstock.executor.protocol import ExecutorConfig
@@ -62,10 +62,6 @@ def _pack(file: GgufFile, turns: Iterator[tuple[str, TensorEntry]], is_over: thr
             panels = take(_lib.penstock_code_bytes(kind, rows, depth, columns))
         except OSError:  # the loader says for what the memory does not suffice
             return
-        addresses = _address(file.data) + entry.offset, rows, depth, columns, _address(panels)
+        addresses = address_of(file.data) + entry.offset, rows, depth, columns, address_of(panels)
         if _lib.penstock_code_pack(kind, *addresses) < 0:  # otherwise the loader says what is wrong
             file.packed[name] = columns, panels
-
-
-def _address(memory: mmap.mmap | memoryview) -> int:
-    return int(_csrc.ffi.cast("uintptr_t", _csrc.ffi.from_buffer(memory)))
