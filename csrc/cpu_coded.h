@@ -11,7 +11,7 @@
 #define CODED_ROWS 6 /* whose sums stay in registers */
 #if HAS_DOT && !HAS_TILES
 #define FEW_ROWS 16 /* are multiplied a digit at a time … */
-#define AT_ONCE 6   /* … with so many sharing what codes take to be read */
+#define AT_ONCE CODED_ROWS /* … with so many sharing what codes take to be read */
 #else
 #define FEW_ROWS 2
 #define AT_ONCE 1
@@ -150,12 +150,13 @@ INLINE const float *below_of(const struct coded *l, int group) {
     return l->x.below[l->type->groups == 2 ? 1 + group : 0];
 }
 
-/* `each` is what all products together lack. */
-INLINE void begin_sums(const int rows, int32_t each, struct sums *s) {
+/* `has_offset`: what codes' offset adds to all products of a row together is taken away in advance. */
+INLINE void begin_sums(const int rows, const int has_offset, const struct coded *l, int64_t at, int group, struct sums *s) {
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-        for (int v = 0; v < CODED_VECTORS; v++) s->of[r][v] = (ivec){0} - each;
+        for (int v = 0; v < CODED_VECTORS; v++)
+            s->of[r][v] = (ivec){0} - (has_offset ? l->type->offset * sum_of_integers(l, at + r, group) : 0);
 }
 
 INLINE void add_pair(const int rows, const uint32_t *x, const pairs codes[CODED_VECTORS], struct sums *s) {
@@ -272,11 +273,7 @@ INLINE void multiply_quads(const int rows, const int low, const int high, const 
 #pragma GCC unroll 2
         for (int group = 0; group < groups; group++) {
             struct sums s;
-#pragma GCC unroll 6
-            for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-                for (int v = 0; v < CODED_VECTORS; v++)
-                    s.of[r][v] = (ivec){0} - l->type->offset * sum_of_integers(l, at + r, group);
+            begin_sums(rows, 1, l, at, group, &s);
 #pragma GCC unroll 8
             for (int first = group * quads; first < (group + 1) * quads; first += at_once)
                 add_quads(rows, low, high, table, first, first + at_once, c.planes, x, &s);
@@ -298,7 +295,7 @@ INLINE void multiply_one(const int rows, const int low, const int high, const in
 #pragma GCC unroll 2
         for (int group = 0; group < groups; group++) {
             struct sums s;
-            begin_sums(1, l->type->offset * sum_of_integers(l, at, group), &s);
+            begin_sums(1, 1, l, at, group, &s);
 #pragma GCC unroll 16
             for (int i = group * 16 / groups; i < (group + 1) * 16 / groups; i++) {
                 pairs codes[CODED_VECTORS];
@@ -311,7 +308,7 @@ INLINE void multiply_one(const int rows, const int low, const int high, const in
     }
 }
 #else
-#define multiply_one multiply_quads
+#define multiply_one multiply_quads /* all codes meet bytes */
 #endif
 
 INLINE void multiply_by_type(const int rows, const struct coded *l, int64_t row, const uint8_t *panel,

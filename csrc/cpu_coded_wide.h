@@ -26,7 +26,7 @@ INLINE void multiply_wide(const int rows, const struct coded *l, int64_t row, in
         const uint32_t *x = (const uint32_t *)(l->x.values + at * CHUNK);
         struct sums s;
         for (int half = 0; half < 2; half++) {
-            if (!half || l->type->groups == 2) begin_sums(rows, 0, &s);
+            if (!half || l->type->groups == 2) begin_sums(rows, 0, l, at, half, &s);
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i++) add_pair(rows, x + half * 8 + i, w->codes[half * 8 + i], &s);
             if (half || l->type->groups == 2) end_sums(rows, l, at, &w->chunk, l->type->groups == 2 && half, &s, out);
