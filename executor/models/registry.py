@@ -15,6 +15,7 @@ from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import Ops
 from penstock.executor.kernels.linear import Linear
 from penstock.executor.loading.fields import Fields
+from penstock.executor.models.catalogue import TEXT_PARTS, missing
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.weights import Weights
 
@@ -99,14 +100,6 @@ ARCHITECTURES = {
     "SeedOssForCausalLM": ("dense_families", "seed_oss"),
     "SmolLM3ForCausalLM": ("dense_families", "smollm3"),
 }
-# Multimodal models whose text part runs alone: the class by the `model_type` of their `text_config`.
-TEXT_PARTS = {
-    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
-    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
-    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
-    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
-    "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
-}
 _OF_ALL = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")  # what the outer config may say
 
 
@@ -129,8 +122,6 @@ def find_architecture(fields: Fields) -> tuple[str, Architecture]:
     """The first entry of `architectures` and how to build it."""
     names = fields.texts("architectures") or []
     if not names or names[0] not in ARCHITECTURES:
-        from penstock.executor.models.catalogue import missing
-
         if names and (needed := missing(names[0])):
             raise fields.error("architectures", names, f"a family of `penstock models`; {names[0]} needs {needed}")
         raise fields.error("architectures", names, f"one of {', '.join(ARCHITECTURES)}")

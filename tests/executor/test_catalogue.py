@@ -51,7 +51,7 @@ def test_features_are_those_of_the_specs_that_the_families_make() -> None:
     for family in catalogue.FAMILIES:
         made: set[str] = set().union(*(found[name] for name in family.architectures))
         assert made == set(family.features) - {"text of images"}, family.name
-    parts = {name for classes in registry.TEXT_PARTS.values() for name in classes.values()}
+    parts = {name for classes in catalogue.TEXT_PARTS.values() for name in classes.values()}
     assert parts <= {
         f"{name}ForCausalLM"
         for family in catalogue.FAMILIES

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.engine.model_files import ModelError, ModelNotFound, ModelRefused, resolve_model
+from penstock.executor.models.catalogue import TEXT_PARTS
+from penstock.executor.models.registry import ARCHITECTURES
 
 
 def hf_folder(path: Path, config: dict[str, Any] | None = None, weights: str | None = "model.safetensors") -> Path:
@@ -113,10 +115,11 @@ def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "model.gguf"))
 
 
-def test_a_redundant_auto_map_is_ignored_where_the_architecture_is_an_ordinary_one(tmp_path: Path) -> None:
-    config = {"architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3"}}
-    (tmp_path / "modeling_phi3.py").write_text("raise RuntimeError('executed')")
-    assert resolve_model(str(hf_folder(tmp_path, config))).kind == "hf"
+def test_an_auto_map_is_ignored_for_every_architecture_that_runs_here(tmp_path: Path) -> None:
+    (tmp_path / "modeling_own.py").write_text("raise RuntimeError('executed')")
+    for name in [*ARCHITECTURES, *TEXT_PARTS]:
+        config = {"architectures": [name], "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+        assert resolve_model(str(hf_folder(tmp_path, config))).kind == "hf", name
 
 
 def test_a_folder_without_weights_will_do_where_they_are_not_needed(tmp_path: Path) -> None:
