@@ -22,6 +22,7 @@ from penstock.engine.config import ConfigError
 from penstock.engine.options import Count, Length, Seed, flag
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+KEY_VARIABLES = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")  # of the environment; the first that is set is sent
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -141,18 +142,22 @@ def _body(args: argparse.Namespace, model: str, is_chat: bool, sample: Sample, e
 
 
 def headers_of(given: Iterable[str]) -> dict[str, str]:
-    """An API key comes from the environment, as with OpenAI's own clients."""
-    key = os.environ.get("OPENAI_API_KEY")
+    """Return the headers of every request: those given as KEY=VALUE, and the API key from the environment."""
+    key = next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return headers | dict(pair("header", item) for item in given)
 
 
 async def wait_until_up(client: Client, headers: dict[str, str], timeout_s: float) -> None:
+    """Wait until the server lists its models; ConfigError after `timeout_s`, or at once where it refuses the key."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
-            if (await client.fetch("GET", "/v1/models", headers=headers))[0] == 200:
+            status, _ = await client.fetch("GET", "/v1/models", headers=headers)
+            if status == 200:
                 return
+            if status == 401:
+                raise ConfigError(_refused(client))
         except OSError:
             pass  # not listening yet
         await asyncio.sleep(0.1)
@@ -163,13 +168,14 @@ async def wait_until_up(client: Client, headers: dict[str, str], timeout_s: floa
 
 
 async def first_model(client: Client, headers: dict[str, str]) -> str:
+    """Return the name of the first model that the server lists."""
     where = f"{client.target.host}:{client.target.port}"
     try:
         status, body = await client.fetch("GET", "/v1/models", headers=headers)
     except OSError as error:
         raise ConfigError(f"base_url: no server answers at {where} ({error})") from None
     if status == 401:
-        raise ConfigError(f"base_url: {where} wants an API key, and OPENAI_API_KEY has not the right one")
+        raise ConfigError(_refused(client))
     if status != 200:
         raise ConfigError(
             f"model: {where}/v1/models answers {status}: {body[:200].decode(errors='replace')}; give --model"
@@ -178,6 +184,11 @@ async def first_model(client: Client, headers: dict[str, str]) -> str:
         return str(msgspec.json.decode(body)["data"][0]["id"])
     except (msgspec.DecodeError, LookupError, TypeError):
         raise ConfigError(f"model: {where}/v1/models lists none; give --model") from None
+
+
+def _refused(client: Client) -> str:
+    where = f"{client.target.host}:{client.target.port}"
+    return f"base_url: {where} wants an API key, and {' or '.join(KEY_VARIABLES)} has not the right one"
 
 
 def pair(field: str, item: str) -> tuple[str, str]:

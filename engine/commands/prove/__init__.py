@@ -66,7 +66,7 @@ async def prove_own(name: str, options: ProveOptions) -> dict[str, Any]:
         task = asyncio.current_task()
         assert task is not None
         with contextlib.closing(server), stop_signals(task.cancel, END_SIGNALS):  # nothing of ours outlives us
-            await server.start()
+            await server.start(headers_of(options.header))
             return await prove(server.url, name, options, server if name in FAULTS else None)
 
 
@@ -99,7 +99,7 @@ async def _strike(proof: Proof, server: OwnServer, name: str) -> None:
     await proof.storm(lambda: fault.strike(scene), fault.fails_requests)
     if fault.ends:
         server.close()
-        await server.start()
+        await server.start(proof.asker.headers)
     proof.is_struck = False
     await proof.ask_again("after it")
 

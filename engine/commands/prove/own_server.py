@@ -70,8 +70,12 @@ class OwnServer:
             self._commands.append([*PENSTOCK, "route", "--port", str(port), *_filled(router, words)])
         self.servers: list[subprocess.Popen[bytes]] = []
 
-    async def start(self) -> None:
-        """Ready to be asked; ConfigError with the server's last line when it ends before."""
+    async def start(self, headers: Mapping[str, str]) -> None:
+        """Start the processes and wait until they are ready.
+
+        `headers` are sent with the checks: a server that has inherited PENSTOCK_API_KEY answers /ready to its holders
+        alone. Raises ConfigError with the server's last line where it ends before, or where it refuses the key.
+        """
         self.servers = []
         if self._adapter is not None:
             write_adapter(self._adapter)
@@ -79,7 +83,14 @@ class OwnServer:
             with self._log.open("ab") as log:
                 command = [*DIE_WITH, str(os.getpid()), *command]
                 self.servers.append(
-                    subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+                    subprocess.Popen(
+                        command,
+                        stdout=log,
+                        stderr=log,
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,
+                        env=_environment(),
+                    )
                 )
         client = Client(Target.of(self.url))
         try:
@@ -88,8 +99,11 @@ class OwnServer:
                     if any(server.poll() is not None for server in self.servers):
                         raise ConfigError(f"world: the server ended; {_last_line(self._log)}")
                     try:
-                        if (await client.fetch("GET", "/ready"))[0] == 200:
+                        status, _ = await client.fetch("GET", "/ready", headers=headers)
+                        if status == 200:
                             return
+                        if status == 401:
+                            raise ConfigError("header: the server wants an API key that is not the one sent")
                     except OSError:
                         pass
                     await asyncio.sleep(0.1)
@@ -139,6 +153,12 @@ def group_of(leader: int) -> list[int]:
             if int(group) == leader and state != "Z":
                 found.append(int(entry))
     return found
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the processes: where the replicas have inherited a key, the router sends it to them."""
+    key = os.environ.get("PENSTOCK_API_KEY")
+    return {**os.environ, **({"PENSTOCK_BACKEND_API_KEY": key} if key else {})}
 
 
 def _filled(options: str, values: Mapping[str, str]) -> list[str]:

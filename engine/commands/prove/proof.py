@@ -52,7 +52,10 @@ class ProveOptions:
     exact: bool = flag("the same bits: no tie and no difference in a log-probability is allowed", default=False)
     scripts: str | None = flag("a folder for scripts of curl that repeat the failures (default: none)", "DIR")
     header: tuple[str, ...] = flag(
-        "sent with every request; OPENAI_API_KEY is sent by itself", "KEY=VALUE", ("--header",), default=()
+        "sent with every request, beside the key in PENSTOCK_API_KEY or OPENAI_API_KEY",
+        "KEY=VALUE",
+        ("--header",),
+        default=(),
     )
     worlds: tuple[str, ...] = flag(
         "start this: uniproc (the default without a URL), small-steps, drafts, ranks, tiers, router, split, or all",

@@ -20,9 +20,10 @@ PER_KIND = 2  # failures of one kind that get a script
 HEAD = """#!/bin/sh
 # {what}
 # {note}
-# sh {name} [http://HOST:PORT]; a key is read from OPENAI_API_KEY
+# sh {name} [http://HOST:PORT]; a key is read from PENSTOCK_API_KEY or OPENAI_API_KEY
 URL=${{1:-{url}}}
-call() {{ curl -sN "$@" -H 'Content-Type: application/json' ${{OPENAI_API_KEY:+-H "Authorization: Bearer $OPENAI_API_KEY"}}; }}
+KEY=${{PENSTOCK_API_KEY:-$OPENAI_API_KEY}}
+call() {{ curl -sN "$@" -H 'Content-Type: application/json' ${{KEY:+-H "Authorization: Bearer $KEY"}}; }}
 ask() {{ call --max-time "$1" "$URL{path}" -d "$2"; echo; }}
 """
 

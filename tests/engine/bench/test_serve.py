@@ -84,8 +84,10 @@ def test_a_structured_share_that_cannot_be_sent_is_refused(options: list[str], w
         bench(*options)
 
 
-def test_extra_fields_and_headers_go_with_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+@pytest.mark.parametrize("variable", ["PENSTOCK_API_KEY", "OPENAI_API_KEY"])
+def test_extra_fields_and_headers_go_with_every_request(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    monkeypatch.setenv(variable, "secret")
     _, endpoint = bench("--extra-body", '{"max_tokens": 1, "min_p": 0.5}', "--header", "X-Team=a=b", "--model", "m")
     assert all(body["max_tokens"] == 1 and body["min_p"] == 0.5 and body["model"] == "m" for body in bodies(endpoint))
     assert all(asked.headers["X-Team"] == "a=b" for asked in endpoint.asked)

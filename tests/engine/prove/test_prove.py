@@ -2,9 +2,11 @@
 
 import argparse
 import asyncio
+import contextlib
 import json
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,8 @@ import pytest
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.commands import prove
-from penstock.engine.commands.prove import proof, repeat
+from penstock.engine.commands.bench.calls import headers_of
+from penstock.engine.commands.prove import own_server, proof, repeat
 from penstock.engine.commands.prove.abilities import find_out
 from penstock.engine.commands.prove.asker import Answered, Asker, Spoken
 from penstock.engine.commands.prove.faults import FAULTS as OWN_FAULTS
@@ -166,8 +169,10 @@ def test_those_that_have_nothing_to_do_with_a_failure_are_left_out(
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the scripts are of curl")
-def test_every_request_of_a_script_has_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
+@pytest.mark.parametrize("variable", ["PENSTOCK_API_KEY", "OPENAI_API_KEY"])
+def test_every_request_of_a_script_has_the_key(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    monkeypatch.setenv(variable, "sk-mine")
 
     async def inside() -> list[tuple[str, str | None]]:
         async with Endpoint(WrongServer("error").answer) as endpoint:
@@ -253,6 +258,37 @@ def test_options_that_cannot_be_meant_are_refused_by_name() -> None:
         prove.add_arguments(parser)
         with pytest.raises(ConfigError, match=named):
             prove.run(parser.parse_args(words))
+
+
+KEYED_SERVER = """
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        is_known = self.headers.get("Authorization") == "Bearer " + os.environ["PENSTOCK_API_KEY"]
+        is_known &= "route" not in sys.argv or os.environ.get("PENSTOCK_BACKEND_API_KEY") == "sk-own"
+        self.send_response(200 if is_known else 401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("world", ["uniproc", "router"])
+def test_a_server_of_its_own_that_inherits_a_key_is_asked_with_it(
+    world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "sk-own")
+    monkeypatch.setenv("PENSTOCK_BACKEND_API_KEY", "sk-of-another-fleet")
+    monkeypatch.setattr(own_server, "PENSTOCK", (sys.executable, "-c", KEYED_SERVER))
+    server = OwnServer(world, "a-model", [], tmp_path)
+    with contextlib.closing(server):
+        asyncio.run(server.start(headers_of(())))
+        server.close()
+        with pytest.raises(ConfigError, match="^header: the server wants an API key"):
+            asyncio.run(server.start(headers_of(["Authorization=Bearer sk-wrong"])))
 
 
 def test_every_fault_has_a_world_and_every_world_its_own_ports(tmp_path: Path) -> None:
