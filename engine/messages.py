@@ -151,9 +151,11 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", array_like=True):
-    """Once a second from a thread of its own. `overdue_s` > 0: the running step is beyond its deadline."""
+    """Sent once a second by a thread of its own. `overdue_s` > 0: what the core's thread does, a step or the named job,
+    is that far beyond its deadline."""
 
     overdue_s: float
+    job: str = "a step"
 
 
 class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.executor.protocol import ExecutorError
+from penstock.executor.regular_files import open_regular
 
 MAX_NAME_BYTES = 65535
 MAX_KEYS = 65536
@@ -38,7 +39,7 @@ class GgufHeader:
     def __init__(self, path: str | Path) -> None:
         self.path, self.at, self.what = Path(path), 0, "header"
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # ValueError: the file is empty
             raise ExecutorError(f"{path}: cannot be read: {error}") from error

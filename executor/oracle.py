@@ -35,6 +35,7 @@ from penstock.executor.protocol import (
     TokenLogprobs,
     WeightsError,
 )
+from penstock.executor.regular_files import read_regular
 from penstock.executor.tiers.open_tiers import open_tiers
 from penstock.executor.tiers.transfers import NumpyCopier
 
@@ -157,7 +158,7 @@ class OracleExecutor:
         """Any file that there is in the folder is content."""
         content = hashlib.sha256()
         for file in sorted(Path(path).glob("*")):
-            content.update(file.read_bytes())
+            content.update(read_regular(file))
         self._adapters.add(key := content.hexdigest())
         return AdapterInfo(key, 1, 0)
 
@@ -170,7 +171,7 @@ class OracleExecutor:
         files = sorted(Path(path).glob("*"))
         if not files:
             raise WeightsError(f"{path}: no weights")
-        self._model = xxhash.xxh3_64_intdigest(b"".join(file.read_bytes() for file in files))
+        self._model = xxhash.xxh3_64_intdigest(b"".join(map(read_regular, files)))
         fingerprint = self._model.to_bytes(8, "little")
         self.info = msgspec.structs.replace(self.info, fingerprint=fingerprint)
         self._slots.clear()

@@ -25,6 +25,7 @@ MAY_IMPORT = {
         "executor.protocol",
         "executor.process_life",
         "executor.gguf_header",
+        "executor.regular_files",
         "executor.shared_tensors",
         "executor.forward",
         "executor.models.catalogue",  # what runs, as data without torch
@@ -48,7 +49,7 @@ MAY_IMPORT = {
 PARTS = {
     "engine": ("options vllm_options sampling_params model_files messages config", "http", "text", "grammar", "core", "front",
                "server", "commands"),
-    "executor": ("protocol gguf_header code_types shared_tensors served_tensors cache_layout batch moe_spec parallel staging progress process_life outbox free_memory weight_memory",
+    "executor": ("protocol regular_files gguf_header code_types shared_tensors served_tensors cache_layout batch moe_spec parallel staging progress process_life outbox free_memory weight_memory",
                  "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc oracle forward"),
     "router": ("backend config", "http", "placement", "fleet",

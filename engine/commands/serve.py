@@ -94,10 +94,10 @@ def server_config(args: argparse.Namespace, name: str, recommended: dict[str, An
 async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, args: argparse.Namespace) -> int:
     # starlette and uvicorn take a while to import: after the core process has begun to load.
     started_s = time.monotonic()
-    from penstock.engine.http.listen import bind_socket
+    from penstock.engine.http.listen import bind_sockets
 
     try:
-        sock = bind_socket(server.host, server.port)  # a port in use shows before the model is loaded
+        sockets = bind_sockets(server.host, server.port)  # a port in use shows before the model is loaded
     except OSError as error:
         raise ConfigError(f"port: {error.strerror or error}") from None
     task = asyncio.current_task()
@@ -124,13 +124,14 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
                 labels = engine.info.labels
                 _say_curl(url, server, template is not None, classifies=labels is not None and labels.tokens is None)
 
-            return await serve(engine, tokenizer, template, server, sock=sock, on_listening=announce)
+            return await serve(engine, tokenizer, template, server, sockets=sockets, on_listening=announce)
         except asyncio.CancelledError:
             _say("Stopped before the model was loaded")
             return 0
         finally:
             await engine.close()
-            sock.close()
+            for sock in sockets:
+                sock.close()
 
 
 def _say(line: str) -> None:

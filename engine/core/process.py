@@ -37,6 +37,7 @@ from penstock.engine.messages import (
 )
 from penstock.executor.process_life import Reporter, begin, leave_with, send
 from penstock.executor.protocol import (
+    STEP_DEADLINE_S,
     AdapterError,
     ExecutorConfig,
     ExecutorError,
@@ -52,6 +53,10 @@ log = logging.getLogger("penstock.engine")
 
 TRANSFER_POLL_S = 0.005  # an idle core whose blocks are in flight to the tiers goes on with them this often
 TIER_STATS_S = 0.25  # between steps the tiers' figures are sent this often, and with the last step
+TURN = "a turn of its loop"
+# What may take longer than a step: the ranks read an adapter, or weights from a slow disk, and answer within a time of
+# their own (executor/ranks/ranked.py), which is not longer.
+CONTROL_DEADLINES_S = {"load_adapter": 150.0, "update_weights": 3900.0, "sleep": 1900.0, "wake_up": 1900.0}
 IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once, and what may be needed is warmed
 
 
@@ -60,15 +65,16 @@ def main() -> int:
     start, channel = begin(CoreStart)
     leave_with(channel)
     context, reporter, config = zmq.Context(), Reporter(partial(send, channel)), start.config
+    duty = Duty()
     link = CoreLink(context, Path(start.directory))
     link.send(Connected())
     try:
         executor = open_executor(config.executor, lambda line: link.send(LoadProgress(line)))
         core = EngineCore(config, executor, lambda: _compiler(config.executor, executor.info))
         link.send(Ready(core.info))
-        reporter.beat(lambda: _heartbeat(core))
+        reporter.beat(lambda: heartbeat(core, duty))
         settle_garbage()
-        _serve(core, link)
+        _serve(core, link, duty)
         core.close()
         return 0
     except ExecutorError as error:  # what the user can mend: the message says it all
@@ -122,7 +128,29 @@ class CoreLink:
             return messages
 
 
-def _serve(core: EngineCore, link: CoreLink) -> None:
+class Duty:
+    """What the core's thread does besides steps, as the heartbeat's thread reads it.
+
+    A step has a deadline of its own. Everything else gets one here, so that a core that hangs in a file or a lock is
+    noticed as one that hangs in a step.
+    """
+
+    def __init__(self) -> None:
+        self._job: tuple[str, float] | None = None  # its name and when it is due; one assignment, so never half of it
+
+    def begin(self, name: str, deadline_s: float = STEP_DEADLINE_S) -> None:
+        self._job = (name, time.monotonic() + deadline_s)
+
+    def end(self) -> None:
+        self._job = None
+
+    def overdue(self) -> tuple[str, float]:
+        """Return the job's name and by how much it is late."""
+        job = self._job
+        return ("", 0.0) if job is None else (job[0], max(time.monotonic() - job[1], 0.0))
+
+
+def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
     idle_wait_s = None if (fd := core.executor.fileno()) is None else IDLE_CHECK_S
     if fd is not None:
         link.wake_for(fd)
@@ -134,7 +162,9 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
         patience_s = idle_wait_s if checked else IDLE_CHECK_S
         if not core.is_settled:
             patience_s = TRANSFER_POLL_S
+        duty.end()
         messages = link.receive(0.0 if working else patience_s)
+        duty.begin(TURN)
         if not working and not messages:
             if not core.is_settled:
                 core.step()
@@ -159,12 +189,16 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
             elif isinstance(message, UnloadAdapter):
                 core.unload_adapter(message.key)
             elif isinstance(message, Control):
+                duty.begin(message.what, CONTROL_DEADLINES_S.get(message.what, STEP_DEADLINE_S))
                 outputs += _control(core, message, pausing, done)
+                duty.begin(TURN)
             elif isinstance(message, Shutdown):
                 return
         num_tokens = 0
         if core.has_work():
+            duty.end()
             outputs += core.step()
+            duty.begin(TURN)
             num_tokens = core.last_step_tokens
         outputs += core.rest.look()
         with_tiers = not core.has_work() or time.monotonic() >= tiers_due_s
@@ -210,8 +244,11 @@ def _control(core: EngineCore, message: Control, pausing: list[int], done: list[
     return outputs
 
 
-def _heartbeat(core: EngineCore) -> Heartbeat:
-    """How old the running step is."""
+def heartbeat(core: EngineCore, duty: Duty) -> Heartbeat:
+    """Return by how much the running step or the running job is beyond its deadline."""
+    job, overdue_s = duty.overdue()
+    if overdue_s > 0:
+        return Heartbeat(overdue_s, job)
     started = core.step_started_s
     age = 0.0 if started is None else time.monotonic() - started
     return Heartbeat(max(age - core.step_deadline_s, 0.0))

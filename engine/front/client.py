@@ -7,9 +7,9 @@ output, or with an error that says what happened.
 import asyncio
 import contextlib
 import itertools
+import logging
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -18,7 +18,9 @@ import msgspec
 import zmq
 
 from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.front.adapter_files import read_ahead
 from penstock.engine.front.answer import Answer, OpenAnswers
+from penstock.engine.front.liveness import TICK_S, Liveness
 from penstock.engine.front.submit import AnswerOptions, begin_answer, check_room
 from penstock.engine.messages import (
     Abort,
@@ -44,10 +46,11 @@ from penstock.engine.messages import (
 )
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.executor.process_life import HEARTBEAT_S, ChildProcess, receive, start_child
+from penstock.executor.process_life import ChildProcess, receive, start_child
 from penstock.executor.protocol import AdapterError, AdapterInfo, ModelInfo, WeightsError
 
-HEARTBEAT_LIMIT_S = 5 * HEARTBEAT_S
+log = logging.getLogger("penstock.engine")
+
 STOP_GRACE_S = 5.0  # for the core to leave after Shutdown, before it is killed
 
 
@@ -96,7 +99,8 @@ class AsyncEngine:
         self._decoder = msgspec.msgpack.Decoder(FromCore)
         self._is_connected = False
         self._heartbeat: Heartbeat | None = None
-        self._heard_s = time.monotonic()
+        self._liveness = Liveness()
+        self._ticking: asyncio.TimerHandle | None = None
         self._death: str | None = None
         self._asked: dict[int, asyncio.Future[Controlled]] = {}  # what the core has not answered yet
         self._closing = False
@@ -142,6 +146,14 @@ class AsyncEngine:
         start = CoreStart(str(self._directory), self.config)
         self._process = process = start_child("penstock.engine.core.process", "the engine core", start)
         loop.add_reader(process.channel, self._hear, process)
+        self._tick()
+
+    def _tick(self) -> None:
+        before = self._liveness.verdict
+        self._liveness.tick()
+        if self._liveness.verdict != before:
+            log.warning("%s", self._liveness.reason)
+        self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     async def _unlink(self, directory: Path) -> None:
         """Remove the sockets' names once both connections stand: nothing is left behind, however we end."""
@@ -154,6 +166,8 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the core at once; what still runs ends with an error."""
         self._closing = True
+        if self._ticking is not None:
+            self._ticking.cancel()
         process, self._process = self._process, None
         if process is not None:
             if self._is_ready:  # while it loads it does not listen, and has nothing to lose
@@ -178,17 +192,17 @@ class AsyncEngine:
         return self._ready is not None and self._ready.done() and not self._ready.cancelled()
 
     def health(self) -> EngineHealth:
-        """Judged by the core's heartbeat and its running step, never by whether tokens come."""
-        silent_s = time.monotonic() - self._heard_s
-        overdue_s = self._heartbeat.overdue_s if self._heartbeat else 0.0
+        """Judge by the core's heartbeat, its process and its running step, never by whether tokens come."""
+        heartbeat, liveness = self._heartbeat, self._liveness
         if self._death is not None:
             return EngineHealth(False, False, self._death)
         if not self._is_ready:
             return EngineHealth(True, False, "the model is loading")
-        if silent_s > HEARTBEAT_LIMIT_S:
-            return EngineHealth(False, False, f"the engine core has been silent for {silent_s:.0f} s")
-        if overdue_s > 0:
-            return EngineHealth(False, False, f"a step of the engine core is {overdue_s:.0f} s beyond its deadline")
+        if liveness.verdict != "heard":
+            return EngineHealth(liveness.verdict == "starved", False, liveness.reason)
+        if heartbeat is not None and heartbeat.overdue_s > 0:
+            late = f"{heartbeat.job} of the engine core is {heartbeat.overdue_s:.0f} s beyond its deadline"
+            return EngineHealth(False, False, late)
         if self.state.is_paused:
             return EngineHealth(True, False, "the engine sleeps" if self.state.asleep else "the engine is paused")
         return EngineHealth(True, True, "ok")
@@ -262,6 +276,7 @@ class AsyncEngine:
 
     async def load_adapter(self, path: str) -> AdapterInfo:
         """Have the core hold the adapter in this folder; AdapterError says why it cannot."""
+        await read_ahead(path)
         loading = self._ask("load_adapter", path=path)
         try:
             answer = await asyncio.shield(loading)
@@ -316,7 +331,7 @@ class AsyncEngine:
             pass
 
     def _receive(self, message: FromCore) -> None:
-        self._heard_s = time.monotonic()
+        self._liveness.heard()
         if isinstance(message, Outputs):
             before, self.stats = self.stats, message.stats
             self.stats.tiers = self.stats.tiers or before.tiers  # they do not come with every step
@@ -340,6 +355,7 @@ class AsyncEngine:
             self._progress(message.line)
         elif isinstance(message, Ready):
             assert self._ready is not None
+            self._liveness.pid = None if self._process is None else self._process.pid  # its heartbeats begin
             if not self._ready.done():
                 self._ready.set_result(message.info)
         elif isinstance(message, Dead):
@@ -374,6 +390,7 @@ class AsyncEngine:
     def _die(self, reason: str) -> None:
         if self._death is None:
             self._death = reason
+        self._liveness.pid = None
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(EngineDead(self._death))

@@ -34,12 +34,16 @@ class Keys:
         return bool(self._digests)
 
     def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Whether the request carries one of the keys, once: `Authorization: Bearer KEY`, or `x-api-key: KEY`."""
+        """Return whether the request carries a key, as `Authorization: Bearer KEY` or `x-api-key: KEY`, and no wrong one."""
         return self.number(headers) is not None
 
     def number(self, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-        """Which of the keys it carries, from 1 in their order: what may be logged of a key."""
-        given = key_digest(headers)
+        """Return which of the keys the request carries, counted from 1; this number may be logged. None: it carries none,
+        or one that is not accepted. Of several accepted keys the first counts."""
+        numbers = [self._number_of(given) for given in _digests_of(headers)]
+        return None if not numbers or None in numbers else numbers[0]
+
+    def _number_of(self, given: bytes | None) -> int | None:
         if given is None:
             return None
         same = [hmac.compare_digest(given, digest) for digest in self._digests]  # a list: no early exit
@@ -63,14 +67,18 @@ class Authentication:
 
 
 def key_digest(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Of the key that came with a request; None: there is none, or more than one was given."""
-    values = bearers(headers)
-    scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
-    return _digest(key.strip()) if scheme.lower() == b"bearer" else None
+    """Return the digest of the first key that came with a request; None: there is none."""
+    return next(iter(_digests_of(headers)), None)
+
+
+def _digests_of(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes | None]:
+    """Return the digest of every key that came with a request; None stands for a value that holds no key."""
+    parts = [value.partition(b" ") for value in bearers(headers)]
+    return [_digest(key.strip()) if scheme.lower() == b"bearer" else None for scheme, _, key in parts]
 
 
 def bearers(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-    """All keys that came, as values of `Authorization`."""
+    """Return all keys that came, as values of `Authorization`."""
     return [value if name == b"authorization" else b"Bearer " + value for name, value in headers if name in CARRIERS]
 
 

@@ -5,11 +5,12 @@ client would see a refused connection where it should see 503.
 """
 
 import asyncio
+import errno
 import socket
 import time
 from collections import Counter
 from email.utils import formatdate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.engine.http.limits import KEEP_ALIVE_S, Limits, allow_open_files
 
@@ -18,24 +19,73 @@ if TYPE_CHECKING:
 
     from penstock.engine.http.connection import GuardedConnection
 
+Address = tuple[socket.AddressFamily, tuple[Any, ...]]
+
 BACKLOG = 2048
 SETTLE_S = 1.0
+FREE_PORT_ATTEMPTS = 20
+NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
 SPARE_FILES = 256  # file descriptors for everything that is not a client
 
 
-def bind_socket(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """A TCP socket bound to the address, not listening yet: a client is refused until the server is up.
+def bind_sockets(host: str, port: int) -> list[socket.socket]:
+    """Return a TCP socket for every address that `host` resolves to, all bound to one port and not listening yet.
 
-    Bind before the model loads and a port clash shows at once; port 0 takes a free one. With `reuse_port` several
-    processes may bind the same one, and the kernel deals connections out among those that listen.
+    Binding before the model loads shows a taken port at once. Port 0 takes one that is free at every address. IPv6
+    addresses are left out where this machine has no IPv6: `localhost` may name ::1 there.
     """
+    addresses = _resolve(host, port)
+    num_attempts = FREE_PORT_ATTEMPTS if port == 0 else 1
+    for attempt in range(num_attempts):
+        try:
+            return _bind_all(addresses, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or attempt == num_attempts - 1:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _bind_all(addresses: list[Address], port: int) -> list[socket.socket]:
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    for address in addresses:
+        try:
+            sockets.append(_bind(address, sockets[0].getsockname()[1] if sockets else port))
+        except OSError as error:
+            if address[0] == socket.AF_INET6 and error.errno in NO_IPV6:
+                missing = error
+                continue
+            for sock in sockets:
+                sock.close()
+            raise
+    if not sockets:
+        assert missing is not None, "a name resolves to one address at least"
+        raise missing
+    return sockets
+
+
+def bind_socket(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """Return a TCP socket bound to the first address of `host`, not listening yet.
+
+    With `reuse_port` several processes may bind the same port, and the kernel deals connections out among those that
+    listen.
+    """
+    return _bind(_resolve(host, port)[0], port, reuse_port)
+
+
+def _resolve(host: str, port: int) -> list[Address]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
-    family, kind, protocol, _, address = found[0]
-    sock = socket.socket(family, kind, protocol)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+def _bind(address: Address, port: int, reuse_port: bool = False) -> socket.socket:
+    family, (host, _, *rest) = address
+    sock: socket.socket | None = None
     try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -44,9 +94,10 @@ def bind_socket(host: str, port: int, *, reuse_port: bool = False) -> socket.soc
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        sock.bind(address)
+        sock.bind((host, port, *rest))
     except OSError as error:
-        sock.close()
+        if sock is not None:
+            sock.close()
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
     return sock
 
@@ -57,16 +108,16 @@ def url_of(sock: socket.socket) -> str:
 
 
 class Listener:
-    """Serves `app` on `sock` as long as it is entered; takes over the socket."""
+    """Serves `app` on all `sockets`, which it takes over, as long as it is entered."""
 
-    def __init__(self, app: "ASGIApp", sock: socket.socket, limits: Limits, refused: Counter[int]) -> None:
+    def __init__(self, app: "ASGIApp", sockets: list[socket.socket], limits: Limits, refused: Counter[int]) -> None:
         # Here: who binds a socket and then starts the core does not wait for them.
         import uvicorn
         from uvicorn.server import ServerState
 
         from penstock.engine.http.connection import GuardedConnection
 
-        self.sock = sock
+        self.sockets = sockets
         self._limits, self._refused = limits, refused
         self._config = uvicorn.Config(
             app,
@@ -83,7 +134,7 @@ class Listener:
             timeout_keep_alive=int(KEEP_ALIVE_S),
         )
         self._state, self._kind = ServerState(), GuardedConnection
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._clock: asyncio.TimerHandle | None = None
 
     @property
@@ -95,13 +146,15 @@ class Listener:
         allow_open_files(self._limits.max_connections + SPARE_FILES)
         self._tick()
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connection, sock=self.sock, backlog=BACKLOG)
+        for sock in self.sockets:
+            self._servers.append(await loop.create_server(self._connection, sock=sock, backlog=BACKLOG))
         return self
 
     async def __aexit__(self, *_error: object) -> None:
         """Stop accepting; answers that are complete get a moment to leave, everything else is cut off."""
-        assert self._server is not None and self._clock is not None
-        self._server.close()
+        assert self._clock is not None
+        for server in self._servers:
+            server.close()
         self._clock.cancel()
         for connection in list(self.connections):
             connection.shutdown()

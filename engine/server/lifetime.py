@@ -11,7 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 
 from penstock.engine.front.client import AsyncEngine
-from penstock.engine.http.listen import Listener, bind_socket, url_of
+from penstock.engine.http.listen import Listener, bind_sockets, url_of
 from penstock.engine.server.app import ServerApp
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import Service
@@ -32,23 +32,23 @@ async def serve(
     template: ChatTemplate | None,
     config: ServerConfig,
     *,
-    sock: socket.socket | None = None,
+    sockets: list[socket.socket] | None = None,
     on_listening: Callable[[str], None] = lambda _url: None,
 ) -> int:
     """Serve a started engine until a signal or its death; the process's exit code. The caller closes the engine.
 
-    `config` is a resolved one. `sock`: from `bind_socket`, where the port was taken before the model loaded.
+    `config` is a resolved one. `sockets`: from `bind_sockets`, where the port was taken before the model loaded.
     """
     app = ServerApp(Service(engine, tokenizer, template, config))
     await app.service.adapters.load_all(config.lora_modules)
-    sock = sock or bind_socket(config.host, config.port)
+    sockets = sockets or bind_sockets(config.host, config.port)
     stopping = Stopping()
     with stop_signals(stopping.take), contextlib.ExitStack() as at_the_end:
         if app.service.spans is not None:
             at_the_end.callback(app.service.spans.exporter.close)  # no request is left that would wait for it
-        listener = Listener(app, sock, config.limits, app.service.metrics.refused)
+        listener = Listener(app, sockets, config.limits, app.service.metrics.refused)
         async with published(app, config), listener:
-            on_listening(url_of(sock))
+            on_listening(url_of(sockets[0]))
             warming = asyncio.create_task(_warm_when_quiet(app.service))
             await wait_for(lambda: not engine.health().alive, stopping.drain)
             warming.cancel()

@@ -14,6 +14,7 @@ from penstock.executor.kernels.codes import Coded
 from penstock.executor.kernels.grouped import Grouped
 from penstock.executor.loading.quantization import old_config, read_schemes
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
+from penstock.executor.regular_files import read_regular
 from penstock.executor.shared_tensors import check_sealed
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def read_json(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise ExecutorError(f"{path}: {size} bytes; at most {MAX_JSON_BYTES} are allowed")
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_regular(path))
     except OSError as error:
         raise ExecutorError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.executor.loading.checkpoint import read_json
 from penstock.executor.protocol import ExecutorError
+from penstock.executor.regular_files import require_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -121,6 +122,7 @@ class SafetensorsFolder:
 
 def open_safetensors(path: Path) -> Any:
     try:
+        require_regular(path)
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ExecutorError(f"{path}: not a whole safetensors file ({error})") from None

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import io
 import os
 import signal
 import tempfile
@@ -16,12 +17,14 @@ from typing import Any, cast
 import pytest
 
 from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig
+from penstock.engine.front import adapter_files
 from penstock.engine.front.answer import Answer, Update, joined
-from penstock.engine.front.client import HEARTBEAT_LIMIT_S, AsyncEngine, EngineDead, QueueFull
+from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
+from penstock.engine.front.liveness import SILENCE_S
 from penstock.engine.messages import Outputs, Stats
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.process_life import ChildProcess
-from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.protocol import AdapterError, ExecutorConfig
 from tests.support.programs import Program, all_gone
 from tests.support.simulation import alone, submit
 
@@ -197,12 +200,57 @@ def test_a_stopped_core_fails_the_health_check_and_comes_back() -> None:
         async with running() as engine:
             assert engine.health().alive
             os.kill(pid_of(engine), signal.SIGSTOP)
-            await until(lambda: not engine.health().alive, HEARTBEAT_LIMIT_S + 20)
+            await until(lambda: not engine.health().alive, SILENCE_S + 60)
             assert "silent" in engine.health().reason
             os.kill(pid_of(engine), signal.SIGCONT)
             await until(lambda: engine.health().alive)
 
     asyncio.run(run())
+
+
+def test_a_core_that_computes_is_kept_however_silent_it_is() -> None:
+    """As on a machine so busy that its heartbeats come late."""
+
+    async def run() -> None:
+        async with running() as engine:
+            answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=900_000, detokenize=False))
+            hearing, engine._receive = engine._receive, lambda message: None  # type: ignore[method-assign]
+            await until(lambda: not engine.health().ready)
+            assert engine.health().alive, engine.health().reason
+            engine._receive = hearing  # type: ignore[method-assign]
+            await until(lambda: engine.health().ready)
+            answer.abort()
+
+    asyncio.run(run())
+
+
+def test_an_adapter_file_that_blocks_is_refused_and_holds_up_no_request(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "adapter_config.json")
+
+    async def run() -> None:
+        sizes: dict[str, Any] = {"max_model_len": 4096, "enable_lora": True, "hf_overrides": {"vocab_size": 50}}
+        engine = AsyncEngine(EngineConfig(executor=ExecutorConfig(kind="oracle", **sizes), scheduler=SchedulerConfig()))
+        await engine.start()
+        try:
+            loading = asyncio.ensure_future(engine.load_adapter(str(tmp_path)))
+            async with asyncio.timeout(60.0):
+                with pytest.raises(AdapterError, match="adapter_config.json: not a regular file"):
+                    await loading
+                assert (await read(engine.generate([1, 2], GREEDY)))[0].finish_reason == "length"
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_file_that_gives_no_bytes_is_refused_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a mount whose server is gone: the thread that reads hangs in the kernel."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    is_over = threading.Event()
+    monkeypatch.setattr(adapter_files, "open_regular", lambda _path: is_over.wait() and io.BytesIO())
+    with pytest.raises(AdapterError, match=r"reading adapter_config.json has made no progress for 0.1 s"):
+        asyncio.run(adapter_files.read_ahead(str(tmp_path), stall_s=0.1))
+    is_over.set()
 
 
 def test_signals_for_the_process_group_leave_the_core_to_its_parent() -> None:

@@ -8,6 +8,7 @@ import msgspec
 from penstock.cache.tiers.base import Store
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.core.process import Duty, heartbeat
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.messages import Heartbeat
 from penstock.executor.oracle import OracleExecutor
@@ -104,4 +105,25 @@ def test_health_fails_on_an_overdue_step_and_not_on_a_long_one() -> None:
     engine._receive(Heartbeat(overdue_s=0.0))
     assert engine.health().ready
     engine._receive(Heartbeat(overdue_s=12.0))
-    assert not engine.health().alive and "12 s beyond its deadline" in engine.health().reason
+    assert (
+        not engine.health().alive and "a step of the engine core is 12 s beyond its deadline" in engine.health().reason
+    )
+
+
+def test_a_job_beside_the_steps_that_hangs_fails_the_health_check_by_its_name() -> None:
+    core = EngineCore(CONFIG, OracleExecutor(CONFIG.executor))
+    duty = Duty()
+    duty.begin("load_adapter", deadline_s=1000.0)
+    assert heartbeat(core, duty).overdue_s == 0.0
+    duty.begin("load_adapter", deadline_s=-12.0)
+    beat = heartbeat(core, duty)
+    assert beat.job == "load_adapter" and beat.overdue_s >= 12.0
+    duty.end()
+    assert heartbeat(core, duty).overdue_s == 0.0
+    engine = AsyncEngine(CONFIG)
+    loop = asyncio.new_event_loop()
+    engine._ready = loop.create_future()
+    loop.close()
+    engine._ready.set_result(core.info)
+    engine._receive(beat)
+    assert not engine.health().alive and "load_adapter of the engine core is 12 s beyond" in engine.health().reason

@@ -13,7 +13,7 @@ import uvloop
 
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.limits import Limits
-from penstock.engine.http.listen import Listener, bind_socket, url_of
+from penstock.engine.http.listen import Listener, bind_sockets, url_of
 from penstock.engine.server.app import ServerApp
 from penstock.engine.server.server_config import ServerConfig, resolve
 from penstock.engine.server.service import Service
@@ -32,8 +32,8 @@ class Running:
         self.engine = cast(FakeEngine, engine)  # tests of another one know what they have
         self.app = app
         self.listener = listener
-        self.url = url_of(listener.sock)
-        self.port = listener.sock.getsockname()[1]
+        self.url = url_of(listener.sockets[0])
+        self.port = listener.sockets[0].getsockname()[1]
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def call(self, work: Callable[[], Any]) -> Any:
@@ -81,7 +81,7 @@ def running(
         if isinstance(engine, AsyncEngine):
             await engine.start()
         app = ServerApp(Service(cast(AsyncEngine, engine), tokenizer, template or line_template(), config))
-        async with Listener(app, bind_socket(config.host, 0), config.limits, app.service.metrics.refused) as listener:
+        async with Listener(app, bind_sockets(config.host, 0), config.limits, app.service.metrics.refused) as listener:
             started.append(Running(asyncio.get_running_loop(), engine, app, listener))
             is_up.set()
             await stop.wait()

@@ -374,9 +374,9 @@ def test_the_vocabulary_is_made_in_the_first_quiet_second_and_once() -> None:
 
     world = Core(compiler=Compiler(load))
     busy = submit("r", [1, 2, 3], None, 2)
-    core_process._serve(world.core, Visitors([busy]))  # type: ignore[arg-type]
+    core_process._serve(world.core, Visitors([busy]), core_process.Duty())  # type: ignore[arg-type]
     assert not made.is_set(), "a core that was never idle made it"
-    core_process._serve(world.core, Visitors([], [], [submit("s", [1, 2], None, 2)], []))  # type: ignore[arg-type]
+    core_process._serve(world.core, Visitors([], [], [submit("s", [1, 2], None, 2)], []), core_process.Duty())  # type: ignore[arg-type]
     assert made.wait(20)
     world.core.close()
     assert len(loads) == 1 and loads[0] is not threading.main_thread()

@@ -50,12 +50,24 @@ def test_two_authorization_headers_are_refused_even_if_one_is_right(server: Runn
     assert status(server, "GET", "/v1/models", wrong, right) == 401
 
 
-def test_a_key_may_come_as_anthropic_sends_it_but_not_beside_another(server: Running) -> None:
+def test_a_key_may_come_as_anthropic_sends_it_but_not_beside_a_wrong_one(server: Running) -> None:
     assert status(server, "GET", "/v1/models", f"x-api-key: {KEY}") == 200
     for wrong in ("sk-wrong", "", f"Bearer {KEY}", f"{KEY} {KEY}"):
         assert status(server, "GET", "/v1/models", f"x-api-key: {wrong}") == 401, wrong
-    assert status(server, "GET", "/v1/models", f"x-api-key: {KEY}", "authorization: Bearer sk-wrong") == 401
-    assert status(server, "GET", "/v1/models", f"x-api-key: {KEY}", "x-api-key: sk-wrong") == 401
+    for wrong in ("authorization: Bearer sk-wrong", "authorization: Basic x", "x-api-key: sk-wrong", "x-api-key: "):
+        assert status(server, "GET", "/v1/models", f"x-api-key: {KEY}", wrong) == 401, wrong
+        assert status(server, "GET", "/v1/models", wrong, f"x-api-key: {KEY}") == 401, wrong
+
+
+@pytest.mark.parametrize("other", [KEY, "sk-other"])
+def test_several_headers_may_carry_keys_that_are_all_accepted(server: Running, other: str) -> None:
+    """Anthropic's SDK sends both headers where both of its variables are set."""
+    both = f"authorization: Bearer {other}", f"x-api-key: {KEY}"
+    assert status(server, "GET", "/v1/models", *both) == 200
+    assert (
+        Keys((KEY, "sk-other")).number([(b"x-api-key", b"sk-other"), (b"authorization", b"Bearer " + KEY.encode())])
+        == 2
+    )
 
 
 @pytest.mark.parametrize("key", [KEY, "sk-other"])

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,10 +17,10 @@ import httpx
 import pytest
 
 from penstock.engine.http.limits import Limits
-from penstock.engine.http.listen import bind_socket
+from penstock.engine.http.listen import bind_sockets
 from penstock.engine.server import lifetime as life
 from penstock.engine.server.server_config import ServerConfig, resolve
-from tests.support.running_server import until
+from tests.support.running_server import running, until
 
 PROGRAM = """
 import logging, signal, sys
@@ -199,11 +200,40 @@ def test_the_log_has_a_line_per_request_without_the_prompt_or_the_key() -> None:
 
 
 def test_a_taken_port_is_an_error_that_names_it() -> None:
-    taken = bind_socket("127.0.0.1", 0)
+    (taken,) = bind_sockets("127.0.0.1", 0)
     taken.listen()
     port = taken.getsockname()[1]
     with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
-        bind_socket("127.0.0.1", port)
+        bind_sockets("127.0.0.1", port)
+    taken.close()
+
+
+@pytest.fixture
+def two_addresses(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """The name "both" resolves to them, as "localhost" does where IPv4 and IPv6 are on."""
+    found = ("127.0.0.1", "127.0.0.2")
+    resolve_name = socket.getaddrinfo
+
+    def resolve_both(host: str, port: int, *args: Any, **options: Any) -> list[Any]:
+        hosts = found if host == "both" else (host,)
+        return [entry for each in hosts for entry in resolve_name(each, port, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_both)
+    return found
+
+
+def test_a_server_listens_at_every_address_of_its_host(two_addresses: tuple[str, str]) -> None:
+    with running(host="both") as server:
+        for address in two_addresses:
+            assert httpx.get(f"http://{address}:{server.port}/health", timeout=60).status_code == 200
+
+
+def test_a_port_that_is_taken_at_the_second_address_is_an_error(two_addresses: tuple[str, str]) -> None:
+    (taken,) = bind_sockets(two_addresses[1], 0)
+    taken.listen()
+    port = taken.getsockname()[1]
+    with pytest.raises(OSError, match=f"cannot listen on {two_addresses[1]}:{port}: Address already in use"):
+        bind_sockets("both", port)
     taken.close()
 
 

@@ -1,0 +1,96 @@
+"""Decides from its heartbeat, its process state and its CPU clock whether the engine core is lost or only starved of CPU.
+
+A core that is stopped or dead is lost as soon as it is silent. One that is runnable or uses CPU is alive however silent it
+is, until a far longer limit: on a busy machine heartbeats come late. `AsyncEngine` calls `heard` and `tick`.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from penstock.executor.process_life import HEARTBEAT_S
+
+TICK_S = 0.25
+SILENCE_S = 5 * HEARTBEAT_S  # then the process is examined
+STUCK_S = 30.0  # of these seconds without being runnable and without CPU, it hangs in a lock or a system call
+RUNAWAY_S = 300.0  # silent for so long, it is lost whatever it computes
+# The least share of a core that counts as progress. A thread that only waits for the interpreter's lock, which a hung one
+# holds, wakes 200 times a second and uses up to 1 %.
+PROGRESS_SHARE = 0.05
+GONE_STATES = frozenset("TtZXx")  # stopped, traced, zombie, dead
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+Verdict = Literal["heard", "starved", "lost"]
+
+
+class ProcessLook(NamedTuple):
+    """What /proc says of a process at one moment."""
+
+    state: str  # of its main thread
+    is_runnable: bool  # any of its threads
+    cpu_s: float
+
+
+def look_at(pid: int) -> ProcessLook | None:
+    """Read the state of a process; None where it is gone or there is no /proc."""
+    try:
+        fields = _stat_fields(Path(f"/proc/{pid}/stat"))
+        threads = [_stat_fields(path)[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:
+        return None
+    return ProcessLook(fields[0], "R" in threads, (int(fields[11]) + int(fields[12])) / CLOCK_TICKS)
+
+
+def _stat_fields(path: Path) -> list[str]:
+    """Return the fields behind the command's name, which may hold spaces and parentheses."""
+    return path.read_text().rpartition(")")[2].split()
+
+
+class Liveness:
+    def __init__(
+        self,
+        look: Callable[[int], ProcessLook | None] = look_at,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pid: int | None = None  # without a process, nothing is judged
+        self._look, self._clock = look, clock
+        self._ticked_s = clock()
+        self._last: ProcessLook | None = None
+        self.silent_s = 0.0
+        self._stuck_s = 0.0
+        self.verdict: Verdict = "heard"
+
+    def heard(self) -> None:
+        """The core has sent something."""
+        self.silent_s = self._stuck_s = 0.0
+        self._last = None
+        self.verdict = "heard"
+
+    def tick(self) -> None:
+        """Call every TICK_S. Time by which the calls come late is this process's own delay and is not counted: messages of
+        the core may wait unread."""
+        now_s = self._clock()
+        passed_s = min(now_s - self._ticked_s, 2 * TICK_S)
+        self._ticked_s = now_s
+        self.silent_s += passed_s
+        if self.pid is None or self.silent_s <= SILENCE_S:
+            return
+        look, before = self._look(self.pid), self._last
+        self._last = look
+        if look is None or look.state in GONE_STATES or self.silent_s > RUNAWAY_S:
+            self.verdict = "lost"
+            return
+        has_progressed = before is None or look.cpu_s - before.cpu_s >= PROGRESS_SHARE * passed_s
+        if not look.is_runnable and not has_progressed:
+            self._stuck_s += passed_s
+        self.verdict = "lost" if self._stuck_s > STUCK_S else "starved"
+
+    @property
+    def reason(self) -> str:
+        """The verdict in words."""
+        silence = f"the engine core has been silent for {self.silent_s:.0f} s"
+        if self.verdict == "starved":
+            return f"{silence}; its process is alive and gets too little CPU, or hangs"
+        return silence
