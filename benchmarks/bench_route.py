@@ -3,16 +3,13 @@
     python benchmarks/bench_route.py cost --peer-python PATH   requests and chunks per second of its CPU beside an aiohttp
                                            proxy (an environment with aiohttp and uvloop), and the latency it adds
     python benchmarks/bench_route.py gateways --programs DIR [--nginx PATH]   the same beside others' gateways
-    python benchmarks/bench_route.py hash  [--tokens 39000] [--clients 128] [--requests 256]
     python benchmarks/bench_route.py failover  [--replicas 8] [--pairs 5]
     python benchmarks/bench_route.py split  [--seconds 6] [--prompt-tokens 6000] [--every 0.5]
 
 `cost`: a figure is divided by the CPU seconds of the proxy's own process, so it is per core whatever else runs. The router
 runs as its users run it; the aiohttp proxy only passes on. Latency is that of clients at half of the router's throughput,
 through it and straight to the backend in turn. `gateways`: two backends, prompts that begin differently, and
-our router by its default policy without a tokenizer, as theirs work on text; DIR as in benchmarks/gateways.py. `hash`: the published failure, rebuilt: prompts of 39,000 tokens as
-ids, replicas that answer at once, and a router that computes keys in a Python loop on its event loop before each decision,
-beside the same router with the keys in C. `failover`: a replica of eight is killed under 64 clients; a request fails when
+our router by its default policy without a tokenizer, as theirs work on text; DIR as in benchmarks/gateways.py. `failover`: a replica of eight is killed under 64 clients; a request fails when
 its answer is not 200. `split`: 16 answers stream, a prompt of 6,000 tokens that no replica has seen comes every 500 ms;
 one pool of two replicas beside one that computes prompts for the other. Replicas of the last two are real servers with a
 model's pace and no model (tests/support/mock_replica.py); their blocks really move, but are small.
@@ -22,7 +19,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import logging
 import random
 import signal
 import statistics
@@ -38,7 +34,6 @@ from gateways import Worker, gateway
 from pairs import compare, main, quantile, rounded, rounds, serving, summary, wait_ready
 from tests.support.peer_rig import free_addresses
 from tests.support.router_fleet import MockReplica, mock_replicas
-from tests.support.slow_hash import v1_chain
 
 from penstock.engine.commands.bench.http_client import Client, Target
 
@@ -177,68 +172,6 @@ def gateways(
     return figures
 
 
-# -- hash --------------------------------------------------------------------------------------------------------
-
-
-def slow_router(backend: int = 0) -> None:
-    """The router with the Python loop run first and on the event loop, as a published one did before each decision."""
-    from penstock.engine.http.listen import bind_socket
-    from penstock.router.config import RouterConfig, resolve
-    from penstock.router.placement.placement import Placement
-    from penstock.router.placement.prompts import Texts
-    from penstock.router.serve import serve_alone
-
-    prepare = Placement.prepare
-
-    def slowly(self: Placement, tokens: Any, salt: str | None = None, adapter: str | None = None) -> Any:
-        v1_chain(memoryview(tokens).cast("i").tolist(), 32)
-        return prepare(self, tokens, salt, adapter)
-
-    Placement.prepare = slowly  # type: ignore[method-assign]
-    Texts.is_long = lambda self, path, body: False  # type: ignore[method-assign]
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    config = resolve(RouterConfig(backends=(f"http://127.0.0.1:{backend}",), port=0, max_requests=4096), {})
-    uvloop.run(serve_alone(config, bind_socket(config.host, 0)))
-
-
-async def first_bytes(port: int, contents: list[bytes], clients: int) -> tuple[list[float], float]:
-    """Seconds to the first byte of each answer, and of the whole run."""
-    begun_s, room = time.perf_counter(), asyncio.Semaphore(clients)
-    with client_of(port) as client:
-
-        async def one(content: bytes) -> Answer:
-            async with room:
-                return await send(client, content)
-
-        answers = await asyncio.gather(*map(one, contents))
-    assert all(answer.status == 200 for answer in answers)
-    return [answer.times_s[0] - answer.sent_s for answer in answers], time.perf_counter() - begun_s
-
-
-def hash(tokens: int = 39_000, clients: int = 128, requests: int = 256, pairs: int = 5) -> dict[str, Any]:
-    rng, contents = random.Random(1), []
-    for _ in range(requests):  # encoded before the clock starts: each has 200 KB
-        body = {"model": "m", "prompt": rng.choices(range(50_000), k=tokens), "max_tokens": 1}
-        content = json.dumps(body, separators=(",", ":")).encode()
-        contents.append(Target("bench", 80).request("POST", "/v1/completions", content, {}))
-    p95: dict[str, list[float]] = {"C": [], "Python": []}
-    with contextlib.ExitStack() as stack:
-        backend, _ = stack.enter_context(serving(sys.executable, LOADS, "backend"))
-        fast, _ = stack.enter_context(serving(*ROUTE, "--backend", f"http://127.0.0.1:{backend}"))
-        slow, _ = stack.enter_context(serving(sys.executable, __file__, "slow-router", "--backend", str(backend)))
-        ports = {"C": fast, "Python": slow}
-
-        def rate(hasher: str) -> float:
-            times, seconds = uvloop.run(first_bytes(ports[hasher], contents, clients))
-            p95[hasher].append(quantile(times, 0.95))
-            return len(times) / seconds
-
-        for port in ports.values():
-            wait_ready(port)
-        rates = compare("requests", {name: partial(rate, name) for name in ports}, pairs, "per second")
-    return {"requests": rates, "first_byte_p95": summary("first byte p95", p95, "s")}
-
-
 # -- failover ----------------------------------------------------------------------------------------------------
 
 
@@ -363,4 +296,4 @@ def split(
 
 
 if __name__ == "__main__":
-    main(__doc__, "route", cost, gateways, hash, failover, split, slow_router)
+    main(__doc__, "route", cost, gateways, failover, split)

@@ -1,7 +1,6 @@
 """What the cache tiers cost when they do not help, and what they save when they do.
 
-    python benchmarks/bench_tiers.py cost   duration of a batch of new prompts: no tiers, host, host and disk; and with
-                                            blocks written to the disk by the caller, as connectors once did
+    python benchmarks/bench_tiers.py cost   duration of a batch of new prompts: no tiers, host, host and disk
     python benchmarks/bench_tiers.py ttft   time to first token of a prompt found on the disk, and of one found at a peer,
                                             against computing it
     python benchmarks/bench_tiers.py prefix time to first token behind a long prefix of a model with recurrent layers (the
@@ -100,8 +99,6 @@ def cost(
     with ExitStack() as stack:
         engines = Engines(stack, model, load_format, vocab, disk_path)
         sides = {"none": engines.open(host=False), "host": engines.open(), "host+disk": engines.open(disk=True)}
-        sides["host+disk, caller writes"] = caller = engines.open(disk=True)
-        write_in_the_caller(store_of(caller))
         batches = [[engines.prompt(input_len) for _ in range(prompts)] for _ in range(pairs + 1)]
         waiting = {name: iter(batches) for name in sides}  # every engine gets the same batches
         runs = {name: lambda n=name: run(sides[n], next(waiting[n]), output_len) for name in sides}
@@ -120,18 +117,6 @@ def cost(
 def ratio(name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
     """How many times as long the first of the sides takes: 1.03 means 3 % slower."""
     return summary(f"{name}, {' / '.join(seconds)}", seconds, "s", higher_is_better=True)
-
-
-def write_in_the_caller(disk: Any) -> None:
-    """As connectors did before they had workers: who stores a block waits until it is written."""
-    put = disk.put
-
-    def put_and_wait(key: bytes, buffer: Any) -> bool:
-        is_taken = put(key, buffer)
-        disk.flush()
-        return is_taken  # type: ignore[no-any-return]
-
-    disk.put = put_and_wait
 
 
 # -- ttft --------------------------------------------------------------------------------------------------------

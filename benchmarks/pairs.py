@@ -318,9 +318,9 @@ def answer_questions(answer: Callable[[Any], Any], started: Any = None) -> None:
 
 
 @contextlib.contextmanager
-def serving(*command: str) -> Iterator[tuple[int, int]]:
-    """A server as a child: its port, which stands at the end of a line that it prints, and its process."""
-    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+def serving(*command: str, root: Path = ROOT) -> Iterator[tuple[int, int]]:
+    """Run a server of a checkout as a child. Yield its port, read from the end of a line that it prints, and its pid."""
+    path = os.pathsep.join((str(root / "src"), str(root)))
     child = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -65,7 +65,7 @@ def block_keys(tokens: Tokens, block_size: int, *, root: bytes = namespace_root(
     if num_blocks == 1:
         # The scheduler comes here for every block that decoding fills. hashlib keeps the GIL for so little. A cffi
         # call releases it, and beside a busy thread one in a thousand then waits milliseconds to get it back: ten
-        # times the cost on average (benchmarks/bench_scheduler.py keys).
+        # times the cost on average (docs/block-keys.md has the figures).
         return [sha256(root + ids[:block_bytes]).digest()]
     if num_blocks == 0:
         return []

@@ -5,11 +5,11 @@ python -m benchmarks.gpu.roofline DIR/ladder.jsonl
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import ROOT
-from benchmarks.published import write_between
 
 PAGE = ROOT / "docs" / "performance.md"
 MARKS = "<!-- roofline: written by benchmarks/gpu/roofline.py -->", "<!-- end of the roofline -->"
@@ -49,6 +49,13 @@ def main(path: Path) -> None:
         )
     print("\n".join(lines))
     write_between(PAGE, MARKS, [*lines, ""])
+
+
+def write_between(page: Path, marks: tuple[str, str], lines: Sequence[str]) -> None:
+    """Replace the part of a page between two marks."""
+    head, _, rest = page.read_text().partition(marks[0])
+    assert rest, f"{page.name} has lost its mark: {marks[0]}"
+    page.write_text("\n".join([head + marks[0], "", *lines]) + marks[1] + rest.partition(marks[1])[2])
 
 
 if __name__ == "__main__":

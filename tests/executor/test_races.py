@@ -107,9 +107,7 @@ def test_one_pool_for_forward_passes_and_draws_would_be_a_race(monkeypatch: pyte
         monkeypatch.setattr("penstock.executor.step.graphs.CudaGraphs", lambda: pool)
         executor = open_executor(monkeypatch)
         world = World(executor, 1, SAMPLINGS[:2], False, lambda: gpu.thread("the finisher"))
-        with pytest.raises(
-            Race, match=r"(?s)outbox.py reads.*\n.*inputs.py:\d+ compute_singles.*\n.*outbox.py:\d+ send"
-        ):
+        with pytest.raises(Race, match=r"the computing stream writes what stream \d+ of outbox.py reads"):
             world.run(50)
 
 
@@ -176,7 +174,7 @@ def test_streams_that_do_not_wait_for_each_other_race(gpu: PretendedGpu) -> None
     with torch.cuda.stream(side):
         numbers[:4].add_(1)
     numbers[4:].add_(1)  # others
-    with pytest.raises(Race, match=r"(?s)computing stream writes.*test_races.py:\d+ test_streams"):
+    with pytest.raises(Race, match="the computing stream writes what .* writes"):
         numbers[3:5].add_(1)
 
 

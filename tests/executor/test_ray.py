@@ -23,6 +23,9 @@ from penstock.executor.ranks.wire import Beat
 from tests.support.programs import Program, all_gone
 from tests.support.small_models import folder, greedy
 
+# Starting a cluster and importing torch and Ray in each actor takes most of a minute on two quiet cores.
+pytestmark = pytest.mark.timeout(900)
+
 pytest.importorskip("ray", reason="ray is not installed: pip install 'penstock[ray]'")
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -49,7 +52,7 @@ def driver(cluster: Program) -> Iterator[Program]:
     driver.end()
 
 
-def run(driver: Program, ranks: int = 2, place_timeout_s: float = 60.0) -> dict[str, Any]:
+def run(driver: Program, ranks: int = 2, place_timeout_s: float = 300.0) -> dict[str, Any]:
     driver.send(json.dumps({"num_ranks": ranks, "place_timeout_s": place_timeout_s}))
     return driver.heard()
 

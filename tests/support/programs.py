@@ -47,7 +47,7 @@ class Program:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         try:
-            self.process.wait(30)
+            self.process.wait(120)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -55,7 +55,7 @@ class Program:
         self._errors.close()
 
 
-def all_gone(pids: list[int], timeout_s: float = 30.0) -> bool:
+def all_gone(pids: list[int], timeout_s: float = 120.0) -> bool:
     until = time.monotonic() + timeout_s
     while any(map(lives, pids)) and time.monotonic() < until:
         time.sleep(0.1)
