@@ -22,6 +22,8 @@ PIP := $(BIN)/pip install -qq --no-compile --disable-pip-version-check -c .venv/
 SPREAD := -n 2 --dist worksteal --max-worker-restart 0
 EXTENSION := src/penstock/_csrc.abi3.so
 OUTPUT ?= benchmarks/results/gpu
+# Packages are installed without bytecode, so Python has to keep what it compiles, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE =
 
 # The extension is compiled while pip downloads and unpacks.
 serve:

@@ -5,11 +5,12 @@ show, that torch stays out of the light commands, is asked of fresh processes.
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -97,9 +98,21 @@ def dotted(path: Path) -> str:
     return ".".join(part for part in parts if part != "__init__")
 
 
-def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+@functools.cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(source)))
+
+
+def name_of(function: ast.expr) -> str:
+    """The dotted name of a called function; empty where it is no plain name."""
+    if isinstance(function, ast.Attribute):
+        return f"{name_of(function.value)}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[str]:
     """Full names of everything a module imports; `from a import b` yields a.b, which may be a module or a name."""
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -109,7 +122,7 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
                 parents = parents[: len(parents) - node.level + is_package]
                 base = ".".join([*parents, base] if base else parents)
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and name_of(node.func).endswith(("import_module", "__import__")):
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
 
 
@@ -120,7 +133,7 @@ def is_within(name: str, allowed: set[str]) -> bool:
 def wrong_imports(source: str, module: str, is_package: bool = False) -> list[str]:
     room = module.split(".")[0]
     wrong = []
-    for name in imports(ast.parse(source), module, is_package):
+    for name in imports(source, module, is_package):
         first, _, rest = name.partition(".")
         if first == "penstock":
             if rest and rest != "__version__" and not is_within(rest, MAY_IMPORT[room]):
@@ -140,25 +153,24 @@ def part_of(name: str) -> int:
 
 def upward_imports(source: str, module: str, is_package: bool = False) -> list[str]:
     room = module.split(".")[0]
-    names = [name.partition(".")[2] for name in imports(ast.parse(source), module, is_package)]
+    names = [name.partition(".")[2] for name in imports(source, module, is_package)]
     within = [name for name in names if name.startswith(f"{room}.") and not is_within(name, UPWARD.get(module, set()))]
     return [name for name in within if room in PARTS and part_of(name) > part_of(module)]
 
 
 def banned_calls(source: str) -> list[str]:
     """Calls by their full names, also when the function was imported under another."""
-    tree = ast.parse(source)
     renamed: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             renamed |= {alias.asname: alias.name for alias in node.names if alias.asname}
         elif isinstance(node, ast.ImportFrom):
             renamed |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if not isinstance(node, ast.Call):
             continue
-        first, dot, rest = ast.unparse(node.func).partition(".")
+        first, dot, rest = name_of(node.func).partition(".")
         name = renamed.get(first, first) + dot + rest
         if name in BANNED_CALLS:
             found.append(name)
@@ -178,21 +190,36 @@ def modules_in_a_fresh_process(code: str) -> set[str]:
     return set(answer.stdout.rpartition("\nLOADED ")[2].split())
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_imports_only_what_its_room_may(path: Path) -> None:
-    module = room_of(path) if path.is_relative_to(ROOT / "src") else dotted(path)
-    assert wrong_imports(path.read_text(), module, path.name == "__init__.py") == []
+def complaints(check: Callable[[Path, str, str], list[str]], paths: list[Path]) -> dict[str, list[str]]:
+    """What a check of (path, module, source) finds wrong, by file; empty where all is well."""
+    found = {}
+    for path in paths:
+        module = room_of(path) if path.is_relative_to(ROOT / "src") else dotted(path)
+        if wrong := check(path, module, path.read_text()):
+            found[str(path.relative_to(ROOT))] = wrong
+    return found
 
 
-@pytest.mark.parametrize("path", [path for path in modules() if room_of(path) in PARTS], ids=str)
-def test_a_module_imports_nothing_that_stands_above_it_in_its_room(path: Path) -> None:
-    assert upward_imports(path.read_text(), dotted(path), path.name == "__init__.py") == []
+def test_modules_import_only_what_their_room_may() -> None:
+    def check(path: Path, module: str, source: str) -> list[str]:
+        return wrong_imports(source, module, path.name == "__init__.py")
+
+    assert complaints(check, modules()) == {}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_evaluates_and_unpickles_nothing(path: Path) -> None:
-    name = str(path.relative_to(ROOT))
-    assert [call for call in banned_calls(path.read_text()) if (name, call) not in ALLOWED_CALLS] == []
+def test_modules_import_nothing_that_stands_above_them_in_their_room() -> None:
+    def check(path: Path, module: str, source: str) -> list[str]:
+        return upward_imports(source, module, path.name == "__init__.py")
+
+    assert complaints(check, [path for path in modules() if room_of(path) in PARTS]) == {}
+
+
+def test_modules_evaluate_and_unpickle_nothing() -> None:
+    def check(path: Path, _: str, source: str) -> list[str]:
+        name = str(path.relative_to(ROOT))
+        return [call for call in banned_calls(source) if (name, call) not in ALLOWED_CALLS]
+
+    assert complaints(check, modules()) == {}
 
 
 @pytest.mark.parametrize(
@@ -271,14 +298,17 @@ def test_the_check_lets_a_harmless_call_pass() -> None:
     assert banned_calls(harmless) == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_imports_no_package_that_pyproject_does_not_name(path: Path) -> None:
+def test_modules_import_no_package_that_pyproject_does_not_name() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["ray"]]
     declared = {re.split(r"[^\w-]", line)[0].lower() for line in wanted}
-    tops = {name.partition(".")[0] for name in imports(ast.parse(path.read_text()), dotted(path), False)}
-    foreign = tops - sys.stdlib_module_names - {"penstock"}
-    assert {name for name in foreign if DISTRIBUTIONS.get(name, name) not in declared} == set()
+
+    def check(_: Path, module: str, source: str) -> list[str]:
+        tops = {name.partition(".")[0] for name in imports(source, module, False)}
+        foreign = tops - sys.stdlib_module_names - {"penstock"}
+        return sorted(name for name in foreign if DISTRIBUTIONS.get(name, name) not in declared)
+
+    assert complaints(check, modules()) == {}
 
 
 @pytest.mark.parametrize("room", ROOMS)
