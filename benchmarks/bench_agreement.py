@@ -88,7 +88,7 @@ def run(
                 ways["llama.cpp"] = (llama, "llama.cpp", model, {"n_ctx": MAX_MODEL_LEN, "n_threads": 2})
             if vllm and stored == "Q4_1":
                 folder = Path(work, "bfloat16")
-                words = [sys.executable, "-m", "penstock.cli", "export", "--output", str(folder), "--dtype", "bfloat16"]
+                words = [sys.executable, str(HERE / "export.py"), "--output", str(folder), "--dtype", "bfloat16"]
                 subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
                 ways["vllm, bfloat16"] = (vllm, "vllm", folder, longest | {"dtype": "bfloat16"})
             reference = answers(sys.executable, "penstock", model, **longest, dtype="float32")

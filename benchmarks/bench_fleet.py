@@ -45,7 +45,7 @@ from pairs import ROOT, main, quantile, rounded, rounds, summary, table
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.router_fleet import mock_replicas
 
-from penstock.engine.commands.bench.http_client import Client, Target
+from penstock.engine.commands.prove.http_client import Client, Target
 
 BLOCK_SIZE, NUM_BLOCKS = 32, 400
 MODEL = "smol"

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from pairs import record, rounds, summary
 
 from penstock.engine.commands.bench import serving as serve
-from penstock.engine.commands.bench.startup import free_port, stop
+from penstock.engine.commands.prove.own_server import free_port, stop
 
 START_TIMEOUT_S = 900.0
 FIGURES = {  # of the result → whether more is better

@@ -118,7 +118,7 @@ class Setup(NamedTuple):
         path = self.work / model
         if not (path / "config.json").exists():
             if model == "default":
-                command = [sys.executable, "-m", "penstock.cli", "export", "--output", str(path), "--dtype", "bfloat16"]
+                command = [sys.executable, str(HERE / "export.py"), "--output", str(path), "--dtype", "bfloat16"]
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             else:  # any tokenizer will do: a server wants one
                 shutil.copytree(self.folder("default"), path, ignore=shutil.ignore_patterns("*.safetensors*"))

@@ -150,9 +150,7 @@ def test_every_flag_of_route_changes_what_is_routed(
 
 READERS = {
     "bench": ["engine/commands/bench/*.py", "eplb/bench.py"],
-    "top": ["engine/commands/top/command.py"],
     "cache": ["cache/tiers/disk/operate.py"],
-    "export": ["src/penstock/cli.py"],
     "models": ["src/penstock/cli.py"],
     "deploy": ["router/deploy/*.py"],
     "prove": ["engine/commands/prove/*.py"],

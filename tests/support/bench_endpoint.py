@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.commands.bench.http_client import Client, Target
+from penstock.engine.commands.prove.http_client import Client, Target
 
 
 @dataclass

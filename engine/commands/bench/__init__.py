@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser, others: Sequence[tuple[str, A
         ("startup", startup, "The time from starting a server's process to its first token."),
         *others,
     ):
-        benchmark = benchmarks.add_parser(name, help=summary, description=summary)
+        benchmark = benchmarks.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         module.add_arguments(benchmark)
         benchmark.set_defaults(measure=module.run)
 

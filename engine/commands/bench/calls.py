@@ -3,26 +3,23 @@
 import argparse
 import asyncio
 import math
-import os
 import random
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from penstock.engine.commands.bench.datasets import Factor, load_samples
-from penstock.engine.commands.bench.http_client import Client, Target
+from penstock.engine.commands.bench.datasets import load_samples
 from penstock.engine.commands.bench.load import EncodedCall
-from penstock.engine.commands.bench.structured import response_formats
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample, estimated_tokens, token_counter
+from penstock.engine.commands.prove.http_client import KEY_VARIABLES, Client, Target, key_header
 from penstock.engine.config import ConfigError
 from penstock.engine.options import Count, Length, Seed, flag
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-KEY_VARIABLES = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")  # of the environment; the first that is set is sent
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -35,9 +32,6 @@ class TrafficOptions:
         "1: Poisson arrivals; less: bursts; more: more even (default: 1)", "B", default=1.0
     )
     max_concurrency: Count | None = flag("hold requests back while this many are in flight", "N")
-    ramp_up_strategy: Literal["linear", "exponential"] | None = flag("let the rate change over the requests")
-    ramp_up_start_rps: Factor | None = flag("requests per second at the first", "R")
-    ramp_up_end_rps: Factor | None = flag("and at the last", "R")
     num_warmups: Length = flag("requests before the measured ones (default: 0)", "N", default=0)
     seed: Seed = flag("of prompts, lengths and arrivals (default: 0)", default=0)
 
@@ -51,8 +45,7 @@ def build_calls(
     counter = estimated_tokens if args.tokenizer is None else token_counter(args.tokenizer)
     source = PromptSource(args.random_vocab_size, is_chat, counter)
     samples = load_samples(args, args.num_prompts + args.num_warmups, source)
-    formats = response_formats(args, len(samples))
-    bodies = [_body(args, model, is_chat, sample, extra) for sample, extra in zip(samples, formats, strict=True)]
+    bodies = [_body(args, model, is_chat, sample) for sample in samples]
     requests = [target.request("POST", path, body, headers) for body in bodies]
     times = [*_times(args, samples[: args.num_prompts]), *[0.0] * args.num_warmups]
     calls = [
@@ -62,25 +55,12 @@ def build_calls(
 
 
 def _times(args: argparse.Namespace, samples: list[Sample]) -> list[float]:
-    """When each of the samples is sent, in seconds after the start."""
-    ramp = None
-    if args.ramp_up_strategy is not None:
-        start, end = args.ramp_up_start_rps, args.ramp_up_end_rps
-        if start is None or end is None:
-            raise ConfigError("ramp_up_strategy: --ramp-up-start-rps and --ramp-up-end-rps are needed")
-        if not math.isinf(args.request_rate):
-            raise ConfigError(f"request_rate: {args.request_rate:g} given; a ramp says the rate itself")
-        ramp = Ramp(args.ramp_up_strategy, start, end)
-    if samples[0].arrival_s is not None:
-        if ramp is not None or not math.isinf(args.request_rate):
-            raise ConfigError(
-                "request_rate: a rate is given; a trace says itself when its requests come (--trace-speed)"
-            )
-        return [sample.arrival_s or 0.0 for sample in samples]
-    rng = random.Random(args.seed)
-    if ramp is not None:
-        return ramp_times(len(samples), ramp, args.burstiness, rng)
-    return arrival_times(len(samples), args.request_rate, args.burstiness, rng)
+    """Return when each of the samples is sent, in seconds after the start."""
+    if samples[0].arrival_s is None:
+        return arrival_times(len(samples), args.request_rate, args.burstiness, random.Random(args.seed))
+    if not math.isinf(args.request_rate):
+        raise ConfigError("request_rate: a rate is given; a trace says itself when its requests come (--trace-speed)")
+    return [sample.arrival_s or 0.0 for sample in samples]
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
@@ -102,33 +82,8 @@ def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random
     return [time * count / (rate * now) for time in times]
 
 
-class Ramp(NamedTuple):
-    """A rate that changes from the first request to the last: by as much each time, or by the same factor."""
-
-    strategy: Literal["linear", "exponential"]
-    start: float  # requests per second
-    end: float
-
-    def rate(self, progress: float) -> float:
-        """At 0 … 1 of the requests."""
-        if self.strategy == "linear":
-            return self.start + (self.end - self.start) * progress
-        return self.start * math.exp(progress * math.log(self.end / self.start))
-
-
-def ramp_times(count: int, ramp: Ramp, burstiness: float, rng: random.Random) -> list[float]:
-    """Seconds from the start for each of `count` requests; gaps as in `arrival_times`, around the ramp's."""
-    times: list[float] = []
-    now = 0.0
-    for index in range(count):
-        draw = 1.0 if math.isinf(burstiness) else rng.gammavariate(burstiness, 1 / burstiness)
-        now += draw / ramp.rate(index / max(1, count - 1))
-        times.append(now)
-    return times
-
-
-def _body(args: argparse.Namespace, model: str, is_chat: bool, sample: Sample, extra: dict[str, Any]) -> bytes:
-    body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **extra}
+def _body(args: argparse.Namespace, model: str, is_chat: bool, sample: Sample) -> bytes:
+    body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     if is_chat:
         body["messages"] = [{"role": "user", "content": sample.prompt}]
         body["max_completion_tokens"] = sample.output_len
@@ -143,52 +98,34 @@ def _body(args: argparse.Namespace, model: str, is_chat: bool, sample: Sample, e
 
 def headers_of(given: Iterable[str]) -> dict[str, str]:
     """Return the headers of every request: those given as KEY=VALUE, and the API key from the environment."""
-    key = next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return headers | dict(pair("header", item) for item in given)
+    return key_header() | dict(pair("header", item) for item in given)
 
 
-async def wait_until_up(client: Client, headers: dict[str, str], timeout_s: float) -> None:
-    """Wait until the server lists its models; ConfigError after `timeout_s`, or at once where it refuses the key."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        try:
-            status, _ = await client.fetch("GET", "/v1/models", headers=headers)
-            if status == 200:
-                return
-            if status == 401:
-                raise ConfigError(_refused(client))
-        except OSError:
-            pass  # not listening yet
-        await asyncio.sleep(0.1)
-    if timeout_s > 0:
-        raise ConfigError(
-            f"ready_check_timeout_sec: no answer from {client.target.host}:{client.target.port} in {timeout_s:g} s"
-        )
+async def first_model(client: Client, headers: dict[str, str], timeout_s: float) -> str:
+    """Return the name of the first model that the server lists; it may take `timeout_s` to be up.
 
-
-async def first_model(client: Client, headers: dict[str, str]) -> str:
-    """Return the name of the first model that the server lists."""
+    Raises ConfigError where there is no server then, or none that lists a model; at once where it refuses the key.
+    """
     where = f"{client.target.host}:{client.target.port}"
-    try:
-        status, body = await client.fetch("GET", "/v1/models", headers=headers)
-    except OSError as error:
-        raise ConfigError(f"base_url: no server answers at {where} ({error})") from None
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            status, body = await client.fetch("GET", "/v1/models", headers=headers)
+            what = f"{where}/v1/models answers {status}: {body[:200].decode(errors='replace')}"
+        except OSError as error:
+            status, body, what = 0, b"", f"no server answers at {where} ({error})"
+        if status in (200, 401) or time.monotonic() >= deadline:
+            break
+        await asyncio.sleep(0.1)
     if status == 401:
-        raise ConfigError(_refused(client))
+        raise ConfigError(f"base_url: {where} wants an API key, and {' or '.join(KEY_VARIABLES)} has not the right one")
     if status != 200:
-        raise ConfigError(
-            f"model: {where}/v1/models answers {status}: {body[:200].decode(errors='replace')}; give --model"
-        )
+        waited = f" in {timeout_s:g} s (--ready-check-timeout-sec)" if timeout_s else ""
+        raise ConfigError(f"base_url: {what}{waited}")
     try:
         return str(msgspec.json.decode(body)["data"][0]["id"])
     except (msgspec.DecodeError, LookupError, TypeError):
         raise ConfigError(f"model: {where}/v1/models lists none; give --model") from None
-
-
-def _refused(client: Client) -> str:
-    where = f"{client.target.host}:{client.target.port}"
-    return f"base_url: {where} wants an API key, and {' or '.join(KEY_VARIABLES)} has not the right one"
 
 
 def pair(field: str, item: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from penstock.engine.commands.bench.recorded import custom_samples, sharegpt_samples, timed_trace_samples
+from penstock.engine.commands.bench.recorded import sharegpt_samples, timed_trace_samples
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample, prefix_repetition_samples, random_samples
 from penstock.engine.config import chosen
 from penstock.engine.options import Count, Length, flag
@@ -22,7 +22,6 @@ DATASETS: dict[str, Callable[[argparse.Namespace, int, PromptSource], list[Sampl
     "random": random_samples,
     "prefix_repetition": prefix_repetition_samples,
     "sharegpt": sharegpt_samples,
-    "custom": custom_samples,
     "timed_trace": timed_trace_samples,
 }
 
@@ -32,7 +31,7 @@ Factor = Annotated[float, Meta(gt=0, le=1e9)]
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
     dataset_name: str = flag("default: %(default)s", choices=tuple(DATASETS), default="random", opens="dataset")
-    dataset_path: str | None = flag("of sharegpt, custom (JSON lines) and timed_trace (Mooncake or Azure)", "FILE")
+    dataset_path: str | None = flag("of sharegpt and timed_trace (Mooncake or Azure)", "FILE")
     num_prompts: Count = flag("default: %(default)s", "N", default=1000)
     random_input_len: Count = flag("default: %(default)s", "N", ("--random-input-len", "--input-len"), default=1024)
     random_output_len: Count = flag("default: %(default)s", "N", ("--random-output-len", "--output-len"), default=128)
@@ -47,7 +46,6 @@ class DatasetOptions:
     prefix_repetition_num_prefixes: Count = flag("different prefixes (default: %(default)s)", "N", default=10)
     prefix_repetition_output_len: Count = flag("tokens of an answer (default: %(default)s)", "N", default=128)
     sharegpt_output_len: Count | None = flag("default: as long as the answer in the file", "N")
-    custom_output_len: Count = flag("where a line names none (default: %(default)s)", "N", default=256)
     trace_speed: Factor = flag("replay this much faster (default: %(default)g)", "X", default=1.0)
     trace_length_scale: Factor = flag(
         "multiply all lengths, for a model that is too small or slow for the trace (default: %(default)g)",

@@ -1,4 +1,4 @@
-"""Prompts from files: conversations, prompts one by one, and traces of what a service was asked and when."""
+"""Prompts from files: ShareGPT's conversations, and traces of what a service was asked and when."""
 
 import argparse
 import csv
@@ -48,28 +48,6 @@ def sharegpt_samples(args: argparse.Namespace, count: int, source: PromptSource)
             and prompt_len + output_len <= MAX_TOTAL
         ):
             found.append(Sample(question, prompt_len, output_len))
-        if len(found) == count:
-            break
-    return _enough(found, count, path)
-
-
-class _Prompt(msgspec.Struct):
-    prompt: Annotated[str, Meta(min_length=1)]
-    output_tokens: Annotated[int, Meta(ge=1, le=10**8)] | None = None
-
-
-def custom_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
-    """A prompt per line: {"prompt": "…", "output_tokens": 20}, the latter optional."""
-    path, found = _path(args), []
-    for number, line in enumerate(_lines(path), 1):
-        try:
-            entry = msgspec.json.decode(line, type=_Prompt)
-        except BAD_DATA as error:
-            raise ConfigError(
-                f'dataset_path: {path}, line {number}: {error}; write {{"prompt": TEXT, "output_tokens": N}}'
-            ) from None
-        output_len = entry.output_tokens or args.custom_output_len
-        found.append(Sample(entry.prompt, source.count_tokens(entry.prompt), output_len))
         if len(found) == count:
             break
     return _enough(found, count, path)

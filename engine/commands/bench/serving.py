@@ -21,14 +21,12 @@ from penstock.engine.commands.bench.calls import (
     first_model,
     headers_of,
     pair,
-    wait_until_up,
 )
 from penstock.engine.commands.bench.datasets import DatasetOptions
-from penstock.engine.commands.bench.http_client import Client, Target
 from penstock.engine.commands.bench.load import Run, drive
 from penstock.engine.commands.bench.report import output_file, serving_table, write_result
-from penstock.engine.commands.bench.structured import StructuredOptions
 from penstock.engine.commands.bench.summary import METRICS, OBJECTIVES, details, summarize
+from penstock.engine.commands.prove.http_client import Client, Target
 from penstock.engine.config import ConfigError, chosen
 from penstock.engine.options import Count, Delay, Port, add_options, flag
 
@@ -86,7 +84,7 @@ class ResultOptions:
     disable_tqdm: bool = flag("no live progress line", default=False)
 
 
-KINDS = (TargetOptions, TrafficOptions, DatasetOptions, StructuredOptions, TextOptions, RequestOptions, ResultOptions)
+KINDS = (TargetOptions, TrafficOptions, DatasetOptions, TextOptions, RequestOptions, ResultOptions)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,8 +129,10 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 async def _load(client: Client, args: argparse.Namespace) -> tuple[str, Run]:
     headers = headers_of(args.header)
-    await wait_until_up(client, headers, args.ready_check_timeout_sec)
-    model = args.model or await first_model(client, headers)
+    model = args.model
+    if model is None or args.ready_check_timeout_sec:
+        listed = await first_model(client, headers, args.ready_check_timeout_sec)
+        model = model or listed
     warmups, calls = build_calls(args, client.target, model, headers)
     if warmups:
         explain_failures(await drive(client, warmups, args.max_concurrency))
@@ -197,7 +197,6 @@ def description(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
-        "structured_ratio": args.structured_ratio,
     }
 
 

@@ -5,13 +5,11 @@ cannot wait: that it listens, or that a health page is green, is not yet a token
 """
 
 import argparse
-import contextlib
 import http.client
 import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,17 +21,12 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from penstock.engine.commands.bench.report import output_file, percentiles, write_json
+from penstock.engine.commands.prove.own_server import END_SIGNALS, PENSTOCK, free_port, stop
 from penstock.engine.config import ConfigError, EngineOptions, add_engine_options, chosen
 from penstock.engine.options import Count, Length, Seconds, add_options, flag, given_options, options_of
-from penstock.executor.process_life import STOP_SIGNALS, stop_signals
+from penstock.executor.process_life import stop_signals
 
 POLL_S = 0.02
-STOP_GRACE_S = 10.0
-# All that end a process which has to clean up behind itself; nohup has it ignore one, a shell's background two.
-END_SIGNALS = [
-    each for each in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(each) != signal.SIG_IGN
-]
-PENSTOCK = (sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())")
 
 
 class Startup(NamedTuple):
@@ -159,24 +152,6 @@ def _poll(server: "subprocess.Popen[bytes]", port: int, method: str, path: str, 
             connection.close()
         time.sleep(POLL_S)
     raise StartupError(f"{path} was not answered: {last}")
-
-
-def stop(server: "subprocess.Popen[bytes]") -> None:
-    """End the server and whatever it started."""
-    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-        try:
-            os.killpg(server.pid, signal.SIGTERM)
-            server.wait(STOP_GRACE_S)
-        finally:  # also where a second signal to us has ended the wait
-            os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def _summary(name: str, values: list[float]) -> dict[str, Any]:

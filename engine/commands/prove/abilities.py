@@ -6,15 +6,14 @@ effect is seen or it is one that changes nothing.
 
 import random
 import secrets
-import time
 from typing import Any
 
 import msgspec
 
-from penstock.engine.commands.prove.asker import PATH, Asker
-from penstock.engine.commands.prove.questions import FORMATTED, RESET, WORDS, Material, as_prompt
-from penstock.engine.commands.top.figures import Look
-from penstock.engine.config import ConfigError
+from .asker import PATH, Asker
+from .metrics import Look
+from .options import ProveError
+from .questions import FORMATTED, RESET, WORDS, Material, as_prompt
 
 NUM_TOPS = 5  # candidates asked for beside each token
 FIELDS: dict[str, dict[str, Any]] = {
@@ -63,18 +62,18 @@ class Abilities(msgspec.Struct):
 
 
 async def find_out(asker: Asker, seed: int) -> Abilities:
-    """Ask the server; ConfigError where there is none, or none that completes."""
+    """Ask the server; ProveError where there is none, or none that completes."""
     status, models = await asker.fetch("GET", "/v1/models")
     if status != 200 or not isinstance(models, dict) or not models.get("data"):
         where = f"{asker.client.target.host}:{asker.client.target.port}"
-        raise ConfigError(f"url: {where}/v1/models answers {status or 'nothing'}; a list of models is expected")
+        raise ProveError(f"url: {where}/v1/models answers {status or 'nothing'}; a list of models is expected")
     first, *others = models["data"]
     found = Abilities(first["id"], block=first.get("block_size") or 16)
     found.longest = min(12 * found.block, (first.get("max_model_len") or 4096) - 64)
     plain = {"model": found.model, "prompt": "On the river", "max_tokens": 4, "temperature": 0}
     answered = await asker.ask(plain)
     if not answered.is_done:
-        raise ConfigError(f"url: {PATH} is not answered: {answered.error or 'no end came'}")
+        raise ProveError(f"url: {PATH} is not answered: {answered.error or 'no end came'}")
     first_text = answered.choices[0].text
     is_lax = (await asker.ask({**plain, "there_is_no_such_field": 1})).is_done
     for name, fields in FIELDS.items():
@@ -140,9 +139,9 @@ async def _see_material(asker: Asker, found: Abilities, seed: int) -> None:
 
 
 async def look(asker: Asker) -> Look | None:
-    """The server's metrics; None where it has none."""
+    """Return the metrics of the server; None where it has none."""
     status, text = await asker.fetch("GET", "/metrics")
     try:
-        return Look.of(text, time.monotonic()) if status == 200 and isinstance(text, str) else None
+        return Look.of(text) if status == 200 and isinstance(text, str) else None
     except ValueError:
         return None

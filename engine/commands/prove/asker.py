@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.commands.bench.http_client import Client, Connection, Target
-from penstock.engine.commands.bench.stream import Events
+from .http_client import Client, Connection, Target
+from .stream import Events
 
 PATH = "/v1/completions"
 LAST_S = 5.0  # for a small exchange after the end: what is held is looked at then

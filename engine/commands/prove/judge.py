@@ -9,7 +9,7 @@ another order, so four times that is allowed, and never more than MAX_ERROR.
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from penstock.engine.commands.prove.asker import Answered, Spoken
+from .asker import Answered, Spoken
 
 MARGIN, LEAST_ERROR, MAX_ERROR = 4.0, 1e-3, 0.3  # nats
 

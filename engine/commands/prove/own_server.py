@@ -9,18 +9,25 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.engine.commands.bench.http_client import Client, Target
-from penstock.engine.commands.bench.startup import PENSTOCK, free_port, stop
-from penstock.engine.commands.prove.own_adapter import write_adapter
-from penstock.engine.config import ConfigError
+from penstock.executor.process_life import STOP_SIGNALS
 
-START_S, END_S = 300.0, 15.0
+from .http_client import Client, Target
+from .options import ProveError
+from .own_adapter import write_adapter
+
+START_S, END_S, STOP_GRACE_S = 300.0, 15.0, 10.0
+# The signals that end a process which has to clean up after itself. nohup ignores one, a shell's background job two.
+END_SIGNALS = [
+    each for each in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(each) != signal.SIG_IGN
+]
+PENSTOCK = (sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())")
 DIE_WITH = (sys.executable, "-m", "penstock.executor.process_life")  # whose process, and then what
 TINY = "--kv-cache-bytes 16MiB --max-model-len 320 --max-num-seqs 8"  # of the default model: 21 blocks
 HOST = "--kv-host-bytes 8MiB"
@@ -74,7 +81,7 @@ class OwnServer:
         """Start the processes and wait until they are ready.
 
         `headers` are sent with the checks: a server that has inherited PENSTOCK_API_KEY answers /ready to its holders
-        alone. Raises ConfigError with the server's last line where it ends before, or where it refuses the key.
+        alone. Raises ProveError with the server's last line where it ends before, or where it refuses the key.
         """
         self.servers = []
         if self._adapter is not None:
@@ -97,18 +104,18 @@ class OwnServer:
             async with asyncio.timeout(START_S):
                 while True:
                     if any(server.poll() is not None for server in self.servers):
-                        raise ConfigError(f"world: the server ended; {_last_line(self._log)}")
+                        raise ProveError(f"world: the server ended; {_last_line(self._log)}")
                     try:
                         status, _ = await client.fetch("GET", "/ready", headers=headers)
                         if status == 200:
                             return
                         if status == 401:
-                            raise ConfigError("header: the server wants an API key that is not the one sent")
+                            raise ProveError("header: the server wants an API key that is not the one sent")
                     except OSError:
                         pass
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            raise ConfigError(f"world: not ready after {START_S:g} s; {_last_line(self._log)}") from None
+            raise ProveError(f"world: not ready after {START_S:g} s; {_last_line(self._log)}") from None
         finally:
             client.close()
 
@@ -139,6 +146,24 @@ class OwnServer:
         for server in reversed(self.servers):
             self.signal(group_of(server.pid), signal.SIGCONT)
             stop(server)
+
+
+def stop(server: "subprocess.Popen[bytes]") -> None:
+    """End the server and every process that it started."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        try:
+            os.killpg(server.pid, signal.SIGTERM)
+            server.wait(STOP_GRACE_S)
+        finally:  # also where a second signal to us has ended the wait
+            os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
 
 
 def group_of(leader: int) -> list[int]:

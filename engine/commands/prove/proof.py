@@ -10,18 +10,17 @@ import random
 import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from penstock.engine.commands.prove.abilities import Abilities, look
-from penstock.engine.commands.prove.asker import Answered, Asker, Spoken
-from penstock.engine.commands.prove.judge import FINE, MAX_ERROR, Verdict, allowed, farthest, judge
-from penstock.engine.commands.prove.questions import RESET, Ask, questions, schedule
-from penstock.engine.commands.top.figures import Look
-from penstock.engine.options import Count, Seconds, Seed, flag, size_bytes
+from .abilities import Abilities, look
+from .asker import Answered, Asker, Spoken
+from .judge import FINE, MAX_ERROR, Verdict, allowed, farthest, judge
+from .metrics import Look
+from .options import ProveOptions
+from .questions import RESET, Ask, questions, schedule
 
 MAX_GROWTH = 128 * 2**20  # of the server's memory, over the second half of the requests
 WINDOW = 24  # requests before a failing one that may have to do with it
@@ -38,34 +37,6 @@ REACHED = {
     "compared blocks": "penstock:kv_tier_verified_blocks_total",
     "accepted drafts": "penstock:spec_accepted_tokens_total",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProveOptions:
-    seed: Seed = flag("of questions, schedule and faults: the same seed sends the same (default: 0)", "N", default=0)
-    requests: Count = flag("under load, beside those that are asked alone (default: 300)", "N", default=300)
-    rate: Seconds = flag("requests per second on average, in bursts (default: 20)", "R", default=20.0)
-    concurrency: Count = flag("requests at a time, at most (default: 16)", "N", default=16)
-    duration: Seconds = flag("of all, at most; what is left is left out (default: 600)", "S", default=600.0)
-    max_bytes: Count = flag("sent and received, at most (default: 64MiB)", "SIZE", read=size_bytes, default=64 * 2**20)
-    timeout: Seconds = flag("without a byte is a hang (default: 120)", "S", default=120.0)
-    exact: bool = flag("the same bits: no tie and no difference in a log-probability is allowed", default=False)
-    scripts: str | None = flag("a folder for scripts of curl that repeat the failures (default: none)", "DIR")
-    header: tuple[str, ...] = flag(
-        "sent with every request, beside the key in PENSTOCK_API_KEY or OPENAI_API_KEY",
-        "KEY=VALUE",
-        ("--header",),
-        default=(),
-    )
-    worlds: tuple[str, ...] = flag(
-        "start this: uniproc (the default without a URL), small-steps, drafts, ranks, tiers, router, split, or all",
-        "NAME",
-        opens="servers of its own",
-        default=(),
-    )
-    faults: tuple[str, ...] = flag("start a server and do this to it under load; all: every one", "NAME", default=())
-    model: str | None = flag("hub name, folder or .gguf file (default: the default model)")
-    serve_options: str = flag("further options of penstock serve, in one argument", "WORDS", default="")
 
 
 class Finding(msgspec.Struct):

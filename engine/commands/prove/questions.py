@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from penstock.engine.commands.prove.abilities import Abilities
+    from .abilities import Abilities
 
 Material = Sequence[int] | Sequence[str]  # token ids of a text, or its words where a server takes no ids
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.commands.prove.asker import PATH
-from penstock.engine.commands.prove.proof import Finding, Proof
-from penstock.engine.commands.prove.questions import Ask
+from .asker import PATH
+from .proof import Finding, Proof
+from .questions import Ask
 
 TRIES, SLOW_TRIES = 10, 3  # a hang takes a time-out each
 PER_KIND = 2  # failures of one kind that get a script

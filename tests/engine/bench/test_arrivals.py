@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from penstock.engine.commands.bench.calls import Ramp, arrival_times, ramp_times
+from penstock.engine.commands.bench.calls import arrival_times
 
 
 def gaps(rate: float, burstiness: float, count: int = 20_000) -> list[float]:
@@ -44,15 +44,3 @@ def test_infinite_burstiness_is_a_metronome() -> None:
 def test_a_seed_gives_the_same_times_again() -> None:
     assert arrival_times(9, 5, 1, random.Random(7)) == arrival_times(9, 5, 1, random.Random(7))
     assert arrival_times(9, 5, 1, random.Random(7)) != arrival_times(9, 5, 1, random.Random(8))
-
-
-@pytest.mark.parametrize(("strategy", "middle"), [("linear", (2.0 + 8.0) / 2), ("exponential", math.sqrt(2.0 * 8.0))])
-def test_a_ramp_goes_from_one_rate_to_the_other(strategy: str, middle: float) -> None:
-    times = ramp_times(2001, Ramp(strategy, 2.0, 8.0), math.inf, random.Random(0))  # type: ignore[arg-type]
-    rates = [1 / (later - earlier) for earlier, later in zip([0.0, *times], times, strict=False)]
-    assert (rates[0], rates[1000], rates[-1]) == pytest.approx((2.0, middle, 8.0))
-
-
-def test_gaps_of_a_ramp_vary_around_it() -> None:
-    times = ramp_times(20_000, Ramp("linear", 10.0, 10.0), 1.0, random.Random(0))
-    assert times[-1] == pytest.approx(2000, rel=0.05) and times == sorted(times)

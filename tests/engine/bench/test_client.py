@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.commands.bench.http_client import Target
-from penstock.engine.commands.bench.stream import MeasuredAnswer
+from penstock.engine.commands.bench.measured import MeasuredAnswer
+from penstock.engine.commands.prove.http_client import Target
 from tests.support.bench_endpoint import Answer, Asked, Endpoint, completion, plain, speak_openai
 
 

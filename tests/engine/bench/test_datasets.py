@@ -108,14 +108,14 @@ def test_conversations_give_their_first_question_and_the_length_of_its_answer(tm
     )
 
 
-def test_prompts_of_a_file_keep_their_order_and_are_repeated_where_they_do_not_suffice(
+def test_conversations_are_repeated_where_they_do_not_suffice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "one"}\n\n{"prompt": "two", "output_tokens": 3}\n')
-    options = ("--dataset-name", "custom", "--dataset-path", str(path), "--custom-output-len", "9")
-    assert [(s.prompt, s.output_len) for s in samples(*options, count=3)] == [("one", 9), ("two", 3), ("one", 9)]
-    assert "prompts.jsonl has 2 prompts; they are repeated to 3" in capsys.readouterr().err
+    path = tmp_path / "few.json"
+    path.write_text(json.dumps([conversation(f"{each} questions about a river", "a" * 40) for each in ("Two", "Six")]))
+    first, second, third = samples("--dataset-name", "sharegpt", "--dataset-path", str(path), count=3)
+    assert first == third != second
+    assert "few.json has 2 prompts; they are repeated to 3" in capsys.readouterr().err
 
 
 def test_a_trace_of_mooncake_keeps_its_times_lengths_and_shared_beginnings(tmp_path: Path) -> None:
@@ -146,10 +146,8 @@ def test_a_trace_of_azure_keeps_its_times_and_lengths(tmp_path: Path) -> None:
     [
         ("sharegpt", '{"a": 1}', 1, "no list of conversations"),
         ("sharegpt", "[]", 1, "has no prompt that can be used"),
-        ("custom", '{"prompt": 3}', 1, "line 1"),
-        ("custom", '{"prompt": "a"}\n{"prompt": "a", "output_tokens": 0}', 2, "line 2"),
-        ("custom", '{"prompt": "\\ud800"}', 1, "line 1"),
-        ("custom", b"\xff\xfe", 1, "line 1"),
+        ("timed_trace", b"\xff\xfe", 1, "request 1"),
+        ("sharegpt", b"\xff\xfe", 1, "no list of conversations"),
         (
             "sharegpt",
             '[{"conversations": [{"value": 1}, {"value": "a"}]}]',
@@ -174,6 +172,6 @@ def test_a_file_that_cannot_be_used_is_named_with_the_place(
 
 def test_a_file_that_is_not_there_or_not_named_is_said() -> None:
     with pytest.raises(ConfigError, match="dataset_path: none given"):
-        samples("--dataset-name", "custom")
+        samples("--dataset-name", "timed_trace")
     with pytest.raises(ConfigError, match="dataset_path: /no/file given; there is no such file"):
         samples("--dataset-name", "sharegpt", "--dataset-path", "/no/file")

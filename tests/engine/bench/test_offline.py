@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.engine.commands.bench import latency, reference, startup, throughput
+from penstock.engine.commands.bench import latency, startup, throughput
 from penstock.engine.config import ConfigError
 from penstock.engine.front import llm as llm_module
 
@@ -113,8 +113,6 @@ def test_latency_never_repeats_a_prompt(counting: type[CountingLLM]) -> None:
         (throughput, "num-warmups", -2, 0),
         (throughput, "num-prompts", 0, 1),
         (startup, "num-iters-warmup", -1, 0),
-        (reference, "num-prompts", 0, 1),
-        (reference, "input-len", 1, 2),
     ],
 )
 def test_a_count_out_of_range_is_named(
@@ -122,13 +120,12 @@ def test_a_count_out_of_range_is_named(
 ) -> None:
     given = argparse.ArgumentParser()
     module.add_arguments(given)
-    more = [reference] if module is reference else []
     with pytest.raises(ConfigError, match=f"{option.replace('-', '_')}: {value} given; expected `int` >= {least}"):
-        module.run(given.parse_args([f"--{option}={value}"]), *more)
+        module.run(given.parse_args([f"--{option}={value}"]))
     assert not counting.made, "nothing was loaded for it"
 
 
-@pytest.mark.parametrize("module", [throughput, latency, startup, reference])
+@pytest.mark.parametrize("module", [throughput, latency, startup])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
     module: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

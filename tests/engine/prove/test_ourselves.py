@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.export import write_folder
 
 from penstock.cli import main
 from penstock.engine.commands.prove.faults import FAULTS
@@ -51,7 +52,7 @@ def test_every_world_and_every_fault(name: str) -> None:
 @pytest.mark.parametrize("case", ["qwen3.5", "granite4-mamba", "lfm2"])
 def test_models_that_keep_states(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Small random ones behind the default model's tokenizer."""
-    assert main(["export", "--output", str(tmp_path)]) == 0
+    write_folder(None, tmp_path)
     name, fields = RECURRENT[case]
     own = {
         "vocab_size": 49_152,

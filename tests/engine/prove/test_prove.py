@@ -17,16 +17,15 @@ import pytest
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.commands import prove
-from penstock.engine.commands.bench.calls import headers_of
-from penstock.engine.commands.prove import own_server, proof, repeat
+from penstock.engine.commands.prove import own_server, proof, repeat, session
 from penstock.engine.commands.prove.abilities import find_out
 from penstock.engine.commands.prove.asker import Answered, Asker, Spoken
 from penstock.engine.commands.prove.faults import FAULTS as OWN_FAULTS
 from penstock.engine.commands.prove.judge import allowed, compare
+from penstock.engine.commands.prove.options import ProveError, ProveOptions, request_headers
 from penstock.engine.commands.prove.own_server import WORLDS, OwnServer
-from penstock.engine.commands.prove.proof import HELD, REACHED, ProveOptions
+from penstock.engine.commands.prove.proof import HELD, REACHED
 from penstock.engine.commands.prove.questions import Ask
-from penstock.engine.config import ConfigError
 from penstock.engine.core.rates import Rates
 from penstock.engine.core.tier_stats import tier_stats
 from penstock.engine.core.verifier import Verifier
@@ -42,7 +41,7 @@ def proven(server: WrongServer, **options: Any) -> tuple[dict[str, Any], Endpoin
     async def inside() -> tuple[dict[str, Any], Endpoint]:
         async with Endpoint(server.answer) as endpoint:
             chosen = ProveOptions(**{"requests": 200, "rate": 2000.0, "timeout": 1.0, **options})
-            return await prove.prove(endpoint.url, "stand-in", chosen), endpoint
+            return await session.prove(endpoint.url, "stand-in", chosen), endpoint
 
     return asyncio.run(inside())
 
@@ -130,7 +129,7 @@ def test_a_script_repeats_the_failure_with_few_requests(tmp_path: Path) -> None:
     async def inside() -> tuple[list[Path], list[str]]:
         async with Endpoint(WrongServer("foreign").answer) as endpoint:
             options = ProveOptions(requests=200, rate=2000.0, timeout=1.0, scripts=str(tmp_path))
-            await prove.prove(endpoint.url, "stand-in", options)
+            await session.prove(endpoint.url, "stand-in", options)
             scripts = sorted(tmp_path.glob("*.sh"))
             process = await asyncio.create_subprocess_exec(
                 "sh", str(scripts[0]), endpoint.url, stdout=asyncio.subprocess.PIPE
@@ -251,12 +250,14 @@ def test_options_that_cannot_be_meant_are_refused_by_name() -> None:
         (["--world", "moon"], "^world: 'moon' given; uniproc, "),
         (["--fault", "rain"], "^fault: 'rain' given; "),
         (["ftp://127.0.0.1"], "^url: 'ftp"),
-        (["http://127.0.0.1:1", "--requests", "0"], "^requests: 0 given"),
+        (["http://127.0.0.1:1", "--requests", "0"], "^requests: 0 given; at least 1"),
+        (["http://127.0.0.1:1", "--duration", "nan"], "^duration: nan given; above 0"),
+        (["http://127.0.0.1:1", "--header", "x"], "^header: 'x' given; KEY=VALUE"),
         (["http://127.0.0.1:1"], "^url: 127.0.0.1:1/v1/models answers nothing; "),
     ]:
         parser = argparse.ArgumentParser()
         prove.add_arguments(parser)
-        with pytest.raises(ConfigError, match=named):
+        with pytest.raises(ProveError, match=named):
             prove.run(parser.parse_args(words))
 
 
@@ -285,10 +286,10 @@ def test_a_server_of_its_own_that_inherits_a_key_is_asked_with_it(
     monkeypatch.setattr(own_server, "PENSTOCK", (sys.executable, "-c", KEYED_SERVER))
     server = OwnServer(world, "a-model", [], tmp_path)
     with contextlib.closing(server):
-        asyncio.run(server.start(headers_of(())))
+        asyncio.run(server.start(request_headers(ProveOptions())))
         server.close()
-        with pytest.raises(ConfigError, match="^header: the server wants an API key"):
-            asyncio.run(server.start(headers_of(["Authorization=Bearer sk-wrong"])))
+        with pytest.raises(ProveError, match="^header: the server wants an API key"):
+            asyncio.run(server.start(request_headers(ProveOptions(header=("Authorization=Bearer sk-wrong",)))))
 
 
 def test_every_fault_has_a_world_and_every_world_its_own_ports(tmp_path: Path) -> None:
@@ -306,3 +307,11 @@ def test_the_figures_that_are_looked_at_are_those_of_our_metrics() -> None:
     ours = {metric.name for metric in stats_families(Stats(tiers=tiers), "model")}
     looked_at = {name.removesuffix("_total") for name in (*HELD, *REACHED.values())}
     assert {name for name in looked_at if not name.startswith("llamacpp:")} <= ours
+
+
+def test_a_proof_of_another_server_loads_nothing_of_the_engine() -> None:
+    code = "import sys, penstock.engine.commands.prove; print(*(name for name in sys.modules if 'penstock' in name))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    parents = {"penstock", "penstock.engine", "penstock.engine.commands"}
+    loaded = {name for name in done.stdout.split() if not name.startswith("penstock.engine.commands.prove")}
+    assert loaded == parents

@@ -1,7 +1,6 @@
-"""From the bytes of one streamed completion to its times and counts.
+"""Measures one streamed completion: when its pieces arrived, how many there were and how it ended.
 
-Reads server-sent events as OpenAI-compatible servers send them, of /v1/completions and of
-/v1/chat/completions alike; of each event it decodes only what is counted.
+It reads the events of /v1/completions and of /v1/chat/completions, and decodes only the fields that it counts.
 """
 
 from typing import Any
@@ -9,30 +8,9 @@ from typing import Any
 import msgspec
 
 from penstock.engine.commands.bench.summary import Outcome
+from penstock.engine.commands.prove.stream import Events
 
 ERROR_BYTES = 2000  # of an error's body are kept
-
-
-class Events:
-    """Cuts a byte stream into the payloads of its `data:` lines, wherever the chunks begin and end."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that are complete now."""
-        data = self._rest + data
-        if b"\r" in data:  # JSON never holds a bare one
-            data = data.replace(b"\r\n", b"\n")
-        *events, self._rest = data.split(b"\n\n")
-        return [payload for event in events if (payload := _payload(event))]
-
-
-def _payload(event: bytes) -> bytes:
-    if event.startswith(b"data: ") and b"\n" not in event:  # nearly all
-        return event[6:]
-    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
-    return b"\n".join(lines)
 
 
 class _Delta(msgspec.Struct):

@@ -1,11 +1,12 @@
-"""A load generator's HTTP/1.1 client: keep-alive connections, one exchange at a time on each.
+"""An HTTP/1.1 client for proofs and load generators: keep-alive connections, one exchange at a time on each.
 
-Raw asyncio and httptools: a client that spends longer on a chunk than the server does measures itself. It
-knows HTTP and nothing of models or events (engine/commands/bench/stream.py); answers are handed on as they arrive,
-stamped when their bytes were read.
+It uses raw asyncio and httptools, because a client that spends longer on a chunk than the server does measures itself.
+It knows nothing of models or events (stream.py): it hands each piece of a body on as it arrives, with the time at which
+the bytes were read.
 """
 
 import asyncio
+import os
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,13 @@ from urllib.parse import urlsplit
 import httptools
 
 Take = Callable[[int, bytes, float], None]  # status, bytes of the body, when they were read
+KEY_VARIABLES = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")  # of the environment; the first that is set is sent
+
+
+def key_header() -> dict[str, str]:
+    """Return the header with the API key from the environment; nothing where no variable is set."""
+    key = next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class Target(NamedTuple):

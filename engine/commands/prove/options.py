@@ -1,0 +1,153 @@
+"""The options of `penstock prove`, read with argparse alone: the proof needs nothing of the engine."""
+
+import argparse
+import math
+import re
+from dataclasses import dataclass, fields
+
+from .http_client import key_header
+
+MAX_SECONDS = 1e9
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+class ProveError(ValueError):
+    """An option cannot be used as given, or nothing answers at the URL; the message names the option."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProveOptions:
+    """How much is asked, how fast and for how long, and which servers are started."""
+
+    seed: int = 0
+    requests: int = 300
+    rate: float = 20.0  # requests per second
+    concurrency: int = 16
+    duration: float = 600.0  # seconds
+    max_bytes: int = 64 * 2**20
+    timeout: float = 120.0  # seconds
+    exact: bool = False
+    scripts: str | None = None
+    header: tuple[str, ...] = ()
+    worlds: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    model: str | None = None
+    serve_options: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "concurrency", "max_bytes"):
+            if getattr(self, name) < 1:
+                raise ProveError(f"{name}: {getattr(self, name)} given; at least 1 is expected")
+        for name in ("rate", "duration", "timeout"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and 0 < value <= MAX_SECONDS):
+                raise ProveError(f"{name}: {value:g} given; above 0 and at most {MAX_SECONDS:g} is expected")
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "ProveOptions":
+        """Build the options from a parsed command line."""
+        given = {field.name: getattr(args, field.name) for field in fields(cls)}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the URL and the options to the parser of the command."""
+    defaults = ProveOptions()
+    add = parser.add_argument
+    add("url", nargs="?", help="of a server with OpenAI's /v1/completions, or of a router")
+    add(
+        "--seed",
+        type=int,
+        default=defaults.seed,
+        metavar="N",
+        help="of questions, schedule and faults: the same seed sends the same requests (default: %(default)s)",
+    )
+    add(
+        "--requests",
+        type=int,
+        default=defaults.requests,
+        metavar="N",
+        help="sent under load, beside those that are asked alone (default: %(default)s)",
+    )
+    add(
+        "--rate",
+        type=float,
+        default=defaults.rate,
+        metavar="R",
+        help="requests per second on average, in bursts (default: %(default)g)",
+    )
+    add(
+        "--concurrency",
+        type=int,
+        default=defaults.concurrency,
+        metavar="N",
+        help="requests at a time, at most (default: %(default)s)",
+    )
+    add(
+        "--duration",
+        type=float,
+        default=defaults.duration,
+        metavar="S",
+        help="seconds for the whole run, at most; what does not fit is left out (default: %(default)g)",
+    )
+    add(
+        "--max-bytes",
+        type=_size_bytes,
+        default=defaults.max_bytes,
+        metavar="SIZE",
+        help="sent and received, at most (default: 64MiB)",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=defaults.timeout,
+        metavar="S",
+        help="an answer without a byte for this many seconds counts as hung (default: %(default)g)",
+    )
+    add("--exact", action="store_true", help="allow no tie and no difference in a log-probability: the same bits")
+    add("--scripts", metavar="DIR", help="write curl scripts that repeat the failures into this folder (default: none)")
+    add(
+        "--header",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="send it with every request, beside the key in PENSTOCK_API_KEY or OPENAI_API_KEY",
+    )
+    add = parser.add_argument_group("servers of its own").add_argument
+    add(
+        "--world",
+        dest="worlds",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="start this: uniproc (the default without a URL), small-steps, drafts, ranks, tiers, router, split, or all",
+    )
+    add(
+        "--fault",
+        dest="faults",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="start a server and do this to it under load; all: every fault",
+    )
+    add("--model", help="hub name, folder or .gguf file (default: the default model)")
+    add("--serve-options", default="", metavar="WORDS", help="further options of penstock serve, in one argument")
+
+
+def request_headers(options: ProveOptions) -> dict[str, str]:
+    """Return the headers of every request: those given, and the API key from the environment."""
+    return {**key_header(), **dict(map(_pair, options.header))}
+
+
+def _pair(item: str) -> tuple[str, str]:
+    name, separator, value = item.partition("=")
+    if not separator or not name.strip():
+        raise ProveError(f"header: {item!r} given; KEY=VALUE is expected")
+    return name.strip(), value.strip()
+
+
+def _size_bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 64MiB, 500MB or 1048576")
+    return int(found[1]) * _UNITS[found[2]]

@@ -1,0 +1,60 @@
+"""Proves servers that it starts itself: every world, and every fault in the world that it belongs to."""
+
+import asyncio
+import contextlib
+import random
+import shlex
+import tempfile
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.executor.process_life import stop_signals
+
+from .faults import FAULTS, Scene
+from .options import ProveError, ProveOptions, request_headers
+from .own_server import END_SIGNALS, WORLDS, OwnServer
+from .proof import Proof
+from .session import prove
+
+ALL = "all"
+
+
+def run_own(options: ProveOptions) -> int:
+    """Prove one world or fault after the other; return 1 where any has a finding."""
+    names = _named("world", options.worlds, WORLDS) + _named("fault", options.faults, FAULTS)
+    try:
+        return max([int(bool(asyncio.run(prove_own(name, options))["findings"])) for name in names or ["uniproc"]])
+    except asyncio.CancelledError:
+        return 130
+
+
+async def prove_own(name: str, options: ProveOptions) -> dict[str, Any]:
+    """Start the servers of a world, or of the world that a fault belongs to, and prove them."""
+    world = FAULTS[name].world if name in FAULTS else name
+    with tempfile.TemporaryDirectory(prefix="penstock-prove-") as folder:
+        server = OwnServer(world, options.model, shlex.split(options.serve_options), Path(folder))
+        task = asyncio.current_task()
+        assert task is not None
+        with contextlib.closing(server), stop_signals(task.cancel, END_SIGNALS):  # our processes do not outlive us
+            await server.start(request_headers(options))
+            return await prove(server.url, name, options, partial(_strike, server, name) if name in FAULTS else None)
+
+
+async def _strike(server: OwnServer, name: str, proof: Proof) -> None:
+    """Run the storm with the fault in its middle, then ask all questions again, of a new server where the fault ends it."""
+    fault, scene = FAULTS[name], Scene(server, proof.asker, random.Random(proof.options.seed))
+    await proof.storm(lambda: fault.strike(scene), fault.fails_requests)
+    if fault.ends:
+        server.close()
+        await server.start(proof.asker.headers)
+    proof.is_struck = False
+    await proof.ask_again("after it")
+
+
+def _named(field: str, given: Iterable[str], known: dict[str, Any]) -> list[str]:
+    for name in given:
+        if name not in known and name != ALL:
+            raise ProveError(f"{field}: {name!r} given; {', '.join(known)} or {ALL} is expected")
+    return list(known) if ALL in given else list(given)

@@ -1,0 +1,40 @@
+"""The metrics that `penstock prove` reads are those that the server's library writes."""
+
+import math
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.engine.commands.prove.metrics import Look
+
+
+def written() -> str:
+    registry = CollectorRegistry()
+    Counter("tokens", "with a \\ and\na line", ["model"], registry=registry).labels('a "}model\\" \n').inc(3)
+    Gauge("blocks", "", ["state"], registry=registry).labels("held").set(math.inf)
+    Gauge("blocks_used", "", registry=registry).set(1.5e-7)
+    Histogram("seconds", "", registry=registry).observe(0.2)
+    return generate_latest(registry).decode()
+
+
+def test_every_sample_is_read_as_the_library_reads_it() -> None:
+    theirs: dict[str, list[tuple[dict[str, str], float]]] = {}
+    text = written()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            theirs.setdefault(sample.name, []).append((sample.labels, sample.value))
+    assert Look.of(text).samples == theirs
+    assert len(theirs["seconds_bucket"]) > 5
+
+
+def test_sums_are_over_all_labels_or_by_one() -> None:
+    look = Look.of('a{x="1",y="2"} 3\na{x="1",y="3"} 4 1700000000000\na{x="2"} 5\n\n# a comment\nb 7\n')
+    assert (look.total("a"), look.total("b"), look.total("c")) == (12, 7, None)
+    assert look.by_label("a", "x") == {"1": 7, "2": 5} and look.by_label("b", "x") == {"": 7}
+
+
+@pytest.mark.parametrize("text", ["<html>", "a{", "a b", "a"])
+def test_text_in_another_format_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        Look.of(text)
