@@ -25,7 +25,8 @@ from penstock.engine.options import (
     options_of,
     size_bytes,
 )
-from penstock.engine.vllm_options import add_vllm_options, sort_out
+from penstock.engine.removed import REMOVED
+from penstock.engine.vllm_options import add_ignored_options, nearest, split_ignored
 from penstock.executor.protocol import (
     Device,
     DType,
@@ -208,7 +209,7 @@ def chosen(args: argparse.Namespace, kind: type[D]) -> D:
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser, EngineOptions)
-    add_vllm_options(parser, {option.name: option.words[0] for option in options_of(EngineOptions)})
+    add_ignored_options(parser)
 
 
 def option_names() -> set[str]:
@@ -218,11 +219,12 @@ def option_names() -> set[str]:
 
 def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
     """Sort flat options (of `LLM(...)` or the command line) into the rooms' configs; None means the default."""
-    given, remarks, wrong = sort_out({n: value for n, value in options.items() if value is not None}, option_names())
-    if wrong is not None:
-        raise ConfigError(wrong)
+    given, remarks = split_ignored({name: value for name, value in options.items() if value is not None})
     for remark in remarks:
         warnings.warn(remark, stacklevel=3)
+    for name in given.keys() - option_names():
+        why = REMOVED.get(name) or f"there is no such option{nearest(name, option_names())}"
+        raise ConfigError(f"{name}: {why}")
     try:
         given = meant(given, EngineOptions)
         said = converted(given, EngineOptions)

@@ -6,8 +6,8 @@ Every limit lives here, so the server, the offline API and the router answer the
 
 import math
 import secrets
-from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
@@ -27,6 +27,14 @@ DEFAULTABLE = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_p
 MAX_COUNT = 2**31 - 1  # of anything counted in tokens: the executor holds it in 32 bits
 
 
+class Limit(NamedTuple):
+    """The range of a number, as an annotation of its field."""
+
+    low: float
+    high: float
+    is_open: bool = False  # `low` itself is out of range
+
+
 class InvalidRequest(ValueError):
     """The user's request cannot be run. `field` is the name the user wrote."""
 
@@ -44,7 +52,7 @@ class Unserved(NamedTuple):
 
 _BEAM = "beam search is not supported; n choices are sampled"
 _GUIDED = ("decoding", "json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
-# What vLLM's SamplingParams have and ours do not; requests may not have them either.
+# Fields of vLLM's requests that ours do not have.
 UNSERVED: dict[str, Unserved] = {
     **{f"guided_{name}": Unserved("use structured_outputs") for name in _GUIDED},
     "best_of": Unserved("n choices are sampled and all returned; compare their cumulative_logprob", (1,)),
@@ -59,47 +67,6 @@ UNSERVED: dict[str, Unserved] = {
     "thinking_token_budget": Unserved("reasoning has no budget of its own; use max_tokens"),
     "repetition_detection": Unserved("repetition is not detected"),
 }
-# Of Python alone.
-UNSERVED_HERE: dict[str, Unserved] = {
-    "truncate_prompt_tokens": Unserved("cut the prompt's token ids"),
-    "extra_args": Unserved("there are no extra arguments", ({},)),
-    "flat_logprobs": Unserved("each position has a dictionary of its own", (False,)),
-    "output_kind": Unserved("generate() returns what is finished", (2,)),
-    "stream_interval": Unserved("generate() returns what is finished", (1,)),
-    "output_text_buffer_length": Unserved("stop strings are held back by themselves", (0,)),
-    "skip_clone": Unserved("nothing is cloned", (False, True)),
-    "skip_reading_prefix_cache": Unserved("a cache_salt of its own finds nothing", (False,)),
-    "prompt_logprob_token_ids": Unserved("log-probabilities of chosen tokens cannot be asked for", ([],)),
-    "prompt_logprob_start": Unserved("prompt_logprobs are those of the whole prompt", (0,)),
-    "routed_experts_prompt_start": Unserved("routed experts are not returned", (0,)),
-    "trace_decode_token_ids": Unserved("an answer cannot be given beforehand"),
-    "watermarking": Unserved("answers are not marked", (False,)),
-}
-
-
-class _Advising(msgspec.StructMeta):
-    """Names that vLLM has are refused with what to use; None and what changes nothing is taken."""
-
-    def __call__(cls, *args: Any, **given: Any) -> Any:
-        try:
-            return super().__call__(*args, **given)
-        except TypeError:
-            strange = [name for name in given if name not in cls.__struct_fields__]
-            for name in strange:
-                found = UNSERVED.get(name) or UNSERVED_HERE.get(name)
-                if found is None:
-                    raise
-                if given[name] is not None and given[name] not in found.neutral:
-                    raise InvalidRequest(name, found.reason) from None
-            if not strange:
-                raise
-        return super().__call__(*args, **{name: value for name, value in given.items() if name not in strange})
-
-
-def params_of(**values: Any) -> "SamplingParams":
-    """Of names that are surely ours: a class that looks at them takes four times as long to make one."""
-    params: SamplingParams = msgspec.StructMeta.__call__(SamplingParams, **values)
-    return params
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,20 +128,21 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return [n for n, value in values.items() if value is not None and not (n == "json_object" and value is False)]
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, metaclass=_Advising):
+class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How to sample a completion. The names and defaults are those of vLLM."""
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: off
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 16  # None: as many as the context allows; 0: the prompt alone is computed
-    min_tokens: int = 0
+    n: Annotated[int, Limit(1, MAX_N)] = 1
+    temperature: Annotated[float, Limit(0.0, 2.0)] = 1.0
+    top_p: Annotated[float, Limit(0.0, 1.0, is_open=True)] = 1.0
+    top_k: Annotated[int, Limit(-1, MAX_COUNT)] = 0  # 0 or -1: off
+    min_p: Annotated[float, Limit(0.0, 1.0)] = 0.0
+    repetition_penalty: Annotated[float, Limit(0.0, 100.0, is_open=True)] = 1.0
+    presence_penalty: Annotated[float, Limit(-2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[float, Limit(-2.0, 2.0)] = 0.0
+    seed: Annotated[int, Limit(-(2**63), 2**64 - 1)] | None = None
+    # None: as many as the context allows; 0: only the prompt is computed.
+    max_tokens: Annotated[int, Limit(0, MAX_COUNT)] | None = 16
+    min_tokens: Annotated[int, Limit(0, MAX_COUNT)] = 0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
@@ -207,19 +175,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, m
 
     def check(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
         """Raise InvalidRequest for the first field that cannot be run on a model with this vocabulary."""
-        _integer("n", self.n, 1, MAX_N)
-        _number("temperature", self.temperature, 0.0, 2.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, -1, MAX_COUNT)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        for field, (check, limit) in _LIMITS.items():
+            if (value := getattr(self, field)) is not None or field not in _OPTIONAL:
+                check(field, value, limit)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 0, MAX_COUNT)
-        _integer("min_tokens", self.min_tokens, 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
+            _integer("min_tokens", self.min_tokens, Limit(0, self.max_tokens))
         if not isinstance(self.stop, str | list | tuple | None) or not all(
             isinstance(text, str) for text in self.stop or ()
         ):
@@ -242,10 +202,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, m
         if self.logit_bias:
             _token_ids("logit_bias", self.logit_bias, vocab_size)
             for bias in self.logit_bias.values():
-                _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+                _number("logit_bias", bias, Limit(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS))
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(self, field) is not None:
-                _integer(field, getattr(self, field), 0, max_logprobs)
+                _integer(field, getattr(self, field), Limit(0, max_logprobs))
         if self.structured_outputs is not None:
             self.structured_outputs.check()
 
@@ -275,18 +235,19 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, m
         )
 
 
-def _integer(field: str, value: int, low: int, high: int) -> None:
+def _integer(field: str, value: int, limit: Limit) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidRequest(field, f"{type(value).__name__} given; an integer is expected")
-    if not low <= value <= high:
-        raise InvalidRequest(field, f"{_short(value)} is out of range; it must be from {low} to {high}")
+    if not limit.low <= value <= limit.high:
+        raise InvalidRequest(field, f"{_short(value)} is out of range; it must be from {limit.low} to {limit.high}")
 
 
-def _number(field: str, value: float, low: float, high: float, open_low: bool = False) -> None:
+def _number(field: str, value: float, limit: Limit) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise InvalidRequest(field, f"{type(value).__name__} given; a number is expected")
-    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
-        span = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
+    low, high, is_open = limit
+    if not math.isfinite(value) or value > high or value < low or (is_open and value == low):
+        span = f"above {low:g} and at most {high:g}" if is_open else f"from {low:g} to {high:g}"
         raise InvalidRequest(field, f"{_short(value)} is out of range; it must be {span}")
 
 
@@ -295,7 +256,7 @@ def _token_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
     if len(ids) > MAX_LISTED_IDS:
         raise InvalidRequest(field, f"{len(ids)} entries; at most {MAX_LISTED_IDS} are allowed")
     for token in ids:
-        _integer(field, token, 0, vocab_size - 1)
+        _integer(field, token, Limit(0, vocab_size - 1))
 
 
 def _choices(field: str, choices: list[str]) -> None:
@@ -329,3 +290,15 @@ def check_depth(field: str, schema: dict[str, Any] | list[Any]) -> None:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}…"
+
+
+def _limits() -> Iterator[tuple[str, tuple[Callable[[str, Any, Limit], None], Limit]]]:
+    """Yield the check and the limit of each field whose annotation has one."""
+    for field, kind in get_type_hints(SamplingParams, include_extras=True).items():
+        for part in (kind, *get_args(kind)):  # Annotated, or Annotated | None
+            for limit in getattr(part, "__metadata__", ()):
+                yield field, (_integer if part.__origin__ is int else _number, limit)
+
+
+_LIMITS = dict(_limits())
+_OPTIONAL = ("seed", "max_tokens")  # may be None

@@ -21,7 +21,7 @@ from penstock.engine.config import (
     option_names,
 )
 from penstock.engine.options import given_options, options_of, size_bytes
-from penstock.engine.vllm_options import FATES
+from penstock.engine.vllm_options import IGNORED, WITH_VALUE
 from penstock.executor.protocol import ExecutorConfig
 
 
@@ -34,7 +34,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_version_and_the_commands_are_shown() -> None:
     assert run("--version").stdout.strip() == f"penstock {__version__}"
     shown = run("--help").stdout
-    assert all(command in shown for command in ("serve", "deploy", "bench", "export"))
+    assert all(command in shown for command in ("serve", "deploy", "bench", "prove"))
 
 
 def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(
@@ -48,7 +48,7 @@ def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("command", ["serve", "deploy", "bench", "export"])
+@pytest.mark.parametrize("command", ["serve", "deploy", "bench", "prove"])
 def test_every_command_has_help(command: str) -> None:
     result = run(command, "--help")
     assert result.returncode == 0 and f"usage: penstock {command}" in result.stdout
@@ -66,7 +66,6 @@ def test_every_command_has_help(command: str) -> None:
         (["serve", "--gpu-memory-utilization", "nan"], "gpu_memory_utilization: nan given"),
         (["serve", "--api-key", ""], "api_keys: a key must be printable"),
         (["route", "--backend", "http://127.0.0.1:1", "--api-key", ""], "api_keys: a key must be printable"),
-        (["export", "/nowhere", "-o", "/nowhere/else"], "there is no folder or .gguf file '/nowhere'"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(
@@ -82,11 +81,16 @@ def test_a_mistake_is_one_line_that_names_it(
     [
         (["serve", "--max-modellen", "5"], "--max-modellen: there is no such option; did you mean --max-model-len?"),
         (["serve", "--enable-auto-tool-choise"], "did you mean --enable-auto-tool-choice?"),
-        (["serve", "--swap-space", "4"], "--swap-space: use --kv-host-bytes"),
-        (["serve", "-pp", "2"], "-pp: '2' given; use --tensor-parallel-size"),
-        (["serve", "--quantization=awq"], "--quantization: leave it out"),
-        (["serve", "--max-model-len", "1x"], "'1x' is not a number of tokens"),
-        (["serve", "--allowed-origins", '["a"'], "not a JSON list of texts"),
+        (["serve", "--quantization=awq"], "--quantization: there is no such option"),
+        (["serve", "-pp", "2"], "-pp: there is no such option"),
+        (["serve", "--max-model", "5"], "--max-model: there is no such option; did you mean --max-model-len?"),
+        (["serve", "--no-enable-chunked-prefill"], "--no-enable-chunked-prefill: there is no such option"),
+        (
+            ["bench", "serve", "--ramp-up-strategy", "linear"],
+            "--ramp-up-strategy: it was removed; run the benchmark once",
+        ),
+        (["bench", "serve", "--structured-ratio=1"], "--structured-ratio: it was removed; give all requests"),
+        (["bench", "serve", "--num-prompt", "5"], "--num-prompt: there is no such option; did you mean --num-prompts?"),
         (["route", "--backand", "http://127.0.0.1:1"], "--backand: there is no such option; did you mean --backend?"),
     ],
 )
@@ -96,7 +100,24 @@ def test_an_option_that_is_not_known_here_is_named_by_its_command_with_what_to_u
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     shown = capsys.readouterr().err
-    assert caught.value.code == 2 and message in shown and f"usage: penstock {arguments[0]}" in shown
+    assert caught.value.code == 2 and message in shown
+    assert shown.startswith(f"penstock {arguments[0]}") and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--max-model-len", "1x"], "'1x' is not a number of tokens"),
+        (["serve", "--allowed-origins", '["a"'], "not a JSON list of texts"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_named_by_its_command(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    shown = capsys.readouterr().err
+    assert caught.value.code == 2 and message in shown and "usage: penstock serve" in shown
 
 
 def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,36 +131,10 @@ def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: 
     assert shown.count("without effect") == 3 and "--trust-remote-code: without effect: no code" in shown
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--tokenizer-mode", "slow"], "--tokenizer-mode: 'slow' given; there is one kind here; leave it out"),
-        (
-            ["--allowed-methods", '["PATCH"]'],
-            "--allowed-methods: '[\"PATCH\"]' given; GET, POST and DELETE are all there is",
-        ),
-        (["--no-async-scheduling"], "--no-async-scheduling: 'false' given; always on here"),
-        (["--num-gpu-blocks-override", "9"], "--num-gpu-blocks-override: use --kv-cache-bytes"),
-        (["-dp", "2"], "-dp: '2' given; run several servers behind `penstock route`"),
-        (["-O3"], "-O: nothing is compiled at the start; --enforce-eager turns CUDA graphs off"),
-        (["--fully-sharded-loras"], "--fully-sharded-loras: leave it out: ranks always share adapters out"),
-        (["--compilation-config={}"], "--compilation-config: nothing is compiled"),
-    ],
-)
-def test_what_of_vllms_cannot_be_done_is_refused_with_what_to_use(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parser = argparse.ArgumentParser()
-    add_engine_options(parser)
-    with pytest.raises(SystemExit):
-        parser.parse_args(words)
-    assert said in capsys.readouterr().err
-
-
 def test_names_of_vllms_that_mean_options_of_ours_set_them() -> None:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    flags = ["--distributed-executor-backend", "mp", "--max-num-queued-reqs", "7", "--disable-uvicorn-access-log"]
+    flags = ["--distributed-executor-backend", "mp", "--max-num-queued-reqs", "7", "--num-gpu-blocks"]
     flags += ["--shutdown-timeout", "5", "--uvicorn-log-level", "warning", "-ep", "--no-enable-eplb", "-dp", "1"]
     args = parser.parse_args([*flags, "--no-enforce-eager", "--device-memory-utilization", "0.5", "--no-enable-lora"])
     given = {"executor": "multiproc", "max_queued_requests": 7, "enable_expert_parallel": True, "enable_eplb": False}
@@ -149,32 +144,39 @@ def test_names_of_vllms_that_mean_options_of_ours_set_them() -> None:
     assert engine_config("model", {"distributed_executor_backend": "mp"}).executor.kind == "multiproc"
 
 
-def test_every_option_of_vllm_in_the_table_is_answered_on_the_command_line_and_in_python(
+def test_every_ignored_option_is_said_once_on_the_command_line_and_in_python(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     serve.add_arguments(parser)
-    for name, fate in FATES.items():
+    for name in IGNORED:
         flag = "--" + name.replace("_", "-")
-        for value in {*(fate.taken - {"ANY"}), "something-else", "false"}:
-            words = [f"--no-{flag[2:]}"] if value == "false" else [flag] if fate.is_switch else [flag, value]
-            is_on = fate.is_switch and value == "something-else"
-            if fate.takes("true" if is_on else value):
-                parser.parse_args(words)
-            else:
-                with pytest.raises(SystemExit):
-                    parser.parse_args(words)
-            shown = capsys.readouterr().err
-            assert fate.sets or words[0] in shown
-            if is_on:
-                continue
-            if fate.takes(value):
-                with pytest.warns(UserWarning, match=f"{name}: without effect"):
-                    engine_config("model", {name: value == "true" if fate.is_switch else value})
-            else:
-                with pytest.raises(ConfigError, match=f"^{name}: "):
-                    engine_config("model", {name: False if value == "false" else value})
-    assert not {*FATES} & option_names()
+        parser.parse_args([flag, "some-value"] if name in WITH_VALUE else [flag])
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"penstock: {flag}: without effect: ") and shown.count("\n") == 1
+        with pytest.warns(UserWarning, match=f"{name}: without effect") as warned:
+            engine_config("model", {name: True})
+        assert len(warned) == 1
+    assert not {*IGNORED} & option_names()
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["top", "http://127.0.0.1:1"], "/metrics"),
+        (["export", "-o", "/nowhere"], "benchmarks/export.py"),
+        (["bench", "logprobs", "--num-prompts", "1"], "penstock.open_forward"),
+    ],
+)
+def test_a_command_that_was_removed_is_answered_with_its_replacement(
+    words: list[str], instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    shown = capsys.readouterr().err
+    assert (
+        shown.startswith(f"penstock: {words[0]} ") and "is not a command any more" in shown and shown.count("\n") == 1
+    )
+    assert instead in shown
 
 
 def test_no_command_shows_the_help() -> None:
@@ -184,10 +186,7 @@ def test_no_command_shows_the_help() -> None:
 
 def test_an_unknown_command_lists_the_known_ones() -> None:
     result = run("frob")
-    assert (
-        result.returncode == 2
-        and "'serve', 'route', 'deploy', 'top', 'bench', 'prove', 'cache', 'models', 'export'" in result.stderr
-    )
+    assert result.returncode == 2 and "'serve', 'route', 'deploy', 'bench', 'prove', 'cache', 'models'" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, recommended_sa
 from penstock.engine.options import Option, add_options, built, flag, given_options, options_of
 from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig, resolve
 from penstock.engine.text.tokenizer import load_tokenizer
-from penstock.engine.vllm_options import vllm_options
 from penstock.executor.process_life import log_to_stderr, stop_signals
 from penstock.executor.protocol import ModelInfo
 
@@ -42,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options() -> list[Option]:
-    """All flags, those that vLLM has included."""
-    return [*options_of(ServerConfig), *options_of(ModelOptions), *options_of(EngineOptions), *vllm_options()]
+    """Return all flags that have an effect."""
+    return [*options_of(ServerConfig), *options_of(ModelOptions), *options_of(EngineOptions)]
 
 
 def run(args: argparse.Namespace) -> int:

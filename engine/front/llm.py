@@ -40,7 +40,7 @@ from penstock.engine.messages import Output
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
-from penstock.engine.vllm_options import METHODS, nearest, refuse_keywords
+from penstock.engine.vllm_options import nearest
 from penstock.executor.protocol import ModelInfo, Part, Pooled, SleepLevel, open_executor
 
 if TYPE_CHECKING:
@@ -107,11 +107,9 @@ class LLM:
         use_tqdm: Bar = True,
         *,
         lora_request: LoraRequests = None,
-        **others: Any,
     ) -> list[RequestOutput]:
         """Complete the prompts, in their order. `sampling_params` is one for all, or one for each; without any, as the
         model's authors recommend. `lora_request`: an adapter for all, or one or None for each."""
-        refuse_keywords(others)
         return self._generate(as_list(prompts), sampling_params, use_tqdm, True, lora_request)
 
     def chat(
@@ -127,14 +125,12 @@ class LLM:
         documents: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         lora_request: LoraRequests = None,
-        **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
         from penstock.engine.text.prompt import chat_prompt
         from penstock.engine.text.template import load_template
 
-        refuse_keywords(others)
         template = self.template
         if chat_template is not None and self.tokenizer is not None:
             template = load_template(self.tokenizer, chat_template)
@@ -166,31 +162,27 @@ class LLM:
         use_tqdm: Bar = True,
         *,
         normalize: bool = True,
-        **others: Any,
     ) -> list[PooledRequestOutput[EmbeddingOutput]]:
         """One vector for each prompt: the hidden state of its last token, or the mean over all; of unit length, unless
         `normalize` is false."""
-        refuse_keywords(others)
         if pooling not in ("last", "mean"):
             raise InvalidRequest("pooling", f"{pooling!r} given; 'last' or 'mean' is expected")
         params = SamplingParams(max_tokens=1, detokenize=False)
         return self._pool(as_list(prompts), params, pooling, use_tqdm, lambda numbers: embedded(numbers, normalize))
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True, **others: Any
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True
     ) -> list[PooledRequestOutput[ClassificationOutput]]:
         """Of each prompt the labels' probabilities. The model has a classification head."""
-        refuse_keywords(others)
         return self._label(as_list(prompts), use_tqdm, ClassificationOutput)
 
     def score(
-        self, data_1: str | Sequence[str], data_2: str | Sequence[str], use_tqdm: Bar = True, **others: Any
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], use_tqdm: Bar = True
     ) -> list[PooledRequestOutput[ScoringOutput]]:
         """How well two texts go together: one with each of several, or each with its own. The model has a head of one
         label, or tokens for no and yes."""
         from penstock.engine.front.labels import labels_of, pair_prompts
 
-        refuse_keywords(others)
         labels_of(self.info, is_scored=True)
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
         texts, adds_special = pair_prompts(self.template, first, second, ("data_1", "data_2"))
@@ -207,8 +199,6 @@ class LLM:
         return self._pool(prompts, params, "labels", use_tqdm, lambda numbers: show(shown(labels, numbers)))
 
     def __getattr__(self, name: str) -> Any:
-        if name in METHODS:
-            raise AttributeError(f"LLM.{name}: {METHODS[name]}")
         raise AttributeError(f"LLM has no attribute {name!r}{nearest(name, dir(type(self)))}")
 
     def __del__(self) -> None:

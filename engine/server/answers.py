@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.engine.front.answer import Answer, Update, joined
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams, params_of
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
 from penstock.engine.server.requests import SAMPLING_FIELDS, GenerateRequest, StreamOptions
@@ -46,7 +46,7 @@ def sampling_params(service: Service, request: GenerateRequest, **special: Any) 
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options", "only a stream has any; set stream to true")
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
-    params = params_of(**{**service.config.default_sampling, **given, **special})
+    params = SamplingParams(**{**service.config.default_sampling, **given, **special})
     params.check(service.info.vocab_size, service.config.max_logprobs)
     return params
 

@@ -8,11 +8,10 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from penstock import __version__
+from penstock.engine.removed import REMOVED, REMOVED_COMMANDS
 from penstock.engine.vllm_options import nearest
 
 Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
@@ -39,11 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    for removed in filter(REMOVED_COMMANDS.get, (" ".join(arguments[:2]), *arguments[:1])):
+        print(f"penstock: {removed} is not a command any more: {REMOVED_COMMANDS[removed]}", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(prog="penstock", description="A compact inference-serving engine.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", dest="asked_command", metavar="COMMAND")
     for name, (summary, load) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         # Only the command that is asked for is imported, and so only it has options to show.
         if name in arguments[:1]:
             add_arguments, run = load()
@@ -54,20 +56,34 @@ def _run(arguments: list[str]) -> int:
         parser.print_help(sys.stderr)
         return 2
     if unknown:
-        _refuse(commands.choices[args.asked_command], unknown)
+        _refuse(_innermost(commands.choices[args.asked_command], arguments[1:]), unknown)
     code: int = args.run(args)
     return code
 
 
+def _innermost(command: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser:
+    """Return the parser of the subcommand that the words name, or of the command itself."""
+    for action in command._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return next((action.choices[word] for word in words if word in action.choices), command)
+    return command
+
+
 def _refuse(command: argparse.ArgumentParser, unknown: list[str]) -> None:
-    """What the command does not know, with the flag that may have been meant."""
+    """Exit with an error that names the unknown option, and what replaces it or the flag that may have been meant."""
     known = [flag for action in command._actions for flag in action.option_strings]
-    word = next((word for word in unknown if word.startswith("-")), unknown[0])
-    command.error(f"{word}: there is no such option{nearest(word.partition('=')[0], known)}")
+    flag = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+    name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+    if flag.startswith("--") and name in REMOVED:
+        why = REMOVED[name]
+    else:
+        why = f"there is no such option{nearest(flag, known)}"
+    command.exit(2, f"{command.prog}: {flag}: {why}\n")  # one line: the usage of `serve` fills a screen
 
 
 def _user_errors() -> tuple[type[BaseException], ...]:
     from penstock.cache.tiers.disk.operate import CacheError
+    from penstock.engine.commands.prove.options import ProveError
     from penstock.engine.config import ConfigError
     from penstock.engine.front.client import EngineDead
     from penstock.engine.model_files import ModelError
@@ -76,7 +92,10 @@ def _user_errors() -> tuple[type[BaseException], ...]:
     from penstock.router.backend import RouteError
     from penstock.router.deploy.file import DeployError
 
-    return CacheError, EngineDead, ConfigError, ModelError, InvalidRequest, ExecutorError, RouteError, DeployError
+    return (
+        *(CacheError, EngineDead, ConfigError, ModelError, InvalidRequest),
+        *(ExecutorError, RouteError, DeployError, ProveError),
+    )
 
 
 def _serve() -> Command:
@@ -103,29 +122,12 @@ def _deploy() -> Command:
 
 def _bench() -> Command:
     from penstock.engine.commands import bench
-    from penstock.engine.commands.bench import reference
     from penstock.eplb import bench as eplb
-
-    def compare(args: argparse.Namespace) -> int:
-        from penstock.executor.models.reference import reference_logprobs
-
-        return reference.run(args, reference_logprobs)
 
     others = [
         ("eplb", eplb, "Plans that spread experts over ranks: time, balance, moves; tables and a heat map."),
-        (
-            "logprobs",
-            SimpleNamespace(add_arguments=reference.add_arguments, run=compare),
-            "How far log-probabilities are from those of a transformers forward pass.",
-        ),
     ]
     return lambda parser: bench.add_arguments(parser, others), bench.run
-
-
-def _top() -> Command:
-    from penstock.engine.commands.top import command
-
-    return command.add_arguments, command.run
 
 
 def _prove() -> Command:
@@ -159,45 +161,14 @@ def _run_models(args: argparse.Namespace) -> int:
     return 0
 
 
-def _export() -> Command:
-    return _add_export_arguments, _run_export
-
-
-def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="a .gguf file, folder or hub name (default: the default model)")
-    parser.add_argument("--output", "-o", required=True, metavar="DIR", help="the folder to write")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-
-
-def _run_export(args: argparse.Namespace) -> int:
-    """Write a model as a Hugging Face folder, so that other engines can run the very same weights."""
-    from penstock.engine.model_files import recommended_sampling, resolve_model
-    from penstock.engine.text.tokenizer import load_tokenizer
-    from penstock.executor.loading.checkpoint import open_checkpoint
-    from penstock.executor.models.export import export
-
-    files = resolve_model(args.model)
-    tokenizer = load_tokenizer(files)
-
-    def save(folder: Path) -> None:
-        sampling = {name: value for name, value in recommended_sampling(files).items() if name != "max_tokens"}
-        tokenizer.save(folder, sampling and {"do_sample": True, **sampling})
-
-    export(open_checkpoint(files.path), args.output, args.dtype, progress=print, beside=save)
-    print(f"{files.name} written to {args.output}")
-    return 0
-
-
 _COMMANDS: dict[str, tuple[str, Callable[[], Any]]] = {
     "serve": ("Serve a model over an OpenAI-compatible API.", _serve),
     "route": ("Put one address in front of many servers, each request where its prefix lies.", _route),
     "deploy": ("Run replicas and their router over a Ray cluster, as a file says.", _deploy),
-    "top": ("Watch a server or a router in the terminal.", _top),
     "bench": ("Measure a server or the engine itself.", _bench),
     "prove": ("Prove that a server answers under load and faults what it answers alone.", _prove),
     "cache": ("Inspect, verify or clear KV blocks on a disk.", _cache),
     "models": ("List the families of models that run.", _models),
-    "export": ("Write a model as a Hugging Face folder (safetensors and tokenizer).", _export),
 }
 
 if __name__ == "__main__":

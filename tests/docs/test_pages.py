@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 from penstock import cli
+from penstock.engine.config import EngineOptions
+from penstock.engine.options import options_of
+from penstock.engine.server.server_config import ServerConfig
+from penstock.engine.vllm_options import IGNORED
 from tests.docs.configuration import PAGE, page, parsers
 from tests.support.default_file import needs_model
 
@@ -108,6 +112,14 @@ def test_commands_that_are_shown_parse(path: Path) -> None:
 def test_every_command_is_named_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text()
     assert [name for name in cli._COMMANDS if f"penstock {name}" not in text] == []
+
+
+def test_the_page_for_users_of_vllm_names_every_ignored_flag_and_every_second_name() -> None:
+    text = (ROOT / "docs" / "from-vllm.md").read_text()
+    ignored = ["--" + name.replace("_", "-") for name in IGNORED]
+    kinds = (ServerConfig, EngineOptions)
+    seconds = [word for kind in kinds for option in options_of(kind) for word in option.words[1:]]
+    assert len(seconds) >= 8 and [word for word in (*ignored, *seconds) if f"`{word}" not in text] == []
 
 
 @pytest.mark.parametrize("command", ["penstock serve", "penstock route"])

@@ -1,0 +1,19 @@
+"""Commands and options that earlier versions had, and what to use instead.
+
+The command line and `LLM(...)` refuse them with this text; nothing else knows them.
+"""
+
+REMOVED_COMMANDS = {
+    "bench logprobs": "compare with penstock.open_forward, or with prompt_logprobs of generate (docs/training.md)",
+    "export": "run benchmarks/export.py of the sources",
+    "top": "open the server's page in a browser for live charts, or read /metrics (docs/grafana.json is a dashboard)",
+}
+# By the name of the keyword; the flag has dashes.
+REMOVED = {
+    "custom_output_len": "it was removed; write the prompts as conversations and use --dataset-name sharegpt",
+    "ramp_up_end_rps": "it was removed; run the benchmark once for each --request-rate",
+    "ramp_up_start_rps": "it was removed; run the benchmark once for each --request-rate",
+    "ramp_up_strategy": "it was removed; run the benchmark once for each --request-rate",
+    "structured_ratio": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
+    "structured_schema": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
+}
