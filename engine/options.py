@@ -1,10 +1,9 @@
-"""Options, declared once: on the fields of the dataclasses that say how an engine, a server or a router runs.
+"""Options are declared once, on the fields of the dataclasses that configure an engine, a server or a router.
 
     max_num_seqs: Count = flag("sequences computed at a time (default: %(default)s)", "N", default=256)
 
-The type with its limits and `flag` together are the flag on the command line with its help, the check of a keyword of
-`LLM(...)`, the key in a deployment's file and the line in docs/configuration.md. What several options must keep to
-together is checked where they are resolved.
+From the type with its limits and `flag` come the flag on the command line with its help, the check of the keyword of
+`LLM(...)` and the line in docs/configuration.md. Options are checked against each other where they are resolved.
 """
 
 import argparse
@@ -30,14 +29,14 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
-# What is sent between processes, or to the C, has at most 64 bits.
+# Integers that are sent between processes or to C code have at most 64 bits.
 INT64 = 2**63 - 1
 Count = Annotated[int, Meta(ge=1, le=INT64)]
 Length = Annotated[int, Meta(ge=0, le=INT64)]
 Seed = Annotated[int, Meta(ge=-INT64, le=INT64)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-# More than thirty years is a mistake, and so is infinity.
+# A duration of more than thirty years is a mistake, and so is infinity.
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Delay = Annotated[float, Meta(ge=0, le=1e9)]
 
@@ -57,38 +56,38 @@ D = TypeVar("D", bound=Declared)
 
 
 class Flag(NamedTuple):
-    """What the command line says of a field."""
+    """How a field appears on the command line."""
 
-    help: str | None  # %(default)s is the field's
+    help: str | None  # %(default)s stands for the default of the field
     metavar: str | None = None
-    names: tuple[str, ...] = ()  # where the field's own name does not give them
-    choices: tuple[str, ...] = ()  # where the type does not list them
-    read: Callable[[str], Any] | None = None  # what a text stands for; ValueError: for nothing
-    has_off: bool = False  # a switch that --no-… turns off
-    takes_several: bool = False  # values behind one flag; else a tuple's flag is repeated
-    opens: str = ""  # the title of a group in the help, for this option and those that follow
+    names: tuple[str, ...] = ()  # instead of the one made from the name of the field
+    choices: tuple[str, ...] = ()  # where the type is not a Literal
+    read: Callable[[str], Any] | None = None  # converts the text; raises ValueError where it cannot
+    has_off: bool = False  # has a --no-… form
+    takes_several: bool = False  # several values after one flag; else the flag of a tuple is repeated
+    opens: str = ""  # starts a group of this title in the help
 
 
 def flag(*said: Any, default: Any = None, **more: Any) -> Any:
-    """A field with a flag; the arguments are those of `Flag`."""
+    """Declare a field with a flag; the arguments are those of `Flag`."""
     return dataclasses.field(default=default, metadata={"flag": Flag(*said, **more)})
 
 
 class Option(NamedTuple):
     name: str  # of the field
-    kind: Any  # its type, without its limits and without None
+    kind: Any  # its type without limits and without None
     default: Any
     flag: Flag
 
     @property
     def words(self) -> tuple[str, ...]:
-        """By its name, without the unit, and in the singular where each value has a flag of its own."""
+        """The flags: from the name of the field, without a unit, and in the singular for a flag that is repeated."""
         name = self.name.removesuffix("_s").replace("_", "-")
         return self.flag.names or (f"--{name.removesuffix('s') if self.is_list else name}",)
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """Its names in Python: the field's, and that of every further long flag."""
+        """The keywords in Python: the name of the field, and that of every further long flag."""
         return (self.name, *(word[2:].replace("-", "_") for word in self.words[1:] if word.startswith("--")))
 
     @property
@@ -96,7 +95,7 @@ class Option(NamedTuple):
         return get_origin(self.kind) is tuple
 
     def settings(self) -> dict[str, Any]:
-        """Of `add_argument`."""
+        """Return the arguments for `add_argument`."""
         flag, kind = self.flag, self.kind
         if kind is bool:
             return {"action": argparse.BooleanOptionalAction if flag.has_off else "store_true"}
@@ -111,7 +110,7 @@ class Option(NamedTuple):
 
 
 def options_of(kind: type[Declared]) -> Iterator[Option]:
-    """Those of a dataclass, and of the ones within it."""
+    """Yield the options of a dataclass and of the dataclasses within it."""
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         plain = _plain(hints[field.name])
@@ -122,12 +121,12 @@ def options_of(kind: type[Declared]) -> Iterator[Option]:
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type[Declared]) -> None:
-    """A flag for each option, or several that exclude each other where it has several names."""
+    """Add a flag for each option; several names of one option exclude each other."""
     group: argparse._ActionsContainer = parser
     for option in options_of(kind):
         if option.flag.opens:
             group = parser.add_argument_group(option.flag.opens)
-        default = [] if isinstance(option.default, tuple) else option.default  # argparse adds to a list that is there
+        default = [] if isinstance(option.default, tuple) else option.default  # argparse appends to the default
         settings = {"dest": option.name, "default": default, **option.settings()}
         names = group.add_mutually_exclusive_group() if option.words[1:] else group
         names.add_argument(option.words[0], help=option.flag.help, **settings)
@@ -136,13 +135,13 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Declared]) -> None:
 
 
 def given_options(args: argparse.Namespace, kind: type[Declared]) -> dict[str, Any]:
-    """What the command line says of a struct's own options; None is nothing."""
+    """Return the options of `kind` that were given on the command line."""
     values = {option.name: getattr(args, option.name, None) for option in options_of(kind)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def built(args: argparse.Namespace, kind: type[D], **others: Any) -> D:
-    """The dataclass, and those within it, as the command line says. Nothing is checked yet."""
+    """Build the dataclass, and those within it, from the command line. Nothing is checked yet."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         if (value := getattr(args, field.name, None)) not in (None, []):
@@ -153,7 +152,7 @@ def built(args: argparse.Namespace, kind: type[D], **others: Any) -> D:
 
 
 def check(config: Declared) -> None:
-    """Every field has its type and keeps to its limits; ValueError names the field, the value and the limit."""
+    """Check the type and the limits of every field; raise ValueError naming the field, the value and the limit."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for value in values.values():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -161,16 +160,16 @@ def check(config: Declared) -> None:
     converted(msgspec.to_builtins(values), type(config))
     for option in options_of(type(config)):
         if option.flag.choices and (value := values.get(option.name)) is not None and value not in option.flag.choices:
-            raise ValueError(f"{option.name}: {value!r} is not known; {', '.join(option.flag.choices)} are")
+            raise ValueError(f"{option.name}: {value!r} given; one of {', '.join(option.flag.choices)} is expected")
 
 
 def converted(values: Mapping[str, Any], kind: type[T]) -> T:
-    """An object of plain data; ValueError as of `check`."""
+    """Convert plain data to an object of this type; raise ValueError like `check`."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         place, what = objection(error, kind)
-        place = place.partition("[...]")[0]  # a key of an object, which is not said
+        place = place.partition("[...]")[0]  # msgspec does not name the key of an object
         if " given; " not in what and what != REQUIRED:
             value: Any = values
             for part in re.findall(r"[^.\[\]]+", place):
@@ -180,20 +179,20 @@ def converted(values: Mapping[str, Any], kind: type[T]) -> T:
 
 
 def objection(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:
-    """Where it is in a value of this kind, like `.messages[0].role` or nothing for the whole, and what is wrong there."""
+    """Return the place of the error, like `.messages[0].role` (empty for the whole value), and what is wrong there."""
     found = _OBJECTION.match(str(error))
     assert found is not None  # the pattern matches any text
     place, what = found["place"] or "", found["what"][:1].lower() + found["what"][1:]
     missing = _MISSING.match(what)
     if missing is not None:
         return f"{place}.{missing[1]}", REQUIRED
-    if what.startswith("invalid enum value"):  # msgspec leaves out which are valid
+    if what.startswith("invalid enum value"):  # msgspec does not list the valid values
         what += f"; one of {', '.join(map(repr, _literals(kind, place)))} is expected"
     return place, what
 
 
 def _literals(kind: Any, place: str) -> list[str | int]:
-    """What may stand at a place."""
+    """Return the values of the Literal at a place."""
     found = _parts([msgspec.inspect.type_info(kind)])
     for name in re.findall(r"\.(\w+)|\[", place.replace("[...]", "[]")):
         if name:
@@ -206,12 +205,12 @@ def _literals(kind: Any, place: str) -> list[str | int]:
 
 
 def _parts(infos: list[Any]) -> list[Any]:
-    """Unions taken apart."""
+    """Flatten unions."""
     return [part for each in infos for part in getattr(each, "types", [each])]
 
 
 def meant(values: Mapping[str, Any], kind: type[Declared]) -> dict[str, Any]:
-    """Under the fields' own names, with texts as the flags read them: a keyword may say '8GiB' too."""
+    """Rename keywords to the names of their fields and read texts like the flags do, so that '8GiB' works in Python too."""
     found = dict(values)
     for option in options_of(kind):
         given = [name for name in option.keywords if name in found]
@@ -228,7 +227,7 @@ def meant(values: Mapping[str, Any], kind: type[Declared]) -> dict[str, Any]:
 
 
 def count(text: str) -> int:
-    """`4096`, `4k` (thousands) or `4K` (of 1,024), as vLLM reads a number of tokens; ValueError for anything else."""
+    """Read a number of tokens as vLLM does: `4096`, `4k` (4,000) or `4K` (4,096). Raise ValueError for anything else."""
     match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)([kKmM]?)", text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a number of tokens; write it like 4096, 4k (4,000) or 4K (4,096)")
@@ -240,7 +239,7 @@ _UNITS |= {f"{unit}i": 1024 ** (index + 1) for index, unit in enumerate("kmgt")}
 
 
 def size_bytes(text: str) -> int:
-    """`8GiB`, `500MB`, `1.5g` or a plain number of bytes; ValueError for anything else."""
+    """Read a size: `8GiB`, `500MB`, `1.5g` or a plain number of bytes. Raise ValueError for anything else."""
     match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"{text!r} is not a size; write it like 8GiB, 500MB or 1073741824")
@@ -259,7 +258,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def _complaining(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """argparse passes on what this exception says, and not what a ValueError does."""
+    """Make the text of a ValueError visible: argparse shows only that of an ArgumentTypeError."""
 
     def reader(text: str) -> Any:
         try:

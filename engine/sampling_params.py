@@ -1,7 +1,7 @@
-"""What a user may ask about sampling, and the checks that make it safe to run.
+"""Sampling parameters of a request, and the checks that make them safe to run.
 
-Every limit lives here, so the server, the offline API and the router answer the same way: `check` raises
-`InvalidRequest` naming the field, the value and the limit. The engine core trusts what passed.
+The limits are annotations of the fields, so the server and the offline API answer the same way: `check` raises
+`InvalidRequest`, which names the field, the value and the limit. The engine core does not check again.
 """
 
 import math
@@ -36,7 +36,7 @@ class Limit(NamedTuple):
 
 
 class InvalidRequest(ValueError):
-    """The user's request cannot be run. `field` is the name the user wrote."""
+    """The request cannot be run. `field` is the name that the user wrote."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -44,7 +44,7 @@ class InvalidRequest(ValueError):
 
 
 class Unserved(NamedTuple):
-    """Why a known field is refused, and the values with which it changes nothing."""
+    """The reason why a known field is refused, and the values that change nothing and are accepted."""
 
     reason: str
     neutral: tuple[Any, ...] = ()
@@ -70,7 +70,7 @@ UNSERVED: dict[str, Unserved] = {
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the answer must look like, in exactly one of these forms. The names are those of vLLM."""
+    """The format of the answer, given in exactly one of these forms. The names are those of vLLM."""
 
     json: str | dict[str, Any] | bool | None = None  # a JSON schema, as text or as an object
     json_object: bool | None = None  # any JSON object
@@ -82,13 +82,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def kind(self) -> str:
-        """The name of the field that is set. `json_object=False` asks for nothing, like a field left out."""
+        """The name of the field that is set. `json_object=False` counts as not set."""
         (name,) = self._given()
         return name
 
     @property
     def field(self) -> str:
-        """What objections to it are headed with."""
+        """The field that error messages name."""
         return f"structured_outputs.{self.kind}"
 
     def check(self, field: str | None = None) -> None:
@@ -116,7 +116,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def has_schema(self) -> bool:
-        """It is a JSON schema, or holds some."""
+        """Whether the value is a JSON schema or contains some."""
         return self.kind in ("json", "structural_tag")
 
     @property
@@ -129,7 +129,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How to sample a completion. The names and defaults are those of vLLM."""
+    """Sampling parameters of one request. Names and defaults are those of vLLM."""
 
     n: Annotated[int, Limit(1, MAX_N)] = 1
     temperature: Annotated[float, Limit(0.0, 2.0)] = 1.0
@@ -210,11 +210,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             self.structured_outputs.check()
 
     def seed_of(self, index: int) -> int:
-        """Of choice `index` of `n`. An absent one is drawn here, once."""
+        """Return the seed of choice `index` of `n`; draw one where none is given."""
         return secrets.randbits(64) if self.seed is None else (self.seed + index) % 2**64
 
     def sampling(self, eos_ids: Iterable[int]) -> Sampling:
-        """The executor's view, of the first choice."""
+        """Return what the executor needs to sample the first choice."""
         stop_ids = set(self.stop_token_ids or ()) | (set() if self.ignore_eos else set(eos_ids))
         return Sampling(
             temperature=0.0 if self.temperature < 1e-5 else float(self.temperature),  # numpy's are floats too
@@ -273,7 +273,7 @@ def _grammar_size(field: str, num_chars: int) -> None:
 
 
 def check_depth(field: str, schema: dict[str, Any] | list[Any]) -> None:
-    """Level by level, so that no depth can exhaust the stack."""
+    """Refuse deep nesting. The walk goes level by level, so that no depth can exhaust the stack."""
     level: list[Any] = [schema]
     depth = 0
     while level := [

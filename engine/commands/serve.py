@@ -73,7 +73,7 @@ def check(args: argparse.Namespace) -> None:
 def _check_adapters(engine: EngineConfig, server: ServerConfig) -> None:
     for name in ("lora_modules", "allow_lora_updates"):
         if getattr(server, name) and not engine.executor.enable_lora:
-            raise ConfigError(f"{name}: given; it needs enable_lora")
+            raise ConfigError(f"{name}: given; it requires enable_lora")
 
 
 def server_config(args: argparse.Namespace, name: str, recommended: dict[str, Any]) -> ServerConfig:

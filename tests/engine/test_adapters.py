@@ -222,13 +222,13 @@ def test_without_enable_lora_adapters_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_loras": 4}, "max_loras: given; it needs enable_lora"),
-        ({"max_lora_rank": 8}, "max_lora_rank: given; it needs enable_lora"),
-        ({"lora_experts": False}, "lora_experts: given; it needs enable_lora"),
+        ({"max_loras": 4}, "max_loras: given; it requires enable_lora"),
+        ({"max_lora_rank": 8}, "max_lora_rank: given; it requires enable_lora"),
+        ({"lora_experts": False}, "lora_experts: given; it requires enable_lora"),
         ({"enable_lora": True, "max_loras": 0}, "max_loras: 0 given"),
         ({"enable_lora": True, "max_lora_rank": 512}, "max_lora_rank: 512 given"),
-        ({"enable_lora": True, "max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras: 4 given; the 8 on the device"),
-        ({"enable_lora": True, "fully_sharded_loras": True}, "fully_sharded_loras: leave it out"),
+        ({"enable_lora": True, "max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras: 4 given; at least max_loras .8"),
+        ({"enable_lora": True, "fully_sharded_loras": True}, "fully_sharded_loras: there is no such option"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], message: str) -> None:

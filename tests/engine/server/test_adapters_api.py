@@ -112,8 +112,8 @@ def test_modules_on_the_command_line() -> None:
     assert serve.server_config(args, "model", {}).lora_modules == (LoraModule("sql", "/a"), LoraModule("law", "/b=c"))
     serve.check(args)
     for words, message in (
-        (given[1:], "lora_modules: given; it needs enable_lora"),
-        (["--allow-lora-updates"], "allow_lora_updates: given; it needs enable_lora"),
+        (given[1:], "lora_modules: given; it requires enable_lora"),
+        (["--allow-lora-updates"], "allow_lora_updates: given; it requires enable_lora"),
         ([*given[:2], "sql=/a", "sql=/b"], "lora_modules: 'sql' is given twice"),
         ([*given[:2], "m=/a", "--served-model-name", "m"], "lora_modules: 'm' is given twice, or is what the model"),
     ):
