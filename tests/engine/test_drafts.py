@@ -237,7 +237,10 @@ def test_random_worlds_with_drafts_keep_every_invariant_and_every_token() -> Non
             "speculative_config.num_speculative_tokens: 0 given; expected `int` >= 1",
         ),
         ({"method": "ngram", "num_speculative_tokens": 65}, "num_speculative_tokens: 65 given; expected `int` <= 64"),
-        ({"method": "ngram", "prompt_lookup_min": 5}, r"prompt_lookup_min: 5 given; it must be at most prompt_lookup_max \(4\)"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 5},
+            r"prompt_lookup_min: 5 given; it must be at most prompt_lookup_max \(4\)",
+        ),
         ({"method": "ngram", "max_draft_rows": 0}, "speculative_config.max_draft_rows: 0 given; expected `int` >= 1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What `penstock bench serve` sends, and when: the requests, encoded before the clock starts."""
+"""Builds the requests of `penstock bench serve` and their arrival times, before the clock starts."""
 
 import argparse
 import asyncio
@@ -39,7 +39,7 @@ class TrafficOptions:
 def build_calls(
     args: argparse.Namespace, target: Target, model: str, headers: dict[str, str]
 ) -> tuple[list[EncodedCall], list[EncodedCall]]:
-    """The warm-ups and the measured calls; warm-ups have prompts of their own, so no cache knows the others."""
+    """Return the warm-up calls and the measured ones; warm-ups have other prompts, so that they fill no cache for the rest."""
     path = args.endpoint or ENDPOINTS[args.backend]
     is_chat = path.rstrip("/").endswith("/chat/completions")
     counter = estimated_tokens if args.tokenizer is None else token_counter(args.tokenizer)
@@ -64,7 +64,7 @@ def _times(args: argparse.Namespace, samples: list[Sample]) -> list[float]:
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
-    """Seconds from the start for each of `count` requests, at `rate` per second on average.
+    """Draw when each of `count` requests is sent, in seconds after the start, at `rate` per second on average.
 
     The gaps follow a gamma distribution: burstiness 1 is a Poisson process, less comes in bursts, more is
     more even, infinity is a metronome. An infinite rate sends all at once. The times are scaled so that

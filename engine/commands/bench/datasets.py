@@ -1,9 +1,8 @@
-"""The prompts of a benchmark.
+"""The data sets that a benchmark draws its prompts from.
 
-A dataset is a function (args, count, source) -> samples, an entry in DATASETS, and its options in
-`DatasetOptions`. What differs between servers stands in `PromptSource`: a server is sent token ids wherever it
-takes them and the dataset has no texts, so no tokenizer is needed and lengths are exact; a chat gets words, which it
-counts itself.
+A data set is a function (args, count, source) -> samples, an entry in DATASETS, and its options in `DatasetOptions`.
+`PromptSource` says what prompts are made of. Completions get token ids where the data set has no texts, so no tokenizer
+is needed and lengths are exact. Chats get words, which the server counts itself.
 """
 
 import argparse
@@ -55,6 +54,6 @@ class DatasetOptions:
 
 
 def load_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
-    """`count` samples of the dataset that was asked for."""
+    """Return `count` samples of the data set that the options name."""
     chosen(args, DatasetOptions)
     return DATASETS[args.dataset_name](args, count, source)

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> list[float]:
-    """Seconds per batch. Every batch has fresh prompts: the prefix cache must not shorten the second one."""
+    """Return the seconds of each batch. Every batch has new prompts, so that the prefix cache does not shorten it."""
     from penstock.engine.front.llm import LLM
     from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 

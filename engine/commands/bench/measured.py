@@ -26,7 +26,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def piece(self) -> str | None:
-        """The text that arrived; None when this event brings no token: a chat's role, or a bare end mark."""
+        """Return the text that arrived; None for an event without a token: the role of a chat, or a bare end mark."""
         if self.delta is not None:
             delta = self.delta
             return delta.content or delta.reasoning or delta.reasoning_content or ("" if delta.tool_calls else None)

@@ -17,9 +17,9 @@ from msgspec import Meta
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample
 from penstock.engine.config import ConfigError
 
-# Conversations outside of these are passed over, as in other benchmarks of this data.
+# Conversations outside of these limits are skipped, as other benchmarks of this data do.
 MIN_TOKENS, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048
-HASH_TOKENS = 512  # of a prompt, for every hash id of a trace in Mooncake's format
+HASH_TOKENS = 512  # of a prompt for each hash id, in Mooncake's format
 
 
 Tokens = Annotated[int, Meta(ge=0, le=10**8)]
@@ -27,8 +27,10 @@ BAD_DATA = (ValueError, TypeError, KeyError, RecursionError, csv.Error)
 
 
 def sharegpt_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
-    """The first question of each conversation, with the length of the answer that was given. The file is a JSON list
-    of objects like {"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}."""
+    """Take the first question of each conversation, and the length of its answer.
+
+    The file is a JSON list of objects like {"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}.
+    """
     path = _path(args)
     try:
         turns = [conversation["conversations"] for conversation in msgspec.json.decode(path.read_bytes())]
@@ -54,25 +56,27 @@ def sharegpt_samples(args: argparse.Namespace, count: int, source: PromptSource)
 
 
 class _Asked(msgspec.Struct):
-    """One request of a trace, as Mooncake's have it."""
+    """One request of a trace in Mooncake's format."""
 
     timestamp: float  # ms
     input_length: Tokens
     output_length: Tokens
-    hash_ids: list[int] | None = None  # equal ids at the beginning of two prompts: equal tokens there
+    hash_ids: list[int] | None = None  # prompts that begin with equal ids begin with equal tokens
 
 
 def timed_trace_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
-    """Requests of the lengths, at the times and with the shared beginnings of a recorded trace.
+    """Make requests with the lengths, the times and the shared prefixes of a recorded trace.
 
-    In Mooncake's format (JSON lines with timestamp in ms, input_length, output_length, hash_ids) or that of Azure's
-    traces (CSV with TIMESTAMP, ContextTokens, GeneratedTokens), which says nothing of shared beginnings.
+    The file has Mooncake's format (JSON lines with timestamp in ms, input_length, output_length, hash_ids) or that of
+    Azure's traces (CSV with TIMESTAMP, ContextTokens, GeneratedTokens), which has no shared prefixes.
     """
     path = _path(args)
     asked: list[_Asked] = []
     try:
         mooncake = (msgspec.json.decode(line, type=_Asked) for line in _lines(path))
-        asked.extend(islice(_azure(path) if path.suffix == ".csv" else mooncake, count))  # one by one: to the bad one
+        asked.extend(
+            islice(_azure(path) if path.suffix == ".csv" else mooncake, count)
+        )  # one by one, so that the error can name the bad one
     except BAD_DATA as error:
         raise ConfigError(
             f"dataset_path: {path}, request {len(asked) + 1}: {error}; no trace of a known format"
@@ -98,7 +102,7 @@ def timed_trace_samples(args: argparse.Namespace, count: int, source: PromptSour
 
 def _azure(path: Path) -> Iterator[_Asked]:
     for row in csv.DictReader(line.decode() for line in _lines(path)):
-        at = datetime.fromisoformat(row["TIMESTAMP"][:26])  # microseconds; the traces have a digit more
+        at = datetime.fromisoformat(row["TIMESTAMP"][:26])  # to microseconds; the traces have one more digit
         asked = {"timestamp": 1000 * at.timestamp(), "input_length": row["ContextTokens"]}
         yield msgspec.convert(asked | {"output_length": row["GeneratedTokens"]}, _Asked, strict=False)
 
@@ -118,7 +122,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _enough(found: list[Sample], count: int, path: Path) -> list[Any]:
-    """As many as were asked for; a file with fewer is gone through again, and that is said."""
+    """Return `count` samples; where the file has fewer, repeat them and say so on stderr."""
     if not found:
         raise ConfigError(f"dataset_path: {path} has no prompt that can be used")
     if len(found) < count:

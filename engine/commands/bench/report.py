@@ -1,4 +1,4 @@
-"""The printed tables, in the shape that users of `vllm bench` know; built from the result that is saved."""
+"""Prints results as tables in the format of `vllm bench`, and writes them to files."""
 
 import argparse
 import json
@@ -32,9 +32,9 @@ _TOTALS: tuple[tuple[str, str, type[int] | type[float]], ...] = (
 
 
 def serving_table(result: dict[str, Any]) -> str:
-    """What `penstock bench serve` prints. Metrics are shown as far as `result` has them."""
+    """Return the table of `penstock bench serve`, with the metrics that `result` has."""
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
-    # Nothing is said of what was not asked for or did not happen.
+    # Values that were not requested or did not occur are left out.
     shown = {key: value for key, value in result.items() if value not in (None, "inf") and (key, value) != (CACHED, 0)}
     lines += [_line(label, kind(shown[key])) for label, key, kind in _TOTALS if key in shown]
     for name, (short, title) in METRICS.items():
@@ -61,7 +61,7 @@ def percentiles(values: list[float]) -> dict[int, float]:
 
 
 def output_file(name: str) -> str:
-    """One that can be written, as far as is seen before minutes are spent on what it is for."""
+    """Return the name; refuse a file that cannot be written, before minutes are spent on the measurement."""
     path = Path(name)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{name} cannot be written; a file in a folder that is there is expected")
@@ -69,7 +69,7 @@ def output_file(name: str) -> str:
 
 
 def write_result(path: Path, text: str, mode: str = "w") -> None:
-    """What cannot be written after all is printed, so that nothing is lost."""
+    """Write the result; print it where it cannot be written after all, so that it is not lost."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open(mode) as file:

@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when at least one request was completed."""
+    """Return 0 when at least one request was completed."""
     import uvloop
 
     result = uvloop.run(measure(args))
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole benchmark; the result as it is saved, with the lists of `details` in it."""
+    """Run the whole benchmark; return the result as it is saved, with the lists of `details` in it."""
     metrics, percents, objectives = _selection(args)
     host = f"[{args.host}]" if ":" in args.host else args.host
     base_url = args.base_url or f"http://{host}:{args.port}"
@@ -141,7 +141,7 @@ async def _load(client: Client, args: argparse.Namespace) -> tuple[str, Run]:
 
 
 def _selection(args: argparse.Namespace) -> tuple[list[str], list[float], dict[str, float]]:
-    """What to report, checked before the load is put on a server for minutes."""
+    """Return the metrics, percentiles and objectives to report; check all options before the load begins."""
     for kind in KINDS:
         chosen(args, kind)
     for item in args.metadata:
@@ -177,7 +177,7 @@ def _number(field: str, text: str) -> float:
 
 
 def explain_failures(finished: Run) -> None:
-    """Each kind of failure once, the most frequent first."""
+    """Print each kind of failure once, the most frequent first."""
     kinds = Counter(outcome.error for outcome in finished.outcomes if outcome.error)
     for error, count in kinds.most_common(10):
         print(f"{count} failed: {error[:300]}", file=sys.stderr)

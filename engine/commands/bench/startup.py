@@ -1,7 +1,7 @@
 """`penstock bench startup`: the time from starting a server's process to the first token it answers with.
 
-It starts `penstock serve`, or any other server with `--command`, and asks it over HTTP like a client that
-cannot wait: that it listens, or that a health page is green, is not yet a token.
+It starts `penstock serve`, or any other server with `--command`, and polls it over HTTP until a completion is answered: a
+server that listens or reports good health may not answer yet.
 """
 
 import argparse
@@ -30,14 +30,14 @@ POLL_S = 0.02
 
 
 class Startup(NamedTuple):
-    """Seconds since the process was started."""
+    """Times of one start, in seconds since the process was started."""
 
     api_s: float  # /v1/models is answered
     first_token_s: float  # a completion is answered
 
 
 class StartupError(RuntimeError):
-    """The server ended or did not answer; the message has the last lines it wrote."""
+    """The server ended or did not answer; the message has its last lines of output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve_command(model: str | None, options: Mapping[str, Any]) -> list[str]:
-    """`penstock serve` under this interpreter, with engine options as keywords."""
+    """Return the command that runs `penstock serve` under this interpreter with these engine options."""
     command = [*PENSTOCK, "serve", *([model] if model else []), "--port", "{port}"]
     words = {option.name: option.words[0] for option in options_of(EngineOptions)}
     for name, value in options.items():
@@ -99,12 +99,12 @@ def serve_command(model: str | None, options: Mapping[str, Any]) -> list[str]:
 def measure(
     command: Sequence[str], *, prompt: str = "Hello", timeout_s: float = 900, env: Mapping[str, str] | None = None
 ) -> Startup:
-    """Start the server, wait for its first token, stop it. `{port}` in the command becomes a free port."""
+    """Start the server, wait for its first token and stop it. `{port}` in the command is replaced by a free port."""
     port = free_port()
     argv = [part.replace("{port}", str(port)) for part in command]
     with tempfile.TemporaryFile() as log:
         started = time.perf_counter()
-        # A group of its own: the processes that the server starts end with it.
+        # A process group of its own, so that the processes that the server starts end with it.
         server = subprocess.Popen(
             argv,
             stdout=log,
@@ -128,7 +128,7 @@ def measure(
 
 
 def _poll(server: "subprocess.Popen[bytes]", port: int, method: str, path: str, body: Any, deadline: float) -> Any:
-    """Ask until it is answered with 200. What a server says while it loads (refusals, 404, 503) is not final."""
+    """Poll until the answer is 200. Answers of a server that is still loading (refused connections, 404, 503) are not final."""
     last = "nothing listens"
     while time.perf_counter() < deadline:
         if server.poll() is not None:
@@ -136,7 +136,7 @@ def _poll(server: "subprocess.Popen[bytes]", port: int, method: str, path: str, 
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=deadline - time.perf_counter())
         try:
             headers = {"Content-Type": "application/json"}
-            if key := os.environ.get("PENSTOCK_API_KEY"):  # which the server has heard of as well
+            if key := os.environ.get("PENSTOCK_API_KEY"):  # the server inherits it too
                 headers["Authorization"] = f"Bearer {key}"
             connection.request(method, path, json.dumps(body) if body else None, headers)
             answer = connection.getresponse()

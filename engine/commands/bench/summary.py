@@ -1,6 +1,6 @@
-"""What a serving benchmark says about its requests: throughput, latency percentiles, goodput.
+"""Summarizes the requests of a serving benchmark: throughput, latency percentiles, goodput.
 
-Pure numbers in, one flat dict out, with the keys that users of `vllm bench serve` parse.
+The result is one flat dictionary with the keys of `vllm bench serve`.
 """
 
 from collections import defaultdict
@@ -16,11 +16,11 @@ METRICS = {
     "e2el": ("E2EL", "End-to-end Latency"),
     "client_queue_time": ("Client queue time", "Client Queue Time"),
 }
-OBJECTIVES = ("ttft", "tpot", "e2el")  # a request as a whole can meet or miss these
+OBJECTIVES = ("ttft", "tpot", "e2el")  # metrics that a whole request can meet or miss
 
 
 class Outcome(msgspec.Struct):
-    """One request, ended. `start_s` is when it was sent, on any clock; the other times are durations."""
+    """One finished request. `start_s` is when it was sent, on any clock; the other times are durations."""
 
     prompt_len: int
     output_len: int
@@ -35,12 +35,12 @@ class Outcome(msgspec.Struct):
 
     @property
     def tpot_s(self) -> float:
-        """Per token after the first; 0 where there is only one."""
+        """Seconds per token after the first; 0 where there is only one."""
         return (self.latency_s - self.ttft_s) / (self.output_len - 1) if self.output_len > 1 else 0.0
 
 
 def spread(name: str, values_s: Sequence[float], percents: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation and percentiles in milliseconds, under keys like `p99_ttft_ms`."""
+    """Return mean, median, standard deviation and percentiles in milliseconds, under keys like `p99_ttft_ms`."""
     import numpy as np  # the options of a benchmark are shown without it
 
     values = 1000 * np.array(values_s or [0.0])
@@ -53,7 +53,7 @@ def spread(name: str, values_s: Sequence[float], percents: Sequence[float]) -> d
 
 
 def goodput(outcomes: Sequence[Outcome], objectives_ms: dict[str, float], duration_s: float) -> float:
-    """Requests per second that met every objective."""
+    """Return the requests per second that met every objective."""
     values = {"ttft": lambda o: o.ttft_s, "tpot": lambda o: o.tpot_s, "e2el": lambda o: o.latency_s}
     good = sum(all(1000 * values[name](o) <= limit for name, limit in objectives_ms.items()) for o in outcomes)
     return good / duration_s
@@ -66,7 +66,7 @@ def summarize(
     percents: Sequence[float],
     objectives_ms: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The whole result. Failed requests count as failed and nowhere else."""
+    """Return the whole result. Failed requests count only as failed."""
     done = [outcome for outcome in outcomes if not outcome.error]
     num_input = sum(outcome.prompt_len for outcome in done)
     num_output = sum(outcome.output_len for outcome in done)
@@ -97,7 +97,7 @@ def summarize(
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """One entry per request in every list."""
+    """Return lists with one entry per request."""
     return {
         "input_lens": [outcome.prompt_len for outcome in outcomes],
         "output_lens": [outcome.output_len for outcome in outcomes],
@@ -112,7 +112,7 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
 
 
 def _peak_output(outcomes: Sequence[Outcome]) -> float:
-    """The most tokens that arrived within one second, of seconds counted from the first request."""
+    """Return the most tokens that arrived within one second, counted from the first request."""
     begin_s = min((outcome.start_s for outcome in outcomes), default=0.0)
     per_second: defaultdict[int, float] = defaultdict(float)
     for outcome in outcomes:
@@ -127,7 +127,7 @@ def _peak_output(outcomes: Sequence[Outcome]) -> float:
 
 
 def _peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    """The most requests in flight at one moment."""
+    """Return the most requests in flight at one moment."""
     changes = [(outcome.start_s, 1) for outcome in outcomes]
     changes += [(outcome.start_s + outcome.latency_s, -1) for outcome in outcomes]
     running = peak = 0

@@ -1,4 +1,4 @@
-"""Prompts that are made up: of random tokens, or of a few prefixes that come again and again."""
+"""Synthetic prompts: of random tokens, or with a few prefixes that repeat."""
 
 import argparse
 import random
@@ -22,10 +22,12 @@ _TEXT = """
     long each just state those people too mr how little good world make very year still see work life day
 """
 _WORDS = _TEXT.split()
-_SPECIAL_IDS = 100  # the lowest ids are often special tokens; they are left out
+_SPECIAL_IDS = 100  # the lowest ids are often special tokens, so they are not drawn
 
 
 class Sample(NamedTuple):
+    """A prompt, and the length of the answer to ask for."""
+
     prompt: Prompt
     prompt_len: int  # of a text: an estimate, until the server has counted
     output_len: int
@@ -33,13 +35,12 @@ class Sample(NamedTuple):
 
 
 def estimated_tokens(text: str) -> int:
-    """Four characters make a token of English, about."""
+    """Estimate the tokens of an English text: about four characters each."""
     return -(-len(text) // 4)
 
 
 def token_counter(model: str | None) -> Callable[[str], int]:
-    """Counts with the tokenizer of a model: its name, folder or file; None for the default model. It is loaded when
-    there is something to count."""
+    """Return a function that counts with the tokenizer of a model (None: the default model), which is loaded on first use."""
 
     @cache
     def tokenizer() -> "Tokenizer":
@@ -55,14 +56,14 @@ def token_counter(model: str | None) -> Callable[[str], int]:
 
 
 class PromptSource(NamedTuple):
-    """What prompts may be made of: token ids below `vocab_size`, or text."""
+    """What prompts are made of: token ids below `vocab_size`, or text."""
 
     vocab_size: int
     is_text: bool = False
     count_tokens: Callable[[str], int] = estimated_tokens
 
     def draw(self, count: int, rng: random.Random) -> list[int]:
-        """Numbers that `prompt` turns into tokens."""
+        """Draw numbers that `prompt` turns into tokens."""
         if self.is_text:
             return rng.choices(range(len(_WORDS)), k=count)
         return rng.choices(range(min(_SPECIAL_IDS, self.vocab_size // 2), self.vocab_size), k=count)
@@ -72,7 +73,7 @@ class PromptSource(NamedTuple):
 
 
 def random_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
-    """Prompts of random tokens behind a common prefix; lengths uniform within ±range_ratio."""
+    """Make prompts of random tokens after a common prefix; lengths are uniform within ±range_ratio."""
     rng = random.Random(args.seed or 0)
     prefix = source.draw(args.random_prefix_len, rng)
     samples = []
@@ -84,7 +85,7 @@ def random_samples(args: argparse.Namespace, count: int, source: PromptSource) -
 
 
 def prefix_repetition_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
-    """A few prefixes, each before many endings of its own; the order is shuffled."""
+    """Make prompts with a few prefixes, each followed by many different suffixes, in random order."""
     rng = random.Random(args.seed or 0)
     prefixes = [source.draw(args.prefix_repetition_prefix_len, rng) for _ in range(args.prefix_repetition_num_prefixes)]
     samples = []

@@ -17,11 +17,11 @@ from penstock.engine.options import Count, Length, add_options, flag, given_opti
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineOptions:
-    """What every benchmark of an engine in this process takes."""
+    """Options of every benchmark that runs an engine in this process."""
 
     model: str | None = flag("hub name, folder or .gguf file (default: the default model)")
     skip_tokenizer_init: bool = flag("for a folder without a tokenizer", default=False)
-    disable_detokenize: bool = flag("leave out what turns token ids into text", default=False)
+    disable_detokenize: bool = flag("do not turn token ids into text", default=False)
     n: Count = flag("answers per prompt (default: 1)", "N", default=1)
     output_json: str | None = flag("write the result as JSON", "FILE", read=output_file)
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(llm: Any, samples: list[Sample], args: argparse.Namespace, show: bool) -> tuple[int, int]:
-    """Run the samples to their full lengths; the tokens read and written."""
+    """Run the samples to their full lengths; return the numbers of prompt and output tokens."""
     from penstock.engine.sampling_params import SamplingParams
 
     params = [

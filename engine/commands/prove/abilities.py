@@ -1,7 +1,7 @@
-"""What a server can do, found out by asking: what it has not is skipped by name, and nothing is taken for granted.
+"""Finds out what a server can do by asking it. What it cannot do is skipped, and the report names it with the reason.
 
-A field counts as known when a request with it is answered, and on a server that takes any field at all, when its
-effect is seen or it is one that changes nothing.
+A field counts as known when a request with it is answered. On a server that accepts any field, its effect must be seen as
+well, unless it is a field that changes nothing.
 """
 
 import random
@@ -31,6 +31,8 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 class Abilities(msgspec.Struct):
+    """What one server can do, and the material for its prompts."""
+
     model: str
     known: set[str] = set()
     skipped: list[str] = []  # with the reason
@@ -46,7 +48,7 @@ class Abilities(msgspec.Struct):
             self.skipped.append(f"{name}: {otherwise}")
 
     def fields(self) -> dict[str, Any]:
-        """What every question asks for, so that tokens can be compared and differences explained."""
+        """Return the fields of every question, with which tokens can be compared and differences explained."""
         asked: dict[str, Any] = {"model": self.model}
         if "return_token_ids" in self.known:
             asked["return_token_ids"] = True
@@ -55,14 +57,14 @@ class Abilities(msgspec.Struct):
         return asked
 
     def fresh(self, name: str) -> dict[str, Any]:
-        """Fields with which nothing that was computed before is used."""
+        """Return fields with which a request reuses nothing that was computed before."""
         if "cache_salt" in self.known:
             return {"cache_salt": name}
         return {"cache_prompt": False} if "cache_prompt" in self.known else {}
 
 
 async def find_out(asker: Asker, seed: int) -> Abilities:
-    """Ask the server; ProveError where there is none, or none that completes."""
+    """Ask the server what it can do; raise ProveError where none answers or completions do not work."""
     status, models = await asker.fetch("GET", "/v1/models")
     if status != 200 or not isinstance(models, dict) or not models.get("data"):
         where = f"{asker.client.target.host}:{asker.client.target.port}"
@@ -99,8 +101,10 @@ async def find_out(asker: Asker, seed: int) -> Abilities:
 
 
 async def _see_reuse(asker: Asker, found: Abilities, is_lax: bool) -> None:
-    """Whether salts keep apart what is cached: only where cached tokens are counted can it be seen. Behind a router that
-    has prompts computed elsewhere, even a new one is found in a cache: its own blocks came before it."""
+    """Find out whether salts separate what is cached, which shows only where cached tokens are counted.
+
+    A router that has prompts computed elsewhere finds even a new prompt in a cache: its own blocks arrive before it.
+    """
     new = random.SystemRandom().sample(found.material, min(found.longest, len(found.material)))
     body = {"model": found.model, "prompt": as_prompt(new), "max_tokens": 1, "temperature": 0}
     salts = [secrets.token_hex(4)] * 2 + [secrets.token_hex(4)]
@@ -119,13 +123,13 @@ async def _see_reuse(asker: Asker, found: Abilities, is_lax: bool) -> None:
 
 
 async def _see_material(asker: Asker, found: Abilities, seed: int) -> None:
-    """The text that prompts are cut from: as ids where the server has a tokenizer and takes them."""
+    """Make the text that prompts are cut from, as token ids where the server has /tokenize and accepts ids."""
     words = random.Random(seed).choices(WORDS.split(), k=6 * found.longest)
     ids: list[int] = []
-    for first in range(0, len(words), found.longest // 4):  # no text is longer than a prompt may be
+    for first in range(0, len(words), found.longest // 4):  # no text may be longer than a prompt
         text = " ".join(words[first : first + found.longest // 4])
         body = {"model": found.model, "prompt": text, "content": text}
-        for name in ("content", "prompt"):  # two names for it; what knows the one may refuse the other
+        for name in ("content", "prompt"):  # servers differ in the name, and may refuse the other one
             status, reply = await asker.fetch("POST", "/tokenize", {each: body[each] for each in body if each != name})
             if status == 200 and isinstance(reply, dict) and reply.get("tokens"):
                 ids += reply["tokens"]

@@ -1,6 +1,6 @@
-"""One request to a server and all that came back, whatever the client does meanwhile: read slowly, not at all, leave.
+"""Sends one request and records everything that comes back, also for clients that read slowly, not at all, or leave.
 
-It judges nothing. What a server says that is not an answer (a status, an event with an error) is kept as a text.
+It does not judge. A reply that is not an answer (a status, an event with an error) is kept as text.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from .http_client import Client, Connection, Target
 from .stream import Events
 
 PATH = "/v1/completions"
-LAST_S = 5.0  # for a small exchange after the end: what is held is looked at then
+LAST_S = 5.0  # for a small exchange after the end of the run, when the metrics are read
 
 
 class Spoken(msgspec.Struct):
-    """One choice of an answer, as far as it came."""
+    """One choice of an answer, as far as it has arrived."""
 
     text: str = ""
     ids: list[int] = []
@@ -49,18 +49,18 @@ class Spoken(msgspec.Struct):
 
 
 class Answered(msgspec.Struct):
-    """What came of a request. Exactly one of these ends it: is_done, error, has_left, is_hung."""
+    """The outcome of a request. It ends in exactly one of: is_done, error, has_left, is_hung."""
 
     status: int = 0
     choices: dict[int, Spoken] = {}
     error: str = ""
     is_done: bool = False
-    has_left: bool = False  # our side did
+    has_left: bool = False  # our client closed the connection
     is_hung: bool = False
     num_cached: int | None = None
 
     def take(self, payload: bytes) -> None:
-        """A whole body, or one event of a stream."""
+        """Add a whole body, or one event of a stream."""
         try:
             body = msgspec.json.decode(payload, type=dict[str, Any])
         except msgspec.DecodeError:
@@ -76,7 +76,10 @@ class Answered(msgspec.Struct):
 
 
 class Asker:
-    """`timeout_s`: so long without a byte is a hang. `duration_s`: what is in flight then, from now on, is left."""
+    """Sends requests to one server.
+
+    An answer without a byte for `timeout_s` counts as hung. After `duration_s`, requests in flight are abandoned.
+    """
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float, duration_s: float = math.inf) -> None:
         self.client = Client(Target.of(url))
@@ -86,7 +89,7 @@ class Asker:
         self.until(1.0)
 
     def until(self, share: float) -> None:
-        """Nothing goes on after this share of the duration, until another one is named."""
+        """Let no request continue after this share of the duration."""
         self.until_s = self._started_s + share * self._duration_s
 
     @property
@@ -117,7 +120,7 @@ class Asker:
         own: Connection | None = None
         try:
             if leaves_s is not None or reads != "at once":
-                # Not within the time: what a cancelled connect has made is lost.
+                # Connect outside of the timeouts: a cancelled connect would leak its connection.
                 own = await self.client.connect(READERS[reads])
             async with leaving, patience:
                 patience.reschedule(loop.time() + self.timeout_s)
@@ -139,12 +142,12 @@ class Asker:
         return answered
 
     async def reset(self) -> int:
-        """Empty the cache; the status."""
+        """Empty the prefix cache; return the status."""
         status, _ = await self.fetch("POST", "/reset_prefix_cache", {})
         return status
 
     async def fetch(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """A small exchange; the status and the body, decoded where it is JSON. Status 0: no answer."""
+        """Make a small exchange; return the status (0: no answer) and the body, decoded where it is JSON."""
         content = b"" if body is None else msgspec.json.encode(body)
         try:
             left_s = max(LAST_S, self.until_s - asyncio.get_running_loop().time())
@@ -160,7 +163,7 @@ class Asker:
 
 
 class SlowConnection(Connection):
-    """Reads little, and then nothing for a while, or (None) ever."""
+    """A connection that reads a little, and then nothing for `delay_s`, or (None) nothing more at all."""
 
     def __init__(self, delay_s: float | None) -> None:
         super().__init__()

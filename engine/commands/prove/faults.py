@@ -1,7 +1,7 @@
-"""What is done on purpose to a server that is our own, in the middle of a storm, and what has to be seen after it.
+"""Faults that are injected into a server of our own while it is under load.
 
-Each strike returns what it found broken, or nothing. Wrong answers and hangs are found by the storm itself; that the
-requests in flight may end with an error is allowed for those faults alone that say so.
+Each fault returns what it found broken, or an empty text. Wrong answers and hangs are found by the load itself. Requests
+in flight may end with an error only for the faults that say so (`fails_requests`).
 """
 
 import asyncio
@@ -22,12 +22,14 @@ STOPPED_S, UNHEALTHY_S = 3.0, 20.0
 
 
 class Scene(NamedTuple):
+    """The server that a fault is injected into."""
+
     server: OwnServer
     asker: Asker
     rng: random.Random
 
     def files(self) -> list[Path]:
-        """Those of the disk tier that hold blocks."""
+        """Return the files of the disk tier that hold blocks."""
         found = (self.server.folder / "disk").rglob("*")
         return [path for path in found if path.is_file() and path.stat().st_size > 4096]
 
@@ -52,7 +54,7 @@ async def _end(scene: Scene, is_good: bool) -> str:
 
 
 async def _stop_core(scene: Scene) -> str:
-    """A stopped process is a hang that nothing inside can report: /health has to turn."""
+    """Stop the core: it cannot report that itself, so /health of the server must fail."""
     stopped = scene.server.children()
     scene.server.signal(stopped, signal.SIGSTOP)
     try:
@@ -96,7 +98,7 @@ async def _remove(scene: Scene) -> str:
 
 
 async def _limit(what: int, value: int, scene: Scene) -> str:
-    """Nothing is left of it for a while, in any process: no file may grow, or no descriptor be opened."""
+    """Set a resource limit of every process for a while, so that no file can grow or no descriptor can be opened."""
     before = {pid: resource.prlimit(pid, what) for pid in group_of(scene.server.leader())}
     for pid, (_, most) in before.items():
         resource.prlimit(pid, what, (value, most))
@@ -112,10 +114,12 @@ async def _lose_replica(scene: Scene) -> str:
 
 
 class Fault(NamedTuple):
+    """A fault, and the world that it is injected into."""
+
     world: str
     strike: Strike
     fails_requests: bool = False  # those in flight may end with an error
-    ends: bool = False  # the server; it is started again
+    ends: bool = False  # the server ends, and is started again
 
 
 FAULTS: dict[str, Fault] = {

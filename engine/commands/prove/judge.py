@@ -1,9 +1,9 @@
-"""Whether an answer is the reference's: the same tokens, or another one where the reference's own candidates lay
-closer together than the server's numbers are exact.
+"""Compares an answer with its reference: the same tokens, or another token where the reference's own candidates were
+closer together than the numerical error of the server.
 
-The error is measured, not assumed: how far the log-probabilities of one token lie apart when the same question is
-asked alone and beside others, without reuse. Twice that may tip a choice over; a reuse of cached blocks sums in yet
-another order, so four times that is allowed, and never more than MAX_ERROR.
+The error is measured: it is the largest difference between the log-probabilities of one token when the same question is
+asked alone and beside others, without reuse. Twice the error may change a choice. Reusing cached blocks sums in yet
+another order, so four times the error is allowed, and never more than MAX_ERROR.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,17 +15,19 @@ MARGIN, LEAST_ERROR, MAX_ERROR = 4.0, 1e-3, 0.3  # nats
 
 
 class Verdict(NamedTuple):
+    """The outcome of a comparison, and the difference that was found."""
+
     outcome: str
     what: str = ""
 
 
-# What is no finding. "refused": the server was full and said so; "ended": by a fault of which that is to be expected.
+# Outcomes that are no finding. "refused": the server was full; "ended": by a fault that is expected to end requests.
 FINE = ("same", "tie", "left", "refused", "ended", "reset")
 OUTCOMES = (*FINE[:-1], "wrong", "numbers", "foreign", "error", "hang", "no end", "left out")
 
 
 def judge(reference: Spoken, answered: Answered, num_choices: int, error: float, is_fresh: bool) -> Verdict:
-    """`is_fresh`: it was asked under a salt of its own, so nothing can have been cached for it."""
+    """Judge a whole answer. `is_fresh`: it had a salt of its own, so nothing can have been cached for it."""
     if answered.is_hung:
         return Verdict("hang", "no byte came in time")
     if answered.status == 429:
@@ -46,7 +48,7 @@ def judge(reference: Spoken, answered: Answered, num_choices: int, error: float,
 
 
 def compare(reference: Spoken, spoken: Spoken, error: float, is_done: bool) -> Verdict:
-    """As far as the answer has come, or to its end."""
+    """Compare one choice, as far as it has arrived or to its end."""
     ours, theirs = _sequences(reference, spoken)
     for place, (expected, got) in enumerate(zip(ours, theirs, strict=False)):
         if expected != got:
@@ -68,7 +70,10 @@ def compare(reference: Spoken, spoken: Spoken, error: float, is_done: bool) -> V
 
 
 def _sequences(reference: Spoken, spoken: Spoken) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The finest that both have: ids, tokens where they spell the text (llama.cpp's may not, at a stop), or characters."""
+    """Return the finest sequences that both have: ids, tokens that spell the text, or characters.
+
+    llama.cpp's tokens may not spell the text at a stop string.
+    """
     if reference.ids and spoken.ids:
         return reference.ids, spoken.ids
     if all(each.tokens and "".join(each.tokens) == each.text for each in (reference, spoken)):
@@ -93,7 +98,7 @@ def _differs(reference: Spoken, spoken: Spoken, ours: Sequence[Any], place: int,
 
 
 def farthest(reference: Spoken, spoken: Spoken) -> float:
-    """Between the log-probabilities of tokens that are the same, up to the first that is not."""
+    """Return the largest difference between the log-probabilities of equal tokens, up to the first that differs."""
     apart = 0.0
     for token, value, other, number in zip(
         reference.tokens, reference.values, spoken.tokens, spoken.values, strict=False
@@ -105,5 +110,5 @@ def farthest(reference: Spoken, spoken: Spoken) -> float:
 
 
 def allowed(apart: Iterable[float], is_exact: bool) -> float:
-    """The error that is allowed, of the measured ones."""
+    """Return the allowed error, from the measured differences."""
     return 0.0 if is_exact else min(MAX_ERROR, max(LEAST_ERROR, MARGIN * max(apart, default=0.0)))

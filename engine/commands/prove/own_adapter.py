@@ -1,4 +1,4 @@
-"""A small random adapter for a server of our own, written as PEFT writes them. What it adds is of no use, but it is heard."""
+"""Writes a small random LoRA adapter in PEFT's format for a server of our own; it changes the answers."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,8 @@ MODULE = "model.layers.{}.self_attn.o_proj"
 
 
 def write_adapter(folder: Path) -> None:
-    """For the default model, whose shapes its file says."""
-    import numpy as np  # not before there is a server to start
+    """Write an adapter for the default model, with the shapes from its GGUF file."""
+    import numpy as np  # only when a server is started
 
     given = GgufHeader(resolve_model().path).metadata
     name = given["general.architecture"]

@@ -1,8 +1,7 @@
-"""Servers that `penstock prove` starts itself, and whose processes it may therefore hurt: in a group of their own, in a
-folder that goes with them.
+"""Servers that `penstock prove` starts itself, so that it may inject faults into their processes.
 
-A world is how they are started. Their caches hold two or three prompts of the default model, so that evictions and
-preemptions never stop.
+Each has a process group and a temporary folder of its own. A world says how the servers are started. Their caches hold
+two or three prompts of the default model, so that evictions and preemptions never stop.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ END_SIGNALS = [
     each for each in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(each) != signal.SIG_IGN
 ]
 PENSTOCK = (sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())")
-DIE_WITH = (sys.executable, "-m", "penstock.executor.process_life")  # whose process, and then what
+DIE_WITH = (sys.executable, "-m", "penstock.executor.process_life")  # PID of the parent, then the command
 TINY = "--kv-cache-bytes 16MiB --max-model-len 320 --max-num-seqs 8"  # of the default model: 21 blocks
 HOST = "--kv-host-bytes 8MiB"
 ADAPTED = f"{TINY} {{adapter}}"  # with one, where the model is the default
@@ -36,7 +35,7 @@ LOOKUP = '--speculative-config {"method":"ngram"}'
 
 
 class World(NamedTuple):
-    """The options of each server, and of `penstock route` in front of them where there is one."""
+    """The options of each server, and of `penstock route` in front of them if there is a router."""
 
     servers: Sequence[str]
     router: str = ""
@@ -57,12 +56,12 @@ WORLDS: dict[str, World] = {
 
 
 class OwnServer:
-    """The processes of one world. `close` ends them, whatever state they are in."""
+    """The processes of one world. `close` ends them in any state."""
 
     def __init__(self, world: str, model: str | None, more: Sequence[str], folder: Path) -> None:
         self.folder, self._log = folder, folder / "server.log"
         words = {"folder": str(folder), "peer": f"127.0.0.1:{free_port()}"}
-        self._adapter = None if model else folder / "adapter"  # of the default model, whose shapes we know
+        self._adapter = None if model else folder / "adapter"  # only for the default model, whose shapes are known
         words["adapter"] = f"--enable-lora --lora-modules random={self._adapter}" if self._adapter else ""
         self._commands: list[list[str]] = []
         servers, router = WORLDS[world]
@@ -123,7 +122,7 @@ class OwnServer:
         return self.servers[0].pid
 
     def children(self) -> list[int]:
-        """The processes that the first server has started: its core, or that and the ranks."""
+        """Return the processes that the first server has started: its core and the ranks."""
         return [pid for pid in group_of(self.leader()) if pid != self.leader()]
 
     def signal(self, pids: Sequence[int], number: signal.Signals) -> None:
@@ -132,7 +131,7 @@ class OwnServer:
                 os.kill(pid, number)
 
     async def ended(self) -> str:
-        """Wait for the end of every process of the first server: nothing, or what is left."""
+        """Wait until every process of the first server has ended; return what is left, or an empty text."""
         server = self.servers[0]
         try:
             async with asyncio.timeout(END_S):
@@ -167,7 +166,7 @@ def free_port() -> int:
 
 
 def group_of(leader: int) -> list[int]:
-    """The living processes of a group; those that have ended and are not reaped do not count."""
+    """Return the living processes of a group; zombies do not count."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():

@@ -1,8 +1,6 @@
-"""The proof itself: every question alone and without reuse, then all of them under everything at once, and what is left
-behind when all have gone.
+"""The parts of a proof: every question alone and without reuse, then all of them under load, then what the server still holds.
 
-It knows a server by its URL alone; who started it, and what is done to its processes meanwhile, is a callable's business
-(engine/commands/prove/faults.py). It keeps to the rate, the time and the bytes that it was given.
+It knows a server only by its URL; a fault is a callable (faults.py). It keeps to the given rate, duration and bytes.
 """
 
 import asyncio
@@ -22,10 +20,10 @@ from .metrics import Look
 from .options import ProveOptions
 from .questions import RESET, Ask, questions, schedule
 
-MAX_GROWTH = 128 * 2**20  # of the server's memory, over the second half of the requests
-WINDOW = 24  # requests before a failing one that may have to do with it
+MAX_GROWTH = 128 * 2**20  # bytes of the server's memory, over the second half of the requests
+WINDOW = 24  # earlier requests that may have caused a failure
 SETTLE_S = 15.0
-HELD = (  # what is 0 when all have gone; the last one ever
+HELD = (  # metrics that are 0 after the last request; the last one always
     *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
     *("llamacpp:requests_processing", "llamacpp:requests_deferred", "penstock:kv_tier_differing_blocks_total"),
 )
@@ -40,13 +38,17 @@ REACHED = {
 
 
 class Finding(msgspec.Struct):
+    """Something that the server did wrong."""
+
     kind: str
     what: str
-    ask: Ask | None = None  # the one that failed
-    beside: list[Ask] = []  # those before and during it, by their times, itself among them
+    ask: Ask | None = None  # the request that failed
+    beside: list[Ask] = []  # the requests before and during it, in order, itself included
 
 
 class Proof:
+    """The state of one proof: the questions, their reference answers, counts and findings."""
+
     def __init__(self, asker: Asker, abilities: Abilities, options: ProveOptions) -> None:
         self.asker, self.abilities, self.options = asker, abilities, options
         self._rng = random.Random(options.seed)
@@ -55,15 +57,18 @@ class Proof:
         self.references: dict[int, Spoken] = {}
         self.counts: Counter[tuple[str, str, str]] = Counter()  # ("how" or "what", name, outcome) → answers
         self.findings: list[Finding] = []
-        self.reached: dict[str, float] = {}  # what the storm made happen, where the metrics say it
-        self.measured, self.error = 0.0, MAX_ERROR  # nats; until it has been measured
-        self._name, self._num_fresh = secrets.token_hex(4), 0  # a server may remember the salts of the last run
-        self.is_struck = False  # errors are to be expected; wrong answers and hangs are not
+        self.reached: dict[str, float] = {}  # events during the storm, from the metrics
+        self.measured, self.error = 0.0, MAX_ERROR  # nats, until the error has been measured
+        self._name, self._num_fresh = (
+            secrets.token_hex(4),
+            0,
+        )  # unique to this run: a server may remember salts of the last one
+        self.is_struck = False  # errors are expected now, wrong answers and hangs are not
 
     # -- the parts -----------------------------------------------------------------------------------------
 
     async def ask_alone(self) -> None:
-        """Every question once, each when the one before has ended."""
+        """Ask every question once, one after the other."""
         self.asker.until(0.4)
         for index in range(len(self.questions)):
             spoken = await self._ask_fresh(index, "alone")
@@ -73,7 +78,7 @@ class Proof:
             self._found("error", "no question was answered alone, in two fifths of the time")
 
     async def measure_error(self) -> None:
-        """The same beside each other, still without reuse: what differs is how exact the numbers are."""
+        """Ask some questions beside each other, still without reuse, to measure the numerical error."""
         self.asker.until(0.5)
         room = asyncio.Semaphore(self.options.concurrency)
         some = list(self.references)[:32]
@@ -89,8 +94,10 @@ class Proof:
             self._found("numbers", f"beside others, without reuse, a log-probability is {self.measured:.2g} nats off")
 
     async def storm(self, strike: Callable[[], Coroutine[Any, Any, str]] | None = None, may_fail: bool = False) -> None:
-        """The schedule; `strike` comes in the middle of it, and the requests after it may fail or not. It returns what it
-        found broken, or nothing."""
+        """Send the schedule. `strike` injects a fault in its middle and returns what it found broken, or an empty text.
+
+        `may_fail`: requests after the fault may end with an error.
+        """
         options, loop = self.options, asyncio.get_running_loop()
         plan = schedule(self._rng, self.questions, self.abilities.known, options.requests, options.rate)
         room, started_s, begun = asyncio.Semaphore(options.concurrency), loop.time(), await look(self.asker)
@@ -127,14 +134,14 @@ class Proof:
             self._compare(begun, halfway, await self._settled())
 
     async def ask_again(self, manner: str = "after") -> None:
-        """What was cached or damaged in the storm would show now: each question once more, with reuse."""
+        """Ask each question once more, with reuse: blocks that the storm cached or damaged would show now."""
         self.asker.until(0.9)
         for index in self.references:
             if not self._left_out(manner):
                 self._note(Ask(0.0, index, manner, {}), await self.asker.ask(self.body(index)))
 
     async def _settled(self) -> Look | None:
-        """All have gone: nothing is running, waiting or held."""
+        """Wait until nothing is running, waiting or held; note a finding where that does not happen."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + SETTLE_S
         while (now := await look(self.asker)) is not None:
@@ -150,7 +157,7 @@ class Proof:
         return now
 
     def _compare(self, begun: Look | None, halfway: Look | None, now: Look | None) -> None:
-        """What the storm made happen, and what has grown."""
+        """Compare the metrics before and after the storm: events that were reached, and resources that grew."""
         if begun is None or halfway is None or now is None:
             return
         for what, name in REACHED.items():
@@ -170,7 +177,7 @@ class Proof:
         return {name: value for name, value in body.items() if value is not None}
 
     async def fresh(self) -> dict[str, Any]:
-        """Nothing that was computed before is used by a request with these fields."""
+        """Return fields with which a request reuses nothing; empty the cache where no field does that."""
         self._num_fresh += 1
         if RESET in self.abilities.known and "cache_salt" not in self.abilities.known:
             await self.asker.reset()
@@ -182,15 +189,15 @@ class Proof:
         return await self.asker.ask(self.body(ask.question, ask.fields), ask.leaves_s, ask.reads)
 
     def verdict(self, ask: Ask, answered: Answered, is_fresh: bool = False) -> Verdict:
-        if ask.question < 0:  # 409: something uses what is cached
+        if ask.question < 0:  # a reset; 409: cached blocks are in use
             return Verdict("reset") if answered.status in (200, 409) else Verdict("error", f"status {answered.status}")
-        # Asked for the first time, an answer is its own reference.
+        # The first answer to a question is its own reference.
         reference = self.references.get(ask.question) or answered.choices.get(0, Spoken())
         is_fresh = is_fresh and "cached_tokens" in self.abilities.known and bool(self.abilities.fresh(""))
         return judge(reference, answered, ask.fields.get("n", 1), self.error, is_fresh)
 
     async def _ask_fresh(self, index: int, manner: str) -> Spoken | None:
-        """The answer, where there is one."""
+        """Ask without reuse; return the first choice, or None where the answer is not complete."""
         if self._left_out(manner):
             return None
         answered = await self.asker.ask(self.body(index, await self.fresh()))
@@ -204,7 +211,7 @@ class Proof:
         return is_left_out
 
     def _note(self, ask: Ask, answered: Answered, beside: Sequence[Ask] = (), *, is_fresh: bool = False) -> None:
-        """Count what came of it."""
+        """Count the outcome, and note a finding where it is one."""
         verdict = self.verdict(ask, answered, is_fresh)
         kind = self.questions[ask.question].kind if ask.question >= 0 else RESET
         outcome = "ended" if self.is_struck and verdict.outcome in ("error", "no end") else verdict.outcome

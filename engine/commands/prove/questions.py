@@ -1,7 +1,7 @@
-"""What is asked and how, all of it from one seed: the questions, and the schedule of asking them again.
+"""Draws the questions and the schedule from one seed.
 
-A question holds all that its greedy answer depends on. A manner is what must not change the answer: with whom it is
-asked, how it is read, when its client leaves.
+A question holds everything that its greedy answer depends on. A manner is what must not change the answer: the other
+requests in flight, how the answer is read, when the client leaves.
 """
 
 import random
@@ -25,12 +25,14 @@ FORMATTED = {"type": "json_schema", "json_schema": {"name": "counted", "schema":
 
 
 class Question(NamedTuple):
+    """A request whose answer must always be the same."""
+
     kind: str
     body: dict[str, Any]
 
 
 class Kind(NamedTuple):
-    """Fields that change the answer, each with the values that are drawn from, and the one that a server has to know."""
+    """A kind of question: fields that change the answer, with the values to draw from, and the ability that it needs."""
 
     weight: int
     needs: str = ""
@@ -50,11 +52,13 @@ KINDS: dict[str, Kind] = {
 
 
 class Manner(NamedTuple):
+    """A way to ask a question that must not change its answer."""
+
     weight: int
     needs: str = ""
     fields: Mapping[str, Sequence[Any]] = {}
-    streams: bool | None = None  # None: it is drawn
-    copies: int = 1  # asked at the same moment
+    streams: bool | None = None  # None: drawn at random
+    copies: int = 1  # sent at the same moment
     reads: Literal["at once", "slowly", "never"] = "at once"
     leaves: bool = False
 
@@ -69,12 +73,14 @@ MANNERS: dict[str, Manner] = {
     "priority": Manner(2, "priority", {"priority": [-1, 1, 2]}),
     "slow reader": Manner(1, streams=True, reads="slowly"),
     "vanished": Manner(1, streams=True, reads="never", leaves=True),
-    "bare": Manner(2, fields={"logprobs": [None]}),  # nothing beside the tokens is asked for
+    "bare": Manner(2, fields={"logprobs": [None]}),  # only tokens are requested
 }
-RESET = "reset"  # not a question: the cache is emptied meanwhile
+RESET = "reset"  # not a question: empties the cache
 
 
 class Ask(NamedTuple):
+    """One entry of the schedule."""
+
     at_s: float
     question: int  # -1: a reset
     manner: str
@@ -84,8 +90,8 @@ class Ask(NamedTuple):
 
 
 def questions(rng: random.Random, abilities: "Abilities", num: int) -> list[Question]:
-    """Prompts that share beginnings: each is cut at a border of blocks, or one token beside it, and goes on by itself
-    or not at all. A few have one token, and a few are as long as may be."""
+    """Draw prompts that share beginnings. Each is cut at a block boundary or one token beside it, and continues with
+    tokens of its own or not at all. A few have one token, and a few have the maximum length."""
     material, block, longest = abilities.material, abilities.block, abilities.longest
     kinds = {name: kind for name, kind in KINDS.items() if not kind.needs or kind.needs in abilities.known}
     names, weights = list(kinds), [kind.weight for kind in kinds.values()]
@@ -111,7 +117,7 @@ def questions(rng: random.Random, abilities: "Abilities", num: int) -> list[Ques
 
 
 def schedule(rng: random.Random, asked: Sequence[Question], known: set[str], num: int, rate: float) -> list[Ask]:
-    """`num` requests, `rate` a second on average, in bursts."""
+    """Draw `num` requests, at `rate` per second on average, in bursts."""
     manners = {name: manner for name, manner in MANNERS.items() if not manner.needs or manner.needs in known}
     names, weights = list(manners), [manner.weight for manner in manners.values()]
     asks: list[Ask] = []
@@ -125,7 +131,7 @@ def schedule(rng: random.Random, asked: Sequence[Question], known: set[str], num
         manner, question = manners[name], rng.randrange(len(asked))
         fields = _drawn(rng, manner.fields)
         is_stream = rng.random() < 0.5 if manner.streams is None else manner.streams
-        if is_stream and asked[question].kind != "prompt_logprobs":  # which are never streamed
+        if is_stream and asked[question].kind != "prompt_logprobs":  # never streamed
             fields["stream"] = True
         leaves_s = rng.choice((0.0, 0.002, 0.02, 0.1, 0.5)) * rng.random() if manner.leaves else None
         asks += [Ask(now_s, question, name, fields, leaves_s, manner.reads)] * manner.copies

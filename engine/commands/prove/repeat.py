@@ -1,6 +1,6 @@
-"""A failure made small: the fewest requests that repeat it, and a script of curl that sends them.
+"""Reduces a failure to the fewest requests that repeat it, and writes a curl script that sends them.
 
-What cannot be repeated in a few tries is written as it happened, and the script says so.
+A failure that a few tries do not repeat is written as it happened, and the script says so.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from .asker import PATH
 from .proof import Finding, Proof
 from .questions import Ask
 
-TRIES, SLOW_TRIES = 10, 3  # a hang takes a time-out each
+TRIES, SLOW_TRIES = 10, 3  # each try of a hang takes a timeout
 PER_KIND = 2  # failures of one kind that get a script
 HEAD = """#!/bin/sh
 # {what}
@@ -29,7 +29,7 @@ ask() {{ call --max-time "$1" "$URL{path}" -d "$2"; echo; }}
 
 
 async def write_scripts(proof: Proof, url: str, folder: Path) -> list[Path]:
-    """One for each of the first failures of every kind; a client that stays meets them again more surely."""
+    """Write a script for the first failures of every kind; failures of clients that stay are easier to repeat."""
     proof.asker.until(1.0)
     written: list[Path] = []
     seen: Counter[str] = Counter()
@@ -47,7 +47,7 @@ async def write_scripts(proof: Proof, url: str, folder: Path) -> list[Path]:
 
 
 async def _fewest(proof: Proof, finding: Finding) -> tuple[list[Ask], str]:
-    """The requests to send, the failing one among them, and whether they have been seen to repeat it."""
+    """Return the requests to send, the failing one included, and a note whether they repeated the failure."""
     ask, run = finding.ask, f"the whole run was: penstock prove URL --seed {proof.options.seed}"
     if ask is None or ask.question < 0:
         return finding.beside, run
@@ -74,7 +74,7 @@ async def _fewest(proof: Proof, finding: Finding) -> tuple[list[Ask], str]:
 
 
 async def _repeats(proof: Proof, finding: Finding, asks: Sequence[Ask]) -> bool:
-    """Send them with the times between them; whether the failing one fails like before."""
+    """Send the requests with their original gaps; return whether the failing one fails like before."""
     assert finding.ask is not None
     if proof.asker.is_over:
         return False
