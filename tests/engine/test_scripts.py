@@ -215,10 +215,10 @@ REFUSED: dict[str, tuple[Callable[[LLM], Any], type[Exception], str]] = {
     "a misspelt method": (lambda llm: llm.genrate(PROMPTS), AttributeError, "did you mean generate"),
     "scores of a chat model": (lambda llm: llm.score("a", ["b"]), InvalidRequest, "classification head"),
     "labels of a chat model": (lambda llm: llm.classify("a"), InvalidRequest, "embeddings"),
-    "adapters": (lambda llm: llm.embed("a", lora_request=object()), TypeError, "lora_request"),
-    "ids beside prompts": (lambda llm: llm.generate("a", prompt_token_ids=[[1]]), TypeError, "prompt_token_ids"),
-    "pooling parameters": (lambda llm: llm.embed("a", pooling_params=object()), TypeError, "pooling_params"),
-    "a misspelt keyword": (lambda llm: llm.chat(CHAT, smapling_params=None), TypeError, "smapling_params"),
+    "adapters": (lambda llm: llm.embed("a", lora_request=object()), TypeError, "lora_request"),  # type: ignore[call-arg]
+    "ids beside prompts": (lambda llm: llm.generate("a", prompt_token_ids=[[1]]), TypeError, "prompt_token_ids"),  # type: ignore[call-arg]
+    "pooling parameters": (lambda llm: llm.embed("a", pooling_params=object()), TypeError, "pooling_params"),  # type: ignore[call-arg]
+    "a misspelt keyword": (lambda llm: llm.chat(CHAT, smapling_params=None), TypeError, "smapling_params"),  # type: ignore[call-arg]
     "images": (lambda llm: llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}}), InvalidRequest, "multi"),
     "best of": (lambda _: SamplingParams(n=1, best_of=4), TypeError, "best_of"),  # type: ignore[call-arg]
     "bad words": (lambda _: SamplingParams(bad_words=["no"]), TypeError, "bad_words"),  # type: ignore[call-arg]

@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 from dataclasses import dataclass, fields
+from typing import Any
 
 from .http_client import key_header
 
@@ -46,8 +47,9 @@ class ProveOptions:
     @classmethod
     def of(cls, args: argparse.Namespace) -> "ProveOptions":
         """Build the options from a parsed command line."""
-        given = {field.name: getattr(args, field.name) for field in fields(cls)}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+        given: dict[str, Any] = {field.name: getattr(args, field.name) for field in fields(cls)}
+        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return cls(**given)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
