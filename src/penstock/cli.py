@@ -1,7 +1,7 @@
-"""The `penstock` command: parses, then hands over to the room that does the work.
+"""The `penstock` command: parses the command line and calls the room that does the work.
 
-The composition root: it may import from every room, and does so only for the command that was asked for, so
-that `penstock --help` answers at once.
+As the composition root it may import from every room. It imports only what the given command needs, so that
+`penstock --help` answers at once.
 """
 
 import argparse
@@ -18,8 +18,8 @@ Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Na
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is the command's. Errors a user can mend are one line on stderr."""
-    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # closed at the start: no socket must land there
+    """Run one command and return its exit code. Errors that a user can fix are one line on stderr."""
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # a standard stream was closed: no socket must get its number
         os.set_inheritable(number, True)
     os.close(number)
     try:
@@ -46,7 +46,7 @@ def _run(arguments: list[str]) -> int:
     commands = parser.add_subparsers(title="commands", dest="asked_command", metavar="COMMAND")
     for name, (summary, load) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        # Only the command that is asked for is imported, and so only it has options to show.
+        # Only the given command is imported, so only it has options to show.
         if name in arguments[:1]:
             add_arguments, run = load()
             add_arguments(command)
@@ -163,10 +163,10 @@ def _run_models(args: argparse.Namespace) -> int:
 
 _COMMANDS: dict[str, tuple[str, Callable[[], Any]]] = {
     "serve": ("Serve a model over an OpenAI-compatible API.", _serve),
-    "route": ("Put one address in front of many servers, each request where its prefix lies.", _route),
+    "route": ("Route requests to many servers, each to the one that has its prefix in cache.", _route),
     "deploy": ("Run replicas and their router over a Ray cluster, as a file says.", _deploy),
     "bench": ("Measure a server or the engine itself.", _bench),
-    "prove": ("Prove that a server answers under load and faults what it answers alone.", _prove),
+    "prove": ("Check that a server gives the same answers under load and faults as alone.", _prove),
     "cache": ("Inspect, verify or clear KV blocks on a disk.", _cache),
     "models": ("List the families of models that run.", _models),
 }

@@ -13,9 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser, others: Sequence[tuple[str, A
     benchmarks = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     for name, module, summary in (
         ("serve", serve, "Load any OpenAI-compatible server; report latency and throughput."),
-        ("throughput", throughput, "How much a batch of requests gets through the engine, without a server."),
-        ("latency", latency, "How long one batch of requests takes, without a server."),
-        ("startup", startup, "The time from starting a server's process to its first token."),
+        ("throughput", throughput, "Measure the throughput of the engine with many requests, without a server."),
+        ("latency", latency, "Measure how long one batch of requests takes, without a server."),
+        ("startup", startup, "Measure the time from starting a server to its first token."),
         *others,
     ):
         benchmark = benchmarks.add_parser(name, help=summary, description=summary, allow_abbrev=False)

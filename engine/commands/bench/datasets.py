@@ -29,25 +29,37 @@ Factor = Annotated[float, Meta(gt=0, le=1e9)]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    dataset_name: str = flag("default: %(default)s", choices=tuple(DATASETS), default="random", opens="dataset")
-    dataset_path: str | None = flag("of sharegpt and timed_trace (Mooncake or Azure)", "FILE")
-    num_prompts: Count = flag("default: %(default)s", "N", default=1000)
-    random_input_len: Count = flag("default: %(default)s", "N", ("--random-input-len", "--input-len"), default=1024)
-    random_output_len: Count = flag("default: %(default)s", "N", ("--random-output-len", "--output-len"), default=128)
+    dataset_name: str = flag(
+        "what prompts are made of (default: %(default)s)", choices=tuple(DATASETS), default="random", opens="dataset"
+    )
+    dataset_path: str | None = flag(
+        "file of the data sets sharegpt and timed_trace (Mooncake's or Azure's format)", "FILE"
+    )
+    num_prompts: Count = flag("number of measured requests (default: %(default)s)", "N", default=1000)
+    random_input_len: Count = flag(
+        "tokens of a random prompt (default: %(default)s)", "N", ("--random-input-len", "--input-len"), default=1024
+    )
+    random_output_len: Count = flag(
+        "tokens of an answer to it (default: %(default)s)", "N", ("--random-output-len", "--output-len"), default=128
+    )
     random_range_ratio: Annotated[float, Meta(ge=0, lt=1)] = flag(
-        "draw each length from len·(1-R) … len·(1+R); 0 ≤ R < 1 (default: %(default)g)", "R", default=0.0
+        "draw each length between len·(1-R) and len·(1+R); 0 ≤ R < 1 (default: %(default)g)", "R", default=0.0
     )
     random_prefix_len: Length = flag(
-        "tokens that all prompts begin with, before their own (default: %(default)s)", "N", default=0
+        "length of a prefix that all random prompts share (default: %(default)s)", "N", default=0
     )
-    prefix_repetition_prefix_len: Length = flag("tokens that prompts share (default: %(default)s)", "N", default=256)
-    prefix_repetition_suffix_len: Count = flag("tokens of their own (default: %(default)s)", "N", default=256)
-    prefix_repetition_num_prefixes: Count = flag("different prefixes (default: %(default)s)", "N", default=10)
+    prefix_repetition_prefix_len: Length = flag("tokens of a shared prefix (default: %(default)s)", "N", default=256)
+    prefix_repetition_suffix_len: Count = flag(
+        "tokens of each prompt after its prefix (default: %(default)s)", "N", default=256
+    )
+    prefix_repetition_num_prefixes: Count = flag("number of different prefixes (default: %(default)s)", "N", default=10)
     prefix_repetition_output_len: Count = flag("tokens of an answer (default: %(default)s)", "N", default=128)
-    sharegpt_output_len: Count | None = flag("default: as long as the answer in the file", "N")
-    trace_speed: Factor = flag("replay this much faster (default: %(default)g)", "X", default=1.0)
+    sharegpt_output_len: Count | None = flag(
+        "tokens of an answer (default: as many as the answer in the file has)", "N"
+    )
+    trace_speed: Factor = flag("replay the trace this many times faster (default: %(default)g)", "X", default=1.0)
     trace_length_scale: Factor = flag(
-        "multiply all lengths, for a model that is too small or slow for the trace (default: %(default)g)",
+        "multiply all lengths of the trace, for a model with a shorter context (default: %(default)g)",
         "X",
         default=1.0,
     )

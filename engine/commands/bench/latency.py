@@ -17,11 +17,11 @@ from penstock.engine.options import Count, Length, add_options, flag, given_opti
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyOptions:
-    input_len: Count = flag("default: %(default)s", "N", default=32)
-    output_len: Count = flag("default: %(default)s", "N", default=128)
-    batch_size: Count = flag("default: %(default)s", "N", default=8)
-    num_iters_warmup: Length = flag("default: %(default)s", "N", default=10)
-    num_iters: Count = flag("default: %(default)s", "N", default=30)
+    input_len: Count = flag("tokens of a prompt (default: %(default)s)", "N", default=32)
+    output_len: Count = flag("tokens of an answer (default: %(default)s)", "N", default=128)
+    batch_size: Count = flag("requests in a batch (default: %(default)s)", "N", default=8)
+    num_iters_warmup: Length = flag("batches before the measured ones (default: %(default)s)", "N", default=10)
+    num_iters: Count = flag("measured batches (default: %(default)s)", "N", default=30)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

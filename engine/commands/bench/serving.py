@@ -34,25 +34,31 @@ from penstock.engine.options import Count, Delay, Port, add_options, flag
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
     backend: str = flag(
-        "openai-chat sends chats of words (default: openai)",
+        "which API to call; openai-chat sends chats made of words (default: openai)",
         choices=tuple(ENDPOINTS),
         default="openai",
         opens="server",
     )
-    base_url: str | None = flag("in place of --host and --port", "URL")
-    host: str = flag("default: %(default)s", default="127.0.0.1")
-    port: Port = flag("default: %(default)s", default=8000)
-    endpoint: str | None = flag("default: by --backend, /v1/completions or /v1/chat/completions", "PATH")
-    model: str | None = flag("default: the first that the server lists")
-    header: tuple[str, ...] = flag("with every request", "KEY=VALUE", takes_several=True, default=())
+    base_url: str | None = flag("URL of the server, instead of --host and --port", "URL")
+    host: str = flag("address of the server (default: %(default)s)", default="127.0.0.1")
+    port: Port = flag("port of the server (default: %(default)s)", default=8000)
+    endpoint: str | None = flag("path to call (default: /v1/completions or /v1/chat/completions, by --backend)", "PATH")
+    model: str | None = flag("name of the model (default: the first that the server lists)")
+    header: tuple[str, ...] = flag("HTTP headers of every request", "KEY=VALUE", takes_several=True, default=())
     insecure: bool = flag("do not verify a TLS certificate", default=False)
-    ready_check_timeout_sec: Delay = flag("wait this long for the server to be up", "S", default=0.0)
+    ready_check_timeout_sec: Delay = flag(
+        "wait this many seconds for the server to be up (default: 0)", "S", default=0.0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    random_vocab_size: Count = flag("token ids are drawn below it", "N", default=10_000, opens="text")
-    tokenizer: str | None = flag("counts a dataset's texts (default: four characters are a token)", "MODEL")
+    random_vocab_size: Count = flag(
+        "draw token ids below this number (default: %(default)s)", "N", default=10_000, opens="text"
+    )
+    tokenizer: str | None = flag(
+        "model whose tokenizer counts texts (default: four characters count as a token)", "MODEL"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,28 +66,36 @@ class RequestOptions:
     ignore_eos: bool = flag(
         "generate exactly the length asked for (default: on)", has_off=True, default=True, opens="requests"
     )
-    temperature: float | None = flag("default: the server's, for all of these", "T")
-    top_p: float | None = flag(None, "P")
-    top_k: int | None = flag(None, "K")
-    min_p: float | None = flag(None, "P")
-    extra_body: dict[str, Any] | None = flag("fields for every request; they win", "JSON")
+    temperature: float | None = flag("sampling temperature (default for all four: the server's)", "T")
+    top_p: float | None = flag("sampling option", "P")
+    top_k: int | None = flag("sampling option", "K")
+    min_p: float | None = flag("sampling option", "P")
+    extra_body: dict[str, Any] | None = flag("further fields of every request; they override the others", "JSON")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultOptions:
-    percentile_metrics: str = flag(f"of {','.join(METRICS)}", "LIST", default="ttft,tpot,itl", opens="results")
-    metric_percentiles: str = flag("like 50,90,99.9 (default: 99)", "LIST", default="99")
+    percentile_metrics: str = flag(
+        f"metrics to report, of {','.join(METRICS)} (default: %(default)s)",
+        "LIST",
+        default="ttft,tpot,itl",
+        opens="results",
+    )
+    metric_percentiles: str = flag("percentiles to report, like 50,90,99.9 (default: 99)", "LIST", default="99")
     goodput: tuple[str, ...] = flag(
-        f"count requests within limits of {', '.join(OBJECTIVES)}", "NAME:MS", takes_several=True, default=()
+        f"report how many requests stay within limits of {', '.join(OBJECTIVES)}",
+        "NAME:MS",
+        takes_several=True,
+        default=(),
     )
     save_result: bool = flag("write the result as JSON", default=False)
-    save_detailed: bool = flag("with the lists of every request's times, texts and errors", default=False)
+    save_detailed: bool = flag("include times, text and error of every request", default=False)
     append_result: bool = flag("add a line to the file instead of replacing it", default=False)
-    result_dir: str | None = flag("default: the current directory", "DIR")
-    result_filename: str | None = flag("default: LABEL-RATEqps-MODEL-DATE.json", "NAME")
-    label: str | None = flag("default: the backend")
+    result_dir: str | None = flag("directory of the file (default: the current one)", "DIR")
+    result_filename: str | None = flag("name of the file (default: LABEL-RATEqps-MODEL-DATE.json)", "NAME")
+    label: str | None = flag("label of the result (default: the backend)")
     metadata: tuple[str, ...] = flag("entries to add to the result", "KEY=VALUE", takes_several=True, default=())
-    disable_tqdm: bool = flag("no live progress line", default=False)
+    disable_tqdm: bool = flag("show no progress bar", default=False)
 
 
 KINDS = (TargetOptions, TrafficOptions, DatasetOptions, TextOptions, RequestOptions, ResultOptions)

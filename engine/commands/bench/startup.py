@@ -45,9 +45,11 @@ class StartupOptions:
     model: str | None = flag("hub name, folder or .gguf file (default: the default model)")
     num_iters_warmup: Length = flag("starts before the measured ones (default: 1)", "N", default=1)
     num_iters_warm: Count = flag("measured starts (default: 3)", "N", default=3)
-    prompt: str = flag("what the first token answers (default: %(default)s)", default="Hello")
-    timeout: Seconds = flag("for one start (default: %(default)g)", "S", default=900.0)
-    command: str | None = flag("start this in place of penstock serve; {port} stands for the port to listen on", "CMD")
+    prompt: str = flag("prompt of the first request (default: %(default)s)", default="Hello")
+    timeout: Seconds = flag("most seconds for one start (default: %(default)g)", "S", default=900.0)
+    command: str | None = flag(
+        "start this instead of penstock serve; {port} is replaced by the port to listen on", "CMD"
+    )
     output_json: str | None = flag("write the result as JSON", "FILE", read=output_file)
 
 

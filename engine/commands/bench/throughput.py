@@ -20,7 +20,7 @@ class OfflineOptions:
     """Options of every benchmark that runs an engine in this process."""
 
     model: str | None = flag("hub name, folder or .gguf file (default: the default model)")
-    skip_tokenizer_init: bool = flag("for a folder without a tokenizer", default=False)
+    skip_tokenizer_init: bool = flag("load no tokenizer, for a folder without one", default=False)
     disable_detokenize: bool = flag("do not turn token ids into text", default=False)
     n: Count = flag("answers per prompt (default: 1)", "N", default=1)
     output_json: str | None = flag("write the result as JSON", "FILE", read=output_file)

@@ -56,20 +56,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the URL and the options to the parser of the command."""
     defaults = ProveOptions()
     add = parser.add_argument
-    add("url", nargs="?", help="of a server with OpenAI's /v1/completions, or of a router")
+    add("url", nargs="?", help="a server with OpenAI's /v1/completions, or a router (default: start one)")
     add(
         "--seed",
         type=int,
         default=defaults.seed,
         metavar="N",
-        help="of questions, schedule and faults: the same seed sends the same requests (default: %(default)s)",
+        help="seed of questions, schedule and faults; the same seed sends the same requests (default: %(default)s)",
     )
     add(
         "--requests",
         type=int,
         default=defaults.requests,
         metavar="N",
-        help="sent under load, beside those that are asked alone (default: %(default)s)",
+        help="requests under load, in addition to those that are asked alone (default: %(default)s)",
     )
     add(
         "--rate",
@@ -83,21 +83,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=defaults.concurrency,
         metavar="N",
-        help="requests at a time, at most (default: %(default)s)",
+        help="most requests in flight (default: %(default)s)",
     )
     add(
         "--duration",
         type=float,
         default=defaults.duration,
         metavar="S",
-        help="seconds for the whole run, at most; what does not fit is left out (default: %(default)g)",
+        help="most seconds for the whole run; requests that do not fit are left out (default: %(default)g)",
     )
     add(
         "--max-bytes",
         type=_size_bytes,
         default=defaults.max_bytes,
         metavar="SIZE",
-        help="sent and received, at most (default: 64MiB)",
+        help="most bytes to send and receive (default: 64MiB)",
     )
     add(
         "--timeout",
@@ -106,14 +106,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="an answer without a byte for this many seconds counts as hung (default: %(default)g)",
     )
-    add("--exact", action="store_true", help="allow no tie and no difference in a log-probability: the same bits")
+    add(
+        "--exact",
+        action="store_true",
+        help="require the same bits: allow no tie and no difference in a log-probability",
+    )
     add("--scripts", metavar="DIR", help="write curl scripts that repeat the failures into this folder (default: none)")
     add(
         "--header",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="send it with every request, beside the key in PENSTOCK_API_KEY or OPENAI_API_KEY",
+        help="header of every request, in addition to the key in PENSTOCK_API_KEY or OPENAI_API_KEY",
     )
     add = parser.add_argument_group("servers of its own").add_argument
     add(
@@ -122,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="start this: uniproc (the default without a URL), small-steps, drafts, ranks, tiers, router, split, or all",
+        help="setup to start: uniproc (the default without a URL), small-steps, drafts, ranks, tiers, router, split, or all",
     )
     add(
         "--fault",
@@ -130,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="start a server and do this to it under load; all: every fault",
+        help="start a server and inject this fault under load; all: every fault",
     )
     add("--model", help="hub name, folder or .gguf file (default: the default model)")
     add("--serve-options", default="", metavar="WORDS", help="further options of penstock serve, in one argument")
