@@ -134,13 +134,13 @@ def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: 
 def test_names_of_vllms_that_mean_options_of_ours_set_them() -> None:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    flags = ["--distributed-executor-backend", "mp", "--max-num-queued-reqs", "7", "--num-gpu-blocks"]
-    flags += ["--shutdown-timeout", "5", "--uvicorn-log-level", "warning", "-ep", "--no-enable-eplb", "-dp", "1"]
+    flags = ["--distributed-executor-backend", "mp", "--max-num-queued-reqs", "7", "--kv-cache-memory-bytes", "1GiB"]
+    flags += ["--shutdown-timeout", "5", "--uvicorn-log-level", "warning", "-ep", "--no-enable-eplb", "-tp", "2"]
     args = parser.parse_args([*flags, "--no-enforce-eager", "--device-memory-utilization", "0.5", "--no-enable-lora"])
     given = {"executor": "multiproc", "max_queued_requests": 7, "enable_expert_parallel": True, "enable_eplb": False}
-    given |= {"enable_lora": False}
+    given |= {"enable_lora": False, "kv_cache_bytes": 2**30, "tensor_parallel_size": 2}
     assert given_options(args, EngineOptions) == given | {"enforce_eager": False, "gpu_memory_utilization": 0.5}
-    assert (args.access_log, args.drain_timeout_s, args.log_level) == ("off", 5.0, "warning")
+    assert (args.drain_timeout_s, args.log_level) == (5.0, "warning")
     assert engine_config("model", {"distributed_executor_backend": "mp"}).executor.kind == "multiproc"
 
 

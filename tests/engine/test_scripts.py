@@ -182,11 +182,8 @@ def penalties(llm: LLM) -> None:
         logit_bias={65: 5.0},
         allowed_token_ids=[65, 66, 67],
         skip_special_tokens=False,
-        spaces_between_special_tokens=True,
         detokenize=True,
-        length_penalty=1.0,
-        early_stopping=False,
-    )  # type: ignore[call-arg]
+    )
     assert set(llm.generate(PROMPTS[0], params)[0].outputs[0].text) <= set("ABC")
 
 
