@@ -19,10 +19,10 @@ from penstock.engine.http import token_form
 from penstock.engine.http.body import split_object
 from penstock.engine.text.model_text import text_digest
 from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, RENDERING, chat_prompt, rendering
-from penstock.engine.text.segments import SegmentCache
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.router.placement.placement import Placement, Prompt
+from penstock.router.placement.segments import SegmentCache
 
 THREADS = 2
 BYTES_PER_TOKEN = 4

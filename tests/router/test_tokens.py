@@ -12,12 +12,12 @@ from tokenizers import AddedToken
 from penstock.engine.http import token_form
 from penstock.engine.http.errors import HttpError
 from penstock.engine.text.model_text import load_text, text_digest
-from penstock.engine.text.segments import SegmentCache
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import PolicyConfig
 from penstock.router.placement.prompts import CHAT, COMPLETIONS, Asked, Routable, Texts
+from penstock.router.placement.segments import SegmentCache
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router
 from tests.support.router_stub import stub

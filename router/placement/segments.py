@@ -1,9 +1,9 @@
-"""Tokenizing with a memory: a text is cut at its special tokens, and pieces that were seen before are not done again.
+"""A tokenizer with a memory: a text is cut at its special tokens, and pieces seen before are not tokenized again.
 
-A conversation sends everything that was said with every turn. No token reaches across a special token, so the ids
-of the whole are those of the pieces, one after the other; cut anywhere else they are not (every third text
-differed). Whether a tokenizer keeps to this is checked when it is loaded, not assumed: special tokens that take
-neighbouring spaces with them, or that overlap another added token, are no places to cut.
+A conversation sends its whole history with every turn. Tokenizers never merge text across a special token, so the ids
+of the whole text are the ids of its pieces, one after the other. At any other place this does not hold (every third
+text differed). Whether a tokenizer behaves so is checked when it is loaded, not assumed: special tokens that absorb
+neighbouring spaces, or that overlap another added token, are not used as cuts.
 """
 
 import re
