@@ -1,16 +1,17 @@
-"""A model's tokenizer under the names that users of transformers know: what `LLM.get_tokenizer()` returns."""
+"""A model's tokenizer with the interface of transformers' tokenizers: what `LLM.get_tokenizer()` returns."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.conversation import Message
+from penstock.engine.text.prompt import chat_prompt
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 
 
 class Encoded(dict[str, Any]):
-    """Its entries are attributes, too."""
+    """A dictionary whose entries can be read as attributes, like transformers' BatchEncoding."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -23,9 +24,11 @@ class FamiliarTokenizer:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer, self._template = tokenizer, template
         self.vocab_size = tokenizer.vocab_size
-        self.bos_token_id, self.pad_token_id = map(tokenizer.special_id, ("bos_token", "pad_token"))
-        self.eos_token_id = min(tokenizer.eos_ids, default=None)
-        self.bos_token, self.eos_token = (tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token"))
+        self.bos_token, self.eos_token = map(tokenizer.special_tokens.get, ("bos_token", "eos_token"))
+        # The tokenizer's own end token, as in transformers. Generation may stop at other ids as well.
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = map(
+            tokenizer.special_id, ("bos_token", "eos_token", "pad_token")
+        )
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -55,12 +58,26 @@ class FamiliarTokenizer:
         *,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
-        **others: Any,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
     ) -> str | list[int]:
-        """The conversation as the model was trained to see it: its text, or the text's token ids. `others`:
-        `continue_final_message`, and variables of the template."""
+        """Return the conversation's prompt as text, or as token ids; the same prompt as `LLM.chat` makes.
+
+        `template_kwargs` are variables of the template.
+        """
         if self._template is None:
             raise InvalidRequest("conversation", "this model has no chat template")
-        others |= {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
-        text = self._template.render(conversation, **others)
+        if documents and not self._template.has_documents:
+            raise InvalidRequest(
+                "documents", "the model's chat template does not use documents; put their text into a message"
+            )
+        text = chat_prompt(
+            self._template,
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=template_kwargs,
+            tools=tools,
+            documents=documents,
+        )
         return self.encode(text, add_special_tokens=False) if tokenize else text
