@@ -1,8 +1,7 @@
 """Chat templates: from a conversation to the text that the model was trained to continue.
 
-The sources come with the model or from the operator's command line, never from a request. They render in
-engine/text/sandbox.py; what a template raises, and where it fails on the messages it was given, is reported
-as a fault of `messages`.
+The sources come with the model or from the operator's command line, never from a request. They run in the environment of
+template_environment.py. Whatever a template raises on the messages it was given is reported as an error of `messages`.
 """
 
 import hashlib
@@ -12,12 +11,11 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError
+from jinja2 import Environment, Template, TemplateError
 
 from penstock.engine.http.errors import clip
 from penstock.engine.model_files import MAX_TEMPLATE_BYTES, ModelRefused, read_template
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text.budget import Budget, TooMuch
 from penstock.engine.text.conversation import (
     Message,
     check_messages,
@@ -26,7 +24,7 @@ from penstock.engine.text.conversation import (
     with_arguments_as_text,
     without_tools,
 )
-from penstock.engine.text.sandbox import BUDGET, Refused, Sandbox
+from penstock.engine.text.template_environment import Refused, template_environment
 from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_ERROR_CHARS = 300
@@ -47,7 +45,7 @@ class ChatTemplate:
     def __init__(self, sources: str | dict[str, str], special_tokens: dict[str, str] | None = None) -> None:
         """`sources`: one template, or several by name: "default", and "tool_use" where tools are given."""
         named = {"default": sources} if isinstance(sources, str) else sources
-        environment = Sandbox()
+        environment = template_environment()
         self.sources = named
         self._templates = {name: _compile(environment, name, source) for name, source in named.items()}
         self._special_tokens = special_tokens or {}
@@ -122,7 +120,7 @@ def _operators(override: str) -> str:
     return read_template("chat template", path)
 
 
-def _compile(environment: Sandbox, name: str, source: str) -> Template:
+def _compile(environment: Environment, name: str, source: str) -> Template:
     if len(source) > MAX_TEMPLATE_BYTES:
         raise ModelRefused(
             f"chat template {name!r}: {len(source)} characters; at most {MAX_TEMPLATE_BYTES} are allowed"
@@ -137,11 +135,9 @@ def _compile(environment: Sandbox, name: str, source: str) -> Template:
 
 def _run(template: Template, variables: dict[str, Any]) -> str:
     try:
-        return template.render({**variables, BUDGET: Budget()})
+        return template.render(variables)
     except Refused as error:
         raise InvalidRequest("messages", f"the model's chat template refuses them: {_short(error)}") from None
-    except TooMuch as error:
-        raise InvalidRequest("messages", f"the model's chat template was stopped: {_short(error)}") from None
     except FAULTS as error:
         raise InvalidRequest(
             "messages",
