@@ -1,6 +1,7 @@
 """`LLM.get_tokenizer()`: a tokenizer with the interface of transformers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -40,7 +41,7 @@ def test_a_tokenizer_without_an_end_token_has_none_whatever_ends_generation(tmp_
 
 def test_tools_that_a_template_does_not_know_are_written_as_text_as_in_a_chat(tmp_path: Path) -> None:
     ours = tokenizer_of(text_samples.folder(tmp_path, text_samples.byte_level()))
-    chat = [USER, CALL, RESULT]
+    chat: list[dict[str, Any]] = [USER, CALL, RESULT]
     text = ours.apply_chat_template(chat, tools=TOOLS, tokenize=False)
     assert isinstance(text, str) and '"weather"' in text and "<tool_response>" in text
     assert text == chat_prompt(ChatTemplate(LINES), chat, add_generation_prompt=False, tools=TOOLS)
