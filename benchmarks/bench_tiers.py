@@ -6,8 +6,6 @@
     python benchmarks/bench_tiers.py prefix time to first token behind a long prefix of a model with recurrent layers (the
                                             shape of Qwen3.5-0.8B): computed, found in memory, and on the disk after a
                                             restart; all answers must be the same
-    python benchmarks/bench_tiers.py verify a batch of prompts that the host tier has, with one in 1,000 blocks computed again
-                                            (--verify-blocks), with one of each prompt's, and without
     python benchmarks/bench_tiers.py disk   the disk tier alone: what storing costs its caller; look-up; restart
 
 All engines of a run live side by side in this process and take turns, so that a busy machine meets them all. Floors:
@@ -166,38 +164,6 @@ def found_below(
     return ratio(f"{length} tokens, {kind}", counted) | {"found_tokens": statistics.median(tokens[1:])}
 
 
-def verify(
-    model: str | None = None,
-    load_format: str = "auto",
-    vocab: int = 40_000,
-    pairs: int = 10,
-    prompts: int = 8,
-    input_len: int = 512,
-    output_len: int = 16,
-) -> dict[str, Any]:
-    with ExitStack() as stack:
-        engines = Engines(stack, model, load_format, vocab, None)
-        sides = {"none": engines.open(), "1,000": engines.open(verify_blocks=1000), "1": engines.open(verify_blocks=1)}
-        batch = [engines.prompt(input_len) for _ in range(prompts)]
-
-        def restored(llm: LLM) -> float:
-            pool = llm._running().scheduler.pool
-            pool.drop(pool.cached_keys())
-            return run(llm, batch, output_len)
-
-        runs = {name: partial(restored, llm) for name, llm in sides.items()}
-        rounds(runs, 2)  # computes them, warms up
-        seconds = rounds(runs, pairs)
-        figures: dict[str, Any] = {
-            name: sides[name].get_metrics()["kv_host_verified_blocks"] for name in ("1,000", "1")
-        }
-    print(f"compared: {figures}")
-    for name in ("1,000", "1"):
-        both = {name: seconds[name], "none": seconds["none"]}
-        figures[f"{name} / none"] = ratio("a batch from the host", both)
-    return figures
-
-
 def forget_device_and_host(llm: LLM) -> None:
     """As if everything else had pushed it out: what is left is on the disk."""
     scheduler = llm._running().scheduler
@@ -340,4 +306,4 @@ def disk(disk_path: str | None = None, pairs: int = 10) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(__doc__, "tiers", cost, ttft, prefix, verify, disk)
+    main(__doc__, "tiers", cost, ttft, prefix, disk)

@@ -127,19 +127,6 @@ class BlockPool:
         self._index.clear()
         return True
 
-    def drop(self, keys: Iterable[bytes]) -> None:
-        """This content is not to be trusted: it cannot be found any more. Who holds such a block keeps it."""
-        for key in keys:
-            block = self._index.pop(key, 0)
-            if block == 0:
-                continue
-            self._keys[block] = None
-            if self.changes is not None:
-                self.changes[key] = False
-            if self._refs[block] == 0:
-                self._unlink(block)
-                self._link(block, after=0)
-
     def cached_keys(self) -> list[bytes]:
         return list(self._index)
 

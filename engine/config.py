@@ -78,7 +78,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     enable_prefix_caching: bool = True
     max_queued_requests: int = 4096
     patience_s: float = 30.0  # a request that has waited longer runs before those of any priority
-    verify_blocks: int = 0  # one in so many that are taken from a tier is computed again; 0: none
     speculative_config: SpeculativeConfig | None = None  # None: no speculative decoding
 
     @property
@@ -156,9 +155,6 @@ class EngineOptions:
         f"file with the secret that engines share; else {SECRET_VARIABLE} in the environment. "
         "Without it, peers must be on this machine's loopback",
         "FILE",
-    )
-    verify_blocks: Count | None = flag(
-        "compute one in so many blocks that are found in a tier again, and compare: docs/trust.md (default: off)", "N"
     )
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = flag(
         "share of the GPU to use when no size is given (default: 0.9)",
@@ -282,8 +278,6 @@ def _check_together(said: EngineOptions, config: EngineConfig) -> None:
     for name in ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_experts"):
         if getattr(said, name) is not None and not executor.enable_lora:
             raise ValueError(f"{name}: given; it requires enable_lora")
-    if executor.verify_blocks and executor.enable_eplb:
-        raise ValueError("verify_blocks: given; with enable_eplb experts move, and numbers are summed in other orders")
     if executor.max_cpu_loras < executor.max_loras and executor.enable_lora:
         raise ValueError(
             f"max_cpu_loras: {executor.max_cpu_loras} given; at least max_loras ({executor.max_loras}) is expected: "
@@ -293,7 +287,7 @@ def _check_together(said: EngineOptions, config: EngineConfig) -> None:
         raise ValueError("ray_allow_open_dashboard: given; it requires executor 'ray'")
     if executor.kv_peer_secret_file and not (executor.kv_peers or executor.kv_peer_listen):
         raise ValueError("kv_peer_secret_file: given; it requires kv_peers or kv_peer_listen")
-    for name in ("kv_host_bytes", "kv_disk_bytes", "kv_peers", "kv_peer_listen", "verify_blocks"):
+    for name in ("kv_host_bytes", "kv_disk_bytes", "kv_peers", "kv_peer_listen"):
         if getattr(executor, name) and not scheduler.enable_prefix_caching:
             raise ValueError(f"{name}: given; it requires enable_prefix_caching")
 

@@ -16,4 +16,6 @@ REMOVED = {
     "ramp_up_strategy": "it was removed; run the benchmark once for each --request-rate",
     "structured_ratio": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
     "structured_schema": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
+    "verify_blocks": "it was removed; `penstock prove` compares answers from outside, and every record on a disk and "
+    "every block from a peer carries a checksum",
 }

@@ -24,7 +24,7 @@ from penstock.executor.step.runner import PROMPT_LOGPROB_ROWS
 # Nothing is kept for later, no row has an adapter, and no step is of single tokens alone, as those of graphs are.
 _ALONE: dict[str, Any] = {
     "kv_host_bytes": 0, "kv_disk_path": "", "kv_disk_bytes": 0, "kv_peers": (), "kv_peer_listen": "",
-    "verify_blocks": 0, "enable_lora": False, "enforce_eager": True,
+    "enable_lora": False, "enforce_eager": True,
 }  # fmt: skip
 
 

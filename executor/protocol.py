@@ -119,10 +119,6 @@ class Transfers(msgspec.Struct, frozen=True, array_like=True):
     touches: list[bytes] = []  # keys on the disk that were used, in a nearer tier perhaps; starts of chains first
     saved_keys: list[bytes] = []  # of the saves, where peers may ask for them
     forget: bool = False  # nothing computed before may be given to peers any more
-    drops: list[bytes] = []  # what disk and peers have of these keys is not to be trusted; comes before all else
-    # Ticket (below 0), a block that was kept and one that was computed, neither written by a row of the step: the
-    # completion says whether they hold the same. On a CPU that is the same bits, on a GPU (almost) the same numbers.
-    compares: list[tuple[int, int, int]] = []
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -295,7 +291,6 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     block_size: int = 16
-    verify_blocks: int = 0  # the engine will ask to compare blocks
     kv_cache_dtype: KvDType = "auto"
     kv_cache_bytes: int | None = None  # None: a share of the free memory
     kv_host_bytes: int = 0  # of all ranks together, like the disk's

@@ -91,6 +91,7 @@ def test_a_mistake_is_one_line_that_names_it(
         ),
         (["bench", "serve", "--structured-ratio=1"], "--structured-ratio: it was removed; give all requests"),
         (["bench", "serve", "--num-prompt", "5"], "--num-prompt: there is no such option; did you mean --num-prompts?"),
+        (["serve", "--verify-blocks", "1000"], "--verify-blocks: it was removed; `penstock prove` compares"),
         (["route", "--backand", "http://127.0.0.1:1"], "--backand: there is no such option; did you mean --backend?"),
     ],
 )

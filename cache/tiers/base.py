@@ -70,10 +70,6 @@ class Store(Protocol):
         """These were used, in this tier or a nearer one; the start of a chain comes first."""
         ...
 
-    def drop(self, keys: Iterable[bytes]) -> None:
-        """Give up what is kept of these, for good: it is not to be trusted. A peer's blocks are its own."""
-        ...
-
     def stats(self) -> dict[str, Any]:
         """Numbers, and dicts of numbers."""
         ...

@@ -9,7 +9,7 @@ The life of a host block:  free → held by a save or read (no key yet: it canno
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from penstock.cache.pool import BlockPool
@@ -36,15 +36,13 @@ class TierIndex:
         self.writes: dict[int, StoreCopy] = {}
         self.counts: Counter[str] = Counter()  # what happened so far, by name
         self._tickets: dict[bytes, int] = {}  # key → the read that brings it
-        # Host block → its key, until the step that fills it is over; b"": it was dropped meanwhile.
-        self._saving: dict[int, bytes] = {}
+        self._saving: dict[int, bytes] = {}  # host block → its key, until the step that fills it is over
         self._saving_keys: set[bytes] = set()
         self._new_reads: list[int] = []  # tickets, for the next step to carry
         self._offers: OrderedDict[bytes, None] = OrderedDict()  # full device blocks that the host lacks, oldest first
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()  # keys in the host that no disk has yet
         self._written_keys: set[bytes] = set()  # of `writes`
         self._num_tickets = 0
-        self._void: set[int] = set()  # of `reads` and `writes` whose content was dropped meanwhile
 
     # -- what is where -------------------------------------------------------------------------------------
 
@@ -114,10 +112,8 @@ class TierIndex:
         held = []
         for _, host_block in saves:
             key = self._saving.pop(host_block)
-            if key:
-                self._saving_keys.remove(key)
-                host_block = self._publish(host_block, key)
-            held.append(host_block)
+            self._saving_keys.remove(key)
+            held.append(self._publish(host_block, key))
         self.counts["saves"] += len(saves)
         self.host.release(held)
         device.release([block for block, _ in saves])
@@ -164,20 +160,18 @@ class TierIndex:
 
     def complete(self, ticket: int, ok: bool) -> int:
         """A read or write has ended. For a good read, the host block that can be matched from now on; else 0."""
-        is_void = ticket in self._void
-        self._void.discard(ticket)
         write = self.writes.pop(ticket, None)
         if write is not None:
             self._written_keys.remove(write.key)
             self.host.release((write.host_block,))
             self.counts["writes" if ok else "drops_disk"] += 1
-            if ok and not is_void:
+            if ok:
                 self.stores[DISK].add(write.key)
             return 0
         read = self.reads.pop(ticket)
         del self._tickets[read.key]
         self.counts[f"{'reads' if ok else 'failed_reads'}_{read.store}"] += 1
-        if not ok or is_void:
+        if not ok:
             self.stores[read.store].discard(read.key)
             self.host.release((read.host_block,))
             return 0
@@ -206,24 +200,6 @@ class TierIndex:
         host_blocks = list(filter(None, map(self.host.find, keys)))
         self.host.hold(host_blocks)
         self.host.release(host_blocks)
-
-    def drop(self, is_bad: Callable[[bytes], bool]) -> list[bytes]:
-        """No content that is bad can be matched any more, nor what is in flight of it. Returns what stores had of it."""
-        self.host.drop([key for key in self.host.cached_keys() if is_bad(key)])
-        for waiting in (self._offers, self._unwritten):
-            for key in [key for key in waiting if is_bad(key)]:
-                del waiting[key]
-        for host_block, saved in self._saving.items():
-            if saved and is_bad(saved):
-                self._saving_keys.remove(saved)
-                self._saving[host_block] = b""
-        copies = {**self.reads, **self.writes}
-        self._void |= {ticket for ticket, copy in copies.items() if is_bad(copy.key)}
-        dropped = [copy.key for copy in self.writes.values() if is_bad(copy.key)]
-        for keys in self.stores.values():
-            dropped += (bad := list(filter(is_bad, keys)))
-            keys.difference_update(bad)
-        return dropped
 
     def forget(self) -> bool:
         """No key can be matched any more, in stores either (their bytes stay). Refused while anything is held."""
@@ -269,7 +245,7 @@ class TierIndex:
         expected.update(copy.host_block for copy in (*self.reads.values(), *self.writes.values()))
         for host_block in range(1, self.host.num_blocks):
             assert self.host.refs(host_block) == expected[host_block], f"host block {host_block}: references differ"
-        assert set(filter(None, self._saving.values())) == self._saving_keys
+        assert set(self._saving.values()) == self._saving_keys
         assert {write.key for write in self.writes.values()} == self._written_keys
         assert all(self.reads[ticket].key == key for key, ticket in self._tickets.items())
         for read in self.reads.values():

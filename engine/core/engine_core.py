@@ -5,7 +5,6 @@ It knows neither sockets nor text. The core process (engine/core/process.py) and
 """
 
 import gc
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from penstock.engine.core.constraints import Constraints
     from penstock.engine.grammar.compiler import Compiler
 
-log = logging.getLogger("penstock.engine")
-DIFFERS = "a kept block is not what is computed: %s, which came from %s; all that begins with block %s is dropped"
 
 # Where nothing computes and only stores are at work, they are asked this often, and at a stop for this long.
 POLL_S = 0.0005
@@ -179,9 +176,6 @@ class EngineCore:
         self._runs(scheduler.in_flight[1].step if len(scheduler.in_flight) > 1 else None)
         self._experts = result.experts or self._experts
         outputs += scheduler.apply(result)
-        for each in scheduler.differences:
-            log.error(DIFFERS, each.key.hex(), each.path, each.first.hex())
-        scheduler.differences.clear()
         self._drop_adapters()
         if constraints is not None and scheduler.in_flight:
             outputs += constraints.set_masks()

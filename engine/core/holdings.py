@@ -14,7 +14,6 @@ from penstock.engine.messages import Stats
 if TYPE_CHECKING:
     from penstock.engine.core.groups import Groups
     from penstock.engine.core.tiering import Tiering
-    from penstock.engine.core.verifier import Verifier
 
 
 class Holdings:
@@ -26,10 +25,8 @@ class Holdings:
         enable_prefix_caching: bool,
         stats: Stats,
         groups: "Groups | None" = None,
-        verifier: "Verifier | None" = None,
     ) -> None:
         """`groups`: where a request holds more than one table of blocks of all its tokens."""
-        self._verifier = verifier
         self._pool, self._tiers, self._block_size, self._groups = pool, tiers, block_size, groups
         self._makes_keys = enable_prefix_caching
         self._stats = stats
@@ -56,8 +53,6 @@ class Holdings:
         pool.hold(cached)
         request.blocks = cached + pool.allocate(missing)
         request.num_registered = len(cached)
-        if self._verifier is not None and places:
-            self._verifier.draw(request, self._paths(request, places), reserve)
         if self._tiers is not None:
             self._restore(self._tiers, request, places, len(cached))
         # The logits of the last token are always needed. Where all its tokens are cached, it is computed
@@ -65,10 +60,6 @@ class Holdings:
         request.write_from = len(places) * self._block_size
         request.num_scheduled = min(request.write_from, num_tokens - 1)
         return True
-
-    def _paths(self, request: Request, places: list[int]) -> list[str]:
-        sources = {} if self._tiers is None else self._tiers.sources(request)
-        return ["device" if place > 0 else sources.get(-place, "host") for place in places]
 
     def _claim_groups(self, groups: "Groups", request: Request, num_running: int, is_busy: bool) -> bool:
         tiers, place, prefix = self._tiers, self._pool.find, Prefix(0, 0)
@@ -107,8 +98,6 @@ class Holdings:
         """Take all its blocks back. What they hold stays cached until they are needed."""
         if self._tiers is not None:
             self._tiers.leave(request)
-        if self._verifier is not None:
-            self._verifier.leave(request)
         if self._groups is None:
             self._pool.release(request.blocks)
         else:
@@ -146,8 +135,6 @@ class Holdings:
             self._replaced += self._groups.register(request, full)
             request.num_registered = max(request.num_registered, full)
             return
-        if self._verifier is not None:
-            self._verifier.note(request.keys, request.num_registered, full)
         for index in range(request.num_registered, full):
             block = self._pool.register(request.blocks[index], request.keys[index])
             if self._tiers is not None:

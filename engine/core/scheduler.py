@@ -30,14 +30,12 @@ from penstock.executor.protocol import (
     Step,
     StepResult,
     TokenLogprobs,
-    Transfers,
 )
 
 if TYPE_CHECKING:  # half of the core, for those that have tiers, drafts, grammars or several groups of layers
     from penstock.engine.core.drafts import Drafter, Sent
     from penstock.engine.core.groups import Groups
     from penstock.engine.core.tiering import Tiering
-    from penstock.engine.core.verifier import Difference, Verifier
     from penstock.engine.grammar.matcher import Matcher
 
 
@@ -58,7 +56,6 @@ class StepPlan:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.rows: dict[Request, Row] = {}
-        self.checks: dict[Request, Row] = {}  # the verifier's
         self.has_preempted = False
 
 
@@ -86,23 +83,9 @@ class Scheduler:
 
             saves_per_step = -(-config.max_num_batched_tokens // info.block_size)  # as many as a step can fill
             self.tiers = tiering.Tiering(info, self.pool, saves_per_step, self.groups)
-        self._verifier: Verifier | None = None
-        self.differences: list[Difference] = []  # not logged yet
-        if config.verify_blocks:
-            from penstock.engine.core import verifier
-
-            assert self.groups is None, "the executor has refused it"
-            stores = ("host", *info.stores) if info.host_slots else ()
-            self._verifier = verifier.Verifier(config.verify_blocks, self.pool, info.block_size, stores)
         self._stats = Stats()  # its counters; the gauges are taken when they are asked for
         self._holdings = Holdings(
-            self.pool,
-            self.tiers,
-            info.block_size,
-            config.enable_prefix_caching,
-            self._stats,
-            self.groups,
-            self._verifier,
+            self.pool, self.tiers, info.block_size, config.enable_prefix_caching, self._stats, self.groups
         )
         self._drafter: Drafter | None = None
         if (speculative := config.speculative_config) is not None:
@@ -142,8 +125,6 @@ class Scheduler:
         )
         request.weights_version = self._weights_version
         self._holdings.extend_keys(request)
-        if self._verifier is not None:
-            self._verifier.trim(self._has)
         if self.tiers is not None and not self.has_work():
             self.tiers.wake()
         self._num_submitted += 1
@@ -182,7 +163,6 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step, or None when nothing can be computed before a result arrives."""
         plan = StepPlan(self.config.max_num_batched_tokens)
-        compares = [] if self._verifier is None else self._verifier.take_compares()
         if self.tiers is not None:
             self.tiers.begin_step(self.waiting, len(self.running), self._clock())
         for request in list(self.running):
@@ -193,7 +173,7 @@ class Scheduler:
         for request in plan.rows:
             self._holdings.register(request)
         admissions = [] if plan.has_preempted else self._admit(plan)
-        rows, sent = self._with_drafts(plan.rows, list(plan.checks.values()))
+        rows, sent = self._with_drafts(plan.rows)
         if self.groups is not None:
             for request in plan.rows:
                 self.groups.keep_checkpoints(request)
@@ -202,10 +182,6 @@ class Scheduler:
         transfers = None if self.tiers is None else self.tiers.end_step()
         # A transfer's end is reported with a step's result only; a step in flight will bring it.
         must_ask = self.tiers is not None and not self.in_flight and (self.tiers.is_stale or not self.tiers.is_idle)
-        if compares:
-            transfers = msgspec.structs.replace(transfers or Transfers(), compares=compares)
-        elif self._verifier is not None and self._verifier.is_waiting and not self.in_flight:
-            must_ask = True
         if not rows and not admissions and transfers is None and not must_ask:
             return None
         self._stats.num_steps += 1
@@ -215,11 +191,6 @@ class Scheduler:
 
     def _continue(self, request: Request, plan: StepPlan) -> None:
         """Plan the next row of a request that runs, if it has one."""
-        if self._verifier is not None and self._verifier.waits(request):
-            if (check := self._verifier.row(request, plan.budget)) is not None:
-                plan.checks[request] = check
-                plan.budget -= check.count
-            return
         ready = request.num_ready
         count = min(ready - request.num_scheduled, plan.budget)
         if count == 0 or request.is_restoring or not request.wants_more:
@@ -246,8 +217,6 @@ class Scheduler:
         while missing > self.pool.num_free and request.slot >= 0:
             victim = self._victim()
             plan.has_preempted = True
-            if (check := plan.checks.pop(victim, None)) is not None:
-                plan.budget += check.count
             dropped = plan.rows.pop(victim, None)
             if dropped is not None:  # planned a moment ago, and not sent after all
                 victim.num_pending -= dropped.sample
@@ -255,10 +224,10 @@ class Scheduler:
             self._preempt(victim)
         return request.slot >= 0
 
-    def _with_drafts(self, planned: dict[Request, Row], checks: list[Row]) -> "tuple[list[Row], dict[int, Sent]]":
-        """The step's rows, with drafts where there are any: they get what all others leave."""
-        if self._drafter is None or checks:  # these are rare
-            return [*planned.values(), *checks], {}
+    def _with_drafts(self, planned: dict[Request, Row]) -> "tuple[list[Row], dict[int, Sent]]":
+        """Return the step's rows, followed by rows of draft tokens within what is left of the token budget."""
+        if self._drafter is None:
+            return [*planned.values()], {}
         budget = self.config.max_num_batched_tokens - sum(row.count for row in planned.values())
         # Requests that run take a block each before long, and those that wait take all there are.
         spare = 0 if self.waiting else max(0, self.pool.num_free - len(self.running))
@@ -304,8 +273,6 @@ class Scheduler:
                 self._stats.prompt_tokens += request.num_prompt
             admissions.append(request.admission())
             if request.is_restoring:  # its first row comes in a later step than the last block it reads
-                continue
-            if self._verifier is not None and self._verifier.waits(request):
                 continue
             count = min(len(request.tokens) - request.num_scheduled, plan.budget)
             if self.groups is not None:
@@ -374,23 +341,7 @@ class Scheduler:
                 logprobs = [result.logprobs[i] for i in indices if i in result.logprobs] or None
                 outputs.append(self._append(request, [result.tokens[i] for i in indices], logprobs, sent))
         self._holdings.drop_replaced()
-        if self._verifier is not None:
-            for difference in self._verifier.finish(result.transfers):
-                self._distrust(self._verifier, difference)
         return outputs
-
-    def _distrust(self, verifier: "Verifier", difference: "Difference") -> None:
-        """A kept block is not what is computed: nothing that begins as its chain does is read any more."""
-        self.differences.append(difference)
-        is_bad = verifier.begins_with(difference.first)
-        self.pool.drop([key for key in self.pool.cached_keys() if is_bad(key)])
-        if self.tiers is not None:
-            self.tiers.drop(is_bad)
-        for request in list(self.running):
-            if request.keys and request.keys[0] == difference.first:
-                request.num_cached = 0
-                self._leave(request)
-                self.waiting.add(request)
 
     def _append(
         self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None, sent: "Sent | None"
@@ -465,18 +416,6 @@ class Scheduler:
             return False
         return self.pool.forget()
 
-    def _has(self, key: bytes) -> bool:
-        """Any tier."""
-        if self.pool.find(key) or self.tiers is None:
-            return self.pool.find(key) > 0
-        return self.tiers.place(key) != 0 or self.tiers.index.store_of(key) is not None
-
-    def _tier_stats(self) -> dict[str, dict[str, float]]:
-        found = {} if self.tiers is None else self.tiers.stats()
-        for tier, counts in self._verifier.counts.items() if self._verifier is not None else ():
-            found[tier] = found.get(tier, {}) | counts
-        return found
-
     def change_model(self, info: ModelInfo, weights_version: int) -> None:
         """Nothing is in flight. What is on the device is of no use any more: requests that run are computed again, from
         keys of the fingerprint of `info`."""
@@ -507,7 +446,7 @@ class Scheduler:
             num_blocks=self.pool.num_usable,
             num_used_blocks=self.pool.num_usable - self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
-            tiers=self._tier_stats() if with_tiers else {},
+            tiers=self.tiers.stats() if with_tiers and self.tiers is not None else {},
         )
 
     def check(self) -> None:
@@ -525,8 +464,6 @@ class Scheduler:
                 self.groups.check(request)
             for block in request.blocks if self.groups is None else self.groups.held(request):
                 refs[block] = refs.get(block, 0) + 1
-        for block in self._verifier.held() if self._verifier is not None else ():
-            refs[block] = refs.get(block, 0) + 1
         transfers = [plan.step.transfers for plan in self.in_flight]
         for each in transfers:
             for block, _ in each.saves if each else ():

@@ -11,7 +11,7 @@ preemption leaves a clean copy.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -69,7 +69,6 @@ class Tiering:
         self.is_stale = False  # a peer may have more than it reported last
         self._num_found = 0
         self._must_forget = False  # the ranks have yet to be asked to give nothing more to peers
-        self._drops: list[bytes] = []  # that the ranks have yet to hear of
         self._stores: dict[str, dict[str, float]] = {}
         self._touched: list[bytes] = []  # keys on the disk that were used, reported to it with the next transfers
         self.counts: Counter[str] = Counter()
@@ -269,15 +268,6 @@ class Tiering:
             request.is_restoring = True
         self._unpin(request)
 
-    def sources(self, request: Request) -> dict[int, str]:
-        """Where slots that are held for a request came from."""
-        return self._pins.get(request, {})
-
-    def drop(self, is_bad: Callable[[bytes], bool]) -> None:
-        """What is bad is in no tier any more, and nothing in flight brings it back."""
-        on_host = [key for key in self.index.host.cached_keys() if is_bad(key)] if self._serves_peers else []
-        self._drops += [*on_host, *self.index.drop(is_bad)]
-
     def leave(self, request: Request) -> None:
         """The request is aborted, over or preempted, whatever it was doing here."""
         if request in self.loading:
@@ -329,13 +319,12 @@ class Tiering:
         for store, count in Counter(read[1] for read in reads).items():
             self.rates.reads[store].begin(count, self._now_s)
         must_forget, self._must_forget = self._must_forget, False
-        drops, self._drops = self._drops, []
-        moves = self._saves or restores or reads or writes or must_forget or drops
+        moves = self._saves or restores or reads or writes or must_forget
         if not moves and len(self._touched) < MANY_TOUCHES:
             return None
         touches, self._touched = self._touched, []
         keys = self.index.saving_keys(self._saves) if self._serves_peers else []
-        return Transfers(self._saves, restores, reads, writes, touches, keys, must_forget, drops)
+        return Transfers(self._saves, restores, reads, writes, touches, keys, must_forget)
 
     def finish_step(self, transfers: Transfers | None, result: TransferResult | None, now_s: float) -> None:
         """The step's saves and restores are over; reads and writes of any step may be."""
@@ -345,9 +334,8 @@ class Tiering:
         if result is None:
             return
         self._is_new = self.is_stale = False
-        completions = [each for each in result.completions if each[0] > 0]  # the others compare
-        num_read = Counter(store for ticket, ok in completions if (store := self._complete(ticket, ok)))
-        if completions:
+        num_read = Counter(store for ticket, ok in result.completions if (store := self._complete(ticket, ok)))
+        if result.completions:
             num_left = Counter(read.store for read in self.index.reads.values())
             for store, rate in self.rates.reads.items():
                 rate.end(num_read[store], num_left[store], now_s)
@@ -390,7 +378,7 @@ class Tiering:
     @property
     def is_idle(self) -> bool:
         """Nothing is in flight or waits for a step to carry it, or to ask."""
-        waits = self.loading or self._restoring or self._restored or self._is_new or self._must_forget or self._drops
+        waits = self.loading or self._restoring or self._restored or self._is_new or self._must_forget
         return self.index.is_idle and not waits
 
     def wake(self) -> None:

@@ -22,7 +22,6 @@ from penstock.executor.protocol import (
     NO_WEIGHTS,
     ExecutorConfig,
     ExecutorError,
-    GroupInfo,
     ModelInfo,
     SleepLevel,
     WeightsError,
@@ -68,11 +67,6 @@ class Rank:
         self._source = config.model if config.load_format != "dummy" else ""  # where its weights can be read again
         self._prepared: tuple[LoadedModel, str] | None = None  # weights that are to be next, and their source
         self._layout = layout = plan_layout(model.caches, loaded.num_positions, layer_bytes, model.unit_bytes)
-        if config.verify_blocks and layout.groups != (GroupInfo(),):
-            raise ExecutorError(
-                f"verify_blocks: {config.verify_blocks} given; {loaded.architecture} keeps windows or states beside its "
-                "blocks, which cannot be computed again by themselves: leave it off"
-            )
         block_bytes = layout.depth * layer_bytes
         self._graph_buckets = buckets = self._buckets()
         meter = CudaMeter(device) if _is_gpu(device) else None  # a CPU has nothing to compile
@@ -290,9 +284,9 @@ class Rank:
         blocks = self._copied()
         if not self.kv.is_cuda:
             return NumpyCopier(blocks, arena)
-        from penstock.executor.tiers.cuda_copies import CLOSE, CudaCopier
+        from penstock.executor.tiers.cuda_copies import CudaCopier
 
-        return CudaCopier(blocks, arena, self.kv.dtype, 0.0 if self._config.batch_invariant else CLOSE)
+        return CudaCopier(blocks, arena)
 
     def _make_rebalancer(self) -> "Rebalancer | None":
         if not self._config.enable_eplb:

@@ -64,9 +64,7 @@ def open_tiers(
     """`make_copier` is given the host's memory, uint8 [host blocks + 1, their bytes and padding]; the first is never
     used. `stores` come before those of the config."""
     if not (config.kv_disk_path or config.kv_host_bytes or config.kv_peers or config.kv_peer_listen):
-        if not config.verify_blocks:
-            return RankTiers()
-        return RankTiers(RankTransfers(arena := huge_array(1, ALIGNMENT), make_copier(arena), {}))  # the device's alone
+        return RankTiers()
     ranks, stride = config.tensor_parallel_size, -(-block_bytes // ALIGNMENT) * ALIGNMENT
     num_blocks = _num_host_blocks(config, stride)
     block = RankBlock(block_bytes, rank_fingerprint(fingerprint, config.block_size, block_bytes, ranks, rank), rank)

@@ -36,7 +36,6 @@ class Served:
         self._poll = poll
         self._host_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._filling: dict[int, bytes] = {}  # host block → what it will hold
         self._versions = [0] * len(arena)  # of what was written to each
         self._on_disk: set[bytes] = set()
         self._changed: dict[bytes, bool] = {}  # since the last `take_changes`: whether it can be had now
@@ -48,7 +47,6 @@ class Served:
     def overwrite(self, host: int, key: bytes) -> Filling:
         """Something else is about to be written there; `fill` when it is done."""
         self._versions[host] += 1
-        self._filling[host] = key
         before = self._key_of.pop(host, None)
         if before is not None and self._host_of.get(before) == host:  # else another host block has it, too
             del self._host_of[before]
@@ -59,7 +57,6 @@ class Served:
         """It counts from now on, unless its host block was overwritten again since."""
         host, key, version = filling
         if version == self._versions[host]:
-            del self._filling[host]
             self._key_of[host] = key
             self._host_of[key] = host
             self._note(key)
@@ -77,16 +74,6 @@ class Served:
         self._key_of.clear()
         self._on_disk.clear()
         for key in gone:
-            self._note(key)
-
-    def drop(self, keys: Iterable[bytes]) -> None:
-        """As `forget`, of these; what is being filled with them does not count either."""
-        bad = set(keys)
-        for host in [host for host, key in self._filling.items() if key in bad]:
-            self._versions[host] += 1
-        for key in bad & (self._host_of.keys() | self._on_disk):
-            self._key_of.pop(self._host_of.pop(key, 0), None)
-            self._on_disk.discard(key)
             self._note(key)
 
     def end_read(self, ticket: int, ok: bool) -> bool:

@@ -43,10 +43,6 @@ class Copier(Protocol):
         """Wait for the copies of the oldest `start` that has not been finished; how many seconds they took."""
         ...
 
-    def compare(self, kept: int, computed: int) -> Callable[[], bool]:
-        """Whether these blocks are the same after `begin_step`, before the rows of the step; the result waits until that is known."""
-        ...
-
     def settle(self, hosts: Iterable[int]) -> None:
         """Wait until no copy reads or writes these host blocks: a store is about to."""
         ...
@@ -57,7 +53,6 @@ class Copies(NamedTuple):
 
     num_blocks: int
     saved: list[Filling]
-    compared: list[tuple[int, Callable[[], bool]]]  # ticket, result
 
 
 class RankTransfers:
@@ -93,10 +88,9 @@ class RankTransfers:
         far as they write them."""
         self._copier.begin_step(written)
         if transfers is None:
-            self._in_flight.append(Copies(0, [], []))
+            self._in_flight.append(Copies(0, []))
             return
-        compared = [(ticket, self._copier.compare(*blocks)) for ticket, *blocks in transfers.compares]
-        copies = Copies(len(transfers.saves) + len(transfers.restores), self._withdraw(transfers), compared)
+        copies = Copies(len(transfers.saves) + len(transfers.restores), self._withdraw(transfers))
         self._in_flight.append(copies)
         if copies.num_blocks:
             self._copier.start(transfers.saves, transfers.restores)
@@ -107,11 +101,9 @@ class RankTransfers:
 
     def end(self) -> TransferResult:
         """With the result of the oldest step that has begun: what has been completed since the last."""
-        num_copied, saved, compared = self._in_flight.popleft()
+        num_copied, saved = self._in_flight.popleft()
         seconds = self._copier.finish() if num_copied else 0.0
-        found = [(ticket, is_same()) for ticket, is_same in compared]
         with self._lock:
-            self._done += found
             for filling in saved:
                 self._fill(filling)
             result = self._report(num_copied, seconds)
@@ -137,8 +129,6 @@ class RankTransfers:
         with self._lock:
             if transfers.forget:
                 self._served.forget()
-            if transfers.drops:
-                self._served.drop(transfers.drops)
             saves = zip(transfers.saves, transfers.saved_keys, strict=True)
             return [self._served.overwrite(host, key) for (_, host), key in saves]
 
@@ -147,8 +137,6 @@ class RankTransfers:
             self._served.fill(filling)
 
     def _start(self, transfers: Transfers) -> None:
-        if transfers.drops and DISK in self._stores:
-            self._stores[DISK].drop(transfers.drops)
         for ticket, name, key, host in transfers.reads:
             filling = None if self._served is None else self._served.overwrite(host, key)
             theirs = self._stores[name].start_load(key, memoryview(self._arena[host]))
@@ -223,10 +211,6 @@ class NumpyCopier:
 
     def finish(self) -> float:
         return self._seconds.pop(0)
-
-    def compare(self, kept: int, computed: int) -> Callable[[], bool]:
-        is_same = bool(np.array_equal(self._blocks[kept], self._blocks[computed]))
-        return lambda: is_same
 
     def settle(self, hosts: Iterable[int]) -> None:
         pass

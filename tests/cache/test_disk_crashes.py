@@ -298,23 +298,3 @@ def test_after_a_kill_what_was_flushed_is_there_without_looking_for_it(tmp_path:
         known = len(rig.tier)
         assert known >= 194 and {key_of(name) for name in range(10, 200)} <= set(rig.tier.keys())
         assert rig.hits(*range(200)) >= known - 6  # some give way to make cells ready
-
-
-def test_what_was_dropped_is_found_by_no_later_life_not_even_after_a_kill(tmp_path: Path) -> None:
-    """Also what was on its way to the disk; and what is stored afterwards counts."""
-    with Rig(tmp_path / "first") as rig:
-        assert rig.store("bad", "good") == 2
-        assert rig.tier.put(key_of("late"), rig.buffer())
-        rig.tier.drop([key_of("bad"), key_of("late"), key_of("unknown")])
-        rig.wait()
-        assert rig.tier.flush() and rig.hits("bad", "late") == 0 and rig.hits("good") == 1
-        rig.tier.check()
-        assert rig.tier.changes() == ([key_of("good")], [])
-        assert rig.store("bad") == 1, "other bytes, perhaps"
-        assert rig.tier.flush()
-        killed = shutil.copytree(rig.tier.directory, tmp_path / "second" / Path(rig.tier.directory).name)
-        (killed / "index").unlink()
-        with Rig(tmp_path / "second") as later:
-            later.finish_scan()
-            assert later.hits("bad", "good") == 2 and later.hits("late") == 0
-            later.tier.check()

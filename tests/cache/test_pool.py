@@ -117,19 +117,3 @@ def test_invariants_hold_over_a_random_walk() -> None:
     for blocks in held:
         pool.release(blocks)
     assert pool.num_free == pool.num_usable
-
-
-def test_what_is_dropped_is_found_no_more_and_goes_first_when_it_is_free() -> None:
-    pool = BlockPool(6)
-    pool.changes = {}
-    blocks = pool.allocate(4)
-    for block in blocks:
-        pool.register(block, key(block))
-    pool.release(blocks[:3])
-    pool.drop([key(2), key(4), key(9)])
-    assert pool.lookup([key(1), key(2)]) == [1] and pool.find(key(4)) == 0 and pool.refs(4) == 1
-    assert pool.free_order()[0] == 2 and pool.changes == {key(1): True, key(2): False, key(3): True, key(4): False}
-    pool.check()
-    pool.release([4])
-    assert pool.num_cached == 2 and pool.free_order()[0] == 4
-    pool.check()

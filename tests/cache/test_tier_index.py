@@ -148,29 +148,3 @@ def test_whatever_changes_the_meaning_of_a_block_s_bytes_is_another_disk() -> No
     others += [(b"model", 16, 4096, 4, 0), (b"model", 16, 4096, 2, 1)]
     assert len({rank_fingerprint(*each) for each in (base, *others)}) == 6
     assert rank_fingerprint(*base) == rank_fingerprint(*base)
-
-
-def test_what_is_dropped_while_it_moves_does_not_come_back() -> None:
-    """1 is being saved, 2 written, 3 read; 4 is offered. The good one of the same key is saved at once."""
-    device, index = BlockPool(20), TierIndex(16, ["disk", "peer a"])
-    fill(device, index, [2])
-    save_all(device, index)
-    [(write, _, _)] = index.take_writes()
-    index.note({"disk": [key(3), key(5)], "peer a": [key(6)]}, {})
-    read = index.start_load(key(3))
-    assert read is not None and len(index.take_reads()) == 1
-    fill(device, index, [1])
-    saves = index.take_saves(device, 100, 0)
-    fill(device, index, [4])
-    assert sorted(index.drop(lambda one: one != key(5))) == [key(2), key(3), key(6)]
-    device.drop(device.cached_keys())
-    fill(device, index, [1])
-    again = index.take_saves(device, 100, 0)
-    assert len(again) == 1 and index.num_offers == 0
-    index.finish_saves(saves, device)
-    assert index.complete(write, True) == 0 and index.complete(read, True) == 0
-    assert not any(map(index.host.find, (key(1), key(2), key(3), key(4))))
-    assert index.stores == {"disk": {key(5)}, "peer a": set()}
-    index.finish_saves(again, device)
-    assert index.host.find(key(1)) == again[0][1]
-    index.check()

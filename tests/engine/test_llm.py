@@ -265,12 +265,7 @@ def test_the_progress_bar_counts_requests_and_tokens(llm: LLM, capsys: pytest.Ca
         ({"patience_s": float("nan")}, "patience_s: nan given"),
         ({"max_num_seqs": 300, "max_num_batched_tokens": 200}, "max_num_batched_tokens: 200 is less"),
         ({"dtype": "int3"}, "int3"),
-        ({"verify_blocks": 0}, "verify_blocks: 0 given"),
-        (
-            {"verify_blocks": 9, "enable_prefix_caching": False},
-            "verify_blocks: given; it requires enable_prefix_caching",
-        ),
-        ({"verify_blocks": 9, "enable_eplb": True}, "verify_blocks: given; with enable_eplb"),
+        ({"verify_blocks": 9}, "verify_blocks: it was removed; `penstock prove` .* checksum"),
     ],
 )
 def test_options_that_cannot_be_used_are_named(folder: Path, option: dict[str, Any], message: str) -> None:

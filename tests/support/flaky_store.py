@@ -2,7 +2,6 @@
 fails, it refuses, and it takes the borrowed buffers at their word."""
 
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -90,16 +89,6 @@ class FlakyStore:
         for key in reversed(keys):
             if key in self.data:
                 self.data[key] = self.data.pop(key)
-
-    def drop(self, keys: Iterable[bytes]) -> None:
-        """Also of what is in flight."""
-        for key in keys:
-            for entry in self._in_flight:
-                if entry[1] == "store" and entry[3] == key:
-                    entry[5] = False
-            if self.data.pop(key, None) is not None:
-                self._lost[key] = None
-                self._found.pop(key, None)
 
     def stats(self) -> dict[str, float]:
         return {"entries": len(self.data)}

@@ -49,7 +49,6 @@ class World:
     groups: Sequence[GroupInfo] = (GroupInfo(),)
     kv_peers: tuple[str, ...] = ()
     kv_peer_listen: str = ""
-    verify_blocks: int = 0
     step_s: float = 1.0  # what a step takes on the clock
     now_s: float = 0.0
     outputs: dict[str, list[Output]] = field(default_factory=dict)
@@ -64,7 +63,6 @@ class World:
             kv_host_bytes=self.host_slots * ALIGNMENT,
             kv_peers=self.kv_peers,
             kv_peer_listen=self.kv_peer_listen,
-            verify_blocks=self.verify_blocks,
             hf_overrides={"vocab_size": self.vocab_size, "groups": list(self.groups)},
         )
         stores: dict[str, Store] = {} if self.store is None else {"disk": cast(Store, self.store)}
@@ -76,7 +74,6 @@ class World:
             enable_prefix_caching=self.enable_prefix_caching,
             max_queued_requests=self.max_queued_requests,
             speculative_config=self.drafts,
-            verify_blocks=self.verify_blocks,
         )
         self.scheduler = Scheduler(scheduler_config, self.executor.info, lambda: self.now_s)
 

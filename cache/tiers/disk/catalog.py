@@ -2,7 +2,7 @@
 
     new ─take─▶ BUSY ─publish─▶ READY ─evict─▶ (taken again)
      ▲           │                │
-    free ◀───────┴─── release ◀───┴─ forget, withdraw (BUSY until it is erased)
+    free ◀───────┴─── release ◀───┴─ forget
 
 Every operation takes a fixed number of steps at any fill. Cells for the next stores are made ready in advance, by
 `prepare`, so that taking one costs the same on an empty and on a full disk.
@@ -119,7 +119,7 @@ class Catalog:
         self._note(key, True)
 
     def release(self, cell: int) -> None:
-        """A store into it has failed, or it is erased."""
+        """Free a cell whose store has failed."""
         self._state[cell] = _FREE
         self.table.clear(cell)
         self._free[cell] = None
@@ -138,13 +138,6 @@ class Catalog:
         if self.cells.get(key) == cell and self.table.record_in(cell) == (key, sequence):
             self._drop(cell, key)
             self.release(cell)
-
-    def withdraw(self, key: bytes) -> int:
-        """This record must not be read again, nor its cell be given out before it is erased: then comes `release`."""
-        cell = self.cells[key]
-        self._drop(cell, key)
-        self._state[cell] = _BUSY
-        return cell
 
     def adopt(self, cell: int, key: bytes, sequence: int) -> bool:
         """Take in what a scan found, unless cell or key have another use by now, or something newer."""

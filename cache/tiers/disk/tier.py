@@ -26,7 +26,7 @@ from penstock.cache.tiers.disk.keeper import Keeper
 from penstock.cache.tiers.disk.record import KEY_BYTES, PAGE, Geometry, cell_bytes, namespace_of
 from penstock.cache.tiers.disk.snapshot import mark_open, read_snapshot, room_bytes, write_snapshot
 from penstock.cache.tiers.disk.transport import CORRUPT, NO_ROOM, STALE, Transport
-from penstock.cache.tiers.disk.workers import ERASE, LOAD, PROBE, STORE, DiskJob, Workers
+from penstock.cache.tiers.disk.workers import LOAD, PROBE, STORE, DiskJob, Workers
 from penstock.cache.tiers.health import HealthLimits, TierHealth
 from penstock.cache.tiers.measures import TimeCounts
 
@@ -80,8 +80,6 @@ class DiskTier:
         self._failures: Counter[str] = Counter()  # of calls, by errno or kind
         self._store_times, self._load_times = TimeCounts(), TimeCounts()
         self._storing: set[bytes] = set()
-        self._num_erasing = 0
-        self._dropped: dict[bytes, int] = {}  # key → the first sequence that counts
         self._num_jobs = 0  # given to the workers and not taken back yet
         self._store_s = 0.0  # moving average of one store
         self._results: list[StoreResult] = []
@@ -123,14 +121,6 @@ class DiskTier:
             cell = self._cells.get(key)
             if cell is not None:
                 self._catalog.use(cell)
-
-    def drop(self, keys: Iterable[bytes]) -> None:
-        """Records of these keys, stores in flight included, are neither read again nor found by a later life."""
-        for key in keys:
-            self._dropped[key] = self._sequence
-            if key in self._cells and not self._is_closed:
-                self._num_erasing += 1
-                self._start(DiskJob(ERASE, cell=self._catalog.withdraw(key)))
 
     # -- storing -------------------------------------------------------------------------------------------
 
@@ -294,7 +284,7 @@ class DiskTier:
 
     def check(self) -> None:
         """What holds between any two calls."""
-        self._catalog.check(len(self._storing) + self._num_erasing)
+        self._catalog.check(len(self._storing))
         assert not self._storing & self._cells.keys()
         assert self._num_jobs >= len(self._storing) + self._catalog.loading.total()
 
@@ -356,9 +346,6 @@ class DiskTier:
         if job.kind is STORE:
             self._end_store(job)
             self._results.append(StoreResult("store", job.ticket, job.key, job.ok))
-        elif job.kind is ERASE:
-            self._num_erasing -= 1
-            self._catalog.release(job.cell)
         elif job.kind is LOAD:
             self._end_load(job)
             self._results.append(StoreResult("load", job.ticket, job.key, job.ok))
@@ -369,8 +356,6 @@ class DiskTier:
             self._store_s = 0.9 * self._store_s + 0.1 * job.seconds if self._store_s else job.seconds
             self._store_times.add(job.seconds)
             self._catalog.publish(job.cell, job.key, job.sequence)
-            if job.sequence < self._dropped.get(job.key, 0):
-                self.drop((job.key,))
         else:
             self._drops[job.reason] += 1
             self._catalog.release(job.cell)
@@ -392,8 +377,7 @@ class DiskTier:
         found = self._keeper.found
         while found:
             cell, key, sequence = found.popleft()
-            is_dropped = sequence < self._dropped.get(key, 0)
-            if not is_dropped and key not in self._storing and self._catalog.adopt(cell, key, sequence):
+            if key not in self._storing and self._catalog.adopt(cell, key, sequence):
                 self._sequence = max(self._sequence, sequence + 1)
 
     # -- health --------------------------------------------------------------------------------------------

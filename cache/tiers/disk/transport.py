@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest as checksum
 from penstock.cache.tiers.disk.calls import SystemCalls
 from penstock.cache.tiers.disk.directory import PROBE_FILE, Slabs
 from penstock.cache.tiers.disk.record import HEADER_BYTES, PAGE, RecordHeader, read_header, round_up, write_header
-from penstock.cache.tiers.disk.workers import ERASE, LOAD, STORE, DiskJob
+from penstock.cache.tiers.disk.workers import LOAD, STORE, DiskJob
 from penstock.cache.tiers.memory import address_of, huge_buffer
 
 # What a load can meet that says: this record is no good, and trying again will not mend it.
@@ -43,8 +43,6 @@ class Transport:
                 job.reason = self._store(job)
             elif job.kind is LOAD:
                 job.reason = self._load(job)
-            elif job.kind is ERASE:
-                job.reason = self._erase(job)
             else:
                 job.reason = self._probe()
         except FileNotFoundError:
@@ -83,13 +81,6 @@ class Transport:
         if header[:4] != (self._namespace, job.key, job.sequence, self._chunk_bytes):
             return STALE
         return "" if checksum(job.buffer) == header.payload_checksum else CORRUPT
-
-    def _erase(self, job: DiskJob) -> str:
-        """No later scan takes what is in this cell for a record."""
-        page = self._scratch.header
-        page[:] = bytes(PAGE)
-        file, offset = self._slabs.place(job.cell, grow=False)
-        return "" if self._calls.writev(file, [page], offset) == PAGE else SHORT
 
     def header_at(self, cell: int) -> RecordHeader | None:
         """What the cell says it holds, if that is a record of ours."""

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 import msgspec
 
-STORE, LOAD, ERASE, PROBE = "store", "load", "erase", "probe"
+STORE, LOAD, PROBE = "store", "load", "probe"
 
 
 class DiskJob(msgspec.Struct, gc=False):
@@ -52,7 +52,7 @@ class Workers:
             thread.start()
 
     def add(self, job: DiskJob) -> None:
-        """Probes and erasures go before the stores, too."""
+        """Queue a job. Loads and probes go before stores."""
         (self._writes if job.kind is STORE else self._reads).append(job)
         if not self._is_calling:
             self._call()

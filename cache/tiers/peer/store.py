@@ -61,9 +61,6 @@ class PeerTier:
     def touch(self, keys: Iterable[bytes]) -> None:
         """What the peer keeps is its own business."""
 
-    def drop(self, keys: Iterable[bytes]) -> None:
-        """As above."""
-
     def put(self, key: bytes, buffer: Any) -> bool:  # noqa: ARG002  (a peer takes no blocks)
         return False
 

@@ -46,7 +46,7 @@ WORLDS: dict[str, World] = {
     "small-steps": World([f"{TINY} --block-size 8 --max-num-batched-tokens 40"]),
     "drafts": World([f"{TINY} {LOOKUP}"]),
     "ranks": World([f"{ADAPTED} --kv-cache-bytes 6MiB --tensor-parallel-size 3"]),  # of 9 heads
-    "tiers": World([f"{ADAPTED} {HOST} --kv-disk-path {{folder}}/disk --kv-disk-bytes 256MiB --verify-blocks 1"]),
+    "tiers": World([f"{ADAPTED} {HOST} --kv-disk-path {{folder}}/disk --kv-disk-bytes 256MiB"]),
     "router": World([TINY, TINY], "--backend {url0} --backend {url1}"),
     "split": World(
         [f"{TINY} {HOST} --kv-peer-listen {{peer}}", f"{TINY} {HOST} --kv-peer {{peer}}"],

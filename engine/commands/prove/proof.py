@@ -23,16 +23,15 @@ from .questions import RESET, Ask, questions, schedule
 MAX_GROWTH = 128 * 2**20  # bytes of the server's memory, over the second half of the requests
 WINDOW = 24  # earlier requests that may have caused a failure
 SETTLE_S = 15.0
-HELD = (  # metrics that are 0 after the last request; the last one always
+HELD = (  # metrics that are 0 after the last request
     *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
-    *("llamacpp:requests_processing", "llamacpp:requests_deferred", "penstock:kv_tier_differing_blocks_total"),
+    *("llamacpp:requests_processing", "llamacpp:requests_deferred"),
 )
 REACHED = {
     "preemptions": "vllm:num_preemptions_total",
     "cached tokens": "vllm:prefix_cache_hits_total",
     "kept tokens": "llamacpp:prompt_tokens_cached_total",
     "restored blocks": "penstock:kv_tier_loaded_blocks_total",
-    "compared blocks": "penstock:kv_tier_verified_blocks_total",
     "accepted drafts": "penstock:spec_accepted_tokens_total",
 }
 

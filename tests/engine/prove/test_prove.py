@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.commands import prove
 from penstock.engine.commands.prove import own_server, proof, repeat, session
@@ -28,7 +27,6 @@ from penstock.engine.commands.prove.proof import HELD, REACHED
 from penstock.engine.commands.prove.questions import Ask
 from penstock.engine.core.rates import Rates
 from penstock.engine.core.tier_stats import tier_stats
-from penstock.engine.core.verifier import Verifier
 from penstock.engine.messages import Stats
 from penstock.engine.server.metrics import stats_families
 from tests.support.bench_endpoint import Asked, Endpoint
@@ -303,7 +301,6 @@ def test_every_fault_has_a_world_and_every_world_its_own_ports(tmp_path: Path) -
 
 def test_the_figures_that_are_looked_at_are_those_of_our_metrics() -> None:
     tiers = tier_stats(TierIndex(4, ["disk"]), Counter(), Rates(1, 1, ["disk"]), {}, 1)
-    tiers |= {"device": Verifier(1, BlockPool(2), 1, ()).counts["device"]}
     ours = {metric.name for metric in stats_families(Stats(tiers=tiers), "model")}
     looked_at = {name.removesuffix("_total") for name in (*HELD, *REACHED.values())}
     assert {name for name in looked_at if not name.startswith("llamacpp:")} <= ours
