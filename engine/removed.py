@@ -4,6 +4,7 @@ The command line and `LLM(...)` refuse them with this text; nothing else knows t
 """
 
 REMOVED_COMMANDS = {
+    "bench eplb": "run `benchmarks/bench_eplb.py plans` of the sources",
     "bench logprobs": "compare with penstock.open_forward, or with prompt_logprobs of generate (docs/training.md)",
     "export": "run benchmarks/export.py of the sources",
     "top": "open the server's page in a browser for live charts, or read /metrics (docs/grafana.json is a dashboard)",

@@ -10,7 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 from penstock.eplb.order import Shares
 
 MAX_SLOTS = 32_767  # slots and experts are stored as int16
-LOCALITIES = ("global", "soft", "group")
 _PRIOR = 2.0**-12  # of the layer's mean load
 
 
@@ -34,27 +33,15 @@ def checked(load: ArrayLike) -> NDArray[np.float64]:
     return array
 
 
-def check_shape(
-    experts: int, slots: int, ranks: int, groups: int = 1, nodes: int = 1, locality: str = "global"
-) -> None:
-    """ValueError unless `slots` can be dealt to `ranks`, and groups to nodes where locality asks for it."""
-    for field, value in (("slots", slots), ("ranks", ranks), ("groups", groups), ("nodes", nodes)):
+def check_shape(experts: int, slots: int, ranks: int) -> None:
+    """Raise ValueError unless the slots hold all experts and divide evenly among the ranks."""
+    for field, value in (("slots", slots), ("ranks", ranks)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise ValueError(f"{field}: {value!r}, must be an integer of at least 1")
-    if locality not in LOCALITIES:
-        raise ValueError(f"locality: {locality!r}, must be one of {', '.join(LOCALITIES)}")
     if not experts <= slots <= MAX_SLOTS:
         raise ValueError(f"slots: {slots}, must be at least the {experts} experts and at most {MAX_SLOTS}")
-    _must_divide("ranks", ranks, "slots", slots)
-    if locality != "global":
-        _must_divide("nodes", nodes, "ranks", ranks)
-        _must_divide("nodes", nodes, "groups", groups)
-        _must_divide("groups", groups, "experts", experts)
-
-
-def _must_divide(field: str, value: int, of: str, whole: int) -> None:
-    if whole % value:
-        raise ValueError(f"{field}: {value}, must divide the {whole} {of}")
+    if slots % ranks:
+        raise ValueError(f"ranks: {ranks}, must divide the {slots} slots")
 
 
 def smooth(load: NDArray[np.float64]) -> Shares:

@@ -31,7 +31,7 @@ Weights = NDArray[np.uint16]  # [layers, slots]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Made by `Plan.of`. Slot s lies on rank s // slots_per_rank, its node is rank // (ranks // nodes)."""
+    """Made by `Plan.of`. Slot s lies on rank s // slots_per_rank."""
 
     phy2log: Ids  # [layers, slots]: the expert in each slot
     weight: Weights
@@ -39,27 +39,13 @@ class Plan:
     count: NDArray[np.int16]  # [layers, experts]: how many copies
     cdf: NDArray[np.uint16]  # [layers, experts, most copies of any]: sums of weights over the copies, then 65535
     ranks: int
-    groups: int = 1
-    nodes: int = 1
-    locality: str = "global"
 
     @classmethod
-    def of(
-        cls,
-        phy2log: ArrayLike,
-        experts: int,
-        ranks: int,
-        *,
-        weight: ArrayLike | None = None,
-        groups: int = 1,
-        nodes: int = 1,
-        locality: str = "global",
-    ) -> "Plan":
-        """The plan with these experts in these slots; without `weight` copies share evenly. Checks what it is given."""
+    def of(cls, phy2log: ArrayLike, experts: int, ranks: int, *, weight: ArrayLike | None = None) -> "Plan":
+        """Check and return the plan with these experts in these slots; without `weight`, copies share evenly."""
         placed = _checked_placement(phy2log, experts)
-        check_shape(experts, placed.shape[1], ranks, groups, nodes, locality)
-        tables = _tables(placed, experts, None if weight is None else np.asarray(weight))
-        return cls(placed, *tables, ranks, groups, nodes, locality)
+        check_shape(experts, placed.shape[1], ranks)
+        return cls(placed, *_tables(placed, experts, None if weight is None else np.asarray(weight)), ranks)
 
     @property
     def layers(self) -> int:
@@ -78,9 +64,8 @@ class Plan:
         return self.slots // self.ranks
 
     def with_(self, phy2log: ArrayLike, weight: ArrayLike | None = None) -> "Plan":
-        """Another plan for the same model on the same ranks."""
-        where = {"groups": self.groups, "nodes": self.nodes}
-        return Plan.of(phy2log, self.experts, self.ranks, weight=weight, locality=self.locality, **where)
+        """Return another plan for the same model on the same ranks."""
+        return Plan.of(phy2log, self.experts, self.ranks, weight=weight)
 
     def digest(self) -> bytes:
         """The same on ranks that hold the same plan."""

@@ -21,15 +21,6 @@ Indices = NDArray[np.int64]
 _COLUMN = np.int64((1 << 29) - 1)  # float32 needs 23 of float64's 52 bits of mantissa
 
 
-def ascending(values: Shares) -> Indices:
-    """Columns of every row from the smallest value to the largest; the lower column first among equals."""
-    keys = values.astype(np.float64).view(np.int64)
-    keys |= np.arange(values.shape[1])
-    keys.sort(axis=1)
-    keys &= _COLUMN
-    return keys
-
-
 def descending(values: Shares) -> Indices:
     """Columns of every row from the largest value to the smallest; the lower column first among equals."""
     keys = _falling(values)
@@ -46,20 +37,9 @@ def largest(values: Shares, count: int) -> Indices:
 
 
 def roughly_ascending(values: Shares) -> NDArray[np.int32]:
-    """`ascending`, but for near ties."""
+    """Columns of every row from the smallest value to the largest, but for near ties, of values that are not negative."""
     columns, low = _low_bits(values.shape[1])
     keys = values.view(np.int32) & ~low
-    keys |= columns
-    keys.sort(axis=1)
-    keys &= low
-    return keys
-
-
-def roughly_descending(values: Shares) -> NDArray[np.int32]:
-    """`descending`, but for near ties, of values that are not negative."""
-    columns, low = _low_bits(values.shape[1])
-    keys = values.view(np.int32) | low
-    np.invert(keys, out=keys)
     keys |= columns
     keys.sort(axis=1)
     keys &= low

@@ -12,7 +12,7 @@ from penstock.eplb.load import smooth
 from penstock.eplb.maps import Load, Plan, Weights, evenness, fitting
 from penstock.eplb.order import Ids, Indices
 from penstock.eplb.planner import place
-from penstock.eplb.search import rows_of
+from penstock.eplb.search import SearchedRows
 from penstock.eplb.split import split
 
 # Weighted shares add to what single changes reach, so the search first aims this much lower than the target.
@@ -49,7 +49,7 @@ class _Draft:
     def __init__(self, load: Load, old: Plan, target: float) -> None:
         self.load, self.old, self.target = load, old, target
         self.smooth = smooth(load)
-        self.rows = rows_of(old, self.smooth)
+        self.rows = SearchedRows(old, self.smooth)
         self.phy2log, self.weight = old.phy2log.copy(), old.weight.copy()
         self.balance = evenness(load, old.phy2log, old.weight, old.ranks)
         self.goal = target * self.rows.reach
@@ -84,7 +84,7 @@ class _Draft:
         placed = self.phy2log.copy()
         for margin in _MARGINS:
             layers = self.below()
-            if not layers.size or self.rows.ranks == 1:
+            if not layers.size:
                 return
             aim = max(self.target - margin, self.target / 2)
             left = budget[layers] - (placed[layers] != self.old.phy2log[layers]).sum(1)
@@ -92,16 +92,12 @@ class _Draft:
             self.offer_placed(layers, placed[layers])
 
     def start_afresh(self) -> None:
-        """For layers that are still below the target, a plan from scratch, where it adds enough."""
-        old = self.old
-        # What a whole layer can reach holds for every plan; what nodes can, only for the experts they have now.
-        goal = self.goal if self.rows.nodes == 1 else self.target
-        layers = np.nonzero(self.balance < goal - _WORTH)[0]
+        """Try a plan from scratch for layers that are still below their goal, and take it where it adds enough."""
+        layers = np.nonzero(self.balance < self.goal - _WORTH)[0]
         if layers.size:
-            self.reweight(layers)  # what shares alone gain is not to speak for a plan from scratch
-            fresh = place(self.smooth[layers], old.slots, old.ranks, old.groups, old.nodes, old.locality)
-            kept_apart = old.nodes if old.locality != "global" else 1
-            self.offer_placed(layers, overlay(fresh, old.phy2log[layers], old.ranks, kept_apart), _WORTH)
+            self.reweight(layers)  # so that what weights alone gain does not count for the plan from scratch
+            fresh = place(self.smooth[layers], self.old.slots, self.old.ranks)
+            self.offer_placed(layers, overlay(fresh, self.old.phy2log[layers], self.old.ranks), _WORTH)
 
     def plan(self) -> Plan:
         return self.old.with_(self.phy2log, self.weight)
@@ -125,17 +121,16 @@ def _cut(draft: _Draft, start: _Draft, limit: int) -> _Draft:
     return start
 
 
-def overlay(new: Ids, old: Ids, ranks: int, nodes: int = 1) -> Ids:
-    """`new` [layers, slots] with its ranks (within nodes, when there are several) and slots permuted to match `old`.
+def overlay(new: Ids, old: Ids, ranks: int) -> Ids:
+    """Return `new` [layers, slots] with its ranks and slots permuted to match `old`.
 
     A planner deals copies to ranks without names. Naming the ranks so that each gets the bin that has most in common
     with what it holds, and leaving every expert that stays on its rank in its slot, saves moves and changes no balance.
     """
     layers, slots = new.shape
-    depth = slots // ranks
-    rows = layers * nodes
-    ours, theirs = new.reshape(rows, ranks // nodes, depth), old.reshape(rows, ranks // nodes, depth)
+    ours, theirs = new.reshape(layers, ranks, -1), old.reshape(layers, ranks, -1)
     named = np.take_along_axis(ours, _bins_of_ranks(ours, theirs)[:, :, None], axis=1)
+    depth = slots // ranks
     return keep_slots(named.reshape(-1, depth), theirs.reshape(-1, depth)).reshape(layers, slots)
 
 

@@ -1,11 +1,9 @@
 """Changing a placement that is in use by as few copies as will do.
 
-In global plans a row is a layer. In group plans every node is a row that knows its own experts only. In soft plans a
-node is a row too, and copies only change places within it: first copies stay at home, counts stay as they are.
-
-Two phases, both one change per row and step, for all rows at once. First an expert whose copies carry more than the target can bear gets one more, in the slot that
-is missed least. Then the heaviest rank of a row either trades a slot with one of the lightest ranks, or hands part
-of an expert to it, where a copy that its expert can do without makes room; whichever helps most.
+Both phases make one change per row (layer) and step, in all rows at once. First an expert whose copies carry more than
+the target can bear gets one more copy, in the slot that is missed least. Then the heaviest rank of a row either trades
+a slot with one of the lightest ranks, or hands part of an expert to it, where a copy that its expert can do without
+makes room; whichever helps most.
 """
 
 from dataclasses import dataclass
@@ -25,89 +23,30 @@ _LEAST_GAIN = np.float32(1e-5)  # of the heaviest rank's load; below it a row is
 _MAX_STEPS = 400
 
 
-@dataclass
 class SearchedRows:
-    """How the layers of a plan are searched: as wholes, or each node for itself where experts must stay on theirs."""
+    """The layers of a plan for a smoothed load, and how good their placements can get."""
 
-    load: Shares  # [layers · nodes, experts of a row]
-    local: Indices  # [layers, experts]: an expert's number within its row
-    names: Indices  # [layers · nodes, experts of a row]: and back
-    nodes: int
-    ranks: int  # of a row
-    row_floor: Shares  # [layers · nodes]: what the heaviest rank carries at best
-    least_share: Shares  # [layers · nodes]
-    may_copy: bool
-
-    def __post_init__(self) -> None:
-        self.floor: Shares = self.row_floor.reshape(-1, self.nodes).max(1)  # [layers]
-        mean = self.load.sum(1).reshape(-1, self.nodes).sum(1) / (self.ranks * self.nodes)
-        self.reach = np.minimum(mean / self.floor, 1).astype(np.float64)  # [layers]: the balance at that
+    def __init__(self, plan: Plan, load: Shares) -> None:
+        self._load, self._ranks = load, plan.ranks
+        self._may_copy = plan.slots > plan.experts
+        shares = copies(load, plan.slots, max_copies(plan.experts, plan.slots, plan.ranks))[1]
+        self._floor = floor_of(shares, plan.ranks, self._may_copy)  # [layers]: the heaviest rank carries at least this
+        self._least_share = shares[:, 0]
+        mean = load.sum(1) / plan.ranks
+        self.reach = np.minimum(mean / self._floor, 1).astype(np.float64)  # [layers]: the balance at that floor
 
     def improved(self, layers: Indices, phy2log: Ids, aim: float, budget: Indices) -> Ids:
-        """The placements of these layers after a search for the heaviest rank load of floor / aim."""
-        row = (layers[:, None] * self.nodes + np.arange(self.nodes)).ravel()
-        ids = np.take_along_axis(self.local[layers], phy2log.astype(np.int64), axis=1)
+        """Search these layers for a heaviest rank load of floor / aim; return their placements."""
         rows = _Rows(
-            load=self.load[row],
-            ids=ids.reshape(len(row), self.ranks, -1),
-            target=(self.floor[layers] / np.float32(aim)).repeat(self.nodes),
-            least_share=self.least_share[row],
-            budget=(budget // self.nodes).repeat(self.nodes),  # a layer's, which its nodes share evenly
-            may_copy=self.may_copy,
+            load=self._load[layers],
+            ids=phy2log.astype(np.int64).reshape(len(layers), self._ranks, -1),
+            target=self._floor[layers] / np.float32(aim),
+            least_share=self._least_share[layers],
+            budget=budget,
+            may_copy=self._may_copy,
         )
         _improve(rows)
-        names = np.take_along_axis(self.names[row], rows.ids.reshape(len(row), -1), axis=1)
-        return names.reshape(phy2log.shape).astype(np.int16)
-
-
-def rows_of(plan: Plan, load: Shares) -> SearchedRows:
-    """The rows of a plan for a smoothed load."""
-    if plan.nodes == 1 or plan.locality == "global":
-        local = np.broadcast_to(np.arange(plan.experts), load.shape)
-        return _counted(load, local, local, 1, plan)
-    if plan.locality == "group" or plan.slots == plan.experts:
-        return _confined(load, plan)
-    return _fixed(load, plan)
-
-
-def _counted(load: Shares, local: Indices, names: Indices, nodes: int, plan: Plan) -> SearchedRows:
-    """Rows that have all copies of their experts, so that counts may change."""
-    slots, ranks = plan.slots // nodes, plan.ranks // nodes
-    experts = load.shape[1]
-    shares = copies(load, slots, max_copies(experts, slots, ranks))[1]
-    floor = floor_of(shares, ranks, slots > experts)
-    return SearchedRows(load, local, names, nodes, ranks, floor, shares[:, 0], slots > experts)
-
-
-def _confined(load: Shares, plan: Plan) -> SearchedRows:
-    """Group plans: the rows are nodes, each with the experts that lie there."""
-    layers, experts, nodes = plan.layers, plan.experts, plan.nodes
-    node_of_slot = np.arange(plan.slots) // (plan.slots // nodes)
-    home = node_of_slot[plan.log2phy[:, :, 0]]
-    if (np.take_along_axis(home, plan.phy2log.astype(np.int64), axis=1) != node_of_slot).any():
-        raise ValueError("plan: locality is group, but an expert lies on two nodes, must lie on one")
-    names = np.argsort(home, axis=1, kind="stable")
-    if (np.take_along_axis(home, names, axis=1) != np.arange(experts) // (experts // nodes)).any():
-        raise ValueError(f"plan: locality is group, every node must have {experts // nodes} experts")
-    local = np.empty_like(names)
-    np.put_along_axis(local, names, np.arange(experts)[None] % (experts // nodes), axis=1)
-    rows = np.take_along_axis(load, names, axis=1).reshape(layers * nodes, -1)
-    return _counted(rows, local, names.reshape(rows.shape), nodes, plan)
-
-
-def _fixed(load: Shares, plan: Plan) -> SearchedRows:
-    """Soft plans: the rows are nodes, a copy carries what it carries."""
-    experts, nodes = plan.experts, plan.nodes
-    local = np.broadcast_to(np.arange(experts), load.shape)
-    rows = plan.layers * nodes
-    cells = plan.phy2log.reshape(rows, -1) + np.arange(0, rows * experts, experts)[:, None]
-    here = np.bincount(cells.ravel(), minlength=rows * experts).reshape(rows, experts)
-    share = (load / plan.count).repeat(nodes, axis=0).astype(np.float32)
-    on_row = share * here.astype(np.float32)
-    least = np.where(here > 0, share, 0).max(1)
-    ranks = plan.ranks // nodes
-    floor = np.maximum(on_row.sum(1) / np.float32(ranks), least)
-    return SearchedRows(on_row, local, local.repeat(nodes, axis=0), nodes, ranks, floor, least, False)
+        return rows.ids.reshape(phy2log.shape).astype(np.int16)
 
 
 @dataclass
@@ -244,7 +183,7 @@ class _View:
         self.every = np.arange(len(at))
         self.heavy = load.argmax(1)
         self.heaviest = load[self.every, self.heavy]
-        self.light = order.ascending(load)[:, :num_partners]
+        self.light = order.roughly_ascending(load)[:, :num_partners].astype(np.int64)
         self.light_load = np.take_along_axis(load, self.light, axis=1)[:, :, None, None]
         self.heavy_ids = rows.ids[at, self.heavy]
         self.light_ids = rows.ids[at[:, None], self.light]

@@ -6,22 +6,22 @@ from penstock.eplb.maps import Plan
 from penstock.eplb.order import Ids, Indices
 
 
-def transfers(old: Plan, new: Plan, ranks_per_node: int) -> Indices:
-    """Rows (layer, expert, src_slot, dst_slot), one for every slot that gets another expert, by layer and dst_slot.
+def transfers(old: Plan, new: Plan, ranks_per_node: int | None = None) -> Indices:
+    """Return rows (layer, expert, src_slot, dst_slot), one for every slot that gets another expert, by layer and dst_slot.
 
-    A source holds the expert in the old plan. It is on the same rank where that has it, else on the same node, else
-    anywhere; receivers take turns over the sources that are equally near. A rank takes an expert from one source
-    only, also where it needs it in two slots.
+    A source holds the expert in the old plan. It is on the same rank where that has it, else on the same node (by
+    default all ranks are on one), else anywhere; receivers take turns over the sources that are equally near. A rank
+    takes an expert from one source only, also where it needs it in two slots.
     """
-    _check_alike(old, new, ranks_per_node)
+    per_node = old.ranks if ranks_per_node is None else ranks_per_node
+    _check_alike(old, new, per_node)
     at = np.flatnonzero(old.phy2log != new.phy2log)
-    source = _beside(old, new).ravel()[at]
-    wanted = np.empty((len(at), 4), np.int64)
-    wanted[:, 0], wanted[:, 3] = np.divmod(at, old.slots)
-    wanted[:, 1], wanted[:, 2] = new.phy2log.ravel()[at], source
-    away = np.flatnonzero(source < 0)
-    wanted[away, 2] = _remote_sources(old, at[away], wanted[away, 1], old.ranks // ranks_per_node)
-    return wanted
+    rows = np.empty((len(at), 4), np.int64)
+    rows[:, 0], rows[:, 3] = np.divmod(at, old.slots)
+    rows[:, 1], rows[:, 2] = new.phy2log.ravel()[at], _beside(old, new).ravel()[at]
+    remote = np.flatnonzero(rows[:, 2] < 0)
+    rows[remote, 2] = _remote_sources(old, rows[remote], old.ranks // per_node)
+    return rows
 
 
 def _check_alike(old: Plan, new: Plan, ranks_per_node: int) -> None:
@@ -33,56 +33,40 @@ def _check_alike(old: Plan, new: Plan, ranks_per_node: int) -> None:
 
 
 def _beside(old: Plan, new: Plan) -> Ids:
-    """For every slot one of the same rank that has in the old plan what the slot has in the new one, else -1."""
+    """Return, for every slot, a slot of the same rank that holds its new expert in the old plan, else -1."""
     depth = old.slots_per_rank
     held, wanted = (plan.phy2log.reshape(-1, depth) for plan in (old, new))  # [ranks of all layers, slots]
     which = np.full(held.shape, -1, np.int16)
     for slot in reversed(range(depth)):
         np.copyto(which, slot, where=wanted == held[:, slot, None])
-    first = np.arange(0, old.slots, depth, dtype=np.int16)[:, None]
     grid = which.reshape(old.layers, old.ranks, depth)
-    return np.where(grid < 0, np.int16(-1), grid + first)
+    return np.where(grid < 0, np.int16(-1), grid + np.arange(0, old.slots, depth, dtype=np.int16)[:, None])
 
 
-def _remote_sources(old: Plan, at: Indices, expert: Indices, num_nodes: int) -> Ids:
-    """For slots that lie `at` these places of all layers' slots: a slot on the same node that has the expert, else any.
+def _remote_sources(old: Plan, rows: Indices, num_nodes: int) -> Indices:
+    """Return the source slot of each row: on the same node where that has the expert, else anywhere.
 
-    All copies in a row, expert by expert and by slot, stand node by node too: those on a node are a run of them.
+    All copies, sorted by layer, expert and slot, are sorted by node within an expert too: those of an expert on one node
+    are a run of them.
     """
-    slots_per_node = old.slots // num_nodes
-    copy = np.argsort(old.phy2log, axis=1, kind="stable").astype(np.int16)  # slots in a row
-    experts = np.arange(0, old.count.size, old.experts, dtype=np.int32)[:, None]
-    run = (np.take_along_axis(old.phy2log, copy.astype(np.int64), 1) + experts) * num_nodes + copy // slots_per_node
-    run = run.ravel()
-    is_first = np.ones(len(run), bool)
-    is_first[1:] = run[1:] != run[:-1]
-    first = np.flatnonzero(is_first)
-    which = np.full(old.count.size * num_nodes, -1, np.int32)  # of the runs, by expert and node
-    which[run[first]] = np.arange(len(first))
-    layer, slot = np.divmod(at, old.slots)
-    cell = layer * old.experts + expert
-    near = which[cell * num_nodes + slot // slots_per_node]
-    count = old.count.ravel()
-    is_near = near >= 0
-    start = np.where(is_near, first[near], (np.cumsum(count) - count)[cell])
-    num = np.where(is_near, np.diff(first, append=len(run))[near], count[cell])
-    # Receivers with the same sources take turns; slots of one rank are one receiver.
-    turn = _turns(2 * start + is_near, slot // old.slots_per_rank)
-    return copy.ravel()[start + turn % num]
+    layer, expert, _, slot = rows.T
+    copy = np.argsort(old.phy2log, axis=1, kind="stable")
+    cells = np.take_along_axis(old.phy2log, copy, 1) + np.arange(0, old.count.size, old.experts)[:, None]
+    runs = (cells * num_nodes + copy // (old.slots // num_nodes)).ravel()
+    everywhere = (layer * old.experts + expert) * num_nodes
+    near = everywhere + slot // (old.slots // num_nodes)
+    first, end = np.searchsorted(runs, near), np.searchsorted(runs, near, "right")
+    is_far = first == end
+    first[is_far] = np.searchsorted(runs, everywhere[is_far])
+    end[is_far] = np.searchsorted(runs, everywhere[is_far] + num_nodes)
+    turn = _turns(2 * first + is_far, slot // old.slots_per_rank, old.ranks)
+    sources: Indices = copy.ravel()[first + turn % (end - first)]
+    return sources
 
 
-def _turns(queue: Indices, rank: Indices) -> Indices:
-    """The place of every receiver in its queue, in the order given; neighbours of one rank share a place."""
-    bits = len(queue).bit_length()
-    keys = queue << bits | np.arange(len(queue))  # no two are alike: any sort is a stable one
-    keys.sort()
-    by_queue = keys & ((1 << bits) - 1)
-    queue, rank = keys >> bits, rank[by_queue]
-    opens = np.ones(len(queue), bool)
-    opens[1:] = queue[1:] != queue[:-1]
-    is_new = opens.copy()
-    is_new[1:] |= rank[1:] != rank[:-1]
-    number = np.cumsum(is_new)
-    turn = np.empty(len(queue), np.int64)
-    turn[by_queue] = number - np.maximum.accumulate(number * opens)
+def _turns(queue: Indices, rank: Indices, num_ranks: int) -> Indices:
+    """Return the place of every receiver in its queue, by rank; slots of one rank share a place."""
+    receivers, which = np.unique(queue * num_ranks + rank, return_inverse=True)
+    queues = receivers // num_ranks
+    turn: Indices = (np.arange(len(queues)) - np.searchsorted(queues, queues))[which]
     return turn

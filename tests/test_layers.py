@@ -185,7 +185,7 @@ def modules_in_a_fresh_process(code: str) -> set[str]:
     """The top-level modules that are loaded after `code` ran in a new interpreter."""
     report = "\nimport sys; print('\\nLOADED', *{name.partition('.')[0] for name in sys.modules})"
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r})\n{code}{report}"]
-    answer = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False, timeout=60)
+    answer = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False, timeout=300)
     assert answer.returncode == 0, answer.stderr
     return set(answer.stdout.rpartition("\nLOADED ")[2].split())
 

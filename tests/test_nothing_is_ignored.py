@@ -149,7 +149,7 @@ def test_every_flag_of_route_changes_what_is_routed(
 
 
 READERS = {
-    "bench": ["engine/commands/bench/*.py", "eplb/bench.py"],
+    "bench": ["engine/commands/bench/*.py"],
     "cache": ["cache/tiers/disk/operate.py"],
     "models": ["src/penstock/cli.py"],
     "deploy": ["router/deploy/*.py"],

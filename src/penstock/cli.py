@@ -122,12 +122,8 @@ def _deploy() -> Command:
 
 def _bench() -> Command:
     from penstock.engine.commands import bench
-    from penstock.eplb import bench as eplb
 
-    others = [
-        ("eplb", eplb, "Plans that spread experts over ranks: time, balance, moves; tables and a heat map."),
-    ]
-    return lambda parser: bench.add_arguments(parser, others), bench.run
+    return bench.add_arguments, bench.run
 
 
 def _prove() -> Command:

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.eplb_workloads import num_repeats, plan_by_definition, replicate
 
 from penstock.eplb import balance, bound, plan
-from penstock.eplb.bench import num_repeats
 from penstock.eplb.maps import Plan, max_copies
 from penstock.eplb.planner import copies
-from penstock.eplb.workloads import plan_by_definition, replicate
 from tests.support.loads import SHAPES, awkward, skewed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,42 +49,6 @@ def test_a_plan_is_at_least_as_even_as_the_published_algorithm(
     load = skewed(kind, layers, experts, seed)
     published = Plan.of(plan_by_definition(load, slots, ranks), experts, ranks)
     assert balance(load, plan(load, slots, ranks)).mean() >= balance(load, published).mean() - 1e-6
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("slots", "ranks", "nodes"), [(288, 32, 4), (320, 64, 8), (256, 16, 2)])
-def test_a_group_plan_keeps_groups_on_nodes_and_is_at_least_as_even_as_the_published_one(
-    slots: int, ranks: int, nodes: int, kind: str
-) -> None:
-    load = skewed(kind, 12, 256)
-    made = plan(load, slots, ranks, groups=8, nodes=nodes, locality="group")
-    made.check()
-    assert num_repeats(made) == 0
-    node = made.log2phy // (slots // nodes)
-    home = node[:, :, :1]
-    assert (np.where(made.log2phy >= 0, node, home) == home).all()
-    groups = home.reshape(12, 8, 32)
-    assert (groups == groups[:, :, :1]).all()
-    published = Plan.of(plan_by_definition(load, slots, ranks, 8, nodes), 256, ranks)
-    assert balance(load, made).mean() >= balance(load, published).mean() - 1e-6
-
-
-@pytest.mark.parametrize(("slots", "ranks", "nodes"), [(288, 32, 4), (320, 64, 8), (384, 8, 8), (264, 8, 4)])
-def test_a_soft_plan_has_a_copy_of_every_expert_on_its_groups_node_and_beats_a_group_plan(
-    slots: int, ranks: int, nodes: int
-) -> None:
-    load = skewed("zipf", 6, 256)
-    made = plan(load, slots, ranks, groups=8, nodes=nodes, locality="soft")
-    made.check()
-    assert num_repeats(made) == 0
-    is_there = np.zeros((6, 256, nodes), bool)
-    layer, slot = np.indices(made.phy2log.shape)
-    is_there[layer, made.phy2log, slot // (slots // nodes)] = True
-    # Some node has a copy of every expert of the group, and nodes can be given equally many such groups.
-    hosts = np.asarray(is_there.reshape(6, 8, 32, nodes).all(axis=2))
-    assert hosts.any(axis=2).all()
-    strict = plan(load, slots, ranks, groups=8, nodes=nodes, locality="group")
-    assert balance(load, made).mean() > balance(load, strict).mean() + 0.05
 
 
 @pytest.mark.parametrize("shape", [(4, 6, 2), (5, 6, 3), (6, 6, 3), (7, 8, 2), (8, 8, 2)], ids=str)
@@ -126,10 +89,10 @@ def test_the_largest_share_of_a_copy_is_that_of_giving_out_spare_slots_one_by_on
         assert shares[row, 0] == pytest.approx(replicate(load[row], slots, limit)[1].max(), rel=1e-6)
 
 
-@pytest.mark.parametrize("locality", ["global", "group", "soft"])
-def test_layers_are_planned_independently(locality: str) -> None:
+@pytest.mark.parametrize(("slots", "ranks"), [(80, 16), (64, 16)])
+def test_layers_are_planned_independently(slots: int, ranks: int) -> None:
     load = skewed("logn1", 12, 64)
-    whole = partial(plan, slots=80, ranks=16, groups=4, nodes=2, locality=locality)
+    whole = partial(plan, slots=slots, ranks=ranks)
     together = whole(load).phy2log
     order = np.random.default_rng(1).permutation(12)
     assert (whole(load[order]).phy2log == together[order]).all()
@@ -181,8 +144,6 @@ for load in [skewed("zipf", 6, 64), skewed("logn1", 6, 64), ties, *awkward(6, 64
         made = plan(load, slots, ranks)
         digest.update(made.digest())
         digest.update(replan(np.roll(load, 3, axis=1), made).digest())
-    for locality in ("group", "soft"):
-        digest.update(plan(load, 72, 8, groups=4, nodes=2, locality=locality).digest())
 print(digest.hexdigest())
 """
 
@@ -219,10 +180,6 @@ def test_a_plan_is_the_same_whatever_the_processors_vector_width() -> None:
         ({"slots": 7}, ("ranks", "2", "must divide the 7 slots")),
         ({"ranks": 0}, ("ranks", "0", "at least 1")),
         ({"ranks": 2.0}, ("ranks", "2.0", "integer")),
-        ({"locality": "near"}, ("locality", "'near'", "global, soft, group")),
-        ({"locality": "group", "nodes": 3}, ("nodes", "3", "must divide the 2 ranks")),
-        ({"locality": "soft", "nodes": 2, "groups": 1}, ("nodes", "2", "must divide the 1 groups")),
-        ({"locality": "group", "nodes": 1, "groups": 3}, ("groups", "3", "must divide the 4 experts")),
     ],
 )
 def test_bad_input_is_refused_by_field_value_and_limit(change: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -1,26 +1,21 @@
 """Changing a plan that is in use: as little as will do, never for the worse, never more than allowed."""
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.eplb_workloads import num_repeats, plan_by_definition
 
 from penstock.eplb import Plan, balance, plan, replan
-from penstock.eplb.bench import num_repeats
 from penstock.eplb.replanner import keep_slots, overlay
-from penstock.eplb.workloads import plan_by_definition
 from tests.support.loads import SHAPES, awkward, drifted, skewed
 
 KINDS = ["zipf", "logn1"]
-Place: TypeAlias = tuple[int, int, int, int, dict[str, Any]]
-PLACES: list[Place] = [
-    (26, 64, 72, 8, {}),
-    (6, 64, 64, 8, {}),
-    (8, 256, 288, 32, {}),
-    (8, 256, 320, 64, {}),
-    (8, 256, 288, 32, {"groups": 8, "nodes": 4, "locality": "group"}),
-    (8, 256, 288, 32, {"groups": 8, "nodes": 4, "locality": "soft"}),
-    (8, 64, 80, 8, {"groups": 8, "nodes": 8, "locality": "group"}),
+PLACES = [
+    (26, 64, 72, 8),
+    (6, 64, 64, 8),
+    (8, 256, 288, 32),
+    (8, 256, 320, 64),
 ]
 
 
@@ -30,10 +25,10 @@ def moves(old: Plan, new: Plan) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_sampling_noise_alone_moves_nothing(place: Place, kind: str) -> None:
-    layers, experts, slots, ranks, options = place
+def test_sampling_noise_alone_moves_nothing(place: tuple[int, int, int, int], kind: str) -> None:
+    layers, experts, slots, ranks = place
     load = skewed(kind, layers, experts, tokens=8 << 20)
-    old = plan(load, slots, ranks, **options)
+    old = plan(load, slots, ranks)
     again = np.random.default_rng(5).poisson(load)
     assert moves(old, replan(again, old)) == 0
 
@@ -41,23 +36,25 @@ def test_sampling_noise_alone_moves_nothing(place: Place, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drift", [0.1, 0.3, "switch"])
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_a_new_plan_is_whole_and_no_layer_is_less_even(place: Place, drift: float | str, kind: str) -> None:
-    layers, experts, slots, ranks, options = place
+def test_a_new_plan_is_whole_and_no_layer_is_less_even(
+    place: tuple[int, int, int, int], drift: float | str, kind: str
+) -> None:
+    layers, experts, slots, ranks = place
     load = skewed(kind, layers, experts)
-    old = plan(load, slots, ranks, **options)
+    old = plan(load, slots, ranks)
     later = skewed(kind, layers, experts, seed=9) if drift == "switch" else drifted(load, float(drift))
     new = replan(later, old)
     new.check()
-    assert num_repeats(new) <= num_repeats(old)
-    assert num_repeats(new) == 0 or options["nodes"] == ranks  # one rank per node: spare slots of a node repeat
+    assert num_repeats(new) == 0
     assert (balance(later, new) >= balance(later, old)).all()
-    assert (new.groups, new.nodes, new.locality) == (old.groups, old.nodes, old.locality)
 
 
 @pytest.mark.parametrize(("drift", "most"), [(0.1, 0.08), (0.3, 0.15), ("switch", 0.33)])
 @pytest.mark.parametrize("place", [PLACES[0], PLACES[2]], ids=str)
-def test_drift_is_met_to_the_target_with_few_moves(place: Place, drift: float | str, most: float) -> None:
-    layers, experts, slots, ranks, _ = place
+def test_drift_is_met_to_the_target_with_few_moves(
+    place: tuple[int, int, int, int], drift: float | str, most: float
+) -> None:
+    layers, experts, slots, ranks = place
     load = skewed("logn1", layers, experts)
     old = plan(load, slots, ranks)
     later = skewed("logn1", layers, experts, seed=9) if drift == "switch" else drifted(load, float(drift))
@@ -76,10 +73,10 @@ def test_a_plan_at_its_target_is_returned_itself(shape: tuple[int, int, int, int
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 2, 5, 40, 200])
-@pytest.mark.parametrize("place", [PLACES[0], PLACES[1], PLACES[2], PLACES[4], PLACES[5]], ids=str)
-def test_no_more_moves_are_made_than_allowed_and_those_help(place: Place, allowed: int) -> None:
-    layers, experts, slots, ranks, options = place
-    old = plan(skewed("logn1", layers, experts), slots, ranks, **options)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_no_more_moves_are_made_than_allowed_and_those_help(place: tuple[int, int, int, int], allowed: int) -> None:
+    layers, experts, slots, ranks = place
+    old = plan(skewed("logn1", layers, experts), slots, ranks)
     later = skewed("logn1", layers, experts, seed=9)
     new = replan(later, old, max_moves=allowed)
     new.check()
@@ -88,19 +85,6 @@ def test_no_more_moves_are_made_than_allowed_and_those_help(place: Place, allowe
     if allowed >= 40:
         assert moves(old, new) > 0
         assert balance(later, new).mean() > balance(later, replan(later, old, max_moves=0)).mean()
-
-
-@pytest.mark.parametrize("locality", ["group", "soft"])
-def test_replanning_keeps_the_locality(locality: str) -> None:
-    old = plan(skewed("zipf", 6, 256), 320, 64, groups=8, nodes=8, locality=locality)
-    new = replan(skewed("zipf", 6, 256, seed=4), old)
-    is_there = np.zeros((6, 256, 8), bool)
-    layer, slot = np.indices(new.phy2log.shape)
-    is_there[layer, new.phy2log, slot // 40] = True
-    groups = np.asarray(is_there.reshape(6, 8, 32, 8).all(axis=2))
-    assert groups.any(axis=2).all()
-    if locality == "group":
-        assert (is_there.sum(2) == 1).all()
 
 
 def test_a_plan_of_another_make_is_improved_too() -> None:
@@ -150,12 +134,6 @@ def test_limits_out_of_range_are_refused(options: dict[str, Any], words: str) ->
         replan(np.ones((1, 4)), plan(np.ones((1, 4)), 4, 2), **options)
 
 
-def test_a_group_plan_that_keeps_no_groups_is_refused() -> None:
-    old = Plan.of([[0, 1, 2, 3, 0, 1]], 4, 2, groups=2, nodes=2, locality="group")
-    with pytest.raises(ValueError, match="an expert lies on two nodes"):
-        replan([[9.0, 1.0, 1.0, 1.0]], old)
-
-
 # -- laying one placement over another -----------------------------------------------------------------------------
 
 
@@ -167,15 +145,13 @@ def test_ranks_and_slots_in_another_order_are_no_moves() -> None:
     assert (overlay(mixed, old, 8) == old).all()
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_an_overlay_keeps_every_ranks_content_together_and_every_node_its_own(nodes: int) -> None:
+def test_an_overlay_keeps_every_ranks_content_together() -> None:
     old, new = (plan(skewed("zipf", 5, 64, seed), 72, 8).phy2log for seed in (1, 2))
-    laid = overlay(new, old, 8, nodes)
+    laid = overlay(new, old, 8)
     assert (laid != old).sum() < (new != old).sum()
     for layer in range(5):
-        for node in np.split(np.arange(8), nodes):
-            have = sorted(sorted(laid[layer].reshape(8, 9)[rank].tolist()) for rank in node)
-            assert have == sorted(sorted(new[layer].reshape(8, 9)[rank].tolist()) for rank in node)
+        have, expected = (sorted(map(sorted, of[layer].reshape(8, 9).tolist())) for of in (laid, new))
+        assert have == expected
 
 
 def test_experts_that_stay_on_a_rank_keep_their_slot() -> None:

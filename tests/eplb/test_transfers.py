@@ -98,3 +98,8 @@ def test_plans_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -
     arguments: dict[str, Any] = {"old": old, "new": new, "ranks_per_node": 2}
     with pytest.raises(ValueError, match=words):
         transfers(**(arguments | change))
+
+
+def test_without_a_number_of_ranks_per_node_all_ranks_are_equally_near() -> None:
+    old, new = two_plans(8, 64, 72, 8)
+    assert (transfers(old, new) == transfers(old, new, 8)).all()

@@ -1,12 +1,9 @@
 """`penstock bench`: measures a server from outside (serve, startup) or the engine itself (throughput, latency)."""
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
 
 
-def add_arguments(parser: argparse.ArgumentParser, others: Sequence[tuple[str, Any, str]] = ()) -> None:
-    """`others` are benchmarks of rooms that the engine does not know: (name, module, summary)."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     from penstock.engine.commands.bench import latency, startup, throughput
     from penstock.engine.commands.bench import serving as serve
 
@@ -16,7 +13,6 @@ def add_arguments(parser: argparse.ArgumentParser, others: Sequence[tuple[str, A
         ("throughput", throughput, "Measure the throughput of the engine with many requests, without a server."),
         ("latency", latency, "Measure how long one batch of requests takes, without a server."),
         ("startup", startup, "Measure the time from starting a server to its first token."),
-        *others,
     ):
         benchmark = benchmarks.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         module.add_arguments(benchmark)

@@ -1,8 +1,7 @@
-"""What the planner is measured with: models, loads that are made and not recorded, and the published algorithm.
+"""What the planner of experts is measured with: shapes of models, synthetic loads, and the published algorithm as loops.
 
-That is written down from its definition and slow: copies: every expert has one; each spare slot goes to the expert
-with the largest load per copy. Packing: copies in falling order, each to the lightest rank that is not full. In groups:
-groups are packed to nodes the same way, every node gets as many spare slots, and packs its own copies to its own ranks.
+The published algorithm: every expert gets one copy, and each spare slot goes to the expert with the largest load per
+copy. Then copies are packed in falling order of load, each to the lightest rank that is not full.
 """
 
 from typing import NamedTuple
@@ -10,13 +9,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from penstock.eplb import Plan
+
 TOKENS = 1 << 20  # in the window that a load was counted over
 KINDS = ("zipf", "logn1", "logn0.5")
 DRIFTS = ("noise", "0.1", "0.3", "switch")
 
 
 class Cell(NamedTuple):
-    """A model on a number of ranks. With more than one node it is planned by groups."""
+    """A model on a number of ranks."""
 
     model: str
     layers: int
@@ -24,12 +25,10 @@ class Cell(NamedTuple):
     experts_per_token: int
     slots: int
     ranks: int
-    groups: int = 1
-    nodes: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.ranks} ranks, {self.slots} slots" + (", in groups" if self.nodes > 1 else "")
+        return f"{self.model} {self.ranks} ranks, {self.slots} slots"
 
     @property
     def is_redundant(self) -> bool:
@@ -41,16 +40,14 @@ CELLS = (
     Cell("V2-Lite", 26, 64, 6, 72, 8),
     Cell("V3", 58, 256, 8, 256, 32),
     Cell("V3", 58, 256, 8, 288, 32),
-    Cell("V3", 58, 256, 8, 288, 32, 8, 4),
     Cell("V3", 58, 256, 8, 320, 64),
-    Cell("V3", 58, 256, 8, 320, 64, 8, 8),
     Cell("Qwen3-235B", 94, 128, 8, 128, 8),
     Cell("Qwen3-235B", 94, 128, 8, 144, 8),
     Cell("Qwen3-235B", 94, 128, 8, 128, 16),
     Cell("Qwen3-235B", 94, 128, 8, 160, 16),
 )
 # Drift is met by copies; without any, what cannot be reached is not a matter of moves.
-DRIFTING = tuple(cell for cell in CELLS if cell.is_redundant and cell.nodes == 1)
+DRIFTING = tuple(cell for cell in CELLS if cell.is_redundant)
 
 
 def popularity(cell: Cell, kind: str, seed: int) -> NDArray[np.float64]:
@@ -82,20 +79,13 @@ def _counted(cell: Cell, share: NDArray[np.float64], seed: int) -> NDArray[np.in
     return np.random.default_rng(seed + 1000).poisson(share * TOKENS * cell.experts_per_token)
 
 
-def plan_by_definition(load: ArrayLike, slots: int, ranks: int, groups: int = 1, nodes: int = 1) -> NDArray[np.int64]:
-    """The expert in every slot: [layers, slots]."""
-    return np.array([_layer(row, slots, ranks, groups, nodes) for row in np.asarray(load, np.float64)])
-
-
-def _layer(load: NDArray[np.float64], slots: int, ranks: int, groups: int, nodes: int) -> list[int]:
-    members = np.arange(len(load)).reshape(groups, -1)
-    placed: list[int] = []
-    for packed in pack(load[members].sum(1), nodes):
-        experts = members[packed].ravel()
-        copies, share = replicate(load[experts], slots // nodes)
-        for rank in pack(share[copies], ranks // nodes):
-            placed.extend(experts[copies[rank]])
-    return placed
+def plan_by_definition(load: ArrayLike, slots: int, ranks: int) -> NDArray[np.int64]:
+    """Return the expert in every slot: [layers, slots]."""
+    placed = []
+    for row in np.asarray(load, np.float64):
+        copies, share = replicate(row, slots)
+        placed.append([copies[item] for items in pack(share[copies], ranks) for item in items])
+    return np.array(placed)
 
 
 def replicate(
@@ -122,3 +112,9 @@ def pack(weights: NDArray[np.float64], num_packs: int) -> list[list[int]]:
         if len(packs[lightest]) == len(weights) // num_packs:
             total[lightest] = np.inf
     return packs
+
+
+def num_repeats(plan: Plan) -> int:
+    """Count the slots whose expert lies in another slot of the same rank too."""
+    by_rank = np.sort(plan.phy2log.reshape(plan.layers, plan.ranks, -1), axis=2)
+    return int((by_rank[..., 1:] == by_rank[..., :-1]).sum())
