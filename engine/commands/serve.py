@@ -1,4 +1,4 @@
-"""`penstock serve`: from the command line to a running server, saying on the way what takes time and memory."""
+"""`penstock serve`: starts a server from the command line, and prints what takes time and memory on the way."""
 
 import argparse
 import asyncio
@@ -21,20 +21,22 @@ from penstock.executor.protocol import ModelInfo
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What of a model's files is used, and how."""
+    """Which files of a model are used, and how."""
 
-    chat_template: str | None = flag("a Jinja chat template in place of the model's own", "FILE")
-    revision: str | None = flag("of a model from the hub: a branch, tag or commit", "REV")
+    chat_template: str | None = flag("a Jinja chat template to use instead of the model's own", "FILE")
+    revision: str | None = flag("branch, tag or commit of a model from the hub", "REV")
     generation_config: Literal["auto", "vllm"] = flag(
-        "where a request says nothing, sample as the model's authors recommend, or as OpenAI does (vllm)",
+        "sampling defaults: those that the model's authors recommend (auto), or OpenAI's (vllm) (default: auto)",
         default="auto",
     )
-    override_generation_config: dict[str, Any] | None = flag('over that, like {"temperature": 0.5}', "JSON")
+    override_generation_config: dict[str, Any] | None = flag(
+        'sampling defaults that override these, like {"temperature": 0.5}', "JSON"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help=f"hub name, folder or .gguf file (default: {DEFAULT_NAME})")
-    parser.add_argument("--model", dest="model_option", help=argparse.SUPPRESS)  # as it is given to vLLM's module
+    parser.add_argument("--model", dest="model_option", help=argparse.SUPPRESS)  # as vLLM's Python module takes it
     for kind in (ServerConfig, ModelOptions):
         add_options(parser, kind)
     add_engine_options(parser)
@@ -48,7 +50,7 @@ def options() -> list[Option]:
 def run(args: argparse.Namespace) -> int:
     try:
         log_to_stderr(args.log_level)
-    except ValueError as error:  # of the environment's
+    except ValueError as error:  # from the environment
         raise ConfigError(str(error)) from None
     options = given_options(args, EngineOptions)
     if args.model and args.model_option:
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what can be refused without the model's files."""
+    """Check the options, as far as that is possible without the files of the model."""
     name = args.model or args.model_option or DEFAULT_NAME
     _check_adapters(engine_config(name, given_options(args, EngineOptions)), server_config(args, name, {}))
 
@@ -77,7 +79,7 @@ def _check_adapters(engine: EngineConfig, server: ServerConfig) -> None:
 
 
 def server_config(args: argparse.Namespace, name: str, recommended: dict[str, Any]) -> ServerConfig:
-    """`recommended` is what to sample like where neither a request nor the operator says anything."""
+    """Build the server's configuration. `recommended`: sampling defaults where neither request nor operator gives any."""
     config = built(
         args,
         ServerConfig,
@@ -91,26 +93,26 @@ def server_config(args: argparse.Namespace, name: str, recommended: dict[str, An
 
 
 async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, args: argparse.Namespace) -> int:
-    # starlette and uvicorn take a while to import: after the core process has begun to load.
+    # starlette and uvicorn take long to import: that happens after the core process has begun to load the model.
     started_s = time.monotonic()
     from penstock.engine.http.listen import bind_sockets
 
     try:
-        sockets = bind_sockets(server.host, server.port)  # a port in use shows before the model is loaded
+        sockets = bind_sockets(server.host, server.port)  # reports a port that is in use before the model is loaded
     except OSError as error:
         raise ConfigError(f"port: {error.strerror or error}") from None
     task = asyncio.current_task()
     assert task is not None
     engine = AsyncEngine(config, max_logprobs=server.max_logprobs, progress=_say)
-    with stop_signals(task.cancel):  # until the server takes over, which drains
+    with stop_signals(task.cancel):  # until the server handles signals itself, by draining
         try:
             _say(f"Starting {files.name}")
-            engine.spawn()  # it loads the model while the tokenizer is read, here and aside: signals are heard
+            engine.spawn()  # the core loads the model while a thread reads the tokenizer, so that signals are handled
             engine.tokenizer = tokenizer = await asyncio.to_thread(load_tokenizer, files)
             from penstock.engine.text.template import load_template
 
             template = await asyncio.to_thread(load_template, tokenizer, args.chat_template)
-            for module in ("http.connection", "server.lifetime"):  # what serves, while the model is loaded
+            for module in ("http.connection", "server.lifetime"):  # import the HTTP server while the model is loaded
                 await asyncio.to_thread(import_module, f"penstock.engine.{module}")
             await engine.start()
             _say_memory(engine.info)
@@ -134,7 +136,7 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
 
 
 def _say(line: str) -> None:
-    """To whom it may concern: a pipe that is closed, or a full disk, is no reason to end."""
+    """Print a line; a closed pipe or a full disk must not end the server."""
     try:
         print(line, flush=True)
     except OSError:
@@ -153,7 +155,7 @@ def _say_memory(info: ModelInfo) -> None:
 
 
 def _say_curl(url: str, server: ServerConfig, has_template: bool, classifies: bool = False) -> None:
-    """Short enough for a small model on a CPU, and streamed, so that it is seen to work."""
+    """Print a curl command for a first request: short enough for a small model on a CPU, and streamed."""
     body: dict[str, Any] = {"model": server.served_model_names[0], "max_tokens": 60, "stream": True}
     if classifies:
         path, body = "classify", {"model": server.served_model_names[0], "input": "It was a lovely day."}
