@@ -16,6 +16,7 @@ from penstock.engine.text.detokenize import TextStream
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo, Pooled, Sampling
 
+DEFAULT_WAIT_S = 2.0  # for blocks of a peer
 Pooling = Literal["last", "mean"]
 
 
@@ -30,10 +31,15 @@ class SubmitFields(TypedDict, total=False):
 
 
 class KvTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the prompt's blocks are, or will be: one of the engine's own `--kv-peer`, and how long to wait for them."""
+    """Where the prompt's blocks are, or will be: one of the engine's own `--kv-peer`, and how long to wait for them. An
+    empty object asks for no transfer: clients of vLLM's prefill/decode proxies send it with every request."""
 
-    peer: Annotated[str, Meta(min_length=1, max_length=256)]
-    wait_s: Annotated[float, Meta(ge=0, le=600)] = 2.0
+    peer: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    wait_s: Annotated[float, Meta(ge=0, le=600)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.peer is None and self.wait_s is not None:
+            raise ValueError("wait_s is given without a peer")
 
 
 class AnswerOptions(SubmitFields, total=False):
@@ -94,9 +100,10 @@ def submissions(
     `sampling`: what `params` come to, but for the seed."""
     has_grammar = fields.get("grammar") is not None
     assert (params.structured_outputs is None) != has_grammar, "engine/front/grammar_check.py makes one of the other"
-    peer = None if kv_transfer is None else peer_name(kv_transfer.peer)
-    if kv_transfer is not None and peer not in info.stores:  # the operator alone says with whom this engine connects
-        raise InvalidRequest("kv_transfer_params.peer", f"{kv_transfer.peer[:64]!r} is none of this engine's --kv-peer")
+    given = kv_transfer or KvTransfer()
+    peer = None if given.peer is None else peer_name(given.peer)
+    if given.peer is not None and peer not in info.stores:  # the operator alone says with whom this engine connects
+        raise InvalidRequest("kv_transfer_params.peer", f"{given.peer[:64]!r} is none of this engine's --kv-peer")
     room = info.max_model_len - len(prompt) // 4
     return [
         Submit(
@@ -105,7 +112,7 @@ def submissions(
             msgspec.structs.replace(sampling, seed=params.seed_of(index)),
             room if params.max_tokens is None else min(params.max_tokens, room),
             peer=peer,
-            peer_wait_s=0.0 if kv_transfer is None else kv_transfer.wait_s,
+            peer_wait_s=0.0 if peer is None else DEFAULT_WAIT_S if given.wait_s is None else given.wait_s,
             **fields,
         )
         for index in range(params.n)

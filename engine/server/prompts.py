@@ -36,13 +36,17 @@ def decode_inputs(field: str, raw: Raw, max_inputs: int, info: ModelInfo) -> lis
     if value[:1] == b'"':
         return [decode(str, raw, field)]
     if inside == b'"':
+        # Every text begins with a quote that has no backslash before it, and at most two of its quotes have none.
+        if value.count(b'"') - value.count(b'\\"') > 2 * max_inputs:
+            raise InvalidRequest(field, f"more than {max_inputs} inputs; 1 to {max_inputs} are allowed")
         texts = decode(list[str], raw, field)
         _check_count(field, len(texts), max_inputs)
         return texts
     if inside == b"[":
-        _check_count(field, value.count(b"[") - 1, max_inputs)
-        if value.count(b",") + 1 > max_inputs * info.max_model_len:
-            check_length(value.count(b",") // max_inputs, info, field)
+        num_lists, num_ids = value.count(b"[") - 1, value.count(b",") + 1
+        _check_count(field, num_lists, max_inputs)
+        if num_ids > num_lists * info.max_model_len:
+            check_length(-(-num_ids // num_lists), info, field)  # the longest list has at least so many
         return decode(list[list[int]], raw, field)
     if inside and inside in b"-0123456789":
         return [decode_ids(field, raw, info)]
@@ -51,7 +55,9 @@ def decode_inputs(field: str, raw: Raw, max_inputs: int, info: ModelInfo) -> lis
 
 def decode_ids(field: str, raw: Raw, info: ModelInfo) -> list[int]:
     """A list of token ids that could be a prompt by its length."""
-    check_length(bytes(raw).count(b","), info, field)  # n ids have n - 1 commas, the last one is free here
+    num_ids = bytes(raw).count(b",") + 1
+    if num_ids > info.max_model_len:  # exactly as many are allowed where nothing is generated
+        check_length(num_ids, info, field)
     return decode(list[int], raw, field)
 
 

@@ -160,8 +160,10 @@ class Tools:
         self, calls: Calls | None, answer: StructuredOutputs | None, thought: Thinking | None
     ) -> StructuredOutputs | None:
         """One grammar for all of it: calls or the wanted answer, behind the reasoning. None: anything goes."""
-        if calls is not None and answer is not None:
-            _check_together(calls, answer)
+        if calls is not None and calls.must:
+            answer = None  # a forced call follows the tool's schema; a format holds for text
+        if calls is not None and answer is not None and answer.kind == "structural_tag":
+            raise InvalidRequest("tools", "cannot be combined with a structural tag")
         thought = None if thought is None or thought.is_over else thought
         # The text before a structural tag is free anyway, so reasoning fits into it.
         if calls is None and (answer is None or thought is None or answer.kind == "structural_tag"):
@@ -252,10 +254,3 @@ def _schema(field: str, given: dict[str, Any] | None) -> dict[str, Any]:
     if given.get("type", "object") in NOT_OBJECTS:
         raise InvalidRequest(f"{field}.type", f"{clip(str(given['type']))!r}; arguments are an object")
     return given
-
-
-def _check_together(calls: Calls, answer: StructuredOutputs) -> None:
-    if calls.must:
-        raise InvalidRequest("tool_choice", "the answer must be a call, so it cannot have another form as well")
-    if answer.kind == "structural_tag":
-        raise InvalidRequest("tools", "cannot be combined with a structural tag")

@@ -13,6 +13,8 @@ from penstock.engine.sampling_params import InvalidRequest
 MAX_ROLE_CHARS = 64
 MAX_DEPTH = 64  # of nesting
 
+SYSTEM_ROLES = ("system", "developer")
+
 # Names under which a message's reasoning travels; templates read one of the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -118,6 +120,29 @@ def _check_unicode(text: str, field: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidRequest(field, f"half of a surrogate pair at character {error.start}; not Unicode") from None
     return text
+
+
+def developer_as_system(chat: list[Message]) -> list[Message]:
+    """Turn the role `developer` into `system`: most templates print nothing for a role that they do not know."""
+    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in chat]
+
+
+def with_system_first(chat: list[Message], *, takes_later: bool) -> list[Message]:
+    """Join the system and developer messages into one at the beginning. Those further on stay where they are if the
+    template `takes_later` ones."""
+
+    def is_system(message: Message) -> bool:
+        return message["role"] in SYSTEM_ROLES
+
+    num_first = next((place for place, message in enumerate(chat) if not is_system(message)), len(chat))
+    system, rest = chat[:num_first], chat[num_first:]
+    if not takes_later:
+        system = [*system, *filter(is_system, rest)]
+        rest = [message for message in rest if not is_system(message)]
+    if not system:
+        return chat
+    content = "\n\n".join(message["content"] for message in system if message["content"])
+    return [{**system[0], "content": content}, *rest]
 
 
 def without_tools(chat: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import secrets
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,25 @@ from penstock.engine.http.errors import clip
 from penstock.engine.model_files import MAX_TEMPLATE_BYTES, ModelRefused, read_template
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.conversation import (
+    SYSTEM_ROLES,
     Message,
     check_messages,
+    developer_as_system,
     objects,
     plain,
     with_arguments_as_text,
+    with_system_first,
     without_tools,
 )
 from penstock.engine.text.template_environment import Refused, template_environment
 from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_ERROR_CHARS = 300
+# Messages to find out how a template treats system messages; see ChatTemplate._prints_mark.
+SYSTEM: Message = {"role": "system", "content": "first"}
+USER: Message = {"role": "user", "content": "hello"}
+ASSISTANT: Message = {"role": "assistant", "content": "hello"}
+MARK = "b9f1c7e2"
 
 # Prints the arguments of a call as they are, so that they must be JSON already; and what prints objects itself.
 _PRINTED = re.compile(
@@ -54,6 +63,7 @@ class ChatTemplate:
         self.source = "\n".join(named.values())  # shows which marks the model was trained on
         self.has_tools = re.search(r"\btools\b", self.source) is not None
         self._prints_arguments = bool(_PRINTED.search(self.source)) and not _UNPACKED.search(self.source)
+        self._has_developer = re.search(r"\bdeveloper\b", self.source) is not None
         self.has_documents = re.search(r"\bdocuments\b", self.source) is not None
 
     def render(
@@ -78,7 +88,7 @@ class ChatTemplate:
         for name in ("messages", *self._special_tokens):
             if name in template_kwargs:
                 raise InvalidRequest("chat_template_kwargs", f"{name!r} is given by the server and cannot be set")
-        chat, tools = check_messages(messages), objects(tools, "tools")
+        chat, tools = self._with_system(check_messages(messages)), objects(tools, "tools")
         if tools_as_text:
             chat, tools = without_tools(chat, tools), None
         elif self._prints_arguments:
@@ -94,6 +104,39 @@ class ChatTemplate:
         }
         text = _run(self._template(bool(tools)), variables)
         return _cut(text, mark) if mark else text
+
+    def _with_system(self, chat: list[Message]) -> list[Message]:
+        """Bring the system and developer messages into a form that this template prints in full."""
+        roles = [message["role"] for message in chat]
+        is_mapped = "developer" in roles and not self._has_developer
+        if is_mapped:
+            chat = developer_as_system(chat)
+        num_system = sum(message["role"] in SYSTEM_ROLES for message in chat)
+        if num_system < 2 and not is_mapped:
+            return chat
+        if not is_mapped and self._takes_two_first and self._takes_later:
+            return chat
+        return with_system_first(chat, takes_later=self._takes_later)
+
+    @cached_property
+    def _takes_two_first(self) -> bool:
+        return self._prints_mark([SYSTEM], [USER])
+
+    @cached_property
+    def _takes_later(self) -> bool:
+        return self._prints_mark([SYSTEM, USER, ASSISTANT], [USER])
+
+    def _prints_mark(self, before: list[Message], after: list[Message]) -> bool:
+        """Try out whether the template prints one more system message here, and a developer message if it knows them."""
+        for role in SYSTEM_ROLES if self._has_developer else SYSTEM_ROLES[:1]:
+            chat = [*before, {"role": role, "content": MARK}, *after]
+            variables = {"messages": chat, "tools": None, "documents": None, "add_generation_prompt": True}
+            try:
+                if MARK not in _run(self._template(False), {**self._special_tokens, **variables}):
+                    return False
+            except InvalidRequest:
+                return False
+        return True
 
     def _template(self, has_tools: bool) -> Template:
         if has_tools and "tool_use" in self._templates:

@@ -50,7 +50,7 @@ def test_chat_takes_the_same_hint(pair: tuple[Running, Running, str]) -> None:
     [
         ({"peer": "localhost:1", "wait_s": 601}, "wait_s"),
         ({"peer": ""}, "kv_transfer_params"),
-        ({}, "peer"),
+        ({"wait_s": 1}, "peer"),
         ({"peer": "a:1", "secret": "x"}, "secret"),
         ("a:1", "kv_transfer_params"),
     ],
@@ -59,3 +59,9 @@ def test_what_a_request_cannot_say_of_peers_is_refused(params: dict[str, Any] | 
     with running() as server:
         answer = server.complete(max_tokens=1, kv_transfer_params=params)
         assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
+def test_an_empty_transfer_asks_for_nothing() -> None:
+    with running() as server:
+        assert server.complete(max_tokens=1, kv_transfer_params={}).status_code == 200
+        assert server.chat(max_tokens=1, kv_transfer_params={}).status_code == 200

@@ -12,9 +12,10 @@ import pytest
 from penstock.engine.http import body as body_of_http
 from penstock.engine.http import token_form
 from penstock.engine.http.errors import MAX_MESSAGE_CHARS, HttpError
+from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import prompts
 from penstock.engine.text import prompt
-from tests.support.fake_engine import EOS, FakeEngine
+from tests.support.fake_engine import EOS, INFO, FakeEngine
 from tests.support.running_server import Running, running, until
 
 
@@ -671,3 +672,25 @@ def test_a_word_that_is_none_is_refused_with_those_that_are() -> None:
         with pytest.raises(HttpError) as refusal:
             body_of_http.decode(Whole, msgspec.json.encode(sent))
         assert str(refusal.value) == expected
+
+
+def test_a_list_of_ids_that_is_too_long_is_refused_with_its_length(server: Running) -> None:
+    for ids, length in (([1] * 4000, 4000), ([1] * 1001, 1001), ([[1], [1] * 4001], 2001)):
+        message = refused(server.complete(ids), 400, "prompt")
+        assert f"{length} tokens; the context holds 1000 with the answer, so at most 999" in message
+    message = refused(server.post("/detokenize", {"tokens": [1] * 1001}), 400, "tokens")
+    assert "1001 tokens" in message
+
+
+def test_too_many_texts_are_refused_before_any_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decoded(kind: object, *_rest: object) -> None:
+        raise AssertionError(f"decoded as {kind}")
+
+    monkeypatch.setattr(prompts, "decode", decoded)
+    for text in (b'"",', b'"\\\\",', b'"\\"",'):
+        raw = msgspec.Raw(b"[" + (text * 3000).rstrip(b",") + b"]")
+        with pytest.raises(InvalidRequest, match="more than 1024 inputs"):
+            prompts.decode_inputs("prompt", raw, 1024, INFO)
+    monkeypatch.undo()
+    quoted = msgspec.Raw(msgspec.json.encode(['"' * 50] * 1024))
+    assert len(prompts.decode_inputs("prompt", quoted, 1024, INFO)) == 1024

@@ -80,7 +80,7 @@ def test_items_become_the_messages_of_a_chat(server: Running, client: Any) -> No
         {"role": "user", "content": "Why?"},
     ]
     client.responses.create(model=MODEL, input=items)
-    assert prompt_of(server) == "developer: Do.\nuser: Hi\nassistant: Yes\nuser: Why?\n>"
+    assert prompt_of(server) == "system: Do.\nuser: Hi\nassistant: Yes\nuser: Why?\n>"
     count = client.responses.input_tokens.count(model=MODEL, input=items)
     assert count.input_tokens == len(server.engine.submitted[-1][0])
 

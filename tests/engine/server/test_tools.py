@@ -238,12 +238,17 @@ def test_parallel_calls_can_be_turned_off(qwen: Running) -> None:
     assert len(message["tool_calls"]) == 1
 
 
-def test_a_wanted_form_goes_with_optional_calls_and_not_with_required_ones(qwen: Running) -> None:
+def test_a_wanted_form_goes_with_optional_calls_and_a_forced_call_follows_its_tool(qwen: Running) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     assert qwen.chat(messages=MESSAGES, tools=TOOLS, response_format=form).status_code == 200
     assert "answer" in (grammar_of(qwen) or "")
-    answer = qwen.chat(messages=MESSAGES, tools=TOOLS, response_format=form, tool_choice="required")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        qwen.engine.reply = SAID["qwen"]
+        forced = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+        assert qwen.chat(**forced).status_code == 200
+        without_form = grammar_of(qwen)
+        assert qwen.chat(**forced, response_format=form).status_code == 200
+        assert grammar_of(qwen) == without_form
 
 
 # Reasoning.

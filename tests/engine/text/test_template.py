@@ -298,3 +298,41 @@ def test_arguments_are_text_where_a_template_prints_them_as_they_are(source: str
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "ü", "b": true}'}}
     chat = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     assert template.render(chat).removesuffix("None") == wanted
+
+
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}"
+    "{% elif m.role in ('system', 'user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+DEVELOPER_FIRST = (
+    "{% if messages[0].role in ('system', 'developer') %}[developer]{{ messages[0].content }}{% endif %}"
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "roles", "expected"),
+    [
+        (chat_samples.QWEN3, "du", "<|im_start|>system\n0<|im_end|>\n<|im_start|>user\n1<|im_end|>\n"),
+        (chat_samples.QWEN3, "sdu", "<|im_start|>system\n0\n\n1<|im_end|>\n<|im_start|>user\n2<|im_end|>\n"),
+        (chat_samples.CHATML, "du", "<|im_start|>system\n0<|im_end|>\n<|im_start|>user\n1<|im_end|>\n"),
+        (ONE_SYSTEM, "du", "[system]0[user]1"),
+        (ONE_SYSTEM, "sdu", "[system]0\n\n1[user]2"),
+        (ONE_SYSTEM, "ssu", "[system]0\n\n1[user]2"),
+        (ONE_SYSTEM, "uad", "[system]2[user]0[assistant]1"),
+        (ONE_SYSTEM, "suadu", "[system]0\n\n3[user]1[assistant]2[user]4"),
+        (DEVELOPER_FIRST, "du", "[developer]0[user]1"),
+        (DEVELOPER_FIRST, "sdu", "[developer]0\n\n1[user]2"),
+        (DEVELOPER_FIRST, "duadu", "[developer]0\n\n3[user]1[assistant]2[user]4"),
+    ],
+)
+def test_no_developer_or_second_system_message_is_lost(source: str, roles: str, expected: str) -> None:
+    names = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
+    messages = [{"role": names[role], "content": str(place)} for place, role in enumerate(roles)]
+    assert ChatTemplate(source, SPECIAL).render(messages, add_generation_prompt=False) == expected
+
+
+def test_later_system_messages_stay_in_their_place_where_the_template_prints_them() -> None:
+    messages = [{"role": role, "content": role} for role in ("system", "user", "assistant", "developer", "user")]
+    text = ChatTemplate(chat_samples.QWEN3, SPECIAL).render(messages, add_generation_prompt=False)
+    assert text.index("assistant\n") < text.index("system\ndeveloper") < text.rindex("user\nuser")
