@@ -85,15 +85,40 @@ async def _ask(service: Service, call: Call, request: ChatRequest, size_bytes: i
 async def _planned(
     service: Service, request: ChatRequest, calls: Calls | None, prompt: list[int], asked: Wanted
 ) -> tuple[ReadingPlan, Wanted, str | None]:
-    plan, wanted = service.tools.plan(request, calls, prompt, asked)
-    try:
+    """Plan how the answer is read and held, and compile its grammar.
+
+    Where a grammar is refused that the client did not ask for (optional calls without `strict`), the answer is held to
+    less instead: arguments to any object, or calls to nothing.
+    """
+    tools = service.tools
+
+    async def compiled(calls: Calls | None, *, holds_optional: bool = True) -> tuple[ReadingPlan, Wanted, str | None]:
+        plan, wanted = tools.plan(request, calls, prompt, asked, holds_optional=holds_optional)
         return plan, wanted, await service.grammar(wanted)
-    except InvalidRequest:
-        looser = await service.tools.looser(calls, service.grammar) if calls is not None else None
+
+    if calls is None:
+        return await compiled(None)
+    tools.check_together(calls, asked.outputs)
+    key = tools.key(calls, asked.outputs)
+    if (found := tools.loosened.get(key)) is not None:
+        return await compiled(found.calls or calls, holds_optional=found.calls is not None)
+    try:
+        return await compiled(calls)
+    except InvalidRequest as error:
+        refusal = error
+    is_asked = calls.must or asked.outputs is not None or any(function.is_strict for function in calls.functions)
+    looser = await tools.looser(calls, service.grammar)
+    try:
         if looser is None:
+            raise refusal
+        planned = await compiled(looser)
+    except InvalidRequest:
+        if is_asked:
             raise
-    plan, wanted = service.tools.plan(request, looser, prompt, asked)
-    return plan, wanted, await service.grammar(wanted)
+        looser = None
+        planned = await compiled(calls, holds_optional=False)
+    tools.remember(key, calls, looser, refusal)
+    return planned
 
 
 class ChatReply:

@@ -4,11 +4,13 @@ Which format of calls and which marks of reasoning the model uses is found once,
 the operator names them.
 """
 
+import asyncio
+import hashlib
 import logging
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -34,11 +36,20 @@ log = logging.getLogger("penstock.engine")
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024  # of one function's parameters, as JSON
 MAX_PAST_CALLS = 128  # in one message
+LOOSER_LIMIT_S = 3.0  # for finding out which functions of a refused grammar are at fault
+MAX_LOOSENED = 256  # sets of tools whose outcome is remembered
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
 END_TOKENS = 16  # of a prompt: enough for a mark and the blanks behind it
 
 _OFF = "the server was started without them (--tool-call-parser none)"
 _UNKNOWN = "how this model's chat template writes calls is not known here; --tool-call-parser can name a format"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Loosened(NamedTuple):
+    """What is used in place of calls whose grammar was refused; None: they are held to no grammar."""
+
+    calls: Calls | None
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,7 @@ class Tools:
                 "%s: the chat template knows no tools, so the model is shown calls in the form of hermes", named
             )
         self._is_off = named == "none"
+        self.loosened: dict[bytes, Loosened] = {}
         parser = config.reasoning_parser
         self.marks = thinking.detect(source) if parser == "auto" else thinking.NAMES.get(parser)
         self._constrains_auto = config.constrain_auto_tools
@@ -122,31 +134,70 @@ class Tools:
         return Calls(self.form, functions, must, many)
 
     def plan(
-        self, request: ChatRequest, calls: Calls | None, prompt: list[int], wanted: Wanted
+        self,
+        request: ChatRequest,
+        calls: Calls | None,
+        prompt: list[int],
+        wanted: Wanted,
+        *,
+        holds_optional: bool = True,
     ) -> tuple[ReadingPlan, Wanted]:
-        """How the answers are to be read, and the grammar that answers to `wanted` under these calls and reasoning."""
+        """Return how the answers are to be read, and the grammar that answers to `wanted` under these calls and reasoning.
+        With `holds_optional` false, optional calls are read but no grammar holds them."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, _begun(request))
-        is_held = calls is not None and (calls.must or wanted.outputs is not None or self._constrains_auto)
+        holds = self._constrains_auto and holds_optional
+        is_held = calls is not None and (calls.must or wanted.outputs is not None or holds)
         outputs = self._constraint(calls if is_held else None, wanted.outputs, thought)
         shows = request.include_reasoning is not False
         return ReadingPlan(calls, thought, is_held, shows), Wanted(outputs, "tools" if is_held else wanted.field)
 
+    def key(self, calls: Calls, answer: StructuredOutputs | None) -> bytes:
+        """Return what `loosened` knows these calls by."""
+        said = [calls.form.name, calls.must, calls.many, answer is None, calls.functions]
+        return hashlib.sha256(msgspec.json.encode(said)).digest()
+
+    def remember(self, key: bytes, calls: Calls, looser: Calls | None, refusal: InvalidRequest) -> None:
+        """Keep what these calls are held to (None: nothing), so that it is found out and logged once."""
+        self.loosened[key] = Loosened(looser)
+        if len(self.loosened) > MAX_LOOSENED:
+            del self.loosened[next(iter(self.loosened))]
+        names = [
+            function.name
+            for function, given in zip((looser or calls).functions, calls.functions, strict=True)
+            if looser is None or function != given
+        ]
+        what = "optional calls are held to no grammar" if looser is None else "arguments are held to no schema"
+        log.warning("tools %s: %s: %s", clip(", ".join(names)), what, refusal.message)
+
+    def check_together(self, calls: Calls, answer: StructuredOutputs | None) -> None:
+        if not calls.must and answer is not None and answer.kind == "structural_tag":
+            raise InvalidRequest("tools", "cannot be combined with a structural tag")
+
     async def looser(self, calls: Calls, compiled: Callable[[Wanted], Awaitable[object]]) -> Calls | None:
-        """For calls whose grammar was refused: those whose arguments no grammar expresses take any object. Raises
-        InvalidRequest naming one that is strict; None: it is not the fault of any."""
+        """Loosen calls whose joint grammar was refused: functions that are refused alone take any object as arguments. If
+        none is, or finding out takes longer than LOOSER_LIMIT_S, all do that are not strict.
+
+        Raises InvalidRequest for a strict function that is refused alone. None: there is nothing to loosen.
+        """
         from penstock.engine.grammar.tool_calls import grammar
 
-        functions = []
-        for function in calls.functions:
+        functions = list(calls.functions)
+        until = asyncio.get_running_loop().time() + LOOSER_LIMIT_S
+        is_over = False
+        for place, function in enumerate(calls.functions):
             try:
-                alone = grammar({}, Calls(calls.form, [function], must=True, many=False))
-                await compiled(Wanted(StructuredOutputs(grammar=alone), "tools"))
+                async with asyncio.timeout_at(until):
+                    alone = grammar({}, Calls(calls.form, [function], must=True, many=False))
+                    await compiled(Wanted(StructuredOutputs(grammar=alone), "tools"))
+            except TimeoutError:
+                is_over = True
+                break
             except InvalidRequest as why:
                 if function.is_strict:
                     raise InvalidRequest("tools", f"{function.name}: {why}") from None
-                log.warning("the arguments of the tool %r are held to no schema: %s", function.name, why)
-                function = function._replace(parameters={"type": "object"})
-            functions.append(function)
+                functions[place] = function._replace(parameters=ANY_OBJECT)
+        if is_over or functions == list(calls.functions):
+            functions = [each if each.is_strict else each._replace(parameters=ANY_OBJECT) for each in functions]
         return None if functions == list(calls.functions) else calls._replace(functions=functions)
 
     def _thinking(self, marks: thinking.Marks, prompt: list[int], begun: str) -> Thinking:
@@ -162,8 +213,6 @@ class Tools:
         """One grammar for all of it: calls or the wanted answer, behind the reasoning. None: anything goes."""
         if calls is not None and calls.must:
             answer = None  # a forced call follows the tool's schema; a format holds for text
-        if calls is not None and answer is not None and answer.kind == "structural_tag":
-            raise InvalidRequest("tools", "cannot be combined with a structural tag")
         thought = None if thought is None or thought.is_over else thought
         # The text before a structural tag is free anyway, so reasoning fits into it.
         if calls is None and (answer is None or thought is None or answer.kind == "structural_tag"):

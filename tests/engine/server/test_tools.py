@@ -1,21 +1,24 @@
 """Tools and reasoning over HTTP, as OpenAI's own client sees them."""
 
+import asyncio
 import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from llguidance import LLMatcher
 
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
+from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.tool_choice import MAX_PAST_CALLS, MAX_SCHEMA_BYTES, MAX_TOOLS
 from penstock.engine.text.template import ChatTemplate
 from tests.support.call_writers import WRITERS
 from tests.support.chat_samples import LLAMA3, QWEN3
-from tests.support.fake_engine import FakeEngine, byte_tokenizer, line_template
+from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer, line_template
 from tests.support.running_server import MODEL, Running, running
 
 MARKS = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")  # special tokens of their models, unlike <tool_call> and <think>
@@ -230,6 +233,78 @@ def test_a_tool_that_no_grammar_expresses_is_held_to_less_and_the_others_as_befo
         assert (LLMatcher(vocabulary.backend, source).try_consume_tokens([*call.encode()]) == len(call)) == is_held, (
             call
         )
+
+
+def many_tools(**fields: Any) -> list[dict[str, Any]]:
+    """As many tools as an agent with several MCP servers has; together too large for one grammar."""
+    return [
+        tool(
+            name=f"mcp_tool_{place}",
+            parameters={
+                "properties": {f"time_{place}_{k}": {"type": "string", "format": "date-time"} for k in range(8)}
+            },
+            **fields,
+        )
+        for place in range(100)
+    ]
+
+
+@pytest.fixture
+def roomy() -> Iterator[Running]:
+    """A server with room for the text of many tools."""
+    engine = FakeEngine(info=msgspec.structs.replace(INFO, max_model_len=200_000))
+    engine.reply = "Hello."
+    with running(engine, template=ChatTemplate(QWEN3, {"bos_token": ""})) as started:
+        yield started
+
+
+def test_many_optional_tools_are_served_whatever_their_grammar(
+    roomy: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    variants: list[dict[str, Any]] = [{}, {"response_format": form}, {}]
+    for fields in variants:
+        assert roomy.chat(messages=MESSAGES, tools=many_tools(), **fields).status_code == 200
+    assert caplog.text.count("mcp_tool_0, mcp_tool_1") == 2  # once with the format and once without
+
+    async def refuse(wanted: Any) -> None:
+        if wanted.outputs is not None:
+            raise InvalidRequest("tools", "too big")
+
+    monkeypatch.setattr(roomy.app.service, "grammar", refuse)
+    others = [*many_tools(), tool(name="other")]
+    caplog.clear()
+    for _ in range(2):
+        assert roomy.chat(messages=MESSAGES, tools=others).status_code == 200
+        assert grammar_of(roomy) is None
+    assert caplog.text.count("held to no grammar: too big") == 1
+    roomy.engine.reply = SAID["qwen"]
+    message = roomy.chat(messages=MESSAGES, tools=[*TOOLS, *many_tools()]).json()["choices"][0]["message"]
+    assert len(message["tool_calls"]) == 2  # calls are read all the same
+    # A grammar that the client asked for is still refused.
+    variants = [{"tool_choice": "required"}, {"response_format": form}, {"tools": many_tools(strict=True)}]
+    for fields in variants:
+        asked = {"messages": MESSAGES, "tools": [*many_tools(), tool(name="third")], **fields}
+        assert roomy.chat(**asked).status_code == 400
+
+
+def test_looking_for_the_tools_at_fault_takes_bounded_time(qwen: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_compiled = 0
+
+    async def refuse_slowly(wanted: Any) -> str:
+        nonlocal num_compiled
+        num_compiled += 1
+        if num_compiled == 1:
+            raise InvalidRequest("tools", "too big")
+        if num_compiled == 2:
+            await asyncio.sleep(600)
+        return "start:"
+
+    monkeypatch.setattr("penstock.engine.server.tool_choice.LOOSER_LIMIT_S", 0.01)
+    monkeypatch.setattr(qwen.app.service, "grammar", refuse_slowly)
+    tools = [tool(name=f"slow_{place}", parameters=SCHEMA) for place in range(5)]
+    assert qwen.chat(messages=MESSAGES, tools=tools).status_code == 200
+    assert num_compiled == 3
 
 
 def test_parallel_calls_can_be_turned_off(qwen: Running) -> None:
