@@ -187,7 +187,7 @@ def objection(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:
     if missing is not None:
         return f"{place}.{missing[1]}", REQUIRED
     if what.startswith("invalid enum value"):  # msgspec does not list the valid values
-        what += f"; one of {', '.join(map(repr, _literals(kind, place)))} is expected"
+        what += f"; one of {', '.join(map(repr, dict.fromkeys(_literals(kind, place))))} is expected"
     return place, what
 
 

@@ -3,6 +3,8 @@
 The command line and `LLM(...)` refuse them with this text; nothing else knows them.
 """
 
+_STORE = "it was removed; responses are stored in memory, at most 10,000 of them and 64 MiB (docs/agents.md)"
+
 REMOVED_COMMANDS = {
     "bench eplb": "run `benchmarks/bench_eplb.py plans` of the sources",
     "bench logprobs": "compare with penstock.open_forward, or with prompt_logprobs of generate (docs/training.md)",
@@ -19,4 +21,8 @@ REMOVED = {
     "structured_schema": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
     "verify_blocks": "it was removed; `penstock prove` compares answers from outside, and every record on a disk and "
     "every block from a peer carries a checksum",
+    "response_store": _STORE,
+    "response_store_bytes": _STORE,
+    "max_responses": _STORE,
+    "response_age": _STORE,
 }

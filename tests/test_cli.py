@@ -90,6 +90,8 @@ def test_a_mistake_is_one_line_that_names_it(
             "--ramp-up-strategy: it was removed; run the benchmark once",
         ),
         (["bench", "serve", "--structured-ratio=1"], "--structured-ratio: it was removed; give all requests"),
+        (["serve", "--response-store", "f"], "--response-store: it was removed; responses are stored in memory"),
+        (["serve", "--max-responses=5"], "--max-responses: it was removed; responses are stored in memory"),
         (["bench", "serve", "--num-prompt", "5"], "--num-prompt: there is no such option; did you mean --num-prompts?"),
         (["serve", "--verify-blocks", "1000"], "--verify-blocks: it was removed; `penstock prove` compares"),
         (["route", "--backand", "http://127.0.0.1:1"], "--backand: there is no such option; did you mean --backend?"),

@@ -36,7 +36,6 @@ SAID = {
     "override_generation_config": '{"temperature": 0.5}',
     "eplb_config": '{"window": 7}',
     "allowed_origins": "https://app.example",
-    "response_store": ":memory:",  # any other would be a file, which is opened
     "kv_peers": "127.0.0.1:9100",
     "kv_peer_listen": "127.0.0.1:9101",
     "kv_events_config": '{"enable_kv_cache_events": true}',

@@ -16,7 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.engine.http.access_line import AccessLine, AccessLog
 from penstock.engine.http.auth import NO_KEY, Authentication, Keys
 from penstock.engine.http.errors import CLIENT_CLOSED, HttpError, clip
+from penstock.engine.server import ignored
 from penstock.engine.server.call import Call, client_id
+from penstock.engine.server.ignored import IgnoredNames
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.routes import routes
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
@@ -31,6 +33,7 @@ class ServerApp:
         config = service.config
         self.service = service
         self.kv_events = KvEvents(service)
+        self._ignored = IgnoredNames()
         self._keys = Keys(config.api_keys)
         self._lines = AccessLog(form, "engine") if (form := config.access_log) != "off" else None
         table = routes(service, self.kv_events)
@@ -46,7 +49,7 @@ class ServerApp:
                 allow_origins=config.allowed_origins,
                 allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
-                expose_headers=("x-request-id",),
+                expose_headers=("x-request-id", ignored.HEADER.decode()),
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,6 +64,8 @@ class ServerApp:
                 status = message["status"]
                 echoed_id = (call.client_id or call.id).encode()
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", echoed_id)]
+                if call.ignored:
+                    message["headers"].append(self._ignored.header(call.ignored))
             await send(message)
 
         try:

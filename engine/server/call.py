@@ -26,6 +26,7 @@ class Call:
         self.begun_s = time.monotonic()
         self.model = ""  # by the name that the client used
         self.prompt_ids: list[int] | None = None  # given by a router in place of the text
+        self.ignored: list[str] = []  # what was left out of the request, for the log and a header
         self.reports = False  # a router wants to know how much was cached
         self.scope: Mapping[str, Any] = {}  # of ASGI
         self.is_gone = False  # the client left before the answer was complete

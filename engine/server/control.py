@@ -137,9 +137,9 @@ async def _control(service: Service, what: str, **fields: Any) -> None:
 
 
 def _asked(kind: type[Asked], call: Call, body: bytes) -> Asked:
-    """Of the body or the query; a name that is none is refused in both."""
+    """Decode the request from the body, or from the query, where an unknown name is refused."""
     if body:
-        return parse(body, kind)
+        return parse(body, kind, call.ignored)
     query = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True)
     unknown = [name for name in query if name not in kind.__struct_fields__]
     if unknown:

@@ -20,7 +20,7 @@ from penstock.engine.server.answers import DONE
 from penstock.engine.server.call import Call
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
 
-Reply = msgspec.Struct | dict[str, Any] | AsyncGenerator[bytes, None]
+Reply = msgspec.Struct | msgspec.Raw | AsyncGenerator[bytes, None]
 Handler = Callable[[Service, Call, bytes], Awaitable[Reply]]
 
 
@@ -77,7 +77,7 @@ class Endpoint:
 
     async def _answer(self, call: Call, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await self._handler(self._service, call, body)
-        if isinstance(reply, (msgspec.Struct, dict)):
+        if isinstance(reply, (msgspec.Struct, msgspec.Raw)):
             whole = Response(msgspec.json.encode(reply), 200, _report(call), "application/json")
             await whole(scope, receive, send)
         else:

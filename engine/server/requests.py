@@ -1,7 +1,9 @@
 """What clients may send: one struct per endpoint, and the fields of OpenAI and vLLM that we know but do not serve.
 
-A field that is in none of these lists is refused by name. To drop it would be to answer another question than
-the one that was asked. Values are checked by SamplingParams and the engine; here are only types.
+A known field that cannot be served is refused by name where it would change the answer. A top-level field that is in
+none of these lists is ignored, so that a new field of a client's library is no outage: `parse` collects its name for
+the log and for the response header (ignored.py). Values are checked by SamplingParams and the engine; here are only
+types.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,7 +14,6 @@ from msgspec import Meta, Raw
 
 from penstock.engine.front.submit import KvTransfer, Pooling
 from penstock.engine.http.body import decode, split_object
-from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import UNSERVED as OF_SAMPLING
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs, Unserved
 
@@ -230,6 +231,7 @@ HARMLESS = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "prediction", "parallel_tool_calls"),
     }
 )
+_ELSEWHERE = Unserved("this endpoint has no such field")
 _CHAT = "only a chat has it; use /v1/chat/completions"
 _FUNCTIONS = "the older form of tools; use tools and tool_choice"
 UNSERVED: dict[str, Unserved] = {
@@ -246,6 +248,7 @@ UNSERVED: dict[str, Unserved] = {
     "verbosity": Unserved("the model has no such setting", ("medium",)),
     "web_search_options": Unserved("there is no web search"),
     "documents": Unserved("documents are not supported; put their text into a message", ([],)),
+    "rank_fields": Unserved("documents are ranked by their text"),
     "chat_template": Unserved("a template from a request is never run; start the server with --chat-template"),
     "mm_processor_kwargs": Unserved("only text is understood", ({},)),
     "prompt_embeds": Unserved("embeddings cannot be given as a prompt"),
@@ -259,8 +262,24 @@ UNSERVED: dict[str, Unserved] = {
 }
 
 
-def parse(body: bytes, kind: type[Request], unserved: Mapping[str, Unserved] = UNSERVED) -> Request:
-    """The request in `body`, or a 400 that names the field that cannot be served as it stands."""
+# Fields of our own endpoints. Where an endpoint does not have one of them, it is refused and not ignored.
+OWN_FIELDS = frozenset(
+    name
+    for kind in (CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest)
+    for name in kind.__struct_fields__
+)
+
+
+def parse(
+    body: bytes,
+    kind: type[Request],
+    ignored: list[str],
+    unserved: Mapping[str, Unserved] = UNSERVED,
+) -> Request:
+    """Decode the request in `body` and append the names of unknown fields to `ignored`.
+
+    Raises HttpError or InvalidRequest, naming the field, where a known one cannot be served as it stands.
+    """
     known = kind.__struct_fields__
     for name, raw in split_object(body).items():
         if name in known:
@@ -268,8 +287,12 @@ def parse(body: bytes, kind: type[Request], unserved: Mapping[str, Unserved] = U
                 raise InvalidRequest(name, f"{len(bytes(raw))} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed")
         elif name in unserved:
             _check_neutral(name, raw, unserved[name])
-        elif name not in HARMLESS:
-            raise HttpError(400, f"{clip(name)}: there is no such field here", param=name)
+        elif name in HARMLESS:
+            continue
+        elif name in OWN_FIELDS:
+            _check_neutral(name, raw, _ELSEWHERE)
+        else:
+            ignored.append(name)
     return decode(kind, body)
 
 

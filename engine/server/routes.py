@@ -59,6 +59,8 @@ def routes(service: Service, kv_events: KvEvents) -> list[Route]:
         made.append(Route(post.path, endpoint, methods=["POST"]))
     for method, path, name in LATER:
         made.append(Route(path, Endpoint(service, agent_routes.later(name), takes_ids=False), methods=[method]))
+    removed = Endpoint(service, agent_routes.later("agents.stored_api.removed"), takes_ids=False, takes_none=True)
+    made += [Route(path, removed, methods=["GET", "POST", "DELETE"]) for path in agent_routes.REMOVED]
     return made
 
 

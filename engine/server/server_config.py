@@ -13,7 +13,7 @@ from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.telemetry import AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
-from penstock.engine.options import Count, Delay, Length, Port, Seconds, check, converted, flag, json_object, size_bytes
+from penstock.engine.options import Count, Delay, Length, Port, check, converted, flag, json_object
 from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.tools import formats, harmony, thinking
 
@@ -47,20 +47,6 @@ def _lora_module(text: str) -> LoraModule:
     if not name or not path:
         raise ValueError(f"{text!r} given; it is written like NAME=FOLDER")
     return LoraModule(name, path)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keeping:
-    """Of responses and conversations, for clients that come back to them."""
-
-    response_store: str | None = flag(
-        "a file for the responses and conversations that clients come back to (default: in memory)", "FILE"
-    )
-    response_store_bytes: Count = flag(
-        "limit of all of them (default: 256MiB)", "SIZE", read=size_bytes, default=256 * 2**20
-    )
-    max_responses: Count = flag("how many are kept (default: %(default)s)", "N", default=10_000)
-    response_age_s: Seconds = flag("how long one is kept unused (default: 30 days)", "S", default=30 * 86400.0)
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,7 +126,6 @@ class ServerConfig:
     access_log: AccessForm = flag("a line of the log for each request (default: %(default)s)", default="text")
     telemetry: Telemetry = Telemetry()
     limits: Limits = Limits()
-    keeping: Keeping = Keeping()
     lora_modules: tuple[LoraModule, ...] = flag(
         "adapters to load at the start, as PEFT saves them; with --enable-lora",
         "NAME=FOLDER",
@@ -191,8 +176,4 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
     if unknown:
         raise ValueError(f"default_sampling: {sorted(unknown)[0]!r} cannot have a default")
     SamplingParams(**config.default_sampling).check(vocab_size=1)
-    if config.keeping.response_store is not None:
-        from penstock.engine.server.agents.item_store import ItemStore
-
-        ItemStore(config.keeping).try_out()
     return replace(config, api_keys=keys)

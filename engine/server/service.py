@@ -33,8 +33,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo
 
 if TYPE_CHECKING:
-    from penstock.engine.server.agents.item_store import ItemStore
-    from penstock.engine.server.agents.items_api import Background
+    from penstock.engine.server.agents.response_store import ResponseStore
     from penstock.engine.server.spans import RequestSpans
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
@@ -60,7 +59,6 @@ class Service:
         self.metrics = ServerMetrics(config.served_model_names[0], engine, self.spans)
         self.is_draining = False
         self.text_digest = ""  # see know_text_digest
-        self.background: dict[str, Background] = {}  # responses that run without their clients
         self.num_open_requests = 0  # being read, worked on or answered; probes and pages do not count
         compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, engine.info.vocab_size))
         self.grammars = GrammarCheck(compiler, tokenizer.special_texts)
@@ -78,11 +76,11 @@ class Service:
         return self.config.served_model_names[0]
 
     @cached_property
-    def store(self) -> "ItemStore":
-        """Of responses and conversations; opened when it is first asked."""
-        from penstock.engine.server.agents.item_store import ItemStore
+    def responses(self) -> "ResponseStore":
+        """Those that clients of the Responses API come back to. Most servers answer chats alone."""
+        from penstock.engine.server.agents.response_store import ResponseStore
 
-        return ItemStore(self.config.keeping)
+        return ResponseStore()
 
     async def know_text_digest(self) -> None:
         """Computed when it is first asked for: writing a large vocabulary out takes a tenth of a second."""
@@ -113,7 +111,7 @@ class Service:
         unserved: Mapping[str, Unserved] = UNSERVED,
     ) -> Asked:
         """The request in `body`, for a model that is served."""
-        request = parse(body, kind, unserved)
+        request = parse(body, kind, call.ignored, unserved)
         call.model = self.check_model(request.model)
         # An id in the body counts if there is none in the headers.
         if request.request_id is not None and call.client_id is None:

@@ -13,9 +13,9 @@ from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS, RENDERING
 
 
-async def tokenize(service: Service, _call: Call, body: bytes) -> Tokens:
+async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
     """The token ids of `prompt`, or of `messages` under the chat template."""
-    request = parse(body, TokenizeRequest)
+    request = parse(body, TokenizeRequest, call.ignored)
     service.check_model(request.model)
     has_messages = bytes(request.messages) not in (b"", b"null")
     if (request.prompt is not None) == has_messages:
@@ -34,9 +34,9 @@ async def tokenize(service: Service, _call: Call, body: bytes) -> Tokens:
     return Tokens(len(ids), service.info.max_model_len, ids, texts)
 
 
-async def detokenize(service: Service, _call: Call, body: bytes) -> Detokenized:
+async def detokenize(service: Service, call: Call, body: bytes) -> Detokenized:
     """The text of `tokens`."""
-    request = parse(body, DetokenizeRequest)
+    request = parse(body, DetokenizeRequest, call.ignored)
     service.check_model(request.model)
     with service.admit(1):
         ids = decode_ids("tokens", request.tokens, service.info)
@@ -50,23 +50,23 @@ async def detokenize(service: Service, _call: Call, body: bytes) -> Detokenized:
     return Detokenized(text)
 
 
-async def reset_prefix_cache(service: Service, _call: Call, body: bytes) -> Status:
+async def reset_prefix_cache(service: Service, call: Call, body: bytes) -> Status:
     """For measurements, or where there is reason to distrust what is cached: forget all cached content, in all tiers; 409 while requests run or transfers are in flight."""
-    parse(body or b"{}", ResetRequest)
+    parse(body or b"{}", ResetRequest, call.ignored)
     if not await service.engine.reset_prefix_cache():
         raise HttpError(409, "requests or transfers between the tiers are in flight; try again when they are done")
     return Status("reset")
 
 
-async def load_adapter(service: Service, _call: Call, body: bytes) -> Status:
+async def load_adapter(service: Service, call: Call, body: bytes) -> Status:
     """Serve the PEFT adapter in a folder of the server's under a name of its own, beside the model."""
-    request = parse(body, LoadAdapterRequest)
+    request = parse(body, LoadAdapterRequest, call.ignored)
     await service.adapters.load(request.lora_name, request.lora_path, bool(request.load_inplace))
     return Status(f"adapter {request.lora_name!r} is loaded")
 
 
-async def unload_adapter(service: Service, _call: Call, body: bytes) -> Status:
+async def unload_adapter(service: Service, call: Call, body: bytes) -> Status:
     """Take no more requests for an adapter; those in flight finish."""
-    request = parse(body, UnloadAdapterRequest)
+    request = parse(body, UnloadAdapterRequest, call.ignored)
     service.adapters.unload(request.lora_name)
     return Status(f"adapter {request.lora_name!r} is unloaded")

@@ -3,7 +3,6 @@
 import json
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -204,8 +203,8 @@ def test_agents_apis_pass_through_whatever_their_method(router: RunningRouter) -
     )
     for method, path, status_code in (
         ("GET", "/v1/responses/resp_x", 404),
-        ("DELETE", "/v1/conversations/conv_x", 404),
-        ("GET", "/v1/conversations/conv_x/items?limit=2", 404),
+        ("DELETE", "/v1/conversations/conv_x", 400),
+        ("GET", "/v1/conversations/conv_x/items?limit=2", 400),
         ("PUT", "/v1/conversations/conv_x", 405),
         ("GET", "/v1/messages", 405),
     ):
@@ -213,17 +212,3 @@ def test_agents_apis_pass_through_whatever_their_method(router: RunningRouter) -
         assert answer.status_code == status_code, (path, answer.text)
     text = router.http.get("/metrics").text
     assert '"/v1/responses/"' in text and "resp_x" not in text
-
-
-def test_what_is_kept_is_found_by_replicas_that_share_a_store(tmp_path: Path) -> None:
-    with (
-        mock_replicas(2, response_store=str(tmp_path / "kept")) as replicas,
-        running_router(*(each.url for each in replicas)) as router,
-    ):
-        before = None
-        for turn in range(6):
-            asked = {"input": f"{turn}", "max_output_tokens": 2, "previous_response_id": before}
-            answer = router.http.post("/v1/responses", json=asked)
-            assert answer.status_code == 200, answer.text
-            before = answer.json()["id"]
-            assert router.http.get(f"/v1/responses/{before}").json()["id"] == before

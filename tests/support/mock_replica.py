@@ -23,7 +23,7 @@ from penstock.engine.front.client import AsyncEngine, EngineDead
 from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.messages import Abort, Heartbeat, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache
 from penstock.engine.server.lifetime import serve
-from penstock.engine.server.server_config import Keeping, KvEventsConfig, ServerConfig, resolve
+from penstock.engine.server.server_config import KvEventsConfig, ServerConfig, resolve
 from penstock.executor.oracle import OracleExecutor
 from tests.support.fake_engine import byte_tokenizer, line_template
 
@@ -156,13 +156,11 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--model", nargs="+", default=[MODEL])
     parser.add_argument("--api-key", action="append", default=[])
-    parser.add_argument("--response-store", default=None)
     parser.add_argument("--kv-events", default="", help="publish them as vLLM does, at two sockets of this name")
     parser.add_argument("--otlp-traces-endpoint", default=None)
     add_engine_arguments(parser)
     options = parser.parse_args()
     keys = tuple(options.api_key)
-    keeping = Keeping(response_store=options.response_store)
     published = options.kv_events and KvEventsConfig(
         enable_kv_cache_events=True,
         endpoint=f"ipc://{options.kv_events}.events",
@@ -172,7 +170,6 @@ def main() -> int:
         port=options.port,
         served_model_names=tuple(options.model),
         api_keys=keys,
-        keeping=keeping,
         kv_events_config=published or None,
         telemetry=Telemetry(otlp_traces_endpoint=options.otlp_traces_endpoint),
     )

@@ -6,26 +6,21 @@ from penstock.engine.server.call import Call
 from penstock.engine.server.endpoint import Handler, PostRoute, Reply
 from penstock.engine.server.service import Service
 
-RESPONSE, CONVERSATION = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
-ITEM = f"{CONVERSATION}/items/{{item_id}}"
+RESPONSE = "/v1/responses/{response_id}"
 ROUTES = (
     ("POST", "/v1/responses", "agents.items_api.responses"),
     ("POST", "/v1/responses/input_tokens", "agents.items_api.input_tokens"),
-    ("GET", RESPONSE, "agents.kept_api.get"),
-    ("DELETE", RESPONSE, "agents.kept_api.delete"),
-    ("POST", f"{RESPONSE}/cancel", "agents.kept_api.cancel"),
-    ("GET", f"{RESPONSE}/input_items", "agents.kept_api.list_items"),
-    ("POST", "/v1/conversations", "agents.kept_api.create_conversation"),
-    ("GET", CONVERSATION, "agents.kept_api.get"),
-    ("POST", CONVERSATION, "agents.kept_api.change_conversation"),
-    ("DELETE", CONVERSATION, "agents.kept_api.delete"),
-    ("GET", f"{CONVERSATION}/items", "agents.kept_api.list_items"),
-    ("POST", f"{CONVERSATION}/items", "agents.kept_api.add_items"),
-    ("GET", ITEM, "agents.kept_api.get_item"),
-    ("DELETE", ITEM, "agents.kept_api.delete_item"),
+    ("GET", RESPONSE, "agents.stored_api.get"),
+    ("DELETE", RESPONSE, "agents.stored_api.delete"),
+    ("POST", f"{RESPONSE}/cancel", "agents.stored_api.cancel"),
     ("POST", "/v1/messages", "agents.messages_api.messages"),
     ("POST", "/v1/messages/count_tokens", "agents.messages_api.count_tokens"),
 )
+REMOVED = (
+    f"{RESPONSE}/input_items",
+    "/v1/conversations",
+    "/v1/conversations/{rest:path}",
+)  # each is a 400 that says so
 
 
 def later(name: str) -> Handler:

@@ -1,14 +1,13 @@
 """An answer as the Responses API has it: items of reasoning, text and calls, and the events of each as it grows."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.agents.events import EventQueue, Kind
-from penstock.engine.server.agents.items import PREFIXES
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
 from penstock.engine.server.responses import ChatFinish, ChatLogprobs, ToolCallDelta
@@ -16,7 +15,8 @@ from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.reader import object_in
 
-# Of each kind of part the type of its item, and that of its text and of the text's events.
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of the ids of items
+# For each kind of part: the type of its item, and the type of its text and of the text's events.
 TYPES = {
     "reasoning": ("reasoning", "reasoning_text"),
     "text": ("message", "output_text"),
@@ -25,7 +25,7 @@ TYPES = {
 
 
 class ItemsReply(msgspec.Struct, kw_only=True):
-    """A response: what was asked, and the items of the answer."""
+    """A response: the request's options, and the items of the answer. Has every field that Open Responses requires."""
 
     id: str
     created_at: int
@@ -39,15 +39,20 @@ class ItemsReply(msgspec.Struct, kw_only=True):
     usage: dict[str, Any] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    conversation: dict[str, str] | None = None
     background: bool = False
     store: bool = True
     metadata: dict[str, str] = {}
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str = "default"
     temperature: float | None = None
     top_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     top_logprobs: int = 0
     max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
     tools: list[Any] = []
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
@@ -57,20 +62,21 @@ class ItemsReply(msgspec.Struct, kw_only=True):
 
 
 class ItemWriter:
-    """`keep` is called with the finished response, before its last event, and answers whether it was kept."""
+    """Writes one response. `keep` is called with it when it has ended, before the last event, and returns whether the
+    response was stored."""
 
     def __init__(
         self,
         call: Call,
         reply: ItemsReply,
         tokenizer: Tokenizer,
-        keep: Callable[[ItemsReply], Awaitable[bool]],
+        keep: Callable[[ItemsReply], bool],
         *,
         is_stream: bool,
     ) -> None:
         self.reply = reply
         self.events = EventQueue(is_stream)
-        self.is_cancelled = False  # then what comes as a failure is none
+        self.is_cancelled = False  # by a request on another connection: the failure that follows is none
         self._call, self._tokenizer, self._keep = call, tokenizer, keep
         self._num_events = 0
         self._kind: Kind | None = None  # of the last item, while it grows
@@ -124,8 +130,9 @@ class ItemWriter:
     async def _finish(self, status: str) -> None:
         self._close("completed" if status == "completed" else "incomplete")
         self.reply.status, self.reply.usage = status, await self._usage()
-        self.reply.store = await self._keep(self.reply)
-        self._event(f"response.{status}", response=self.reply)
+        self.reply.store = self._keep(self.reply)
+        # There is no event of its own for a cancelled response.
+        self._event(f"response.{'incomplete' if status == 'cancelled' else status}", response=self.reply)
 
     def _close(self, status: str) -> None:
         if self._kind is None:

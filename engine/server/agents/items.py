@@ -1,8 +1,7 @@
-"""From items, and from what else agents' APIs call a conversation, to the messages of a chat; and back to the client's own
-names where something in them is refused."""
+"""Turns what the agents' APIs call a conversation (items, blocks) into the messages of a chat, and the names in an error back
+into the client's own."""
 
 import re
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,14 +13,22 @@ from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError
 from penstock.engine.options import objection
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.server.agents.items_schema import ITEM, CallItem, MessageItem, ReasoningItem, ResultItem, TextPart
+from penstock.engine.server.agents.items_schema import (
+    ITEM,
+    AnyItem,
+    CallItem,
+    MessageItem,
+    ReasoningItem,
+    ResultItem,
+    TextPart,
+)
 from penstock.engine.server.prompts import MAX_MESSAGES, check_braces
 from penstock.engine.server.service import as_http_error
+from penstock.engine.server.tool_choice import MAX_TOOLS
 from penstock.executor.protocol import ModelInfo
 
 T = TypeVar("T")
 Item = dict[str, Any]
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 INPUT: Any = str | list[Item]
 
 
@@ -58,7 +65,7 @@ class Messages:
 
 
 def given_items(raw: Raw, info: ModelInfo) -> list[Item]:
-    """`input`, which may be a text or nothing, as items that are not yet checked."""
+    """Decode `input`, which may be a text or missing, into items that are not yet checked."""
     if bytes(raw) in (b"", b"null"):
         return []
     check_braces("input", raw, info)
@@ -66,27 +73,37 @@ def given_items(raw: Raw, info: ModelInfo) -> list[Item]:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
-def named_items(given: list[Item], field: str, owner: str) -> list[Item]:
-    """Checked, with their types and with ids, from which their owner can be found."""
+def checked_items(given: list[Item], field: str) -> list[AnyItem]:
+    """Convert the client's items, filling in the type of messages that have none."""
     if len(given) > MAX_MESSAGES:
         raise InvalidRequest(field, f"{len(given)} given; at most {MAX_MESSAGES} are allowed")
-    items = [{"type": "message" if "role" in item else "item_reference", **item} for item in given]
-    items = [{name: value for name, value in item.items() if value is not None} for item in items]
-    of_kind(items, list[ITEM], field)
-    token = owner.partition("_")[2]
-    return [
-        {"id": f"{PREFIXES[item['type']]}_{token}{secrets.token_hex(4)}", **item} if "id" not in item else item
-        for item in items
-    ]
+    for place, item in enumerate(given):
+        if item.get("type", "message") == "item_reference" or not item.keys() & {"type", "role"}:
+            what = "items are not kept by their ids; send the item itself, or previous_response_id"
+            raise InvalidRequest(f"{field}[{place}].type", what)
+        _check_parts(item, f"{field}[{place}]")
+    items = [{name: value for name, value in item.items() if value is not None} for item in given]
+    converted: list[AnyItem] = of_kind([{"type": "message", **item} for item in items], list[ITEM], field)
+    return converted
 
 
-def to_messages(items: Sequence[tuple[str, Item]], instructions: str | None) -> Messages:
-    """Of items with their places."""
+def _check_parts(item: Item, field: str) -> None:
+    """Refuse images and files by name."""
+    for name in ("content", "output"):
+        parts = item.get(name)
+        for place, part in enumerate(parts if isinstance(parts, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in ("input_image", "input_file", "input_audio", "computer_screenshot"):
+                what = f"{kind!r} is not served; this model reads text only"
+                raise InvalidRequest(f"{field}.{name}[{place}].type", what)
+
+
+def to_messages(items: Sequence[tuple[str, AnyItem]], instructions: str | None) -> Messages:
+    """Turn items, each with its place in the request, into the messages of a chat."""
     chat = Messages()
     if instructions:
         chat.add("instructions", "system", content=instructions)
-    for place, plain in items:
-        item = of_kind(plain, ITEM, place)
+    for place, item in items:
         if isinstance(item, MessageItem):
             chat.say(place, item.role, chat_text(item.content))
         elif isinstance(item, CallItem):
@@ -98,6 +115,27 @@ def to_messages(items: Sequence[tuple[str, Item]], instructions: str | None) -> 
         elif isinstance(item, ReasoningItem):
             chat.think(place, "\n".join(part.text for part in item.content or item.summary))
     return chat
+
+
+class _ToolType(msgspec.Struct):
+    """What of a tool is read first."""
+
+    type: Any = None
+
+
+def own_tools(given: Sequence[Raw] | None, kind: type[T], vendors: re.Pattern[str], ignored: list[str]) -> list[T]:
+    """Decode the tools that the client runs. Those whose type matches `vendors` run in a vendor's cloud only: they are
+    left out, and named in `ignored`."""
+    tools: list[T] = []
+    if given is not None and len(given) > MAX_TOOLS:
+        raise InvalidRequest("tools", f"{len(given)} given; at most {MAX_TOOLS} are allowed")
+    for place, raw in enumerate(given or ()):
+        tool_type = decode(_ToolType, raw, f"tools[{place}]").type
+        if not isinstance(tool_type, str) or vendors.fullmatch(tool_type) is None:
+            tools.append(decode(kind, raw, f"tools[{place}]"))
+        elif (name := f"tools:{tool_type}") not in ignored:
+            ignored.append(name)
+    return tools
 
 
 def chat_text(content: str | list[TextPart]) -> str | list[dict[str, str]]:

@@ -1,13 +1,12 @@
-"""POST /v1/responses and what belongs to it: a conversation of items, answered by the one chat path.
+"""POST /v1/responses and /v1/responses/input_tokens: a conversation of items, answered by the one chat path.
 
-A response that is kept can be asked for, and be the beginning of the next one. One in the background runs on without its
-client; only this process knows of it until it has ended.
+A response that is stored (response_store.py) can be the beginning of the next one.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec import Raw
@@ -17,22 +16,33 @@ from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.events import num_prompt_tokens, thinking_switch, write
-from penstock.engine.server.agents.item_store import Kept
 from penstock.engine.server.agents.item_writer import ItemsReply, ItemWriter
-from penstock.engine.server.agents.items import Item, Messages, given_items, in_words_of, named_items, to_messages
+from penstock.engine.server.agents.items import (
+    Messages,
+    checked_items,
+    given_items,
+    in_words_of,
+    own_tools,
+    to_messages,
+)
 from penstock.engine.server.agents.items_schema import (
+    ITEM,
     NOT_SERVED,
+    VENDOR_TOOLS,
     AllowedTools,
+    AnyItem,
     ChosenTool,
+    FlatTool,
     ItemsRequest,
     ResponsesRequest,
 )
+from penstock.engine.server.agents.response_store import RunningResponse, StoredResponse
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ChatReply, ask
 from penstock.engine.server.service import Service
 
-MAX_CHAIN = 1000  # responses, each with the one before it
-NAMES = {  # what a chat calls otherwise
+MAX_CHAIN = 1000  # responses, each with its previous one
+NAMES = {  # the chat's names of fields, and ours
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
@@ -48,43 +58,19 @@ class InputTokens(msgspec.Struct, frozen=True):
     object: str = "response.input_tokens"
 
 
-class Background(NamedTuple):
-    """A response that runs without its client."""
-
-    task: asyncio.Task[None]
-    call: Call
-    writer: ItemWriter
-    given: list[Item]
-    tenant: bytes
-
-
 async def responses(service: Service, call: Call, body: bytes) -> ItemsReply | AsyncGenerator[bytes, None]:
     """Answer a conversation of items."""
     request = service.accept(call, body, ResponsesRequest, NOT_SERVED)
-    if request.background:
-        if request.stream or request.store is False:
-            raise InvalidRequest("background", "what runs in the background is kept (store) and not streamed")
-        client, call = call, Call(call.client_id)  # of its own, that does not end with the client's
-        call.model, call.scope, call.trace = client.model, client.scope, client.trace
-    reply = _reply(service, call, request)
-    given, chat, messages = await _chat(service, call, request, reply.id, len(body))
-    try:
-        with in_words_of(NAMES, messages.places):
-            plan = await ask(service, call, chat, len(body))
-    except BaseException:
-        service.release(call)
-        raise
-
+    tools = own_tools(request.tools, FlatTool, VENDOR_TOOLS, call.ignored)
+    reply = _reply(service, call, request, tools)
+    given, chat, messages = _chat(service, call, request, tools)
+    with in_words_of(NAMES, messages.places):
+        plan = await ask(service, call, chat, len(body))
     keep = partial(_keep, service, call, request, given)
     writer = ItemWriter(call, reply, service.tokenizer, keep, is_stream=bool(request.stream))
-    raises = not (request.stream or request.background)
-    pieces = write(service, call, ChatReply(service, call, chat, plan), writer, raises=raises)
+    pieces = write(service, call, ChatReply(service, call, chat, plan), writer, raises=not request.stream)
     if request.stream:
-        return pieces
-    if request.background:
-        task = asyncio.create_task(_run_on(service, call, pieces))
-        service.background[reply.id] = Background(task, call, writer, given, tenant_of(call))
-        return msgspec.structs.replace(reply, output=[])
+        return _cancellable(service, RunningResponse(owner_of(call), call, writer), pieces)
     async for _ in pieces:
         pass
     return reply
@@ -93,89 +79,66 @@ async def responses(service: Service, call: Call, body: bytes) -> ItemsReply | A
 async def input_tokens(service: Service, call: Call, body: bytes) -> InputTokens:
     """How many tokens the prompt of a response would have."""
     request = service.accept(call, body, ItemsRequest, NOT_SERVED)
+    tools = own_tools(request.tools, FlatTool, VENDOR_TOOLS, call.ignored)
     with service.admit(1):
-        _, chat, messages = await _chat(service, call, request, "resp_", len(body))
+        _, chat, messages = _chat(service, call, request, tools)
         with in_words_of(NAMES, messages.places):
             return InputTokens(await num_prompt_tokens(service, chat, len(body)))
 
 
-def tenant_of(call: Call) -> bytes:
-    """By whose key it came; where there are none, all are one."""
+def owner_of(call: Call) -> bytes:
+    """Return the digest of the API key that the request came with. Without keys all clients are one."""
     return key_digest(call.scope["headers"]) or b""
 
 
-def not_kept(field: str, kept_id: str, status: int = 404) -> HttpError:
-    return HttpError(status, f"{field}: {clip(kept_id)!r} is not kept here (any more)", param=field)
+def not_stored(field: str, response_id: str, status: int = 404) -> HttpError:
+    return HttpError(status, f"{field}: {clip(response_id)!r} is not stored here (any more)", param=field)
 
 
-async def _past(service: Service, call: Call, request: ItemsRequest) -> list[Item]:
-    """The items before those that came."""
-    before, within = request.previous_response_id, request.conversation_id
-    if before is not None and within is not None:
-        raise InvalidRequest("previous_response_id", "give only one of it and conversation")
-    turns: list[list[Item]] = []
-    at = before or within
-    while at is not None:
-        kept = await service.store.get(tenant_of(call), at) if len(turns) < MAX_CHAIN else None
-        if kept is None:
-            raise not_kept("conversation", at) if before is None else not_kept("previous_response_id", at, 400)
-        if before is not None and (within := (kept["shown"].get("conversation") or {}).get("id")) is not None:
-            raise InvalidRequest("previous_response_id", f"it belongs to a conversation; give conversation: {within!r}")
-        turns.append(kept["items"])
-        at = kept.get("previous")
+async def _cancellable(
+    service: Service, running: RunningResponse, pieces: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
+    """Pass the stream on, and let other connections find it by its id while it lasts."""
+    response_id = running.writer.reply.id
+    service.responses.running[response_id] = running
+    try:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+    finally:
+        del service.responses.running[response_id]
+        running.has_ended.set()
+
+
+def _past(service: Service, call: Call, previous_id: str | None) -> list[AnyItem]:
+    """Collect the items of the previous response and of all those before it."""
+    turns: list[list[AnyItem]] = []
+    while previous_id is not None:
+        stored = service.responses.get(owner_of(call), previous_id) if len(turns) < MAX_CHAIN else None
+        if stored is None:
+            raise not_stored("previous_response_id", previous_id, 400)
+        turns.append(msgspec.json.decode(stored.items, type=list[ITEM]))
+        previous_id = stored.previous_id
     return [item for turn in reversed(turns) for item in turn]
 
 
-async def _chat(
-    service: Service, call: Call, request: ItemsRequest, owner: str, size_bytes: int
-) -> tuple[list[Item], schema.ChatRequest, Messages]:
-    """What was given, and the chat that the request stands for."""
-    past = [("input (before it)", item) for item in await _past(service, call, request)]
-    given = named_items(given_items(request.input, service.info), "input", owner)
-    owners: dict[str, list[Item]] = {}
-    for place, item in enumerate(given):
-        if item["type"] == "item_reference":
-            given[place] = await _referred(service, call, f"input[{place}].id", item["id"], owners)
+def _chat(
+    service: Service, call: Call, request: ItemsRequest, tools: list[FlatTool]
+) -> tuple[list[AnyItem], schema.ChatRequest, Messages]:
+    """Return the items of the request, and the chat that it stands for."""
+    past = [("previous_response_id", item) for item in _past(service, call, request.previous_response_id)]
+    given = checked_items(given_items(request.input, service.info), "input")
     placed = [*past, *((f"input[{place}]", item) for place, item in enumerate(given))]
     if not placed:
         raise InvalidRequest("input", "at least one item is needed")
-    fields = _fields(request)
-
-    def chat_of(start: int) -> tuple[list[Item], schema.ChatRequest, Messages]:
-        messages = to_messages(placed[start:], request.instructions)
-        return given, schema.ChatRequest(messages=Raw(msgspec.json.encode(messages.messages)), **fields), messages
-
-    if request.truncation != "auto":
-        return chat_of(0)
-    # From which of the user's messages on it fits: by halves, for every look renders all of it.
-    starts = [0, *(at for at, (_, item) in enumerate(placed) if at and item.get("role") == "user")]
-    limit = service.info.max_model_len - (fields.get("max_tokens") or 1)
-    low, high = 0, len(starts) - 1
-    while low < high:
-        middle = (low + high) // 2
-        _, chat, messages = chat_of(starts[middle])
-        with in_words_of(NAMES, messages.places):
-            fits = await num_prompt_tokens(service, chat, size_bytes) <= limit
-        low, high = (low, middle) if fits else (middle + 1, high)
-    return chat_of(starts[low])
+    messages = to_messages(placed, request.instructions)
+    encoded = Raw(msgspec.json.encode(messages.messages))
+    return given, schema.ChatRequest(messages=encoded, **_fields(request, tools)), messages
 
 
-async def _referred(service: Service, call: Call, field: str, item_id: str, owners: dict[str, list[Item]]) -> Item:
-    """An item by its id, in which its owner is named. `owners`: what was read for the references before it."""
-    token = item_id.partition("_")[2][:32]
-    for owner in (f"resp_{token}", f"conv_{token}"):
-        if owner not in owners:
-            kept = await service.store.get(tenant_of(call), owner)
-            owners[owner] = kept["items"] if kept else []
-        for item in owners[owner]:
-            if item["id"] == item_id:
-                return dict(item)
-    raise not_kept(field, item_id, 400)
-
-
-def _fields(request: ItemsRequest) -> dict[str, Any]:
-    """Of the chat, all but its messages."""
-    tools, choice = request.tools or [], request.tool_choice
+def _fields(request: ItemsRequest, tools: list[FlatTool]) -> dict[str, Any]:
+    """Return all fields of the chat but its messages."""
+    choice = request.tool_choice
     fields: dict[str, Any] = {name: getattr(request, name, None) for name in SAME} | {"tool_choice": choice}
     if isinstance(choice, ChosenTool):
         fields["tool_choice"] = schema.NamedTool(schema.FunctionName(choice.name))
@@ -201,40 +164,23 @@ def _fields(request: ItemsRequest) -> dict[str, Any]:
     return fields
 
 
-def _reply(service: Service, call: Call, request: ResponsesRequest) -> ItemsReply:
-    """What was asked, as it was understood."""
-    names = {*ItemsReply.__struct_fields__} & {*ResponsesRequest.__struct_fields__} - {"model", "text", "conversation"}
+def _reply(service: Service, call: Call, request: ResponsesRequest, tools: list[FlatTool]) -> ItemsReply:
+    """Return the response without an answer yet: the request's options as they were understood."""
+    names = {*ItemsReply.__struct_fields__} & {*ResponsesRequest.__struct_fields__} - {"model", "text", "tools"}
     asked = {name: value for name in names if (value := getattr(request, name)) is not None}
     defaults = {name: service.config.default_sampling.get(name, 1.0) for name in ("temperature", "top_p")}
-    reply = ItemsReply(id=f"resp_{call.id}", created_at=call.created, model=call.model, **{**defaults, **asked})
+    reply = ItemsReply(
+        id=f"resp_{call.id}", created_at=call.created, model=call.model, tools=tools, **{**defaults, **asked}
+    )
     form = msgspec.to_builtins(request.text.format) if request.text is not None else None
     reply.text = {"format": {name: value for name, value in (form or {"type": "text"}).items() if value is not None}}
-    if request.conversation_id is not None:
-        reply.conversation = {"id": request.conversation_id}
     return reply
 
 
-async def _keep(service: Service, call: Call, request: ResponsesRequest, given: list[Item], reply: ItemsReply) -> bool:
-    """In the store, and at the end of its conversation."""
-    items, tenant = [*given, *msgspec.to_builtins(reply.output)], tenant_of(call)
-    if request.conversation_id is not None and reply.status in ("completed", "incomplete"):
-        try:
-            await service.store.change(tenant, request.conversation_id, lambda kept: kept["items"].extend(items))
-        except HttpError:  # it is in the log, and the client gets its answer
-            return False
+def _keep(service: Service, call: Call, request: ResponsesRequest, given: list[AnyItem], reply: ItemsReply) -> bool:
+    """Store the response unless the client does not want it; return whether it is stored."""
     if request.store is False:
         return False
-    whole = msgspec.to_builtins(msgspec.structs.replace(reply, output=[]))
-    kept: Kept = {"shown": whole, "items": items, "num_given": len(given), "previous": request.previous_response_id}
-    return await service.store.put(tenant, reply.id, kept)
-
-
-async def _run_on(service: Service, call: Call, pieces: AsyncGenerator[bytes, None]) -> None:
-    service.num_open_requests += 1  # a drain waits for it
-    try:
-        async for _ in pieces:
-            pass
-    finally:
-        service.background.pop(f"resp_{call.id}", None)
-        service.release(call)
-        service.num_open_requests -= 1
+    items = msgspec.json.encode([*given, *reply.output])
+    stored = StoredResponse(owner_of(call), msgspec.json.encode(reply), items, request.previous_response_id)
+    return service.responses.put(reply.id, stored)

@@ -1,5 +1,6 @@
 """What clients of the Responses API may send: one struct per request, item and tool, and the fields that are not served."""
 
+import re
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -63,11 +64,7 @@ class ReasoningItem(AnyItem, frozen=True, tag="reasoning"):
     encrypted_content: Literal[""] | None = None  # what another server encrypted cannot be read here
 
 
-class ReferenceItem(AnyItem, frozen=True, tag="item_reference"):
-    id: Id
-
-
-ITEM = MessageItem | CallItem | ResultItem | ReasoningItem | ReferenceItem
+ITEM = MessageItem | CallItem | ResultItem | ReasoningItem
 
 
 class TextFormat(JsonSchema, frozen=True, kw_only=True):
@@ -87,8 +84,16 @@ class Effort(Strict, frozen=True):
     generate_summary: Literal["auto"] | None = None
 
 
+# Types of tools that run in OpenAI's cloud, or that only its models know: items.own_tools leaves them out.
+VENDOR_TOOLS = re.compile(
+    r"web_search(_preview)?(_\d{4}_\d\d_\d\d)?|file_search|code_interpreter|image_generation|mcp|namespace|tool_search"
+    r"|programmatic_tool_calling"
+)
+AnyTool = Annotated[Raw, Meta(extra_json_schema={"type": "object", "properties": {"type": {"type": "string"}}})]
+
+
 class FlatTool(Strict, frozen=True):
-    """A function: the tools that OpenAI runs are not here."""
+    """A function."""
 
     type: Literal["function"]
     name: str
@@ -109,10 +114,6 @@ class AllowedTools(Strict, frozen=True, tag_field="type", tag="allowed_tools"):
     tools: list[ChosenTool]
 
 
-class ConversationId(Strict, frozen=True):
-    id: Id
-
-
 class ItemsRequest(PromptRequest, kw_only=True):
     """POST /v1/responses/input_tokens: what a prompt is made of"""
 
@@ -121,18 +122,12 @@ class ItemsRequest(PromptRequest, kw_only=True):
     )
     instructions: str | None = None
     previous_response_id: Id | None = None
-    conversation: Id | ConversationId | None = None
-    tools: list[FlatTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Effort | None = None
-    truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    @property
-    def conversation_id(self) -> str | None:
-        return self.conversation.id if isinstance(self.conversation, ConversationId) else self.conversation
 
 
 @partial(with_sampling, without=("n", "max_tokens", "prompt_logprobs"))
@@ -145,18 +140,12 @@ class ResponsesRequest(ItemsRequest, kw_only=True):
     top_logprobs: int | None = None
     include: list[Included] | None = None
     store: bool | None = None
-    background: bool | None = None
     metadata: Metadata | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     max_tool_calls: int | None = None  # of tools that OpenAI runs
     prompt_cache_options: Any = None  # every prompt's blocks are cached, as long as they fit
-
-
-class ConversationRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/conversations"""
-
-    metadata: Metadata | None = None
-    items: list[dict[str, Any]] | None = None
 
 
 NOT_SERVED = {
@@ -170,7 +159,10 @@ NOT_SERVED = {
     "logprobs": Unserved("use top_logprobs, or include message.output_text.logprobs", (False,)),
     "prompt_logprobs": Unserved("only completions and chats show them"),
     "prompt": Unserved("no prompts are kept here; send instructions and input"),
-    "context_management": Unserved("nothing is compacted here; use truncation", ([],)),
+    "context_management": Unserved("nothing is compacted here; send fewer items", ([],)),
+    "truncation": Unserved("no turns are dropped here; send fewer items", ("disabled",)),
+    "background": Unserved("a response ends with its connection; use stream", (False,)),
+    "conversation": Unserved("no conversations are kept here; use previous_response_id"),
     "moderation": Unserved("there is no moderation"),
     "image": Unserved("only text is understood"),
     "access_programs": Unserved("there are no such programs"),

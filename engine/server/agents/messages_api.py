@@ -12,10 +12,12 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.block_writer import BlockWriter, MessageReply
 from penstock.engine.server.agents.events import num_prompt_tokens, thinking_switch, write
-from penstock.engine.server.agents.items import Messages, in_words_of
+from penstock.engine.server.agents.items import Messages, in_words_of, own_tools
 from penstock.engine.server.agents.messages_schema import (
     NOT_SERVED,
+    VENDOR_TOOLS,
     BlockMessage,
+    BlockTool,
     CountRequest,
     MessagesRequest,
     TextBlock,
@@ -46,7 +48,7 @@ class CountReply(msgspec.Struct, frozen=True):
 async def messages(service: Service, call: Call, body: bytes) -> MessageReply | AsyncGenerator[bytes, None]:
     """Answer a conversation of blocks."""
     request = _accepted(service, call, body, MessagesRequest)
-    chat, places = _chat(service, request)
+    chat, places = _chat(service, call, request)
     with in_words_of(NAMES, places):
         plan = await ask(service, call, chat, len(body))
     writer = BlockWriter(call, is_stream=bool(request.stream))
@@ -60,7 +62,7 @@ async def messages(service: Service, call: Call, body: bytes) -> MessageReply | 
 
 async def count_tokens(service: Service, call: Call, body: bytes) -> CountReply:
     """How many tokens the prompt of a message would have."""
-    chat, places = _chat(service, _accepted(service, call, body, CountRequest))
+    chat, places = _chat(service, call, _accepted(service, call, body, CountRequest))
     with service.admit(1), in_words_of(NAMES, places):
         return CountReply(await num_prompt_tokens(service, chat, len(body)))
 
@@ -73,7 +75,7 @@ def _accepted(service: Service, call: Call, body: bytes, kind: Any) -> Any:
     return service.accept(call, body, kind, NOT_SERVED)
 
 
-def _chat(service: Service, request: CountRequest) -> tuple[schema.ChatRequest, list[str]]:
+def _chat(service: Service, call: Call, request: CountRequest) -> tuple[schema.ChatRequest, list[str]]:
     """The chat that the request stands for, and where its messages were written."""
     check_braces("messages", request.messages, service.info)
     given = decode(list[BlockMessage], request.messages, "messages")
@@ -93,7 +95,7 @@ def _chat(service: Service, request: CountRequest) -> tuple[schema.ChatRequest, 
             what = "a turn of the assistant that ends the messages is gone on with, so its last block has to be a text"
             raise InvalidRequest(f"messages[{len(given) - 1}].content", what)
         fields["continue_final_message"] = True
-    fields |= _options(request)
+    fields |= _options(request, own_tools(request.tools, BlockTool, VENDOR_TOOLS, call.ignored))
     return schema.ChatRequest(messages=Raw(msgspec.json.encode(chat.messages)), **fields), chat.places
 
 
@@ -122,15 +124,14 @@ def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _options(request: CountRequest) -> dict[str, Any]:
-    """What a chat says in another way."""
+def _options(request: CountRequest, tools: list[BlockTool]) -> dict[str, Any]:
+    """Return the fields that a chat has under another name or in another form."""
     fields: dict[str, Any] = {"stop": getattr(request, "stop_sequences", None)}
     if (thinking := request.thinking) is not None:
         fields["chat_template_kwargs"] = thinking_switch(thinking.type != "disabled")
         fields["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
     fields["tools"] = [
-        schema.Tool(schema.Function(tool.name, tool.description, tool.input_schema, tool.strict))
-        for tool in request.tools or ()
+        schema.Tool(schema.Function(tool.name, tool.description, tool.input_schema, tool.strict)) for tool in tools
     ]
     if (choice := request.tool_choice) is not None:
         if (choice.type == "tool") != (choice.name is not None):

@@ -1,13 +1,14 @@
 """What clients of Anthropic's Messages API may send: one struct per request, block and tool, and the fields that are not
 served."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw
 
 from penstock.engine.sampling_params import Unserved
-from penstock.engine.server.agents.items_schema import Id, Strict
-from penstock.engine.server.requests import PromptRequest
+from penstock.engine.server.agents.items_schema import AnyTool, Id, Strict
+from penstock.engine.server.requests import UNSERVED, PromptRequest
 
 
 class ContentBlock(Strict, frozen=True, tag_field="type", kw_only=True):
@@ -49,8 +50,12 @@ class ThinkingConfig(Strict, frozen=True):
     display: Literal["summarized", "omitted"] | None = None
 
 
+# Types of tools that run in Anthropic's cloud: items.own_tools leaves them out.
+VENDOR_TOOLS = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_(regex|bm25))(_\d{8})?|mcp_toolset")
+
+
 class BlockTool(Strict, frozen=True):
-    """A function: the tools that Anthropic runs are not here."""
+    """A function, which the client runs."""
 
     name: str
     input_schema: dict[str, Any]
@@ -83,7 +88,7 @@ class CountRequest(PromptRequest, kw_only=True):
 
     messages: Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})]
     system: str | list[TextBlock] | None = None
-    tools: list[BlockTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: BlockChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -106,6 +111,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 _SERVICE = "this is one server, with one speed"
 NOT_SERVED = {
+    **{name: why for name, why in UNSERVED.items() if name not in MessagesRequest.__struct_fields__},
     "speed": Unserved(_SERVICE, ("standard",)),
     "inference_geo": Unserved(_SERVICE, ("global",)),
     "container": Unserved("nothing is run here"),

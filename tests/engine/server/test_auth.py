@@ -74,8 +74,9 @@ def test_several_headers_may_carry_keys_that_are_all_accepted(server: Running, o
 def test_each_of_the_keys_opens_every_route(server: Running, key: str) -> None:
     for path in routes(server):
         answer = status(server, "GET", path, f"authorization: bearer {key}")
-        is_kept = path.startswith(("/v1/responses/", "/v1/conversations/"))  # asked for what is not kept
-        assert answer in ((404, 405) if is_kept else (200, 405)), (path, answer)
+        # What is asked for is not stored, or the route was removed.
+        others = (404, 405, 400) if path.startswith(("/v1/responses/", "/v1/conversations")) else (200, 405)
+        assert answer in others, (path, answer)
 
 
 @pytest.mark.parametrize(

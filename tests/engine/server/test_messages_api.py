@@ -215,7 +215,15 @@ def test_a_format_is_a_grammar(server: Running) -> None:
             "messages[0].content[0].tool_call_id",
         ),
         ({"system": [{"type": "image"}]}, "system[0].type"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        (
+            {
+                "tools": [{"type": "web_search_20250305", "name": "web_search"}, TOOL],
+                "tool_choice": {"type": "tool", "name": "web_search"},
+            },
+            "tool_choice.name",
+        ),
+        ({"guided_json": {}}, "guided_json"),
+        ({"frequency_penalty": 1}, "frequency_penalty"),
         ({"tools": [{"type": "bash_20250124", "name": "bash", "input_schema": {}}]}, "tools[0].type"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
         ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice.name"),
@@ -303,3 +311,11 @@ def test_a_turn_that_goes_on_ends_with_a_text(
 ) -> None:
     answer = post(server, tools=[TOOL], messages=[*HI, {"role": "assistant", "content": [*before, last]}])
     assert answer.status_code == 400 and "messages[1].content: " in answer.json()["error"]["message"]
+
+
+def test_tools_that_run_at_anthropic_and_unknown_fields_are_left_out_and_named(server: Running) -> None:
+    server.engine.reply = "Hello."
+    tools = [{"type": "web_search_20250305", "name": "web_search"}, TOOL, {"type": "web_fetch_20260318", "name": "f"}]
+    answer = post(server, tools=tools, thread={"type": "new"})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-penstock-ignored"] == "thread, tools:web_search_20250305, tools:web_fetch_20260318"

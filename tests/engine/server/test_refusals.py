@@ -147,14 +147,12 @@ BAD_FIELDS = [
     ("documents", [{}]),
     ("modalities", ["audio"]),
     ("return_tokens_as_token_ids", "yes"),
-    ("temprature", 1),
-    ("__class__", 1),
-    ("x" * 5000, 1),
+    ("encoding_format", "float"),  # another endpoint's
 ]
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_a_field_out_of_range_or_unknown_is_refused_by_name(server: Running, endpoint: str) -> None:
+def test_a_field_out_of_range_or_of_another_endpoint_is_refused_by_name(server: Running, endpoint: str) -> None:
     send = server.complete if endpoint == "completions" else server.chat
     before = len(server.engine.submitted)
     for field, value in BAD_FIELDS:
@@ -694,3 +692,37 @@ def test_too_many_texts_are_refused_before_any_is_built(monkeypatch: pytest.Monk
     monkeypatch.undo()
     quoted = msgspec.Raw(msgspec.json.encode(['"' * 50] * 1024))
     assert len(prompts.decode_inputs("prompt", quoted, 1024, INFO)) == 1024
+
+
+def test_unknown_fields_are_ignored_and_named_in_a_header(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    plain = server.complete(max_tokens=3, temperature=0)
+    assert "x-penstock-ignored" not in plain.headers
+    for send in (server.complete, server.chat):
+        for stream in (False, True):
+            answer = send(max_tokens=3, temperature=0, stream=stream, temprature=1, __class__=1)
+            assert answer.status_code == 200
+            assert answer.headers["x-penstock-ignored"] == "temprature, __class__"
+    assert caplog.text.count("temprature") == 1  # in the log once, however often it comes
+    answer = server.complete(max_tokens=3, temprature=1, n=0)
+    assert answer.status_code == 400 and answer.headers["x-penstock-ignored"] == "temprature"
+    for path, body in (
+        ("/v1/embeddings", {"input": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/reset_prefix_cache", {}),
+    ):
+        assert server.post(path, {**body, "new_field": 1}).headers["x-penstock-ignored"] == "new_field", path
+
+
+def test_ignored_names_cannot_break_the_header_or_fill_the_log(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("x" * 5000, "a\r\nset-cookie: b", "é\u2028", "", " ", ",", '"'):
+        answer = server.complete(max_tokens=1, **{name: 1})
+        assert answer.status_code == 200 and "set-cookie" not in answer.headers
+        assert len(answer.headers["x-penstock-ignored"]) <= 100
+    answer = server.complete(max_tokens=1, **{f"field_{place}": 1 for place in range(200)})
+    assert answer.status_code == 200 and len(answer.headers["x-penstock-ignored"]) <= 1100
+    for start in range(0, 1000, 200):
+        server.complete(max_tokens=1, **{f"other_{place}": 1 for place in range(start, start + 200)})
+    assert len([each for each in caplog.records if "is ignored" in each.message]) <= 256

@@ -43,7 +43,7 @@ def served(body: bytes, service: Service = SERVICE) -> list[int] | str:
     """What the server makes of it: ids, or why not."""
 
     async def ids() -> list[int]:
-        request = parse(body, ChatRequest)
+        request = parse(body, ChatRequest, [])
         text = await render(request, service, len(body))
         return (await to_ids("messages", [text], service, request.add_special_tokens))[0]
 

@@ -1,0 +1,93 @@
+"""The responses that clients come back to, in this process's memory: finished ones, which `previous_response_id` goes on
+from, and those that are still being written, which another connection can cancel.
+
+Finished responses are bounded in number, bytes and age; the least recently used goes first. A response exists only for
+the API key that it was made with.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.engine.server.agents.item_writer import ItemWriter
+from penstock.engine.server.call import Call
+
+MAX_RESPONSES = 10_000
+MAX_BYTES = 64 << 20  # of JSON, all responses together
+MAX_AGE_S = 24 * 3600.0  # since the last use
+
+
+class StoredResponse(NamedTuple):
+    owner: bytes  # digest of the API key; empty where the server has none
+    reply: bytes  # the response as JSON
+    items: bytes  # its input and output items, as JSON
+    previous_id: str | None
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.reply) + len(self.items)
+
+
+@dataclass(frozen=True)
+class RunningResponse:
+    owner: bytes
+    call: Call
+    writer: ItemWriter
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ResponseStore:
+    def __init__(
+        self,
+        max_responses: int = MAX_RESPONSES,
+        max_bytes: int = MAX_BYTES,
+        max_age_s: float = MAX_AGE_S,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.running: dict[str, RunningResponse] = {}
+        self._max_responses, self._max_bytes, self._max_age_s = max_responses, max_bytes, max_age_s
+        self._clock_s = clock_s
+        self._stored: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()  # the least recently used first
+        self._size_bytes = 0
+
+    def put(self, response_id: str, stored: StoredResponse) -> bool:
+        """Store a response, evicting others; return False if it is larger than the whole store."""
+        if stored.size_bytes > self._max_bytes:
+            return False
+        self._stored[response_id] = self._clock_s(), stored
+        self._size_bytes += stored.size_bytes
+        self._evict()
+        return True
+
+    def get(self, owner: bytes, response_id: str) -> StoredResponse | None:
+        self._evict()
+        _, stored = self._stored.get(response_id, (0.0, None))
+        if stored is None or stored.owner != owner:
+            return None
+        self._stored[response_id] = self._clock_s(), stored
+        self._stored.move_to_end(response_id)
+        return stored
+
+    def delete(self, owner: bytes, response_id: str) -> bool:
+        if self.get(owner, response_id) is None:
+            return False
+        self._drop(response_id)
+        return True
+
+    def check(self) -> None:
+        assert self._size_bytes == sum(stored.size_bytes for _, stored in self._stored.values()) <= self._max_bytes
+        assert len(self._stored) <= self._max_responses
+
+    def _evict(self) -> None:
+        oldest_s = self._clock_s() - self._max_age_s
+        while self._stored:
+            response_id, (used_s, _) = next(iter(self._stored.items()))
+            if len(self._stored) <= self._max_responses and self._size_bytes <= self._max_bytes and used_s >= oldest_s:
+                return
+            self._drop(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        self._size_bytes -= self._stored.pop(response_id)[1].size_bytes

@@ -1,0 +1,60 @@
+"""The store of finished responses: what it keeps, for whom and how long."""
+
+from penstock.engine.server.agents.response_store import ResponseStore, StoredResponse
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def stored(size_bytes: int = 10, owner: bytes = b"") -> StoredResponse:
+    return StoredResponse(owner, b"r" * (size_bytes - 2), b"[]", None)
+
+
+def kept(store: ResponseStore, *names: str) -> list[str]:
+    store.check()
+    return [name for name in names if store.get(b"", name) is not None]
+
+
+def test_the_least_recently_used_response_is_evicted_first() -> None:
+    for store in (ResponseStore(max_responses=3), ResponseStore(max_bytes=30)):
+        for name in "abc":
+            assert store.put(name, stored())
+        assert store.get(b"", "a") is not None
+        assert store.put("d", stored())
+        assert kept(store, *"abcd") == ["a", "c", "d"]
+
+
+def test_a_large_response_evicts_several_and_one_larger_than_the_store_none() -> None:
+    store = ResponseStore(max_bytes=30)
+    for name in "abc":
+        store.put(name, stored())
+    assert not store.put("huge", stored(31))
+    assert kept(store, *"abc", "huge") == ["a", "b", "c"]
+    assert store.put("large", stored(20))
+    assert kept(store, *"abc", "large") == ["c", "large"]
+
+
+def test_a_response_expires_when_it_has_not_been_used_for_long() -> None:
+    clock = Clock()
+    store = ResponseStore(max_age_s=60, clock_s=clock)
+    store.put("a", stored())
+    store.put("b", stored())
+    clock.now_s += 40
+    assert kept(store, "a") == ["a"]
+    clock.now_s += 40
+    assert kept(store, "a", "b") == ["a"]
+    clock.now_s += 61
+    assert kept(store, "a", "b") == []
+
+
+def test_a_response_exists_for_its_owner_alone() -> None:
+    store = ResponseStore()
+    store.put("a", stored(owner=b"one"))
+    assert store.get(b"two", "a") is None and not store.delete(b"two", "a")
+    assert store.get(b"one", "a") is not None and store.delete(b"one", "a")
+    assert store.get(b"one", "a") is None
+    store.check()
