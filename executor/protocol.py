@@ -116,7 +116,7 @@ class Transfers(msgspec.Struct, frozen=True, array_like=True):
     restores: list[tuple[int, int]] = []  # host block → device block
     reads: list[tuple[int, str, bytes, int]] = []  # ticket, store ("disk", "peer 10.0.0.5:9100"), key → host block
     writes: list[tuple[int, bytes, int]] = []  # ticket, block key, host block → disk
-    touches: list[bytes] = []  # keys on the disk that were used, in a nearer tier perhaps; starts of chains first
+    touches: list[bytes] = []  # keys on the disk that were used, in a nearer tier perhaps; ends of chains first
     saved_keys: list[bytes] = []  # of the saves, where peers may ask for them
     forget: bool = False  # nothing computed before may be given to peers any more
 

@@ -56,7 +56,7 @@ PARTS = {
     "router": ("backend config", "http", "placement", "fleet",
                "discovery split spans lines foreign_error quota attempt prefill aside exchange preview tokenizing app metrics workers serve",
                "deploy"),
-    "cache": ("keys pool", "tiers.base tiers.health tiers.measures tiers.memory", "tiers.index", "tiers.disk",
+    "cache": ("keys pool", "tiers.base tiers.health tiers.memory", "tiers.index", "tiers.disk",
               "tiers.peer"),
 }  # fmt: skip
 # What opens an executor by its name, when it is asked to.

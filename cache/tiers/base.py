@@ -67,7 +67,7 @@ class Store(Protocol):
         ...
 
     def touch(self, keys: list[bytes]) -> None:
-        """These were used, in this tier or a nearer one; the start of a chain comes first."""
+        """Note that these were used, in this tier or a nearer one; the end of a chain comes before its start."""
         ...
 
     def stats(self) -> dict[str, Any]:
@@ -109,3 +109,14 @@ class KeyChanges:
 
     def check(self, keys: Container[bytes]) -> None:
         assert all((key in keys) == has for key, has in self._changed.items())
+
+
+class JobTimes:
+    """How many loads or stores ended well, and how long they took together."""
+
+    def __init__(self) -> None:
+        self.num, self.sum_s = 0, 0.0
+
+    def add(self, seconds: float) -> None:
+        self.num += 1
+        self.sum_s += seconds

@@ -284,7 +284,7 @@ class Tiering:
         """What lies beneath must not grow old because a nearer tier always answers."""
         self.index.touch(keys)
         if DISK in self.index.stores:
-            self._touched += filter(self.index.stores[DISK].__contains__, keys)
+            self._touched += filter(self.index.stores[DISK].__contains__, reversed(keys))
 
     def begin_step(self, waiting: WaitingQueue, num_running: int, now_s: float) -> None:
         """Before anything of the next step is planned: what earlier steps filled can be saved now. Requests that have

@@ -46,7 +46,7 @@ class RankTiers:
 
 
 class RankBlock(NamedTuple):
-    """What one rank's part of a block is: how long, and what gives it its meaning."""
+    """One rank's part of a block: its bytes in the host with their padding, and what gives them their meaning."""
 
     size: int
     fingerprint: bytes
@@ -67,7 +67,7 @@ def open_tiers(
         return RankTiers()
     ranks, stride = config.tensor_parallel_size, -(-block_bytes // ALIGNMENT) * ALIGNMENT
     num_blocks = _num_host_blocks(config, stride)
-    block = RankBlock(block_bytes, rank_fingerprint(fingerprint, config.block_size, block_bytes, ranks, rank), rank)
+    block = RankBlock(stride, rank_fingerprint(fingerprint, config.block_size, block_bytes, ranks, rank), rank)
     memory = {"host tier": (num_blocks + 1) * stride}
     opened = dict(stores)
     if config.kv_disk_path:
@@ -82,7 +82,7 @@ def open_tiers(
         what = f"kv_host_bytes: {config.kv_host_bytes} given; {memory['host tier']} bytes for a rank: {error.strerror}"
         raise ExecutorError(what) from None
     serve = partial(_serve, config, block) if config.kv_peer_listen else None
-    transfers = RankTransfers(arena[:, :block_bytes], make_copier(arena), opened, serve)
+    transfers = RankTransfers(arena, make_copier(arena), opened, serve)
     return RankTiers(transfers, num_blocks, tuple(opened), serve is not None, memory)
 
 

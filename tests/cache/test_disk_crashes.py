@@ -131,7 +131,7 @@ def test_files_that_change_their_names_or_go_away_are_misses(tmp_path: Path) -> 
         rig.tier.check()
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut", "flipped", "old", "of an earlier version"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "flipped", "old"])
 def test_a_broken_index_costs_time_and_no_record(tmp_path: Path, damage: str) -> None:
     draw = random.Random(damage)
     with Rig(tmp_path) as rig:
@@ -150,10 +150,8 @@ def test_a_broken_index_costs_time_and_no_record(tmp_path: Path, damage: str) ->
     elif damage == "flipped":
         data[at] ^= 1
         index.write_bytes(data)
-    elif damage == "old":  # as a crash leaves it
+    else:  # as a crash leaves it
         index.write_bytes(old)
-    else:  # it kept what had changed since in a file of its own, which is not read
-        (folder / "journal").write_bytes(b"PNSTKJN1")
     with Rig(tmp_path) as rig:
         assert rig.load("from the first second") is None  # served at once, whatever the scan does
         rig.finish_scan()
@@ -297,4 +295,4 @@ def test_after_a_kill_what_was_flushed_is_there_without_looking_for_it(tmp_path:
     with Rig(tmp_path, cells=200) as rig:
         known = len(rig.tier)
         assert known >= 194 and {key_of(name) for name in range(10, 200)} <= set(rig.tier.keys())
-        assert rig.hits(*range(200)) >= known - 6  # some give way to make cells ready
+        assert rig.hits(*range(200)) == known

@@ -15,7 +15,7 @@ from penstock.cache.tiers.health import HealthLimits, TierHealth
 from tests.support.disk_faults import ERRORS, Fault, FaultyCalls
 from tests.support.disk_rig import CHUNK, Rig, key_of
 
-QUICK = DiskLimits(health=HealthLimits(stall_s=0.05, first_pause_s=0.01, longest_pause_s=0.05), grow_pause_s=0.05)
+QUICK = DiskLimits(health=HealthLimits(stall_s=0.05, first_pause_s=0.01, longest_pause_s=0.05))
 # Where no call hangs: a busy machine is not taken for a disk that does, which ends a life before its last calls.
 PATIENT = QUICK._replace(health=QUICK.health._replace(stall_s=10.0))
 FAULTS = [Fault(error=error) for error in ERRORS] + [Fault(points=("writev", "readv"), short=True)]
@@ -179,9 +179,10 @@ def test_a_full_file_system_or_quota_stops_growth_and_not_the_tier(tmp_path: Pat
         assert rig.tier.stats()["is_open"] and rig.tier.stats()["evictions"] >= 4
         assert rig.tier.stats()["drops"] == {"no room to grow": 1}
         calls.faults.clear()
-        time.sleep(limits.grow_pause_s)
-        assert rig.store(*range(20, 60)) == 40
-        assert len(rig.tier) > 40
+        assert rig.store(*range(20, 60)) == 40 and len(rig.tier) == 8
+        rig.tier.check()
+    with Rig(tmp_path, cells=64, limits=limits) as rig:
+        assert rig.store(*range(60, 100)) == 40 and len(rig.tier) == 48
         rig.tier.check()
 
 

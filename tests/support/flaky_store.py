@@ -86,7 +86,7 @@ class FlakyStore:
         return changes
 
     def touch(self, keys: list[bytes]) -> None:
-        for key in reversed(keys):
+        for key in keys:
             if key in self.data:
                 self.data[key] = self.data.pop(key)
 

@@ -4,24 +4,23 @@
      ▲           │                │
     free ◀───────┴─── release ◀───┴─ forget
 
-Every operation takes a fixed number of steps at any fill. Cells for the next stores are made ready in advance, by
-`prepare`, so that taking one costs the same on an empty and on a full disk.
+Every operation takes a fixed number of steps at any fill. The record that was used least recently is evicted first.
+Callers report the use of a chain from its end to its start, so that its end goes first: without its start, the rest of a
+chain can never be found.
 """
 
 import time
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 import numpy as np
 
 from penstock.cache.tiers.base import KeyChanges
-from penstock.cache.tiers.disk.recency import Recency
 from penstock.cache.tiers.disk.snapshot import Table
 
 _FREE, _BUSY, _READY = 0, 1, 2
 _MAX_PASSED = 64  # records in use that eviction looks past
-_MAX_RESERVE = 64
 
 
 class Catalog:
@@ -32,18 +31,16 @@ class Catalog:
         self.table = Table(num_cells)
         self.changes = KeyChanges()  # of what can be read
         self.loading: Counter[int] = Counter()  # cell → loads in flight
-        self.reserve: list[int] = []  # cells made ready for the next stores
         self.is_full = False  # nothing is left but to evict
         self.num_evictions = 0
         self.retention_s = 0.0  # moving average of how long records stay unused before they are evicted
         self._state = bytearray(num_cells)
         self._used_s = array("d", bytes(8 * num_cells))
-        self._recency = Recency(num_cells)
+        self._by_use: OrderedDict[int, None] = OrderedDict()  # READY cells, least recently used first
+        self._stamp = 0  # of the last use: a restart puts records in the order of their stamps
         self._free: dict[int, None] = dict.fromkeys(range(num_backed - 1, -1, -1))  # popitem gives the first
-        self._unbacked: list[int] = []  # free, but there was no room for their slab
-        self._frontier = num_backed  # this and all behind it are new
-        self._grow_at_s = 0.0  # 0: at once
-        self._num_reserved = min(_MAX_RESERVE, num_cells // 32)
+        self._frontier, self._end = num_backed, num_cells  # cells from the one to the other are new
+        self._num_lost = 0  # cells that the file system has no room for
         self._is_hidden = False
 
     def restore(self, rows: np.ndarray) -> None:
@@ -58,7 +55,8 @@ class Catalog:
         state = np.frombuffer(self._state, np.uint8)
         state[cells] = _READY
         np.frombuffer(self._used_s)[cells] = time.monotonic()
-        self._recency.restore(cells, int(rows["stamp"].max(initial=0)))
+        self._by_use.update(dict.fromkeys(cells))
+        self._stamp = int(rows["stamp"].max(initial=0))
         self.changes = KeyChanges(self.cells)
         self._free = dict.fromkeys(np.flatnonzero(state[: self._frontier] == _FREE)[::-1].tolist())
 
@@ -68,14 +66,9 @@ class Catalog:
 
     # -- giving cells out ----------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        """Fill the reserve, by evicting if need be."""
-        while len(self.reserve) < self._num_reserved and (cell := self._next_cell(keep_free=False)) is not None:
-            self.reserve.insert(0, cell)
-
     def take(self, keep_free: bool) -> int | None:
-        """A cell for a store; None if all hold records in use. `keep_free`: rather a new one than a free one."""
-        cell = self.reserve.pop() if self.reserve else self._next_cell(keep_free)
+        """Return a cell for a store; None if all hold records in use. `keep_free`: rather a new one than a free one."""
+        cell = self._next_cell(keep_free)
         if cell is not None:
             self._state[cell] = _BUSY
         return cell
@@ -84,19 +77,16 @@ class Catalog:
         self.is_full = False
         if self._free and not keep_free:
             return self._free.popitem()[0]
-        if time.monotonic() >= self._grow_at_s:
-            if self._unbacked:
-                return self._unbacked.pop()
-            if self._frontier < len(self._state):
-                self._frontier += 1
-                return self._frontier - 1
+        if self._frontier < self._end:
+            self._frontier += 1
+            return self._frontier - 1
         if self._free:
             return self._free.popitem()[0]
         self.is_full = True
         return self._evict()
 
     def _evict(self) -> int | None:
-        for passed, cell in enumerate(self._recency.oldest()):
+        for passed, cell in enumerate(self._by_use):
             if cell not in self.loading:
                 self.num_evictions += 1
                 age_s = time.monotonic() - self._used_s[cell]
@@ -114,8 +104,7 @@ class Catalog:
         """The cell holds this record: it can be found."""
         self.cells[key] = cell
         self._state[cell] = _READY
-        self.table.set(cell, key, sequence, self._recency.use(cell))
-        self._used_s[cell] = time.monotonic()
+        self.table.set(cell, key, sequence, self._used(cell))
         self._note(key, True)
 
     def release(self, cell: int) -> None:
@@ -124,14 +113,13 @@ class Catalog:
         self.table.clear(cell)
         self._free[cell] = None
 
-    def stop_growing(self, until_s: float, is_backed: Callable[[int], bool]) -> None:
-        """There is no room for another slab: set the cells aside that would need one."""
-        self._grow_at_s = until_s
-        for cells in (self.reserve, list(self._free)):
-            self._unbacked += [cell for cell in cells if not is_backed(cell)]
-        self.reserve = [cell for cell in self.reserve if is_backed(cell)]
-        for cell in self._unbacked:
-            self._free.pop(cell, None)
+    def stop_growing(self, is_backed: Callable[[int], bool]) -> None:
+        """Do without the cells that the file system has no room for, until the next start."""
+        unbacked = [cell for cell in self._free if not is_backed(cell)]
+        for cell in unbacked:
+            del self._free[cell]
+        self._num_lost += len(unbacked) + self._end - self._frontier
+        self._end = self._frontier
 
     def forget(self, cell: int, key: bytes, sequence: int) -> None:
         """This record is bad; unless the cell holds another by now, it is free."""
@@ -155,13 +143,20 @@ class Catalog:
 
     def use(self, cell: int) -> None:
         """The record there was used."""
-        self.table.use(cell, self._recency.use(cell))
+        self.table.use(cell, self._used(cell))
+
+    def _used(self, cell: int) -> int:
+        """Put the cell last in the order of eviction; return its stamp."""
+        self._by_use[cell] = None
+        self._by_use.move_to_end(cell)
         self._used_s[cell] = time.monotonic()
+        self._stamp += 1
+        return self._stamp
 
     def _drop(self, cell: int, key: bytes) -> None:
         del self.cells[key]
         self._state[cell] = _FREE
-        self._recency.drop(cell)
+        del self._by_use[cell]
         self._note(key, False)
 
     # -- what others hear of it ----------------------------------------------------------------------------
@@ -178,10 +173,10 @@ class Catalog:
 
     def check(self, num_busy: int) -> None:
         ready = [cell for cell, state in enumerate(self._state) if state == _READY]
-        assert sorted(self._recency.oldest()) == ready == sorted(self.cells.values())
+        assert sorted(self._by_use) == ready == sorted(self.cells.values())
         assert all(self.table.record_in(cell)[0] == key for key, cell in self.cells.items())
-        free = [*self.reserve, *self._free, *self._unbacked, *range(self._frontier, len(self._state))]
+        free = [*self._free, *range(self._frontier, self._end)]
         assert len(free) == len(set(free)) and all(self._state[cell] == _FREE for cell in free)
-        assert len(free) + len(ready) + num_busy == len(self._state)
+        assert len(free) + len(ready) + num_busy + self._num_lost == len(self._state)
         if not self._is_hidden:
             self.changes.check(self.cells)

@@ -22,7 +22,7 @@ from penstock.cache.tiers.memory import huge_buffer
 
 SLAB_BYTES = 2**30
 LOCK_FILE, PROBE_FILE = "lock", "probe"
-OUR_FILES = re.compile(r"lock|probe|index|index\.tmp|journal|slab-\d{6,}")
+OUR_FILES = re.compile(r"lock|probe|index|index\.tmp|slab-\d{6,}")
 OUR_DIRECTORIES = re.compile(r"[0-9a-f]{32}")
 SLAB_FILE = re.compile(r"slab-(\d{6,})")
 

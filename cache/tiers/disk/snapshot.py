@@ -9,7 +9,6 @@ reading the headers of records (keeper.py).
               checksum of the header
 """
 
-import contextlib
 import os
 import struct
 from typing import NamedTuple
@@ -21,7 +20,6 @@ from penstock.cache.tiers.disk.calls import SystemCalls, read_all, write_all
 from penstock.cache.tiers.disk.record import Geometry
 
 INDEX, SCRATCH = "index", "index.tmp"
-JOURNAL = "journal"  # of earlier versions, which kept one between snapshots and removed it at an orderly end
 _MAGIC, _VERSION = b"PNSTKIX1", 1
 _ROW = struct.Struct("<32sQQII")  # key, sequence, stamp, cell, live
 ROWS = np.dtype([("key", "V32"), ("sequence", "<u8"), ("stamp", "<u8"), ("cell", "<u4"), ("live", "<u4")])
@@ -113,8 +111,6 @@ def read_snapshot(calls: SystemCalls, directory: int, namespace: bytes | None = 
         return None
     if namespace is not None and header.namespace != namespace:
         return None
-    if JOURNAL in os.listdir(directory):
-        header = header._replace(clean=0)
     rows = np.frombuffer(body, ROWS)
     return IndexSnapshot(header, rows[np.argsort(rows["stamp"], kind="stable")])
 
@@ -133,8 +129,6 @@ def write_snapshot(
     finally:
         os.close(file)
     calls.rename(directory, SCRATCH, INDEX)
-    with contextlib.suppress(FileNotFoundError):
-        calls.unlink(directory, JOURNAL)
 
 
 def mark_open(calls: SystemCalls, directory: int, header: IndexHeader) -> None:

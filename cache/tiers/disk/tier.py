@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.cache.tiers.base import StoreResult, chunk_of
+from penstock.cache.tiers.base import JobTimes, StoreResult, chunk_of
 from penstock.cache.tiers.disk.admission import AdmissionPolicy
 from penstock.cache.tiers.disk.calls import DIRECTORY_MODE, SystemCalls
 from penstock.cache.tiers.disk.catalog import Catalog
@@ -28,7 +28,6 @@ from penstock.cache.tiers.disk.snapshot import mark_open, read_snapshot, room_by
 from penstock.cache.tiers.disk.transport import CORRUPT, NO_ROOM, STALE, Transport
 from penstock.cache.tiers.disk.workers import LOAD, PROBE, STORE, DiskJob, Workers
 from penstock.cache.tiers.health import HealthLimits, TierHealth
-from penstock.cache.tiers.measures import TimeCounts
 
 MAX_CHUNK_BYTES = 2**30
 MAX_CELLS = 2**28  # each takes some 100 bytes of memory once it is used; the index counts them in 32 bits
@@ -41,7 +40,6 @@ class DiskLimits(NamedTuple):
 
     queue_bytes: int = 256 * 2**20  # of stores in flight
     queue_s: float = 2.0  # the same, by how fast the disk has been
-    grow_pause_s: float = 30.0  # after the file system was full
     close_s: float = 10.0
     slab_bytes: int = SLAB_BYTES
     health: HealthLimits = HealthLimits()
@@ -78,7 +76,7 @@ class DiskTier:
         self._counts: Counter[str] = Counter()
         self._drops: Counter[str] = Counter()  # puts that were refused or failed, by reason
         self._failures: Counter[str] = Counter()  # of calls, by errno or kind
-        self._store_times, self._load_times = TimeCounts(), TimeCounts()
+        self._stored, self._loaded = JobTimes(), JobTimes()
         self._storing: set[bytes] = set()
         self._num_jobs = 0  # given to the workers and not taken back yet
         self._store_s = 0.0  # moving average of one store
@@ -115,7 +113,7 @@ class DiskTier:
         return self._catalog.changes.take()
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """These were used, the head of the chain first."""
+        """Note that these were used, in this order; the end of a chain comes before its start, and is evicted first."""
         for key in keys:
             self._admission.saw(key)
             cell = self._cells.get(key)
@@ -145,7 +143,8 @@ class DiskTier:
         elif self._catalog.is_full and not self._admission.admits(key):
             reason = "not seen before"
         else:
-            cell, reason = self._catalog.take(self._keeper.scan_left > 0), "all in use"
+            # Until the scan is over, it may find records in cells that seem free.
+            cell, reason = self._catalog.take(keep_free=self._keeper.scan_left > 0), "all in use"
         if cell is None:
             self._drops[reason] += 1
             return False
@@ -198,17 +197,12 @@ class DiskTier:
     # -- what the threads have done ------------------------------------------------------------------------
 
     def poll(self) -> list[StoreResult]:
-        """What has ended since the last call. Looks after cells for the next stores and the disk's health besides.
-
-        Never blocks.
-        """
+        """Return what has ended since the last call, and look after the disk's health. Never blocks."""
         self._settle()
         if self._keeper.found:
             self._adopt()
         if not self._is_closed:
             self._watch()
-            if self._keeper.scan_left == 0:  # until then it may find records in cells that seem free
-                self._catalog.prepare()
         self._max_storing = self._store_room()
         results, self._results = self._results, []
         return results
@@ -268,18 +262,18 @@ class DiskTier:
             "recovery_s": self._recovery_s,
             "retention_s": self._catalog.retention_s,
             "evictions": self._catalog.num_evictions,
-            "hits": self._load_times.num,
+            "hits": self._loaded.num,
             "misses": self._counts["misses"],
-            "stores": self._store_times.num,
-            "loaded_bytes": self._load_times.num * self._chunk_bytes,
-            "stored_bytes": self._store_times.num * self._chunk_bytes,
+            "stores": self._stored.num,
+            "loaded_bytes": self._loaded.num * self._chunk_bytes,
+            "stored_bytes": self._stored.num * self._chunk_bytes,
             "corrupt_reads": self._counts[CORRUPT],
             "stale_reads": self._counts[STALE],
             "loads_refused": self._counts["loads refused"],
             "drops": dict(self._drops),
             "failures": dict(self._failures),
-            "store_times": self._store_times.as_dict(),
-            "load_times": self._load_times.as_dict(),
+            "store_times": {"sum_s": self._stored.sum_s},
+            "load_times": {"sum_s": self._loaded.sum_s},
         }
 
     def check(self) -> None:
@@ -354,13 +348,13 @@ class DiskTier:
         self._storing.remove(job.key)
         if job.ok:
             self._store_s = 0.9 * self._store_s + 0.1 * job.seconds if self._store_s else job.seconds
-            self._store_times.add(job.seconds)
+            self._stored.add(job.seconds)
             self._catalog.publish(job.cell, job.key, job.sequence)
         else:
             self._drops[job.reason] += 1
             self._catalog.release(job.cell)
             if job.reason == NO_ROOM:
-                self._catalog.stop_growing(time.monotonic() + self._limits.grow_pause_s, self._slabs.is_backed)
+                self._catalog.stop_growing(self._slabs.is_backed)
 
     def _end_load(self, job: DiskJob) -> None:
         loading = self._catalog.loading
@@ -368,7 +362,7 @@ class DiskTier:
         if not loading[job.cell]:
             del loading[job.cell]
         if job.ok:
-            self._load_times.add(job.seconds)
+            self._loaded.add(job.seconds)
         elif job.reason in _BAD_RECORD:
             self._counts[job.reason] += 1
             self._catalog.forget(job.cell, job.key, job.sequence)

@@ -1,8 +1,7 @@
 """Moves records between buffers and cells, on the worker threads: builds headers, checks what comes back.
 
-O_DIRECT wants addresses, lengths and offsets that are multiples of a page. A payload's whole pages go straight from
-or to the caller's buffer if that is aligned, the rest through a page of the thread's own; a buffer that is not
-aligned goes through a copy.
+O_DIRECT wants addresses, lengths and offsets that are multiples of a page. Host blocks are: they are moved from and to
+where they lie. Any other buffer goes through a copy in memory of the thread's own.
 """
 
 import errno
@@ -60,21 +59,21 @@ class Transport:
 
     def _store(self, job: DiskJob) -> str:
         header = self._scratch.header
-        parts, own, start = self._parts(job.buffer)
-        if own is not None:
-            own[: self._chunk_bytes - start] = job.buffer[start:]
+        parts = self._parts(job.buffer)
+        if parts[1] is not job.buffer:
+            parts[1][: self._chunk_bytes] = job.buffer
         write_header(header, self._namespace, job.key, job.sequence, job.buffer)
         file, offset = self._slabs.place(job.cell, grow=True)
         written = self._calls.writev(file, parts, offset)
         return "" if written == sum(map(len, parts)) else SHORT
 
     def _load(self, job: DiskJob) -> str:
-        parts, own, start = self._parts(job.buffer)
+        parts = self._parts(job.buffer)
         file, offset = self._slabs.place(job.cell, grow=False)
         if self._calls.readv(file, parts, offset) < HEADER_BYTES + self._chunk_bytes:
             return CORRUPT  # the file is shorter than it was made
-        if own is not None:
-            job.buffer[start:] = own[: self._chunk_bytes - start]
+        if parts[1] is not job.buffer:
+            job.buffer[:] = parts[1][: self._chunk_bytes]
         header = read_header(self._scratch.header)
         if header is None:
             return CORRUPT
@@ -99,22 +98,16 @@ class Transport:
             return SHORT
         return "" if self._calls.readv(self._probe_file, [page], 0) == PAGE else SHORT
 
-    def _parts(self, buffer: memoryview) -> tuple[list[memoryview], memoryview | None, int]:
-        """What one call moves; and the memory of our own among it, with where in the payload it begins."""
+    def _parts(self, buffer: memoryview) -> list[memoryview]:
+        """Return what one call moves: the header, and the buffer or the copy that stands for it."""
         scratch = self._scratch
-        if not self._slabs.is_direct:
-            return [scratch.header, buffer], None, 0
-        if address_of(buffer) % PAGE:
-            return [scratch.header, scratch.bounce], scratch.bounce, 0
-        whole = self._chunk_bytes - self._chunk_bytes % PAGE
-        if whole == self._chunk_bytes:
-            return [scratch.header, buffer], None, 0
-        return [scratch.header, *([buffer[:whole]] if whole else []), scratch.tail], scratch.tail, whole
+        is_aligned = self._chunk_bytes % PAGE == 0 and address_of(buffer) % PAGE == 0
+        return [scratch.header, buffer if is_aligned or not self._slabs.is_direct else scratch.copy]
 
 
 class _Scratch(threading.local):
     """A thread's own aligned memory: each thread that asks gets its own."""
 
     def __init__(self, chunk_bytes: int) -> None:
-        pages = huge_buffer(2 * PAGE + round_up(chunk_bytes))  # taken when it is first touched
-        self.header, self.tail, self.bounce = pages[:PAGE], pages[PAGE : 2 * PAGE], pages[2 * PAGE :]
+        pages = huge_buffer(PAGE + round_up(chunk_bytes))  # memory is taken when a page is first touched
+        self.header, self.copy = pages[:PAGE], pages[PAGE:]

@@ -2,7 +2,7 @@
 
 Every job that was queued ends in exactly one place: in `done`, when no thread touches its buffer any more, or in
 what `cancel` returns, when none ever did. Reads go before writes. Queues and `done` are deques, whose appends and
-pops are atomic. Eight jobs queued in a row wake one thread once: each wake-up is a system call.
+pops are atomic.
 """
 
 import threading
@@ -39,8 +39,7 @@ class Workers:
         self._work = work
         self._reads: deque[DiskJob] = deque()
         self._writes: deque[DiskJob] = deque()
-        self._tokens: SimpleQueue[bool] = SimpleQueue()  # True: look at the queues; False: end
-        self._is_calling = False  # there is a token that no thread has taken
+        self._tokens: SimpleQueue[bool] = SimpleQueue()  # True for each job that was queued; False: end
         self._running: list[DiskJob | None] = [None] * count
         self._threads = [
             threading.Thread(target=self._serve, args=(index,), name=f"penstock-disk-{index}", daemon=True)
@@ -54,8 +53,7 @@ class Workers:
     def add(self, job: DiskJob) -> None:
         """Queue a job. Loads and probes go before stores."""
         (self._writes if job.kind is STORE else self._reads).append(job)
-        if not self._is_calling:
-            self._call()
+        self._tokens.put(True)
 
     def cancel(self) -> list[DiskJob]:
         """Take back all that no thread has begun."""
@@ -77,17 +75,10 @@ class Workers:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _call(self) -> None:
-        self._is_calling = True
-        self._tokens.put(True)
-
     def _serve(self, index: int) -> None:
         while self._tokens.get():
-            # In this order: a job that is queued after the look finds the flag down and calls again.
-            self._is_calling = False
-            while (job := self._next()) is not None:
-                if (self._reads or self._writes) and not self._is_calling:
-                    self._call()  # the caller's thread calls one thread, and that one calls the next
+            job = self._next()
+            if job is not None:  # else it was cancelled
                 self._run(index, job)
 
     def _run(self, index: int, job: DiskJob) -> None:

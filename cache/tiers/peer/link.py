@@ -23,9 +23,8 @@ import zmq
 from xxhash import xxh3_64_intdigest as checksum
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.cache.tiers.base import StoreResult
+from penstock.cache.tiers.base import JobTimes, StoreResult
 from penstock.cache.tiers.health import STALLED, HealthLimits, TierHealth
-from penstock.cache.tiers.measures import TimeCounts
 from penstock.cache.tiers.peer.announced import Announced
 from penstock.cache.tiers.peer.polling import PollThread, Ready
 from penstock.cache.tiers.peer.wire import (
@@ -107,7 +106,7 @@ class PeerLink:
         self._next_lane = 0
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()  # loads, by reason
-        self._load_times = TimeCounts()
+        self._loaded = JobTimes()
         self._busy_s = 0.0  # while anything was asked for
         self._busy_since_s: float | None = None
         self._encode = msgspec.msgpack.Encoder().encode
@@ -144,8 +143,8 @@ class PeerLink:
     def stats(self) -> dict[str, Any]:
         counts = self._counts
         return {
-            "hits": self._load_times.num,
-            "loaded_bytes": self._load_times.num * self._chunk_bytes,
+            "hits": self._loaded.num,
+            "loaded_bytes": self._loaded.num * self._chunk_bytes,
             "corrupt_reads": counts["corrupt"],
             "late_reads": counts["after the deadline"],
             "refused": counts["refused"],
@@ -156,7 +155,7 @@ class PeerLink:
             "loading": len(self._sent),
             "queue_bytes": (len(self._asked) + len(self._waiting) + len(self._sent)) * self._chunk_bytes,
             "failures": dict(self._failures),
-            "load_times": self._load_times.as_dict(),
+            "load_times": {"sum_s": self._loaded.sum_s},
             "busy_s": self._busy_s,
         }
 
@@ -402,7 +401,7 @@ class PeerLink:
             self._blame(reason)
         else:
             self._health.worked()
-            self._load_times.add(now_s - load.asked_s)
+            self._loaded.add(now_s - load.asked_s)
             self._end(load)
 
     def _take(self, load: Load, message: Block, payload: list[zmq.Frame]) -> str:
