@@ -114,7 +114,12 @@ class Catalog:
         self._free[cell] = None
 
     def stop_growing(self, is_backed: Callable[[int], bool]) -> None:
-        """Do without the cells that the file system has no room for, until the next start."""
+        """Do without the cells that the file system has no room for, until the next start.
+
+        A tier that holds no record has nothing to evict: it goes on trying.
+        """
+        if not self.cells:
+            return
         unbacked = [cell for cell in self._free if not is_backed(cell)]
         for cell in unbacked:
             del self._free[cell]
