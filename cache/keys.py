@@ -21,7 +21,6 @@ from penstock._csrc import ffi, lib
 NAMESPACE_VERSION = b"penstock block keys 1"  # changes with what a key says: old keys then match nothing
 KEY_BYTES = 32
 MAX_ID = 0xFFFFFFFF
-MAX_U64 = 0xFFFFFFFFFFFFFFFF
 
 Tokens: TypeAlias = Sequence[int] | bytes | bytearray | memoryview | npt.NDArray[np.integer[Any]]
 
@@ -80,25 +79,6 @@ def page_key(key: bytes, group: int, page: int = 0) -> bytes:
     return sha256(key + struct.pack("<BHI", 0, group, page)).digest()
 
 
-def block_keys_v1(
-    tokens: Tokens, block_size: int, *, salt_id: int | None = None, lora_id: int | None = None
-) -> npt.NDArray[np.uint64]:
-    """TensorRT-LLM's 64-bit chain of a request, bit for bit: for routing only, never an identity of cached blocks.
-
-    Its rules: the request's last token is left out, a last block that is not full counts, ids wrap at 2^32. It
-    does not spread the last tokens of a block: 9 million blocks that differed in two of them gave 142 collisions.
-    """
-    _check_block_size(block_size)
-    salt, lora = _u64_pointer("salt_id", salt_id), _u64_pointer("lora_id", lora_id)
-    ids = _as_u32(tokens, wraps=True)
-    num_tokens = max(len(ids) // 4 - 1, 0)
-    keys = np.empty(-(-num_tokens // block_size), dtype=np.uint64)
-    lib.penstock_block_keys_v1(
-        ids, num_tokens, min(block_size, num_tokens), salt, lora, ffi.from_buffer("uint64_t[]", keys)
-    )
-    return keys
-
-
 def _check_block_size(block_size: int) -> None:
     if type(block_size) is not int:
         raise TypeError(f"block_size: expected int, got {type(block_size).__name__}")
@@ -112,32 +92,20 @@ def _wrong_root(root: object) -> Exception:
     return ValueError(f"root: expected {KEY_BYTES} bytes (a namespace root or a block's key), got {len(root)}")
 
 
-def _u64_pointer(name: str, value: int | None) -> Any:
-    if value is None:
-        return ffi.NULL
-    if type(value) is not int:
-        raise TypeError(f"{name}: expected int or None, got {type(value).__name__}")
-    if not 0 <= value <= MAX_U64:
-        raise ValueError(f"{name}: {value} is outside 0 … 2^64 - 1")
-    return ffi.new("uint64_t *", value)
-
-
-def _as_u32(tokens: Tokens, *, wraps: bool = False) -> bytes:
-    """Ids as little-endian u32: every one of them checked, or modulo 2^32, as v1 takes them."""
+def _as_u32(tokens: Tokens) -> bytes:
+    """Return the ids as little-endian u32; raise ValueError or TypeError for one that is not a u32."""
     if isinstance(tokens, (list, tuple)):
         try:
             return struct.Struct(f"<{len(tokens)}I").pack(*tokens)  # 3 ns an id; struct.pack takes 8, numpy 11
         except struct.error:
-            if not wraps:
-                raise _wrong_id(tokens) from None
-            return struct.pack(f"<{len(tokens)}I", *(index(token) & MAX_ID for token in tokens))
+            raise _wrong_id(tokens) from None
     raw = _raw_int32(tokens)
     if raw is not None:
-        if not wraps and not raw[3::4].isascii():  # a top byte above 127: a negative id
+        if not raw[3::4].isascii():  # a top byte above 127: a negative id
             raise _wrong_id(np.frombuffer(raw, "<i4").tolist())
         return raw
     ids = _integers(tokens)
-    if not wraps and ids.size and (int(ids.min()) < 0 or int(ids.max()) > MAX_ID):
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > MAX_ID):
         raise _wrong_id(ids.tolist())
     return ids.astype("<u4").tobytes()
 

@@ -1,7 +1,7 @@
-/* Block keys: a SHA-256 chain over blocks of token ids, and the 64-bit v1 chain that routers of TensorRT-LLM use.
+/* Block keys: a SHA-256 chain over blocks of token ids.
  *
- * Called by cache/keys.py, which has checked sizes and ids. Everything reads bytes in little-endian order, so a
- * key is the same on every host. Constants and formulas of v1: TensorRT-LLM, kv_cache_hash.py. */
+ * cache/keys.py calls this after it has checked sizes and ids. Tokens are little-endian bytes, so a key is the same on
+ * every host. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -51,40 +51,3 @@ void penstock_block_keys(const uint8_t *root, const uint8_t *tokens, size_t num_
 }
 
 int penstock_has_sha_instructions(void) { return sha256_compress_fastest() != sha256_compress_portable; }
-
-static const uint64_t v1_spread = 0x9e3779b9;
-
-static inline uint32_t load_little_endian(const uint8_t *p) {
-    return (uint32_t)p[3] << 24 | (uint32_t)p[2] << 16 | (uint32_t)p[1] << 8 | p[0];
-}
-
-static inline uint64_t v1_step(uint64_t state, uint64_t y) { return state ^ (y + (state << 6) + (state >> 2)); }
-
-static inline uint32_t v1_scatter_32(uint32_t x) {
-    x = (x >> 16 ^ x) * 0x45d9f3bu;
-    x = (x >> 16 ^ x) * 0x45d9f3bu;
-    return (x >> 16 ^ x) + (uint32_t)v1_spread; /* wraps at 32 bits, before it is widened */
-}
-
-static inline uint64_t v1_scatter_64(uint64_t x) {
-    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-    return (x ^ x >> 31) + v1_spread;
-}
-
-static inline uint64_t v1_key(const uint8_t *tokens, size_t count, uint64_t parent, const uint64_t *salt_id,
-                              const uint64_t *lora_id) {
-    uint64_t state = count ^ parent * 0xbf58476d1ce4e5b9u;
-    if (salt_id && parent == 0) state = v1_step(state, v1_scatter_64(*salt_id));
-    for (size_t i = 0; i < count; i++) state = v1_step(state, v1_scatter_32(load_little_endian(tokens + 4 * i)));
-    return lora_id ? v1_step(state, v1_scatter_64(*lora_id)) : state;
-}
-
-void penstock_block_keys_v1(const uint8_t *tokens, size_t num_tokens, size_t block_size, const uint64_t *salt_id,
-                            const uint64_t *lora_id, uint64_t *out) {
-    uint64_t key = 0;
-    for (size_t start = 0; start < num_tokens; start += block_size) {
-        size_t count = num_tokens - start < block_size ? num_tokens - start : block_size;
-        *out++ = key = v1_key(tokens + 4 * start, count, key, salt_id, lora_id);
-    }
-}

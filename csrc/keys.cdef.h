@@ -6,7 +6,3 @@ void penstock_block_keys(const uint8_t *root, const uint8_t *tokens, size_t num_
 
 /* 1 if the CPU's SHA instructions are in use. */
 int penstock_has_sha_instructions(void);
-
-/* The 64-bit v1 chain over all `num_tokens`, the last block may be short. NULL: no salt, no LoRA. */
-void penstock_block_keys_v1(const uint8_t *tokens, size_t num_tokens, size_t block_size, const uint64_t *salt_id,
-                            const uint64_t *lora_id, uint64_t *out);

@@ -7,7 +7,7 @@
 
 #include "route_choice.cdef.h"
 
-enum { PREDICTED_TTFT, PREFIX, LEAST_LOADED, ROUND_ROBIN };
+enum { PREDICTED_TTFT, LEAST_LOADED, ROUND_ROBIN };
 static const double tie = 1e-6;
 
 static double larger(double a, double b) { return a > b ? a : b; }
@@ -40,25 +40,6 @@ static void predict(struct penstock_fleet *fleet, double num_tokens, double now_
     }
 }
 
-/* The longest match, of equal ones the fewest requests. A match of less than a third of the prompt is none, and a replica
- * with far more requests than the mean has none: without these two rules every prompt follows the first one that began
- * alike, and one replica does all the work. */
-static void score_by_prefix(struct penstock_fleet *fleet, double num_tokens) {
-    double sum = 0, open_sum = 0, num_open = 0;
-    for (size_t row = 0; row < fleet->num_rows; row++) {
-        sum += fleet->active[row];
-        if (fleet->score[row] == INFINITY) continue;
-        open_sum += fleet->active[row];
-        num_open++;
-    }
-    double most = 1.5 * (num_open ? open_sum / num_open : 0) + 8;
-    for (size_t row = 0; row < fleet->num_rows; row++) {
-        if (fleet->score[row] == INFINITY) continue;
-        int counts = 3 * fleet->cached[row] >= num_tokens && fleet->active[row] <= most;
-        fleet->score[row] = fleet->active[row] / (sum + 1) - (counts ? fleet->cached[row] : 0);
-    }
-}
-
 static int64_t next_in_turn(struct penstock_fleet *fleet) {
     int64_t first = -1;
     for (int64_t row = (int64_t)fleet->num_rows - 1; row >= 0; row--)
@@ -88,7 +69,6 @@ int64_t penstock_fleet_choose(struct penstock_fleet *fleet, double num_tokens, d
         if (fleet->is_open[row] == 0) fleet->score[row] = INFINITY;
     for (size_t i = 0; i < num_excluded; i++) fleet->score[excluded[i]] = INFINITY;
     if (fleet->policy == ROUND_ROBIN) return next_in_turn(fleet);
-    if (fleet->policy == PREFIX) score_by_prefix(fleet, num_tokens);
     if (fleet->policy == LEAST_LOADED)
         for (size_t row = 0; row < fleet->num_rows; row++)
             if (fleet->score[row] != INFINITY) fleet->score[row] = fleet->active[row];

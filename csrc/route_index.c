@@ -8,7 +8,8 @@
  * many facts as its limit, whatever it claims: memory is bounded. route_table.h has the table.
  *
  * A retired slot is dead at once (its bit in `live` falls) and swept out of the facts a stretch at a time by the
- * calls that change the index, so that no call walks the whole table. */
+ * calls that change the index, so that no call walks the whole table. When every slot number is taken or waits for the
+ * sweep, `add_slot` sweeps two stretches and may fail; the next call goes on from there. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -226,10 +227,9 @@ void penstock_route_close(void *opened) {
 int penstock_route_add_slot(void *opened, uint64_t limit) {
     struct index *index = locked(opened);
     int slot = find_slot(index, limit);
-    if (slot < 0 && index->num_retired) { /* every number is taken or waits for the sweep: sweep now */
+    if (slot < 0 && index->num_retired) { /* every number is taken or waits for the sweep */
         for (int i = 0; i < 2; i++) { /* the sweep that has begun, and one for what was retired since */
-            do sweep(index, UINT32_MAX);
-            while (index->sweep_at);
+            sweep(index, SWEEP_PER_CALL);
             fade(index);
         }
         slot = find_slot(index, limit);
@@ -371,11 +371,8 @@ static void low_keys(const uint8_t *root, const uint8_t *tokens, size_t num_bloc
 
 uint64_t penstock_route_keys_and_match(void *opened, const uint8_t *root, const uint8_t *tokens, size_t num_tokens,
                                        size_t block_size, uint64_t *keys, int32_t *counts, size_t num_slots) {
-    size_t num_keys = root ? num_tokens / block_size : (num_tokens + block_size - 1) / block_size;
-    if (root)
-        low_keys(root, tokens, num_keys, block_size, keys);
-    else
-        penstock_block_keys_v1(tokens, num_tokens, block_size, NULL, NULL, keys);
+    size_t num_keys = num_tokens / block_size;
+    low_keys(root, tokens, num_keys, block_size, keys);
     size_t num_ends = num_tokens ? (num_tokens - 1) / block_size : 0; /* the last token is computed in any case */
     return penstock_route_match(opened, keys, num_keys, num_ends < num_keys ? num_ends : num_keys, counts, num_slots);
 }

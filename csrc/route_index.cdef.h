@@ -6,7 +6,8 @@
 void *penstock_route_open(uint32_t capacity, uint32_t num_hopes, uint64_t seed);
 void penstock_route_close(void *index);
 
-/* A slot that holds nothing, for at most `limit` blocks; -1: all are in use. */
+/* A slot that holds nothing, for at most `limit` blocks; -1: none is free now. Retired slots become free again as the
+ * sweep goes on, a stretch with every call, so a later call may succeed. */
 int penstock_route_add_slot(void *index, uint64_t limit);
 
 /* A key of this slot stands for all before it: what counts is the last one of a prompt, with or without those before. */
@@ -31,7 +32,8 @@ uint64_t penstock_route_match(void *index, const uint64_t *keys, size_t num_keys
                               size_t num_slots);
 uint64_t penstock_route_version(void *index);
 
-/* Hash and match in one call. `root`: 32 bytes for the SHA-256 chain, NULL for v1. `keys` receives the low 64 bits. */
+/* Hash and match in one call. `root` has the 32 bytes that the SHA-256 chain starts from. `keys` receives the low 64 bits
+ * of each block's key. */
 uint64_t penstock_route_keys_and_match(void *index, const uint8_t *root, const uint8_t *tokens, size_t num_tokens,
                                        size_t block_size, uint64_t *keys, int32_t *counts, size_t num_slots);
 

@@ -6,7 +6,7 @@ may change the fleet holds another key, for a replica that a tenant could add wo
 
 import asyncio
 import logging
-import os
+import re
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -28,9 +28,9 @@ from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection, Edge
 from penstock.router.http.heads import ClientRequest, Headers
-from penstock.router.http.relay import Relay
+from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.lines import line_of
-from penstock.router.metrics import KEPT, RouterMetrics, route_of
+from penstock.router.metrics import STORED, RouterMetrics, route_of
 from penstock.router.placement.prompts import NO_LENGTH, Asked, Routable, Texts, length_of
 from penstock.router.preview import preview
 from penstock.router.quota import Accounts, Quotas
@@ -44,7 +44,7 @@ log = logging.getLogger("penstock.router")
 PROXIED = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/responses"),
-        *("/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/v1/conversations"),
+        *("/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
         *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
     }
 )
@@ -55,6 +55,9 @@ OPEN = frozenset({(b"GET", "/health"), (b"HEAD", "/health"), (b"GET", "/"), (b"H
 LOOK_S = 0.5  # how often running requests and the loop's lag are looked at
 JSON = [(b"content-type", b"application/json")]
 TEXT = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
+
+RESPONSES = "/v1/responses"
+ID = re.compile(r"[\w.-]{1,256}", re.ASCII)  # of a stored response
 
 WITH_IDS = b"content-type: %b\r\n" % CONTENT_TYPE
 
@@ -67,8 +70,6 @@ class ReplicaChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterApp:
-    relay: Relay  # since `start`
-
     def __init__(self, config: RouterConfig, fleet: Fleet, texts: Texts, version: str) -> None:
         self.config = config
         self.fleet = fleet
@@ -102,7 +103,6 @@ class RouterApp:
         fleet.on_down = self._move_from
 
     def start(self) -> None:
-        self.relay = Relay()
         self.edge.start()
         self._look(asyncio.get_running_loop().time())
 
@@ -110,7 +110,6 @@ class RouterApp:
         if self._timer is not None:
             self._timer.cancel()
         self.edge.close()
-        self.relay.close()
         for task in self._tasks:
             task.cancel()
 
@@ -206,13 +205,17 @@ class RouterApp:
 
     def _proxy(self, request: ClientRequest, connection: ClientConnection) -> None:
         asked = decode(Asked, request.body) if request.body or request.path in PROXIED else Asked()
-        group = self.fleet.group_of(asked.model)
         if bytes(asked.kv_transfer_params) not in (b"", b"null") and self.fleet.has_prefills:
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
             raise HttpError(400, message, param="kv_transfer_params")
         if self.accounts is not None and (error := self.accounts.objection(request.key)) is not None:
             raise error  # since its head was admitted others have begun
         exchange = Exchange(self, request, connection)
+        if (response_id := stored_id(request.path, asked)) is not None:
+            exchange.open()
+            self.spawn(self._prepare_stored(exchange, asked, response_id))
+            return
+        group = self.fleet.group_of(asked.model)
         if not self.config.tokenize_at_replica and not self.texts.is_long(request.path, request.body):
             adapter = group.adapters.get(asked.model or "")
             prepared = self.texts.prepare(request.path, request.body, asked, group.placement, adapter)
@@ -231,6 +234,47 @@ class RouterApp:
             return
         if exchange.state == "preparing":  # the client has not left meanwhile
             self._begin(exchange, group, asked, prepared)
+
+    async def _prepare_stored(self, exchange: Exchange, asked: Asked, response_id: str) -> None:
+        """Prepare a request that names a stored response, which only the replica that made it knows."""
+        request = exchange.request
+        try:
+            replica = await self._holder_of(response_id, asked.model, request)
+            group = None if replica is None else self.fleet.home(replica)
+            if replica is not None and group is not None:
+                exchange.restrict_to(group, replica)
+            elif asked.previous_response_id is None:
+                raise HttpError(404, f"response_id: {clip(response_id)!r} is stored at no replica", param="response_id")
+            else:  # any replica says in its own words that it does not know the previous response
+                group = self.fleet.group_of(asked.model)
+            prepared = await self.prepare(request.path, request.body, asked, group)
+        except Exception as error:  # as in `handle`
+            exchange.fail(error)
+            return
+        if exchange.state == "preparing":  # the client has not left meanwhile
+            self._begin(exchange, group, asked, prepared)
+
+    async def _holder_of(self, response_id: str, model: str | None, request: ClientRequest) -> Replica | None:
+        """Ask the replicas which of them stores the response; None if no replica says so."""
+        groups = self.fleet.groups.values() if model is None else (self.fleet.group_of(model),)
+        replicas = [each for group in groups for each in group.replicas.values() if self.fleet.is_available(each)]
+        if len(replicas) == 1:
+            return replicas[0]
+        if not ID.fullmatch(response_id):
+            return None
+        path = f"{STORED}{response_id}"
+        client_key = self._client_key(request)
+
+        async def has(replica: Replica) -> bool:
+            try:
+                lines = replica.key_line or client_key
+                status, _ = await fetch(replica.pool, path, lines, self.config.patience.probe_timeout_s)
+            except (ConnectFailed, TimeoutError):
+                return False
+            return status == 200
+
+        found = await asyncio.gather(*map(has, replicas))
+        return next((replica for replica, is_here in zip(replicas, found, strict=True) if is_here), None)
 
     async def prepare(self, path: str, body: bytes, asked: Asked, group: ReplicaGroup) -> Routable:
         """Where that takes longer than an event loop should be held up."""
@@ -267,7 +311,8 @@ class RouterApp:
             prepared.prompt,
             prepared.num_tokens,
             self._client_key(request),
-            NO_LENGTH if group.shortest == sys.maxsize else length_of(request.path, asked, prepared),
+            is_repeatable=is_repeatable(request, asked),
+            length=NO_LENGTH if group.shortest == sys.maxsize else length_of(request.path, asked, prepared),
         )
         try:
             exchange.start(group, outgoing)
@@ -371,7 +416,7 @@ class RouterApp:
         change = decode(ReplicaChange, request.body)
         try:
             backend = Backend.of(change.url, "url")
-            backend.lines(os.environ)
+            self.fleet.key_line(backend)
             if change.peer is not None:
                 Prefill(change.url, change.peer).check()
         except RouteError as error:
@@ -410,7 +455,24 @@ class RouterApp:
 
 
 def is_proxied(path: str) -> bool:
-    return path in PROXIED or path.startswith(KEPT)
+    return path in PROXIED or path.startswith(STORED)
+
+
+def is_repeatable(request: ClientRequest, asked: Asked) -> bool:
+    """Whether the request may be sent again after it may have reached a replica. It may not where that would store another
+    response, or delete or cancel one twice."""
+    if request.path in PROXIED:
+        return request.path != RESPONSES or asked.store is False
+    return request.method == b"GET"
+
+
+def stored_id(path: str, asked: Asked) -> str | None:
+    """The id of the stored response that a request names, in its path or as the one that it continues; None: it names
+    none."""
+    if path not in PROXIED:
+        return path.removeprefix(STORED).partition("/")[0]
+    given = asked.previous_response_id
+    return given if isinstance(given, str) else None
 
 
 def _admits(keys: Keys, request: ClientRequest) -> bool:

@@ -19,7 +19,19 @@ if TYPE_CHECKING:
 class Attempt:
     """connecting → sent → over; a kept connection that turns out to be closed leads from sent to connecting, once."""
 
-    __slots__ = ("_app", "_asker", "_body", "_head", "_is_kept", "_span", "charge", "replica", "state", "upstream")
+    __slots__ = (
+        "_app",
+        "_asker",
+        "_body",
+        "_head",
+        "_is_exhausted",
+        "_is_kept",
+        "_span",
+        "charge",
+        "replica",
+        "state",
+        "upstream",
+    )
 
     def __init__(self, app: "RouterApp", charge: Charge, asker: Leg, span: "AttemptSpan | None" = None) -> None:
         self.replica = app.fleet.replicas[charge.replica]
@@ -31,13 +43,18 @@ class Attempt:
         self._span = span
         self._head = self._body = b""
         self._is_kept = False  # the connection has served others before
+        self._is_exhausted = False  # the router had no resources left to connect
         app.fleet.begin(self.replica)
 
-    def start(self, target: bytes, lines: bytes, body: bytes, method: bytes = b"POST") -> None:
+    def start(
+        self, target: bytes, lines: bytes, body: bytes, method: bytes = b"POST", *, is_repeatable: bool = True
+    ) -> None:
+        """Send the request. One that must not be repeated gets a fresh connection: when a kept connection breaks, it is not
+        known whether the replica has read the request or had closed the connection before."""
         if self._span is not None:
             lines += self._span.lines(method)
         self._head, self._body = request_head(method, target, self.replica.pool.host_header, lines, len(body)), body
-        upstream = self.replica.pool.take_idle()
+        upstream = self.replica.pool.take_idle() if is_repeatable else None
         if upstream is None:
             self._app.spawn(self._connect())
         else:
@@ -50,7 +67,7 @@ class Attempt:
         None: a kept connection that the replica had closed meanwhile says nothing about the replica, and a new one is
         tried. It costs a retry all the same, for perhaps the request was read and is why it closed."""
         if self.upstream is None:
-            return "unreachable"
+            return "exhausted" if self._is_exhausted else "unreachable"
         if not self._is_kept or self.upstream.has_heard or not self._app.fleet.budget.take():
             return "lost"
         self.state, self.upstream, self._is_kept = "connecting", None, False
@@ -74,12 +91,17 @@ class Attempt:
             upstream = await self.replica.pool.connect()
         except ConnectFailed as error:
             if self.state != "over":
+                self._is_exhausted = error.is_local
                 self._asker.lost(str(error))
             return
         if self.state == "over":
             upstream.transport.abort()  # the client left, or the replica went down, meanwhile
         else:
             self._send(upstream)
+
+    def drop_body(self) -> None:
+        """Forget the request, which will not be sent again."""
+        self._head = self._body = b""
 
     def _send(self, upstream: Upstream) -> None:
         self.state, self.upstream = "sent", upstream

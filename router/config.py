@@ -14,12 +14,14 @@ from penstock.engine.http.telemetry import AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
 from penstock.engine.options import Count, Delay, Port, Seconds, Share, check, flag
 from penstock.router.backend import SECRET, Backend, RouteError, canonical_url
+from penstock.router.discovery import discovered_like
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 ADMIN_KEY_VARIABLE = "PENSTOCK_ADMIN_API_KEY"
 BACKEND_KEY_VARIABLE = "PENSTOCK_BACKEND_API_KEY"
+KEY_PREFIX = "PENSTOCK_BACKEND_KEY_"  # variables with keys that replicas may name which are added later
 
-PolicyName = Literal["predicted-ttft", "prefix", "least-loaded", "round-robin"]
+PolicyName = Literal["predicted-ttft", "least-loaded", "round-robin"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,12 @@ class RouterConfig:
     telemetry: Telemetry = Telemetry()
     limits: Limits = Limits()
     patience: Patience = Patience()
+
+    @property
+    def key_variables(self) -> frozenset[str]:
+        """The environment variables that the command line names as keys of replicas."""
+        written = [*map(Backend.of, self.backends), *map(discovered_like, self.discover)]
+        return frozenset(each.key for each in written if each.key is not None)
 
     @property
     def backend_lines(self) -> bytes:

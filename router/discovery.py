@@ -26,6 +26,7 @@ from typing import Any
 
 from penstock.engine.http.errors import HttpError
 from penstock.router.backend import Backend, RouteError
+from penstock.router.background import keep_running
 from penstock.router.http.upstream import Dechunker
 
 log = logging.getLogger("penstock.router")
@@ -55,9 +56,14 @@ def check_source(text: str) -> re.Match[str]:
         raise RouteError(
             f"discover: {text[:120]!r}; file:PATH, dns:HOST:PORT, srv:NAME or k8s:NAMESPACE/SERVICE[:PORT] is expected"
         )
-    words = next((found[name] for name in ("dns_words", "srv_words", "k8s_words") if found[name]), "")
-    Backend.of(f"http://h:{found['port'] or 1}{words}", "discover")
     return found
+
+
+def discovered_like(source: str) -> Backend:
+    """Return a replica with the words that the source gives each replica it finds. The lines of a file have their own."""
+    found = check_source(source)
+    words = next((found[name] for name in ("dns_words", "srv_words", "k8s_words") if found[name]), "")
+    return Backend.of(f"http://h:{found['port'] or 1}{words}", "discover")
 
 
 class Discovery:
@@ -72,12 +78,15 @@ class Discovery:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._tasks = [asyncio.get_running_loop().create_task(self._follow(source)) for source in self._sources]
+        self._tasks = [asyncio.get_running_loop().create_task(self._keep_following(each)) for each in self._sources]
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _keep_following(self, source: str) -> None:
+        await keep_running(f"discovery by {source}", lambda: self._follow(source))
 
     async def _follow(self, source: str) -> None:
         said = ""

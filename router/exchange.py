@@ -14,7 +14,6 @@ cost as much as all of its parsing.
 import asyncio
 import logging
 import re
-import sys
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -28,7 +27,6 @@ from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.foreign_error import in_openais_form
 from penstock.router.http.edge import ClientConnection
 from penstock.router.http.heads import AnswerHead, ClientRequest, answer_head
-from penstock.router.http.relay import Lane
 from penstock.router.http.upstream import Dechunker
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import NO_NAMES, Prompt
@@ -45,7 +43,6 @@ log = logging.getLogger("penstock.router")
 MAX_HELD_BYTES = 64 * 1024  # of an answer that may yet be replaced by another replica's
 MAX_LOST = 2  # replicas that may break on one request: it may be the reason
 STALLED_S = 10.0  # how long a stream may stand still when its replica is down
-LANE_FROM = 4  # events, after which a stream goes past us: to hand it over costs as much as some of them
 BUSY = frozenset({429, 503})  # answers that another replica may better
 
 _CACHED = re.compile(rb'"cached_tokens": ?(\d{1,9})\b')
@@ -78,7 +75,11 @@ class Outgoing(msgspec.Struct, frozen=True, gc=False):
     prompt: Prompt | None
     num_tokens: int
     client_key: bytes  # the header with the client's own key, for replicas that have none
+    is_repeatable: bool = True  # False: it changes what a replica stores, so it is sent to one replica at most
     length: Length = NO_LENGTH
+
+
+SENT = Outgoing(b"", b"", b"", None, None, None, None, None, 0, b"")  # in place of one whose answer has begun
 
 
 class Exchange:
@@ -91,7 +92,7 @@ class Exchange:
     """
 
     __slots__ = (
-        "_aside", "_cached", "_group", "_head", "_held", "_is_whole", "_lane", "_lane_from", "_num_data",
+        "_aside", "_cached", "_group", "_head", "_held", "_is_whole", "_num_data",
         "_num_data_then", "_num_lost", "_num_reported", "_outgoing", "_plain", "_prefills_tried", "_quiet_since_s", "_reason", "_status", "_tried",
         "app", "attempt", "begun_s", "bill", "connection", "first_byte_s", "model", "num_attempts", "prefill",
         "replica", "request", "state", "trace",
@@ -124,8 +125,6 @@ class Exchange:
         self.bill: Bill | None = None  # of what its client may ask for
         self._cached: int | None = -1  # in the body, of an engine that says it there; -1: not looked for
         self._num_data = self._num_reported = self._num_data_then = 0
-        self._lane: Lane | None = None  # what went past us last
-        self._lane_from = sys.maxsize
 
     @property
     def answer(self) -> AnswerHead | None:
@@ -138,6 +137,10 @@ class Exchange:
         self.app.exchanges.add(self)
         if self.app.accounts is not None:
             self.bill = Bill(self.app.accounts.of(self.request.key))
+
+    def restrict_to(self, group: ReplicaGroup, replica: Replica) -> None:
+        """Send the request to this replica of the group or to none, because only this one stores what it names."""
+        self._tried = frozenset(group.replicas) - {replica.url}
 
     def start(self, group: ReplicaGroup, outgoing: Outgoing) -> None:
         self._group, self._outgoing, self.model = group, outgoing, outgoing.model or group.root
@@ -193,7 +196,7 @@ class Exchange:
         if charge is None:
             self._give_up(self.app.fleet.refusal(group, outgoing.model, outgoing.length))
             return
-        self.state = "asking"
+        self.state, self._status = "asking", 0
         self.replica, self.num_attempts = charge.replica, self.num_attempts + 1
         span = None if self.trace is None else self.trace.attempt(charge)
         attempt = self.attempt = Attempt(self.app, charge, self, span)
@@ -208,7 +211,11 @@ class Exchange:
         if self.prefill is not None:
             body = self.prefill.hint(body, is_form=is_form)
         attempt.start(
-            outgoing.target, lines + (attempt.replica.key_line or outgoing.client_key), body, self.request.method
+            outgoing.target,
+            lines + (attempt.replica.key_line or outgoing.client_key),
+            body,
+            self.request.method,
+            is_repeatable=outgoing.is_repeatable,
         )
 
     def priority_at(self, replica: Replica) -> int | None:
@@ -252,13 +259,13 @@ class Exchange:
         """The replica has done what it will do."""
         if self._num_data > 1:
             self._report_progress()
-        replica = self._let_go(outcome, reason)
+        attempt = self._let_go(outcome, reason)
         if outcome in ("answered", "gone"):
             self._close(CLIENT_CLOSED if outcome == "gone" else self._status)
         else:
-            self._go_on(replica, outcome, reason)
+            self._go_on(attempt, outcome, reason)
 
-    def _let_go(self, outcome: Outcome, reason: str) -> Replica:
+    def _let_go(self, outcome: Outcome, reason: str) -> Attempt:
         """The attempt is over; who computes the prompt need not go on."""
         attempt, leg = self.attempt, self.prefill
         assert attempt is not None
@@ -266,16 +273,23 @@ class Exchange:
         attempt.end(outcome, self._status, reason, is_ok=outcome == "answered" and self._status < 500)
         if leg is not None:
             leg.leave()
-        return attempt.replica
+        return attempt
 
-    def _go_on(self, replica: Replica, outcome: Outcome, reason: str) -> None:
+    def _go_on(self, attempt: Attempt, outcome: Outcome, reason: str) -> None:
         """Nothing is out yet: ask another replica, within reason."""
+        replica = attempt.replica
         self._tried |= {replica.url}
         self._aside = self._group.aside
         self._num_lost += outcome == "lost"
         self._reason = reason
         if outcome == "late":
             self._give_up(HttpError(504, f"the replica did not answer: {reason}"))
+        elif outcome == "exhausted":  # every other replica would fail in the same way
+            message = f"the router has no resources left for another connection: {reason}"
+            self._give_up(HttpError(503, message, headers={"retry-after": "1"}))
+        elif outcome in ("lost", "moved") and attempt.upstream is not None and not self._outgoing.is_repeatable:
+            self._reason = f"{reason}; the request may have taken effect, so it is not sent again"
+            self._fail(outcome)
         elif self._num_lost >= MAX_LOST:
             self._fail(outcome)
         elif outcome == "unreachable" or self.app.fleet.budget.take():
@@ -312,9 +326,10 @@ class Exchange:
 
     def _give_up(self, error: HttpError) -> None:
         """No other can be asked: a busy replica's own answer, if there was one, or an error."""
-        if self.state == "over" or not self._held or self._status not in BUSY:
+        if self.state == "over" or not self._held or self._head.status not in BUSY:
             self.refuse(error)
             return
+        self._status = self._head.status
         self._close(self._status)
         self.app.metrics.count(self.request, self._status)
         self._write_first(b"".join(self._held), is_whole=True)
@@ -327,8 +342,6 @@ class Exchange:
         if head.cached_tokens is None and self.attempt is not None and self.attempt.replica.text_digest is None:
             self._cached = None
         self._plain = Dechunker() if head.is_chunked and self.request.is_http10 else None
-        if head.is_stream and head.is_chunked and self._plain is None and self.bill is None:
-            self._lane_from = LANE_FROM
 
     def data(self, data: bytes) -> None:
         self._num_data += data.count(b"\n\n") or 1  # events of a stream; several may come at once
@@ -340,26 +353,11 @@ class Exchange:
         if self._plain is not None:
             data = self._plain.feed(data)
         if self.state == "relaying":
-            if self._num_data < self._lane_from or not self._hand_over(data):
-                self.connection.transport.write(data)
+            self.connection.transport.write(data)
         elif self._status >= 400 and not self._head.is_stream and sum(map(len, self._held)) < MAX_HELD_BYTES:
             self._held += (data,)  # of an error, to be replaced or put into its form
         else:
             self._begin(data)
-
-    def _hand_over(self, data: bytes) -> bool:
-        """The rest of a stream goes past us, if it can. It may come back, and is handed over again after twice as many
-        events: some engines count cached tokens in each."""
-        assert self.attempt is not None and self.attempt.upstream is not None
-        self._gather()
-        self._lane_from = 2 * self._num_data
-        self._lane = self.app.relay.take(self.attempt.upstream, self.connection.transport, data)
-        return self._lane is not None
-
-    def _gather(self) -> None:
-        """What went past us has come too."""
-        if self._lane is not None:
-            self._num_data += self._lane.take_count()
 
     def ended(self) -> None:
         if self._status in BUSY and self.state == "asking":
@@ -372,7 +370,6 @@ class Exchange:
             self.bill.is_whole = True
         self.connection.finish(self._keeps())
         if self.attempt is not None and self._head.is_stream:
-            self._gather()
             self.attempt.charge.streamed(self._num_data)
         if self._cached is not None and self._cached >= 0 and self.attempt is not None:
             self._group.placement.counted(self.attempt.charge, self._cached)
@@ -396,8 +393,13 @@ class Exchange:
         metrics.first_byte.observe(self.first_byte_s)
         if self.prefill is not None:
             self._blocks_came(self.prefill, charge)
+            self.prefill = None
         elif self._group.prefills is not None:
             metrics.counts["split_requests", "direct"] += 1
+        # The request is not sent again. A body of megabytes must not stay in memory as long as its answer streams.
+        self.request.body = b""
+        self._outgoing = SENT
+        self.attempt.drop_body()
         self._write_first(b"".join((*self._held, data)) if self._held else data, is_whole)
 
     def _write_first(self, data: bytes, is_whole: bool) -> None:
@@ -461,7 +463,6 @@ class Exchange:
     def look(self, now_s: float, response_s: float) -> None:
         """Called twice a second: reports the progress to the placement, and ends what has stood still for too long."""
         attempt = self.attempt
-        self._gather()
         if (
             attempt is None
             or attempt.state != "sent"
@@ -480,7 +481,6 @@ class Exchange:
             self._settle("late", reason)
 
     def _report_progress(self) -> None:
-        self._gather()
         if self.attempt is not None and self._num_data > self._num_reported:
             self.attempt.charge.tokens(self._num_data - self._num_reported)
             if self.bill is not None:

@@ -42,7 +42,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 PREFIX = "penstock:router_"
 SEPARATOR = "\x1f"  # between a counter's name and its labels in a report
-KEPT = ("/v1/responses/", "/v1/conversations/")  # before an id: what replicas keep, and find where they share a store
+STORED = "/v1/responses/"  # before the id of a response that a replica stores
 
 
 def new_histograms() -> tuple[Distribution, Distribution]:
@@ -120,9 +120,9 @@ class RouterMetrics(Collector):
 
 
 def route_of(request: ClientRequest) -> str:
-    """It has passed admission, so its path is one of ours, or the id of something begins where it ends."""
-    path = request.path
-    return next(each for each in KEPT if path.startswith(each)) if path.startswith(KEPT) else path
+    """Return the request's route for the metrics. The request has passed admission, so its path is one of the router's own
+    or proxied ones, or that of a stored response, whose id is left out."""
+    return STORED if request.path.startswith(STORED) else request.path
 
 
 def is_counter(key: str) -> bool:

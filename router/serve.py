@@ -11,8 +11,10 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from penstock import __version__
+from penstock.engine.http.limits import MAX_REFUSALS, allow_open_files
 from penstock.engine.http.listen import BACKLOG, bind_socket, url_of
 from penstock.engine.options import Option, add_options, built, options_of
 from penstock.engine.text.model_text import load_text
@@ -20,7 +22,7 @@ from penstock.executor.process_life import Stopping, log_to_stderr, stop_signals
 from penstock.router.app import RouterApp
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig, replicas_of, resolve
-from penstock.router.discovery import Discovery, check_source
+from penstock.router.discovery import Discovery, discovered_like
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_link import KvLinks
 from penstock.router.fleet.probe import Prober, ServedModel
@@ -32,6 +34,9 @@ from penstock.router.quota import Quotas
 from penstock.router.tokenizing import agrees
 
 log = logging.getLogger("penstock.router")
+
+SPARE_FILES = 16  # descriptors of the process itself
+FILES_PER_REPLICA = 4  # its event stream, its probes, and one idle connection or two
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +99,7 @@ def check(args: argparse.Namespace) -> RouterConfig:
     config = resolve(_config(args), os.environ)
     check_tokens(config)
     for source in config.discover:
-        check_source(source)
+        discovered_like(source)
     if config.quotas is not None:
         Quotas.read(config.quotas)
     return config
@@ -225,10 +230,36 @@ def texts_of(config: RouterConfig) -> Texts:
     return texts
 
 
+def with_room_for_connections(config: RouterConfig) -> RouterConfig:
+    """Raise the limit of open files for `--max-connections`; where the hard limit does not allow that, lower
+    `max_connections` instead.
+
+    Of three descriptors for each connection, one is the client's, one its replica's, and one belongs to a client that is
+    refused with an answer. Connections are refused before descriptors run out, because without one neither a client nor a
+    replica could be answered.
+    """
+    num_replicas = max(len(config.backends) + len(config.prefills), 2)
+    spare = SPARE_FILES + FILES_PER_REPLICA * num_replicas
+    wanted = spare + 2 * config.limits.max_connections + max(config.limits.max_connections, MAX_REFUSALS)
+    allowed = allow_open_files(wanted)
+    if allowed >= wanted:
+        return config
+    room = allowed - spare
+    most = max(min(room // 3, (room - MAX_REFUSALS) // 2), 1)
+    log.warning(
+        "at most %d connections are accepted, not %d: the hard limit of open files (ulimit -Hn) is %d",
+        most,
+        config.limits.max_connections,
+        allowed,
+    )
+    return replace(config, limits=replace(config.limits, max_connections=most))
+
+
 async def serve(
     config: RouterConfig, sock: socket.socket, stopping: Stopping, on_start: Callable[[RouterProcess], None]
 ) -> int:
-    """Until it has been stopped; the exit code."""
+    """Run the router until it is stopped; return the exit code."""
+    config = with_room_for_connections(config)
     router = RouterProcess(config, texts_of(config))
     # What start-up made lives as long as the process, and requests make few cycles: scanning all of it again and
     # again would only be heard as pauses.

@@ -28,10 +28,15 @@ class Limits:
     max_connections: Count = flag("default: %(default)s", "N", default=4096)
 
 
-def allow_open_files(wanted: int) -> None:
-    """Raise the soft limit of open files, as far as the hard one lets us: a connection is a file, and the usual 1,024 are
-    fewer than a server, or a run of a benchmark, may have."""
+def allow_open_files(wanted: int) -> int:
+    """Raise the soft limit of open files to `wanted`, as far as the hard limit allows. Return how many may be open now,
+    at most `wanted`.
+
+    Each connection needs a file descriptor, and the usual soft limit of 1,024 is lower than what a server or a benchmark
+    may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < reachable:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
+    if soft == resource.RLIM_INFINITY or soft >= reachable:
+        return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
+    return reachable

@@ -1,10 +1,9 @@
 """Follows the cache events of one engine that publishes them over ZMQ, as vLLM and SGLang do.
 
-Messages are (topic, number, batch), the number 8 bytes big-endian and rising by one. What is published while none is
-connected is lost to the subscriber, which does not hear of it; so after every connection, and at every gap, the engine's replay
-endpoint is asked for what follows the last batch. Whether that is still the same process is seen by the last batch
-itself, which comes once more: it bears the time of its making. An engine without a replay endpoint is believed only in
-what it says from the connection on.
+Messages are (topic, number, batch). The number has 8 bytes, big-endian, and rises by one. A message that is published while
+the subscriber is not connected is lost without notice. So after every connection and at every gap, everything that is
+known is forgotten and the engine's replay endpoint is asked for all batches that it still has. An engine without a replay
+endpoint is known only by what it publishes from the connection on.
 """
 
 import asyncio
@@ -27,7 +26,8 @@ REPLAY_S = 5.0  # without a message of a replay: it is given up
 BACKLOG = 100_000  # batches that wait here while a replay is read; beyond it they are lost, which is a gap
 AT_ONCE = 32  # batches between two other things of the event loop
 END = (-1).to_bytes(8, "big", signed=True)
-LINK_COUNTS = ("batches", "replayed", "lost", "restarts")
+# Batches taken; of those, replayed ones; gaps between published batches; batches that no replay had.
+LINK_COUNTS = ("batches", "replayed", "gaps", "lost")
 
 
 class EngineLink:
@@ -48,7 +48,6 @@ class EngineLink:
         self.blocks = EngineBlocks(fingerprint, block_size, secrets.token_hex(8))
         self._context, self._backend, self._take, self._is_wanted = context, backend, take, is_wanted
         self._fingerprint = fingerprint
-        self._last_batch = b""
 
     def view(self) -> dict[str, object]:
         return {
@@ -73,7 +72,7 @@ class EngineLink:
             while self._is_wanted():
                 ready = dict(await poller.poll(int(1000 * ALIVE_S)))
                 if monitor in ready:
-                    await self._connection(await recv_monitor_message(monitor))
+                    await self._connection(await recv_monitor_message(monitor), events)
                 if events in ready:
                     await self._read(events)
                 if self.is_connected:
@@ -83,11 +82,24 @@ class EngineLink:
             monitor.close(0)
             events.close(0)
 
-    async def _connection(self, message: Mapping[str, object]) -> None:
+    async def _connection(self, message: Mapping[str, object], events: zmq.asyncio.Socket) -> None:
         if message["event"] == zmq.EVENT_DISCONNECTED:
             self.is_connected = False
             return
-        await self._catch_up()
+        with contextlib.suppress(zmq.Again):  # what still waits may be of a process that has ended
+            for _ in range(BACKLOG):
+                await events.recv_multipart(zmq.NOBLOCK)
+        await self._resync()
+
+    async def _resync(self) -> None:
+        """Replace everything that is known by what the engine can still replay. A replay starts with the oldest batch that the
+        engine has kept, so blocks from before it stay unknown until they are stored again."""
+        self.is_connected = False
+        self._forget()
+        async with contextlib.aclosing(self._replay()) as batches:
+            async for number, batch in batches:
+                self.counts["replayed"] += 1
+                self._apply(number, batch)
         self._take(self.blocks.snapshot())
         self.is_connected = True
 
@@ -105,48 +117,25 @@ class EngineLink:
                 await self._next(number, message[-1])
 
     async def _next(self, number: int, batch: bytes) -> None:
-        """A batch as it is published."""
+        """Take a batch that the engine has just published."""
         if self.last is not None and number > self.last + 1:
-            await self._fill(self.last + 1)
+            self.counts["gaps"] += 1
+            await self._resync()
         if self.last is None or number > self.last:
             self._apply(number, batch)
 
-    async def _fill(self, first: int) -> None:
-        async with contextlib.aclosing(self._replay(first)) as batches:
-            async for number, batch in batches:
-                if self.last is None or number > self.last:
-                    self.counts["replayed"] += 1
-                    self._apply(number, batch)
-
-    async def _catch_up(self) -> None:
-        """Behind a connection: what was missed, of the same process; or all that a new one has said."""
-        if self.last is not None:
-            if await self._is_same():
-                await self._fill(self.last + 1)
-                return
-            self.counts["restarts"] += 1
-        self._forget()
-        await self._fill(0)
-
-    async def _is_same(self) -> bool:
-        assert self.last is not None
-        async with contextlib.aclosing(self._replay(self.last)) as batches:
-            async for number, batch in batches:
-                return number == self.last and batch == self._last_batch
-        return False
-
     def _forget(self) -> None:
-        self.last, self._last_batch = None, b""
+        self.last = None
         self.blocks = EngineBlocks(self._fingerprint, self.blocks.block_size, secrets.token_hex(8))
 
-    async def _replay(self, first: int) -> AsyncGenerator[tuple[int, bytes], None]:
-        """What the engine still has of its batches from this number on. vLLM says the topic again, SGLang does not."""
+    async def _replay(self) -> AsyncGenerator[tuple[int, bytes], None]:
+        """Yield all batches that the engine has kept. vLLM sends the topic with each, SGLang does not."""
         if self._backend.replay is None:
             return
         socket = self._socket(zmq.DEALER)
         try:
             socket.connect(self._backend.replay)
-            await socket.send_multipart([b"", first.to_bytes(8, "big")])
+            await socket.send_multipart([b"", (0).to_bytes(8, "big")])
             while True:
                 async with asyncio.timeout(REPLAY_S):
                     message = await socket.recv_multipart()
@@ -159,19 +148,25 @@ class EngineLink:
             socket.close(0)
 
     def _apply(self, number: int, batch: bytes) -> None:
-        """A hole before it could not be filled: removals may be among what is lost."""
-        if self.last is not None and number > self.last + 1:
+        """Take in a batch. If batches before it are missing, removals may be among them, so everything is forgotten first:
+        a block that is wrongly believed to be cached would draw requests for as long as the replica lives."""
+        is_after_hole = self.last is not None and number > self.last + 1
+        if is_after_hole:
+            assert self.last is not None
             self.counts["lost"] += number - self.last - 1
-            self.blocks.missed()
-        self.last, self._last_batch = number, batch
+            self._forget()
+        self.last = number
         self.counts["batches"] += 1
         frames: Iterable[Frame]
         try:
             frames = self.blocks.take(batch)
+            is_partly_taken = False
         except BadEvents as error:
             log.warning("%s: its cache events are not understood: %s", self._backend.url, error)
-            frames = self.blocks.snapshot()  # a part of the batch may have been taken
-        if self.is_connected:  # else all of it follows at once
+            is_partly_taken = True
+        if is_after_hole or is_partly_taken:
+            frames = self.blocks.snapshot()
+        if self.is_connected:  # else a snapshot of everything follows
             self._take(frames)
 
     def _socket(self, kind: int) -> zmq.asyncio.Socket:

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from penstock.engine.http.errors import HttpError, clip
-from penstock.router.backend import Backend
-from penstock.router.config import RouterConfig
+from penstock.router.backend import Backend, RouteError
+from penstock.router.config import KEY_PREFIX, RouterConfig
 from penstock.router.fleet.budget import RetryBudget
 from penstock.router.fleet.replica import Replica, State
 from penstock.router.placement.placement import NO_NAMES, Placement, ReplicaInfo
@@ -75,26 +75,40 @@ class Fleet:
         self.num_in_flight = 0
         self.on_down: Callable[[Replica], None] = lambda _replica: None  # requests that wait there are moved
         self._new_placement = new_placement
+        self._key_variables = config.key_variables
 
     def add(self, text: str, peer: str | None = None) -> Replica:
-        """`text` as the operator writes it; router/backend.py."""
+        """Add a replica, written as router/backend.py says. Raises RouteError."""
         backend = Backend.of(text)
-        key_line = backend.lines(os.environ) or self.config.backend_lines
-        replica = self.replicas[backend.url] = Replica(backend, self.config.patience.connect_s, key_line, peer)
+        replica = Replica(backend, self.config.patience.connect_s, self.key_line(backend), peer)
+        self.replicas[backend.url] = replica
         return replica
 
+    def key_line(self, backend: Backend) -> bytes:
+        """Return the header with the key that the replica asks for, written. Raises RouteError.
+
+        A replica that is added while the router runs can only name a key that was meant for replicas: otherwise whoever may
+        add one could have any variable of the router's environment sent to an address of their own."""
+        variable = backend.key
+        if variable is not None and variable not in self._key_variables and not variable.startswith(KEY_PREFIX):
+            raise RouteError(
+                f"backend: {backend.url} has key={variable}; a replica that is added while the router runs may use a variable "
+                f"that the command line names, or one whose name begins with {KEY_PREFIX}"
+            )
+        return backend.lines(os.environ) or self.config.backend_lines
+
     def introduce(self, replica: Replica, root: str, models: tuple[str, ...], info: ReplicaInfo) -> None:
-        """A replica has said what it serves; also when it has come back as something else."""
+        """Put a replica into the group of its model, once it has said what it serves; also when it has come back as something
+        else. Raises ValueError for information that cannot be used; the replica then belongs to no group."""
         if self.replicas.get(replica.url) is not replica:
             return  # taken out while it was asked: its address may be another's by now
         self._leave_group(replica)
         groups = self._side(replica)
-        if root not in groups:
-            groups[root] = ReplicaGroup(root, self._new_placement())
-        group = groups[root]
-        replica.root, replica.models, replica.info = root, models, info
+        group = groups.get(root) or ReplicaGroup(root, self._new_placement())
+        group.placement.add_replica(replica.url, info)  # may raise: nothing has changed so far
+        groups[root] = group
         group.replicas[replica.url] = replica
-        group.placement.add_replica(replica.url, info)
+        replica.root, replica.models, replica.info = root, models, info
         self._name_groups()
         self.settle(replica)
 

@@ -16,6 +16,7 @@ import msgspec
 import zmq.asyncio
 
 from penstock.engine.http.kv_stream import ALIVE_S, Frame, FrameReader, Snapshot, StreamError
+from penstock.router.background import keep_running
 from penstock.router.fleet.engine_link import EngineLink
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
@@ -42,7 +43,8 @@ class KvLinks:
         old = self._tasks.pop(replica.url, None)
         if old is not None:
             old.cancel()
-        watching = self._watch_stream(replica) if replica.backend.events is None else self._watch_engine(replica)
+        watch = self._watch_stream if replica.backend.events is None else self._watch_engine
+        watching = keep_running(f"the event stream of {replica.url}", lambda: watch(replica))
         task = self._tasks[replica.url] = asyncio.get_running_loop().create_task(watching)
         task.add_done_callback(partial(self._watched, replica.url))
 
@@ -144,7 +146,7 @@ class Stream:
             self.num_frames = 0  # nothing to build on: the pauses grow
             self.over.set()
             return
-        is_whole = any(not isinstance(frame, Snapshot) or frame.is_last for frame in frames[1:])
+        is_whole = any(not isinstance(frame, Snapshot) or frame.is_last for frame in frames)
         if is_whole and group.placement.needs_snapshot(self._replica.url):
             self.over.set()
 

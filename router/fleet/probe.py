@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from penstock.router.background import keep_running
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.engine_load import LOOK_S, EngineLoad, ask_load
 from penstock.router.fleet.fleet import Fleet
@@ -58,7 +59,15 @@ class Prober:
             self._watched[replica].wake.set()
             return
         watched = self._watched[replica] = ProbeTask()
-        watched.task = asyncio.get_running_loop().create_task(self._watch(replica, watched))
+        name = f"the probe of {replica.url}"
+        watching = keep_running(name, lambda: self._watch(replica, watched))
+        watched.task = asyncio.get_running_loop().create_task(watching)
+        watched.task.add_done_callback(lambda _: self._unwatch(replica, watched))
+
+    def _unwatch(self, replica: Replica, watched: "ProbeTask") -> None:
+        if watched.looking is not None:
+            watched.looking.cancel()
+        del self._watched[replica]
 
     async def close(self) -> None:
         tasks = [each.task for each in self._watched.values()]
@@ -67,20 +76,15 @@ class Prober:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, replica: Replica, watched: "ProbeTask") -> None:
-        try:
-            while replica.state != "removing":
-                watched.wake.clear()
-                await self._probe(replica, watched)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._config.patience.probe_interval_s):
-                        await watched.wake.wait()
-            while replica.num_in_flight:
-                await asyncio.sleep(0.05)
-            self._fleet.forget(replica)
-        finally:
-            if watched.looking is not None:
-                watched.looking.cancel()
-            del self._watched[replica]
+        while replica.state != "removing":
+            watched.wake.clear()
+            await self._probe(replica, watched)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.patience.probe_interval_s):
+                    await watched.wake.wait()
+        while replica.num_in_flight:
+            await asyncio.sleep(0.05)
+        self._fleet.forget(replica)
 
     async def _probe(self, replica: Replica, watched: "ProbeTask") -> None:
         try:
@@ -90,6 +94,9 @@ class Prober:
             if status == 200 and (replica.root is None or not replica.is_up or is_due):
                 await self._introduce(replica, watched)
         except (ConnectFailed, TimeoutError, msgspec.MsgspecError, ValueError) as error:
+            if isinstance(error, ConnectFailed) and error.is_local:
+                log.warning("%s could not be probed, because the router lacks resources: %s", replica.url, error)
+                return
             with self._fleet.observing(replica):
                 if isinstance(error, TimeoutError) or (isinstance(error, ConnectFailed) and not error.is_dead):
                     replica.probe_silent()
@@ -100,7 +107,8 @@ class Prober:
                 if status == 200:
                     replica.probe_passed(time.monotonic())
                     if replica.load is not None and (watched.looking is None or watched.looking.done()):
-                        watched.looking = asyncio.get_running_loop().create_task(self._keep_looking(replica))
+                        looking = keep_running(f"the load of {replica.url}", lambda: self._keep_looking(replica))
+                        watched.looking = asyncio.get_running_loop().create_task(looking)
                 else:
                     replica.probe_refused(f"/ready answered {status}", is_draining=status == 503)
 

@@ -17,7 +17,8 @@ from penstock.router.http.upstream import ConnectFailed, Pool, fetch
 from penstock.router.placement.placement import ReplicaInfo
 from penstock.router.placement.prompts import Length
 
-Outcome = Literal["answered", "gone", "busy", "lost", "unreachable", "moved", "late"]  # of asking it
+# How an attempt at a replica ended. "exhausted": the router had no file descriptor or memory left to connect with.
+Outcome = Literal["answered", "gone", "busy", "lost", "unreachable", "exhausted", "moved", "late"]
 State = Literal["starting", "up", "suspect", "down", "draining", "ejected", "trial", "removing"]
 
 FAILURES_TO_EJECT = 5  # in a row, of answers by a replica that says it is ready

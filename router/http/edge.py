@@ -123,7 +123,7 @@ class ClientConnection(asyncio.Protocol):
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         self.edge.connections.add(self)
         count = len(self.edge.connections) - self.limits.max_connections
-        if count > MAX_REFUSALS:
+        if count > max(MAX_REFUSALS, self.limits.max_connections):
             transport.abort()
         elif count > 0:
             self._refuse(

@@ -16,23 +16,25 @@ import httptools
 
 from penstock.router.http.deadline import within
 from penstock.router.http.heads import AnswerHead, Headers, Heads, question_head, request_head
-from penstock.router.http.relay import Lane
 
 MAX_HEAD_BYTES = 64 * 1024
 IDLE_S = 30.0  # a kept connection; engines close theirs after 75 s
 MAX_IDLE = 256
 HIGH_WATER_BYTES = 1 << 20  # a body not yet written to a replica
-# They say nothing of the replica.
-_OUR_OWN = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+# Errors of this process or machine, which say nothing about the replica.
+_LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 
 
 class ConnectFailed(Exception):
-    """The replica takes no connection, or gives a question of ours no answer. `is_dead`: as a process that has ended does,
-    and not for want of time, or of something here."""
+    """The replica accepts no connection, or does not answer a question of the router.
 
-    def __init__(self, reason: str, *, is_dead: bool = False) -> None:
+    `is_dead`: it failed as if the replica's process had ended (refused or reset, not a timeout). `is_local`: the router
+    itself lacks something, such as file descriptors, and the replica is not to blame."""
+
+    def __init__(self, reason: str, *, is_dead: bool = False, is_local: bool = False) -> None:
         super().__init__(reason)
         self.is_dead = is_dead
+        self.is_local = is_local
 
 
 class Leg(Protocol):
@@ -58,7 +60,6 @@ class Upstream(asyncio.Protocol):
         self.idle_since_s = 0.0
         self.has_heard = False  # a byte of the current answer has come
         self.is_closed = False
-        self.lane: Lane | None = None  # by which the answer goes past us
         self.is_at_boundary = False  # what came so far of a chunked body ends with a whole chunk
         self._parser = httptools.HttpResponseParser(self)
         self._headers: Headers = []
@@ -67,11 +68,6 @@ class Upstream(asyncio.Protocol):
         self._headers_done = self._in_body = self._is_complete = self._is_framed = False
         self._wants_more = self._keep = False
         self._is_excess = False
-
-    @property
-    def is_between(self) -> bool:
-        """Two chunks of an answer: what comes next begins with a size."""
-        return self.is_at_boundary and not self._is_complete
 
     def send(self, head: bytes, body: bytes, leg: Leg) -> None:
         self.leg = leg
@@ -97,7 +93,6 @@ class Upstream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_closed = True
-        self._leave_lane()
         leg, self.leg = self.leg, None
         self.pool.forget(self)
         if leg is not None:
@@ -168,13 +163,7 @@ class Upstream(asyncio.Protocol):
         if leg is not None:
             leg.lost(reason)
 
-    def _leave_lane(self) -> None:
-        if self.lane is not None:
-            self.lane.close()
-            self.lane = None
-
     def _release(self, keep: bool) -> None:
-        self._leave_lane()
         if keep and not self.transport.is_closing():
             self.transport.resume_reading()
             self.pool.put_back(self)
@@ -238,8 +227,10 @@ class Pool:
         except TimeoutError:
             raise ConnectFailed(f"no connection within {self.connect_timeout_s:g} s") from None
         except OSError as error:
-            is_dead = not isinstance(error, socket.gaierror) and error.errno not in _OUR_OWN
-            raise ConnectFailed(error.strerror or type(error).__name__, is_dead=is_dead) from None
+            is_local = error.errno in _LOCAL_ERRORS and not isinstance(error, socket.gaierror)
+            is_dead = not is_local and not isinstance(error, socket.gaierror)
+            reason = error.strerror or type(error).__name__
+            raise ConnectFailed(reason, is_dead=is_dead, is_local=is_local) from None
 
     def put_back(self, upstream: Upstream) -> None:
         self.busy.discard(upstream)

@@ -130,10 +130,6 @@ class EngineBlocks:
         runs = {tier: b"".join([self._keys[name][:KEY_BYTES] for name in held]) for tier, held in self._held.items()}
         yield from snapshot(self.seq, runs)
 
-    def missed(self) -> None:
-        """Batches are lost for good: the next frame's number shows it."""
-        self.seq += 1
-
     @property
     def num_blocks(self) -> int:
         return len(self._keys)

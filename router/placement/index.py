@@ -3,12 +3,12 @@
 It knows 64-bit keys and slot numbers, nothing of replicas, time or load. Any thread may call any method: the C side
 holds a lock, and the calls release the GIL. Memory is bounded at construction.
 
-A key is the low 64 bits of the engine's own, or a v1 key of TensorRT-LLM. The engine's rules (cache/keys.py) and these
-must agree on every id, or nothing ever matches: both call csrc/keys.c.
+A key is the low 64 bits of the engine's own. The engine's rules (cache/keys.py) and these must agree on every id, or
+nothing ever matches: both call csrc/keys.c.
 """
 
 import secrets
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,7 +17,6 @@ import numpy.typing as npt
 from penstock._csrc import ffi, lib
 from penstock.cache.keys import namespace_root
 
-HashName = Literal["sha256", "v1"]
 Keys = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int32]
 MAX_SLOTS = 8192  # as in C
@@ -25,10 +24,8 @@ BYTES, I32S, U64S = map(ffi.typeof, ("uint8_t[]", "int32_t[]", "uint64_t[]"))  #
 
 
 class KeySpace(NamedTuple):
-    """How one kind of replica names its blocks; replicas of one model and block size share it. v1 has no fingerprint in its
-    keys; it is here so that models do not mix."""
+    """How one kind of replica names its blocks. Replicas of one model and block size share it."""
 
-    hash: HashName
     fingerprint: bytes
     block_size: int
 
@@ -46,6 +43,10 @@ class Match(msgspec.Struct, frozen=True, gc=False):
     version: int
 
 
+class NoSlotLeft(RuntimeError):
+    """Every slot is in use, or retired and not swept yet."""
+
+
 class RouteIndex:
     """Facts (what replicas said) are kept until they are taken back or evicted, hopes (our guesses) until they fade."""
 
@@ -61,10 +62,13 @@ class RouteIndex:
         self.num_slots = 0
 
     def add_slot(self, limit: int, at_ends: bool = False) -> int:
-        """`at_ends`: a key that it holds stands for all of a prompt before it, which it need not hold."""
+        """Return a slot that holds nothing, for at most `limit` blocks. Raises NoSlotLeft; retired slots are swept a stretch
+        with every call, so a later call may succeed.
+
+        `at_ends`: a key that it holds stands for all of a prompt before it, which it need not hold."""
         slot: int = lib.penstock_route_add_slot(self._index, limit)
         if slot < 0:
-            raise RuntimeError(f"the index has no slot left: {MAX_SLOTS} are in use")
+            raise NoSlotLeft(f"the index has no slot left: {MAX_SLOTS} are in use")
         if at_ends:
             lib.penstock_route_match_at_ends(self._index, slot)
         self.num_slots = max(self.num_slots, slot + 1)
@@ -106,17 +110,13 @@ class RouteIndex:
         return Match(keys, num_ends, counts, version)
 
     def hash_and_match(self, tokens: bytes, space: KeySpace, root: bytes) -> Match:
-        """Keys of a prompt (little-endian int32) and who holds them, in one call without the GIL."""
-        num_tokens, num_slots, is_v1 = len(tokens) // 4, self.num_slots, space.hash == "v1"
-        if is_v1:  # leaves out the last token and counts a block that is not full
-            num_tokens = max(num_tokens - 1, 0)
-            num_keys = -(-num_tokens // space.block_size)
-        else:
-            num_keys = num_tokens // space.block_size
+        """Hash a prompt (little-endian int32) and find who holds its blocks, in one call without the GIL."""
+        num_tokens, num_slots = len(tokens) // 4, self.num_slots
+        num_keys = num_tokens // space.block_size
         keys, counts = np.empty(num_keys, dtype=np.uint64), np.empty(num_slots, dtype=np.int32)
         version = lib.penstock_route_keys_and_match(
             self._index,
-            ffi.NULL if is_v1 else root,
+            root,
             tokens,
             num_tokens,
             space.block_size,
@@ -124,7 +124,7 @@ class RouteIndex:
             ffi.from_buffer(I32S, counts),
             num_slots,
         )
-        return Match(keys, min(num_keys, max(0, len(tokens) // 4 - 1) // space.block_size), counts, version)
+        return Match(keys, max(0, num_tokens - 1) // space.block_size, counts, version)
 
     def version(self) -> int:
         version: int = lib.penstock_route_version(self._index)

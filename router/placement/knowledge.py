@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock._csrc import ffi, lib
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.placement.index import KeySpace, Match, RouteIndex
+from penstock.router.placement.index import KeySpace, Match, NoSlotLeft, RouteIndex
 from penstock.router.placement.policy import PolicyConfig
 
 TIERS = ("device", "host", "disk")
@@ -141,8 +141,9 @@ class Knowledge:
         if layer is None or not keys:
             return
         if self._slots[layer, cache.row] == EMPTY:
-            self._slots[layer, cache.row] = self._add_slot(cache, 16 if layer else 1)
-            self._num_deep += layer in (1, 2)
+            self._slots[layer, cache.row] = slot = self._add_slot(cache, 16 if layer else 1)
+            self._num_deep += slot != EMPTY and layer in (1, 2)
+        # The empty slot refuses every key.
         self._count(cache, "keys_refused_total", self.index.store(int(self._slots[layer, cache.row]), keys))
 
     def _count(self, cache: ReplicaCache, what: str, number: int = 1) -> None:
@@ -161,8 +162,12 @@ class Knowledge:
             self.index.retire_slot(slot)
 
     def _add_slot(self, cache: ReplicaCache, times: int = 1) -> int:
+        """Return a fresh slot, or EMPTY where none is free now: a later call asks again."""
         limit = 2 * cache.most_blocks + 1024  # twice what it can hold: room for changes on their way
-        return self.index.add_slot(limit * times, cache.hits_at_ends)
+        try:
+            return self.index.add_slot(limit * times, cache.hits_at_ends)
+        except NoSlotLeft:
+            return EMPTY
 
     # -- what the router thinks itself ---------------------------------------------------------------------
 
@@ -172,6 +177,8 @@ class Knowledge:
         slot = int(self._slots[0, cache.row])
         if slot == EMPTY:
             slot = self._slots[0, cache.row] = self._add_slot(cache)
+        if slot == EMPTY:
+            return
         if cache.hits_at_ends:  # the last checkpoint of a prompt is before its last token
             keys, num_known = keys[max(0, last - 1) : last], int(num_known >= last)
         if not cache.is_guess:

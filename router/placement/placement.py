@@ -18,7 +18,7 @@ from msgspec import Meta
 from penstock._csrc import ffi
 from penstock.engine.http.kv_stream import Frame
 from penstock.engine.options import converted
-from penstock.router.placement.index import HashName, KeySpace, Match
+from penstock.router.placement.index import KeySpace, Match
 from penstock.router.placement.knowledge import STREAM_COUNTS, Knowledge, ReplicaCache
 from penstock.router.placement.load import Charge, Ledger, LoadTable, ReplicaLoad
 from penstock.router.placement.policy import PolicyConfig, Speed
@@ -39,7 +39,6 @@ class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: Annotated[int, Meta(ge=1, le=2**20)] = 64
     num_blocks: Annotated[int, Meta(ge=0, le=2**31)] = 0
     prefill_tokens_per_s: Speed | None = None
-    hash: HashName = "sha256"
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
@@ -81,7 +80,7 @@ class Placement:
         if name in self._replicas:
             raise ValueError(f"name: {name!r} is a replica already")
         info = converted(msgspec.structs.asdict(info), ReplicaInfo)
-        space = KeySpace(info.hash, info.fingerprint, info.block_size)
+        space = KeySpace(info.fingerprint, info.block_size)
         if space not in self._spaces:
             self._spaces = (*self._spaces, space)
         capacity = info.num_blocks * info.block_size or np.inf
@@ -117,8 +116,6 @@ class Placement:
         raw = tokens if isinstance(tokens, bytes) else bytes(memoryview(tokens).cast("B"))
         matches = []
         for space in self._spaces:
-            if space.hash == "v1" and (salt is not None or adapter is not None):
-                continue  # v1 numbers salts and adapters in a way of its own: nothing is known to match
             is_short = salt is None or len(salt) <= MAX_SALT
             root = _root(space, salt, adapter) if is_short else space.root(salt, adapter)
             matches.append((space, self.knowledge.index.hash_and_match(raw, space, root)))

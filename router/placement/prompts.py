@@ -72,6 +72,8 @@ class Asked(msgspec.Struct):
     session_id: Any = None
     prompt_cache_key: Any = None
     kv_transfer_params: Raw = NOTHING
+    previous_response_id: Any = None  # of a response that a replica stores
+    store: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None
 

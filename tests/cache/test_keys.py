@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from penstock._csrc import ffi, lib
-from penstock.cache.keys import block_keys, block_keys_v1, namespace_root
+from penstock.cache.keys import block_keys, namespace_root
 
-MASK_32, MASK_64 = 2**32 - 1, 2**64 - 1
+MASK_32 = 2**32 - 1
 RNG = random.Random(20)
 
 
@@ -112,7 +112,6 @@ def test_no_tokens_have_no_keys() -> None:
     forms: list[Any] = [[], (), b"", array("i"), np.zeros(0, np.int64)]
     for empty in forms:
         assert block_keys(empty, 16) == []
-        assert block_keys_v1(empty, 16).tolist() == []
 
 
 def test_ids_up_to_the_last_u32_are_allowed() -> None:
@@ -155,19 +154,18 @@ def test_bytes_that_are_no_whole_ids_are_refused() -> None:
         block_keys(b"1234567", 1)
 
 
-@pytest.mark.parametrize("keys", [block_keys, block_keys_v1])
-def test_a_wrong_block_size_is_refused_by_name(keys: Any) -> None:
+def test_a_wrong_block_size_is_refused_by_name() -> None:
     for size in (0, -16):
         with pytest.raises(ValueError, match=f"block_size: {size} is below 1"):
-            keys([1, 2, 3], size)
-    for no_size in (True, 16.0, "16", None):
+            block_keys([1, 2, 3], size)
+    no_sizes: list[Any] = [True, 16.0, "16", None]
+    for no_size in no_sizes:
         with pytest.raises(TypeError, match="block_size"):
-            keys([1, 2, 3], no_size)
+            block_keys([1, 2, 3], no_size)
 
 
 def test_a_block_larger_than_any_prompt_is_never_full() -> None:
     assert block_keys([1, 2, 3], 2**80) == []
-    assert block_keys_v1([1, 2, 3], 2**80).tolist() == slow_v1_chain([1, 2, 3], 2**80)
 
 
 def test_a_wrong_root_is_refused_by_name() -> None:
@@ -281,75 +279,3 @@ def test_another_thread_runs_while_a_prompt_is_hashed() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert seen[1] > seen[0]
-
-
-# -- v1 --------------------------------------------------------------------------------------------------------------
-
-
-def slow_v1_block(tokens: list[int], parent: int, salt: int | None, lora: int | None) -> int:
-    def scatter_32(x: int) -> int:
-        x &= MASK_32
-        for _ in range(2):
-            x = ((x ^ x >> 16) * 0x45D9F3B) & MASK_32
-        return (x ^ x >> 16) + 0x9E3779B9 & MASK_32
-
-    def scatter_64(x: int) -> int:
-        x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & MASK_64
-        x = ((x ^ x >> 27) * 0x94D049BB133111EB) & MASK_64
-        return (x ^ x >> 31) + 0x9E3779B9 & MASK_64
-
-    words = [scatter_64(salt)] if parent == 0 and salt is not None else []
-    words += map(scatter_32, tokens)
-    words += [scatter_64(lora)] if lora is not None else []
-    state = len(tokens) ^ parent * 0xBF58476D1CE4E5B9 & MASK_64
-    for word in words:
-        state ^= word + (state << 6) + (state >> 2) & MASK_64
-    return state
-
-
-def slow_v1_chain(tokens: list[int], block_size: int, salt: int | None = None, lora: int | None = None) -> list[int]:
-    hashed, keys, parent = tokens[:-1], [], 0
-    for start in range(0, len(hashed), block_size):
-        parent = slow_v1_block(hashed[start : start + block_size], parent, salt, lora)
-        keys.append(parent)
-    return keys
-
-
-def test_v1_gives_the_published_values() -> None:
-    last = [0]  # never hashed
-    assert slow_v1_block([], 0, None, None) == 0
-    assert block_keys_v1([1, 2, 3, 4, *last], 4).tolist() == [0x0003488F88096B5F]
-    assert block_keys_v1([*range(64), *last], 32).tolist() == [0xF2539ED039DA8E19, 0x0D2E1F3774B6ADBB]
-    salted = block_keys_v1([151644, 872, 198, *last], 32, salt_id=0x0123456789ABCDEF, lora_id=7)
-    assert salted.tolist() == [0x9356B1751E1BA9DB]
-    chain = block_keys_v1([i * 2654435761 % 151936 for i in range(100)], 32)
-    assert chain.dtype == np.uint64
-    assert chain.tolist() == [0x6D79796E645943A5, 0xA1307966E09EA59A, 0x76DADD0711D35738, 0xA6CD5A158FDB55C0]
-
-
-def test_v1_equals_the_formulas_on_20000_random_requests() -> None:
-    for _ in range(20_000):
-        tokens, block_size = random_ids(RNG.randint(0, 24)), RNG.randint(1, 12)
-        salt, lora = (RNG.choice((None, 0, RNG.randrange(2**64))) for _ in range(2))
-        keys = block_keys_v1(tokens, block_size, salt_id=salt, lora_id=lora)
-        assert keys.tolist() == slow_v1_chain(tokens, block_size, salt, lora)
-
-
-def test_v1_wraps_ids_at_32_bits_in_every_form() -> None:
-    ids = [-1, 2**32 + 5, 3, -(2**31), 0]
-    expected = slow_v1_chain(ids, 2)
-    assert block_keys_v1(ids, 2).tolist() == block_keys_v1(np.array(ids), 2).tolist() == expected
-    assert block_keys_v1(ids, 2).tolist() == block_keys_v1([id_ & MASK_32 for id_ in ids], 2).tolist()
-    ints = array("i", [-1, 5, 3, -(2**31), 0])
-    assert block_keys_v1(ints, 2).tolist() == block_keys_v1(ints.tobytes(), 2).tolist() == expected
-
-
-@pytest.mark.parametrize("field", ["salt_id", "lora_id"])
-def test_v1_refuses_ids_that_are_no_u64_by_name(field: str) -> None:
-    for number in (-1, 2**64):
-        with pytest.raises(ValueError, match=rf"{field}: {number} is outside 0 … 2\^64 - 1"):
-            block_keys_v1([1, 2], 1, **{field: number})
-    values: list[Any] = ["1", 1.0, True]
-    for value in values:
-        with pytest.raises(TypeError, match=field):
-            block_keys_v1([1, 2], 1, **{field: value})

@@ -47,9 +47,6 @@ def test_who_is_chosen_is_best_by_the_formulas(name: PolicyName) -> None:
             case "predicted-ttft":
                 assert row in slow_policy.equals(predicted, is_open)
                 np.testing.assert_allclose(fleet.score[is_open], predicted[is_open], rtol=1e-9)
-            case "prefix":
-                wanted = slow_policy.prefix_scores(fleet, cached, is_open, num_tokens)
-                assert row in slow_policy.equals(wanted, is_open)
             case "least-loaded":
                 assert row in slow_policy.equals(fleet.active, is_open)
             case "round-robin":

@@ -162,6 +162,26 @@ def test_when_all_numbers_are_taken_retired_ones_are_swept_at_once() -> None:
     index.check()
 
 
+def test_a_call_sweeps_a_stretch_and_no_more_though_no_number_is_left() -> None:
+    index = RouteIndex(50_000, seed=1)
+    full, *_ = (index.add_slot(50_000) for _ in range(MAX_SLOTS))
+    index.store(full, chain(1, 40_000))
+    index.retire_slot(full)
+    num_facts, num_calls = 40_000, 0
+    while True:
+        num_calls += 1
+        try:
+            assert index.add_slot(10) == full
+            break
+        except RuntimeError:
+            num_swept = num_facts - index.stats()["facts"]
+            assert 0 < num_swept <= 10_000
+            num_facts -= num_swept
+            index.check()
+    assert num_calls > 4
+    index.check()
+
+
 def test_threads_may_change_and_match_at_once() -> None:
     index = RouteIndex(2000, num_hopes=200, seed=1)
     slots = [index.add_slot(2000) for _ in range(4)]

@@ -1,35 +1,26 @@
-"""The router's keys: the published v1 values, the formulas, and the engine's own chain."""
+"""The router's keys: the formulas, and the engine's own chain."""
 
 import numpy as np
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.router.placement.index import KeySpace, RouteIndex
-from tests.support.slow_hash import sha256_chain, v1_chain
+from tests.support.slow_hash import sha256_chain
 
 
-def test_v1_gives_the_published_values_of_a_request_in_the_call_that_matches() -> None:
-    tokens = np.array([i * 2654435761 % 151936 for i in range(100)], "<i4").tobytes()
-    match = RouteIndex(10).hash_and_match(tokens, KeySpace("v1", b"", 32), b"")
-    expected = [0x6D79796E645943A5, 0xA1307966E09EA59A, 0x76DADD0711D35738, 0xA6CD5A158FDB55C0]
-    assert match.keys.tolist() == expected
-
-
-def test_one_call_gives_the_chains_of_either_space_whatever_the_lengths() -> None:
+def test_one_call_gives_the_chain_whatever_the_lengths() -> None:
     rng = np.random.default_rng(5)
     index = RouteIndex(10)
     root = namespace_root(model=b"m", salt="s")
     for _ in range(2000):
         block_size = int(rng.integers(1, 40))
         tokens = rng.integers(0, 2**31, rng.integers(0, 5000 if rng.random() < 0.01 else 200), dtype="<i4").tobytes()
-        sha = index.hash_and_match(tokens, KeySpace("sha256", b"m", block_size), root)
+        sha = index.hash_and_match(tokens, KeySpace(b"m", block_size), root)
         assert sha.keys.tolist() == sha256_chain(tokens, block_size, root)
-        v1 = index.hash_and_match(tokens, KeySpace("v1", b"", block_size), root)
-        assert v1.keys.tolist() == v1_chain(np.frombuffer(tokens, "<i4").tolist(), block_size)
 
 
 def test_the_keys_are_the_first_8_bytes_of_the_engines() -> None:
     tokens = np.random.default_rng(1).integers(0, 100_000, 39_000, dtype="<i4").tobytes()
-    space = KeySpace("sha256", b"fingerprint", 16)
+    space = KeySpace(b"fingerprint", 16)
     root = space.root("salt", "adapter")
     assert root == namespace_root(model=b"fingerprint", salt="salt", adapter="adapter")
     expected = [int.from_bytes(key[:8], "little") for key in block_keys(tokens, 16, root=root)]

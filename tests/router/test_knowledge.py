@@ -145,17 +145,17 @@ def test_salts_and_adapters_match_only_themselves() -> None:
     assert cached(placement, ids(1), "a", "lora") == {"r0": 0}
 
 
-def test_replicas_of_several_block_sizes_and_hashes_are_each_matched_by_their_own_keys() -> None:
+def test_replicas_of_several_block_sizes_and_fingerprints_are_each_matched_by_their_own_keys() -> None:
     placement, _ = fleet(1)
     placement.add_replica("big", ReplicaInfo(b"model", 32, 500))
-    placement.add_replica("v1", ReplicaInfo(b"", 32, 500, hash="v1"))
-    for name in ("r0", "big", "v1"):
+    placement.add_replica("other", ReplicaInfo(b"other", 32, 500))
+    for name in ("r0", "big", "other"):
         placement.set_available(name, True)
         placement.choose(placement.prepare(ids(1)), num_tokens=160, exclude=frozenset(placement._replicas) - {name})
-    assert cached(placement, ids(1)) == {"r0": 160, "big": 160, "v1": 160}
-    assert cached(placement, ids(1)[: 4 * 100]) == {"r0": 96, "big": 96, "v1": 96}
+    assert cached(placement, ids(1)) == {"r0": 160, "big": 160, "other": 160}
+    assert cached(placement, ids(1)[: 4 * 100]) == {"r0": 96, "big": 96, "other": 96}
     placement.remove_replica("big")
-    assert cached(placement, ids(1)) == {"r0": 160, "v1": 160}
+    assert cached(placement, ids(1)) == {"r0": 160, "other": 160}
     placement.check()
 
 

@@ -2,10 +2,14 @@
 
 import random
 import signal
+import socket
+import threading
 from typing import Any
 
+from penstock.engine.http.kv_stream import Changes, Frame, Hello, pack, snapshot
 from penstock.router.http.upstream import Dechunker
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
+from tests.support.router_stub import Seen, stub
 
 
 def view(router: RunningRouter, url: str) -> dict[str, Any]:
@@ -44,6 +48,28 @@ def test_a_replica_that_comes_back_is_listened_to_anew_and_has_nothing_cached() 
                 until(lambda: running.states() == ["up"])
                 until(lambda: view(running, replica.url)["cached_blocks"]["device"] == 0)
                 assert view(running, replica.url)["knowledge"] == "events"
+
+
+def test_a_gap_is_noticed_at_once_though_frames_come_one_by_one() -> None:
+    num_streams, may_end = 0, threading.Event()
+
+    def events(_seen: Seen, sock: socket.socket) -> None:
+        nonlocal num_streams
+        num_streams += 1
+        sock.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        send(sock, [Hello("e", "sha256", b"", 16, 0), *snapshot(0, {"device": b"k" * 8})])
+        while not may_end.wait(0.5):  # so that no two frames are read together
+            send(sock, [Changes(7, "device", b"", b"", False)])
+
+    def send(sock: socket.socket, frames: list[Frame]) -> None:
+        data = b"".join(map(pack, frames))
+        sock.sendall(b"%x\r\n%s\r\n" % (len(data), data))
+
+    with stub() as backend:
+        backend.questions[b"/kv_events"] = events
+        with running_router(backend.url):
+            until(lambda: num_streams >= 2, timeout_s=30)
+            may_end.set()
 
 
 def test_chunks_come_off_wherever_the_bytes_are_cut() -> None:

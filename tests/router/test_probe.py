@@ -1,6 +1,7 @@
 """Probing, by itself."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,8 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.probe import Prober
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import PolicyConfig
+from tests.support.router_fleet import running_router, until
+from tests.support.router_stub import stub
 
 
 @pytest.mark.parametrize("rounds", range(6))
@@ -40,3 +43,38 @@ def test_a_replica_that_is_taken_out_while_it_is_asked_does_not_push_out_its_suc
         fleet.introduce(replica, "m", ("m",), ReplicaInfo())
     assert fleet.group_of("m").replicas == {after.url: after}
     fleet.check()
+
+
+def test_a_replica_with_impossible_blocks_harms_no_other_and_can_be_taken_out() -> None:
+    with stub() as good, stub() as bad:
+        bad.models = b'{"data": [{"id": "m", "fingerprint": "ab", "block_size": 0}]}'
+        settings = {"admin_api_keys": ("sk-admin",), "wait_for": 1}
+        with running_router(good.url, bad.url, **settings) as router:
+            until(lambda: router.fleet.replicas[bad.url].state == "down")
+            assert "block_size" in router.fleet.replicas[bad.url].reason
+            good.is_ready = False
+            until(lambda: router.fleet.replicas[good.url].state == "draining")
+            good.is_ready = True
+            until(lambda: router.fleet.replicas[good.url].state == "up")
+            headers = {"authorization": "Bearer sk-admin"}
+            answer = router.http.request("DELETE", "/replicas", json={"url": bad.url}, headers=headers)
+            assert answer.status_code == 200
+            until(lambda: router.fleet.replicas.keys() == {good.url})
+            assert router.complete(model="m").status_code == 200
+
+
+def test_a_probe_that_fails_by_a_bug_is_logged_and_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    probe, bugs = Prober._probe, [ZeroDivisionError("a bug")]
+
+    async def probe_with_bugs(*arguments: Any) -> None:
+        if bugs:
+            raise bugs.pop()
+        await probe(*arguments)
+
+    monkeypatch.setattr(Prober, "_probe", probe_with_bugs)
+    with stub() as backend, running_router(backend.url):  # which waits until it is up
+        pass
+    (record,) = (record for record in caplog.records if record.exc_info)
+    assert backend.url in record.message and record.exc_info is not None

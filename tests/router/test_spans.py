@@ -146,6 +146,20 @@ def test_another_attempt_is_another_span_under_the_same_request(collector: Colle
     assert not retried.is_failed
 
 
+def test_an_attempt_without_an_answer_has_no_status_of_an_earlier_one(collector: Collector) -> None:
+    answers = iter([whole(b"{}", b"503 Service Unavailable"), None])  # busy, and then one hangs up
+    with (
+        stub(lambda seen, sock: next(answers)) as first,
+        stub(lambda seen, sock: next(answers)) as second,
+        running_router(first.url, second.url, telemetry=traced(collector), policy="round-robin") as router,
+    ):
+        assert router.complete().status_code == 503
+        attempts = sorted(collector.named("attempt", 2), key=lambda span: span.begun_ns)
+    assert [span.attributes["penstock.router.outcome"] for span in attempts] == ["busy", "lost"]
+    assert "http.response.status_code" not in attempts[1].attributes
+    assert attempts[1].attributes["error.type"] == "lost"
+
+
 def of(spans: list[SpanSeen], parent: SpanSeen) -> list[SpanSeen]:
     return [span for span in spans if span.parent_id == parent.span_id]
 

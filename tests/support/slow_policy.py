@@ -35,13 +35,6 @@ def scores(fleet: LoadTable, cached: Column, num_tokens: int, now_s: float, poli
     return score
 
 
-def prefix_scores(fleet: LoadTable, cached: Column, is_open: npt.NDArray[np.bool_], num_tokens: int) -> Column:
-    cached = np.minimum(cached, num_tokens - 1)
-    counts = (3 * cached >= num_tokens) & (fleet.active <= 1.5 * fleet.active[is_open].mean() + 8)
-    score: Column = fleet.active / (fleet.active.sum() + 1) - np.where(counts, cached, 0)
-    return score
-
-
 def equals(scores: Column, is_open: npt.NDArray[np.bool_]) -> set[int]:
     """The rows among which a lot decides."""
     scores = np.where(is_open, scores, np.inf)

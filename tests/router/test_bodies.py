@@ -1,0 +1,63 @@
+"""What the router keeps of a request while its answer streams."""
+
+import gc
+import socket
+import threading
+import types
+from typing import Any
+
+import pytest
+
+from penstock.router.config import Prefill
+from penstock.router.exchange import Exchange
+from penstock.router.fleet.fleet import Fleet
+from tests.support.raw_http import connect, post
+from tests.support.router_fleet import RunningRouter, running_router
+from tests.support.router_stub import Seen, stub
+
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n9\r\ndata: a\n\n\r\n"
+LARGE = 100_000
+
+
+def large_values(router: RunningRouter, exchange: Exchange) -> list[int]:
+    """The sizes of all large strings of bytes that the exchange keeps alive, however indirectly."""
+    seen: set[int] = {id(each) for each in (router.app, router.app.exchanges, router.app.edge, router.app.texts)}
+    sizes, waiting = [], [exchange]
+    while waiting:
+        each: Any = waiting.pop()
+        if id(each) in seen or isinstance(each, (types.ModuleType, types.FunctionType, type, Fleet)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, (bytes, bytearray)) and len(each) >= LARGE:
+            sizes.append(len(each))
+        if not isinstance(each, types.FrameType):
+            waiting += gc.get_referents(each)
+    return sizes
+
+
+@pytest.mark.parametrize("tokenizes", [False, True])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_body_is_dropped_at_the_first_byte_of_its_answer(tokenizes: bool, is_split: bool) -> None:
+    may_answer, may_end = threading.Event(), threading.Event()
+
+    def stream(_seen: Seen, sock: socket.socket) -> bytes:
+        may_answer.wait(60)
+        sock.sendall(STREAM)
+        may_end.wait(60)
+        return b"0\r\n\r\n"
+
+    with stub(stream) as backend, stub(stream) as prefill:
+        prefills = (Prefill(prefill.url, "10.0.0.5:9100"),) if is_split else ()
+        with (
+            running_router(backend.url, prefills=prefills, wait_for=1 + is_split, tokenizes=tokenizes) as router,
+            connect(router.port) as sock,
+        ):
+            sock.sendall(post(b'{"stream":true,"prompt":"' + b"abcd " * LARGE + b'"}'))
+            while not backend.seen:
+                threading.Event().wait(0.01)
+            (exchange,) = router.app.exchanges
+            assert router.call(lambda: large_values(router, exchange))
+            may_answer.set()
+            assert b"data: a" in sock.recv(65536)
+            assert router.call(lambda: large_values(router, exchange)) == []
+            may_end.set()

@@ -1,0 +1,102 @@
+"""The router's limit of open files: it is raised at start, and running out of descriptors is no replica's fault."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from penstock.router.http import upstream
+from tests.support.fork_server import ROOT
+from tests.support.raw_http import connect, post, status
+from tests.support.router_fleet import running_router, until
+from tests.support.router_stub import Seen, stub
+
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n9\r\ndata: a\n\n\r\n"
+NUM_CLIENTS = 150
+
+
+@contextlib.contextmanager
+def router_process(limit: tuple[int, int], *backends: str) -> "contextlib._GeneratorContextManager[str]":
+    flags = [word for url in backends for word in ("--backend", url)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.cli", "route", "--port", "0", "--admin-api-key", "sk-admin", *flags],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT)))},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limit),
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().split()[-1]
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("is_hard", [False, True])
+def test_more_streams_than_descriptors_get_an_answer_each_and_no_replica_is_blamed(is_hard: bool) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    may_end = threading.Event()
+
+    def stream(_seen: Seen, sock: socket.socket) -> bytes:
+        sock.sendall(STREAM)
+        may_end.wait(60)
+        return b"0\r\n\r\n"
+
+    with stub(stream) as one, stub(stream) as other, contextlib.ExitStack() as stack:
+        url = stack.enter_context(router_process((256, 256 if is_hard else hard), one.url, other.url))
+        until(lambda: httpx.get(url + "/ready").status_code == 200)
+        socks = [stack.enter_context(connect(int(url.rpartition(":")[2]))) for _ in range(NUM_CLIENTS)]
+        stack.callback(may_end.set)
+        for sock in socks:
+            sock.settimeout(30)
+            with contextlib.suppress(BrokenPipeError):  # refused before it has sent anything
+                sock.sendall(post(b'{"prompt":"abc","stream":true}'))
+        answers = Counter(status(sock.recv(4096)) for sock in socks)
+        may_end.set()
+        for sock in socks:
+            sock.close()
+        until(lambda: httpx.get(url + "/replicas").status_code == 200)
+        replicas = httpx.get(url + "/replicas").json()["replicas"]
+    assert answers.keys() == ({200, 503} if is_hard else {200})
+    assert answers[200] > 50
+    assert [(each["state"], each["failures"]) for each in replicas] == [("up", 0), ("up", 0)]
+
+
+def test_without_a_descriptor_left_a_client_gets_a_503_and_the_replica_stays_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed = []
+
+    class Loop:
+        """A running loop whose process has no descriptor left."""
+
+        def create_future(self) -> "asyncio.Future[None]":
+            return asyncio.get_running_loop().create_future()
+
+        async def create_connection(self, *_: object) -> None:
+            failed.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    with stub() as backend, running_router(backend.url) as router:
+        replica = router.fleet.replicas[backend.url]
+        monkeypatch.setattr(upstream, "asyncio", SimpleNamespace(get_running_loop=Loop))
+        router.call(replica.pool.close)
+        answers = [router.complete(model="m") for _ in range(6)]
+        until(lambda: len(failed) > 12)  # the probes fail in the same way
+        assert [answer.status_code for answer in answers] == [503] * 6
+        assert "Too many open files" in answers[0].text and answers[0].headers["retry-after"] == "1"
+        assert (replica.state, replica.num_failures) == ("up", 0)
+        monkeypatch.undo()
+        assert router.complete(model="m").status_code == 200

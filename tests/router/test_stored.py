@@ -1,0 +1,133 @@
+"""Responses that replicas store: requests for one go to its replica, and nothing that changes the store is sent twice."""
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.raw_http import connect, post, read_all, status
+from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
+from tests.support.router_stub import Seen, Stub, stub, whole
+
+STORED = b"/v1/responses/resp_1"
+
+
+@contextlib.contextmanager
+def two(first_model: str = "m", second_model: str = "m") -> Iterator[tuple[Stub, Stub, RunningRouter]]:
+    """A router before two replicas, of which the second stores the response."""
+    with stub() as first, stub() as second:
+        for backend, name in ((first, first_model), (second, second_model)):
+            backend.models = json.dumps({"data": [{"id": name}]}).encode()
+        second.questions[STORED] = lambda _seen, _sock: whole(b'{"id": "resp_1"}')
+        with running_router(first.url, second.url, policy="round-robin") as router:
+            yield first, second, router
+
+
+@pytest.mark.parametrize("models", [("m", "m"), ("m", "other")])
+def test_a_stored_response_is_asked_of_the_replica_that_has_it(models: tuple[str, str]) -> None:
+    with two(*models) as (first, second, router):
+        for _ in range(3):
+            assert router.http.get("/v1/responses/resp_1").json() == {"id": "resp_1"}
+            assert router.http.post("/v1/responses/resp_1/cancel", json={}).status_code == 200
+            assert router.http.delete("/v1/responses/resp_1").status_code == 200
+        assert first.seen == []
+        assert [seen.line.split()[0] for seen in second.seen] == [b"POST", b"DELETE"] * 3
+
+
+def test_a_response_that_goes_on_from_a_stored_one_is_made_where_that_is() -> None:
+    with two() as (first, second, router):
+        for _ in range(4):
+            asked = {"model": "m", "input": "x", "previous_response_id": "resp_1"}
+            assert router.http.post("/v1/responses", json=asked).status_code == 200
+        assert (len(first.seen), len(second.seen)) == (0, 4)
+
+
+def test_a_response_that_no_replica_has_is_not_found() -> None:
+    with two("m", "other") as (first, second, router):
+        answer = router.http.get("/v1/responses/resp_2")
+        assert answer.status_code == 404 and "resp_2" in answer.json()["error"]["message"]
+        assert router.http.get("/v1/responses/a%20b").status_code == 404
+        # A replica says in its own words that it does not know the previous response.
+        asked = {"model": "m", "input": "x", "previous_response_id": "resp_2"}
+        assert router.http.post("/v1/responses", json=asked).status_code == 200
+        assert (len(first.seen), len(second.seen)) == (1, 0)
+
+
+def test_every_turn_of_a_conversation_finds_the_one_before() -> None:
+    with mock_replicas(2) as replicas, running_router(*(each.url for each in replicas)) as router:
+        before = None
+        for turn in range(6):
+            asked = {"input": f"{turn}", "max_output_tokens": 2, "previous_response_id": before}
+            answer = router.http.post("/v1/responses", json=asked)
+            assert answer.status_code == 200, answer.text
+            before = answer.json()["id"]
+            assert router.http.get(f"/v1/responses/{before}").json()["id"] == before
+
+
+def hang_up(_seen: Seen, _sock: socket.socket) -> None:
+    """The replica has read the request and its connection breaks."""
+
+
+def test_a_request_that_changes_what_is_stored_is_not_sent_again() -> None:
+    with two() as (first, second, router):
+        first.answer = second.answer = hang_up
+        answers = [
+            router.http.post("/v1/responses", json={"input": "x"}),
+            router.http.delete("/v1/responses/resp_1"),
+            router.http.post("/v1/responses/resp_1/cancel", json={}),
+        ]
+        assert [answer.status_code for answer in answers] == [502] * 3
+        assert "not sent again" in answers[0].json()["error"]["message"]
+        assert len(first.seen) + len(second.seen) == 3
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/completions"])
+def test_a_request_that_stores_nothing_is(path: str) -> None:
+    with two() as (first, second, router):
+        first.answer = hang_up
+        for _ in range(2):
+            assert router.http.post(path, json={"input": "x", "prompt": "x", "store": False}).status_code == 200
+        assert len(first.seen) + len(second.seen) == 3
+
+
+def test_a_request_that_changes_what_is_stored_does_not_move_when_its_replica_goes_down() -> None:
+    asked, may_end = threading.Event(), threading.Event()
+
+    def wait(_seen: Seen, _sock: socket.socket) -> None:
+        asked.set()
+        may_end.wait(60)
+
+    with two() as (first, second, router), connect(router.port) as sock:
+        first.answer = second.answer = wait
+        sock.sendall(post().replace(b"/v1/completions", b"/v1/responses"))
+        assert asked.wait(10)
+        (url,) = (each.url for each in (first, second) if each.seen)
+        replica = router.fleet.replicas[url]
+
+        def refuse() -> None:
+            with router.fleet.observing(replica):
+                replica.probe_refused("the test says so", is_draining=False)
+
+        router.call(refuse)
+        assert status(read_all(sock)) == 502
+        may_end.set()
+        assert len(first.seen) + len(second.seen) == 1
+
+
+def test_a_request_that_changes_what_is_stored_needs_no_kept_connection_to_hold() -> None:
+    """If one broke, nobody could tell whether the replica had read the request."""
+    used: set[socket.socket] = set()
+
+    def once(_seen: Seen, sock: socket.socket) -> bytes | None:
+        is_new = sock not in used
+        used.add(sock)
+        return whole() if is_new else None
+
+    with stub(once) as backend, running_router(backend.url) as router:
+        for _ in range(3):
+            assert router.http.post("/v1/responses", json={"input": "x"}).status_code == 200
+        assert len(backend.seen) == 3
+        until(lambda: router.fleet.replicas[backend.url].state == "up")
