@@ -8,12 +8,14 @@ _STORE = "it was removed; responses are stored in memory, at most 10,000 of them
 REMOVED_COMMANDS = {
     "bench eplb": "run `benchmarks/bench_eplb.py plans` of the sources",
     "bench logprobs": "compare with penstock.open_forward, or with prompt_logprobs of generate (docs/training.md)",
+    "deploy": "run replicas by hand, with Ray Serve or Kubernetes; see docs/deploy.md",
     "export": "run benchmarks/export.py of the sources",
     "top": "open the server's page in a browser for live charts, or read /metrics (docs/grafana.json is a dashboard)",
 }
 # By the name of the keyword; the flag has dashes.
 REMOVED = {
     "custom_output_len": "it was removed; write the prompts as conversations and use --dataset-name sharegpt",
+    "quotas": "it was removed; limit clients in the gateway in front of the router",
     "ramp_up_end_rps": "it was removed; run the benchmark once for each --request-rate",
     "ramp_up_start_rps": "it was removed; run the benchmark once for each --request-rate",
     "ramp_up_strategy": "it was removed; run the benchmark once for each --request-rate",
@@ -24,5 +26,6 @@ REMOVED = {
     "response_store": _STORE,
     "response_store_bytes": _STORE,
     "max_responses": _STORE,
+    "workers": "it was removed; run several routers behind one address",
     "response_age": _STORE,
 }

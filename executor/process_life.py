@@ -114,27 +114,21 @@ class ChildProcess:
         """How it ended; None while it lives."""
         return ending(self._popen.returncode) if self.wait(EXIT_S) else None
 
-    def terminate(self) -> None:
-        self._popen.terminate()
-
     def kill(self) -> None:
         """End it if it lives; returns when it is gone."""
         self._popen.kill()
         self._popen.wait()
 
 
-def start_child(
-    module: str, role: str, start: msgspec.Struct, pass_fds: Sequence[int] = (), *, may_finish: bool = False
-) -> ChildProcess:
-    """`python -m MODULE`, which hears `start` first; one that dies before that is seen by its channel. `may_finish`:
-    where we are killed, it may go on for as long as it decides to."""
+def start_child(module: str, role: str, start: msgspec.Struct, pass_fds: Sequence[int] = ()) -> ChildProcess:
+    """Run `python -m MODULE` and send it `start`. If the child dies before it reads that, its channel closes."""
     ours, theirs = Pipe()
     with socket.socket(fileno=os.dup(ours.fileno())) as end:  # a call to a stopped child must not wait for ever
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALL_S, 0))
     with theirs:
         # The kernel ties a child to the thread that started it, and only the main one surely lasts.
-        is_tied = not may_finish and threading.current_thread() is threading.main_thread()
+        is_tied = threading.current_thread() is threading.main_thread()
         popen = subprocess.Popen(
             [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid()), str(int(is_tied))],
             stdin=subprocess.DEVNULL,
@@ -154,13 +148,13 @@ def ending(code: int) -> str:
 # The child's side.
 
 
-def begin(kind: type[Start], ignored: Sequence[signal.Signals] = STOP_SIGNALS) -> tuple[Start, Connection]:
-    """What the parent has sent as the start, and the channel to it. From here on we live no longer than it does,
-    and signals that are meant for the whole group are the parent's to act on."""
+def begin(kind: type[Start]) -> tuple[Start, Connection]:
+    """Return what the parent has sent as the start, and the channel to it. From here on this process lives no longer than
+    its parent, and signals that are meant for the whole group are the parent's to act on."""
     fd, parent, is_tied = map(int, sys.argv[1:])
     if is_tied:
         die_with(parent)
-    for number in ignored:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
     channel = Connection(fd)
@@ -249,15 +243,15 @@ def log_levels(text: str) -> dict[str, str]:
     return found
 
 
-def log_to_stderr(levels: str | None = None, mark: str = "") -> None:
-    """What we log, not what libraries do: those say warnings alone, for they know of prompts what we keep to ourselves.
+def log_to_stderr(levels: str | None = None) -> None:
+    """Write this package's log to standard error. Libraries log warnings only, because their lines may contain prompts.
 
-    `levels` also holds for the processes that are started from now on. `mark` stands before each line."""
+    `levels` also applies to the processes that are started from now on."""
     if levels is not None:
         os.environ[LOG_VARIABLE] = levels
     found = log_levels(os.environ.get(LOG_VARIABLE, "info"))
     overall = getattr(logging, found.pop("", "info").upper())
-    form = f"%(asctime)s %(levelname).1s {mark}%(message)s"
+    form = "%(asctime)s %(levelname).1s %(message)s"
     logging.basicConfig(level=max(overall, logging.WARNING), format=form, stream=sys.stderr)
     logging.getLogger("penstock").setLevel(overall)
     for room, level in found.items():

@@ -7,7 +7,6 @@ may change the fleet holds another key, for a replica that a tenant could add wo
 import asyncio
 import logging
 import re
-import sys
 import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
@@ -31,9 +30,8 @@ from penstock.router.http.heads import ClientRequest, Headers
 from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.lines import line_of
 from penstock.router.metrics import STORED, RouterMetrics, route_of
-from penstock.router.placement.prompts import NO_LENGTH, Asked, Routable, Texts, length_of
+from penstock.router.placement.prompts import Asked, Routable, Texts
 from penstock.router.preview import preview
-from penstock.router.quota import Accounts, Quotas
 from penstock.router.tokenizing import tokens_at_replica
 
 if TYPE_CHECKING:
@@ -76,8 +74,6 @@ class RouterApp:
         self.texts = texts
         self.version = version
         self.edge = Edge(self, config.limits)
-        self.accounts = None if config.quotas is None else Accounts(Quotas.read(config.quotas))
-        self.num_shadows = 0
         self.spans: ExchangeSpans | None = None
         if config.telemetry.otlp_traces_endpoint is not None:  # else nothing of it is even imported
             from penstock.router import spans
@@ -88,9 +84,7 @@ class RouterApp:
         self.metrics = RouterMetrics(fleet, self.edge.refused, exporter)
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
-        # Set by what runs the probes and, with several workers, by what carries changes to the others.
-        self.probe_now: Callable[[Replica], None] = lambda _replica: None
-        self.on_change: Callable[[str, str, str | None], None] = lambda _method, _url, _peer: None
+        self.probe_now: Callable[[Replica], None] = lambda _replica: None  # set by the owner of the probes
         self._page, headers = document("fleet")
         self._page_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._keys = Keys(config.api_keys)
@@ -199,7 +193,7 @@ class RouterApp:
                 f"{limit} requests are in flight, which is the limit (--max-requests)",
                 headers={"retry-after": "1"},
             )
-        return None if self.accounts is None else self.accounts.objection(request.key)
+        return None
 
     # A request for a replica.
 
@@ -208,8 +202,6 @@ class RouterApp:
         if bytes(asked.kv_transfer_params) not in (b"", b"null") and self.fleet.has_prefills:
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
             raise HttpError(400, message, param="kv_transfer_params")
-        if self.accounts is not None and (error := self.accounts.objection(request.key)) is not None:
-            raise error  # since its head was admitted others have begun
         exchange = Exchange(self, request, connection)
         if (response_id := stored_id(request.path, asked)) is not None:
             exchange.open()
@@ -312,7 +304,6 @@ class RouterApp:
             prepared.num_tokens,
             self._client_key(request),
             is_repeatable=is_repeatable(request, asked),
-            length=NO_LENGTH if group.shortest == sys.maxsize else length_of(request.path, asked, prepared),
         )
         try:
             exchange.start(group, outgoing)
@@ -421,9 +412,7 @@ class RouterApp:
                 Prefill(change.url, change.peer).check()
         except RouteError as error:
             raise HttpError(400, str(error), param="url") from None
-        method = request.method.decode()
-        self.apply(method, backend.text, change.peer)
-        self.on_change(method, backend.text, change.peer)
+        self.apply(request.method.decode(), backend.text, change.peer)
         return 200, JSON, msgspec.json.encode({"replicas": list(self.fleet.views())})
 
     def apply(self, method: str, text: str, peer: str | None) -> None:

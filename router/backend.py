@@ -1,19 +1,21 @@
-"""A replica as the operator names it: where it is, and what goes with it. One form for the command line, a watched file,
-DNS, Kubernetes and `POST /replicas`:
+"""A replica as the operator writes it. One form serves the command line, a watched file, DNS and `POST /replicas`:
 
-    http://HOST:PORT[,events=PORT|ENDPOINT][,replay=PORT|ENDPOINT][,key=VARIABLE][,canary=SHARE][,shadow=SHARE]
-                    [,priority=lowest|highest]
+http://HOST:PORT[,events=PORT|ENDPOINT][,replay=PORT|ENDPOINT][,key=VARIABLE]
 """
 
 import re
 from collections.abc import Mapping
-from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
-WORDS = ("events", "replay", "key", "canary", "shadow", "priority")
-FORM = "URL[,events=PORT][,replay=PORT][,key=VARIABLE][,canary=SHARE][,shadow=SHARE][,priority=lowest|highest]"
+WORDS = ("events", "replay", "key")
+REMOVED = {
+    "canary": "send a share of the requests elsewhere in the gateway in front",
+    "shadow": "mirror requests in the gateway in front",
+    "priority": "let the client or the gateway in front set the request's priority",
+}
+FORM = "URL[,events=PORT][,replay=PORT][,key=VARIABLE]"
 SECRET = re.compile(r"[\x21-\x7e]+")  # a key that is sent
 _ENDPOINT = re.compile(r"(tcp://[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}|ipc:///[^,\s]+)")
 
@@ -24,38 +26,28 @@ class RouteError(ValueError):
 
 class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
     """`events`, `replay`: where an engine of another kind publishes what it caches (ZMQ), and repeats what was missed.
-    `key`: the environment variable with the key that it asks for. `canary`: the share of its model's requests that it
-    gets, in place of its turn. `shadow`: the share that it gets beside them, its answers unread. `priority`: which goes first there, where it serves
-    priorities at all."""
+    `key`: the environment variable with the key that it asks for."""
 
     url: str
     events: str | None = None
     replay: str | None = None
     key: str | None = None
-    canary: float | None = None
-    shadow: float | None = None
-    priority: Literal["lowest", "highest"] | None = None
 
     @classmethod
     def of(cls, text: str, field: str = "backend") -> "Backend":
         address, *rest = text.split(",")
         url = canonical_url(address, field)
-        given: dict[str, str | float] = {}
+        given: dict[str, str] = {}
         for each in rest:
             name, _, value = each.partition("=")
+            if name in REMOVED:
+                raise RouteError(f"{field}: {each[:80]!r} is no longer there; {REMOVED[name]}")
             if name not in WORDS or name in given or not value:
                 raise RouteError(f"{field}: {each[:80]!r} of {text[:160]!r}; {FORM} is expected, each word once")
             given[name] = _read(name, value, url, field)
         if "replay" in given and "events" not in given:
             raise RouteError(f"{field}: {text[:160]!r} has replay without events; what is replayed are its events")
-        if "canary" in given and "shadow" in given:
-            raise RouteError(f"{field}: {text[:160]!r} is a canary and a shadow; one of them is expected")
         return msgspec.convert({"url": url, **given}, cls)
-
-    @property
-    def is_aside(self) -> bool:
-        """It does not take its turn."""
-        return self.canary is not None or self.shadow is not None
 
     @property
     def text(self) -> str:
@@ -73,7 +65,7 @@ class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"authorization: Bearer {secret}\r\n".encode()
 
 
-def _read(name: str, value: str, url: str, field: str) -> str | float:
+def _read(name: str, value: str, url: str, field: str) -> str:
     if name in ("events", "replay"):
         if value.isascii() and value.isdigit():
             value = f"tcp://{urlsplit(url).netloc.rpartition(':')[0]}:{value}"
@@ -81,21 +73,9 @@ def _read(name: str, value: str, url: str, field: str) -> str | float:
         if not _ENDPOINT.fullmatch(value) or (value[:3] == "tcp" and not 1 <= int(port) <= 65535):
             raise RouteError(f"{field}: {name}={value[:80]!r}; a port, tcp://HOST:PORT or ipc:///PATH is expected")
         return value
-    if name == "key":
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-            raise RouteError(f"{field}: key={value[:40]!r} is not the name of an environment variable")
-        return value
-    if name == "priority":
-        if value not in ("lowest", "highest"):
-            raise RouteError(f"{field}: priority={value[:40]!r}; lowest or highest is expected, which goes first there")
-        return value
-    try:
-        share = float(value)
-    except ValueError:
-        share = -1.0
-    if not 0 < share <= 1:
-        raise RouteError(f"{field}: {name}={value[:40]!r}; a share above 0 and up to 1 is expected")
-    return share
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+        raise RouteError(f"{field}: key={value[:40]!r} is not the name of an environment variable")
+    return value
 
 
 def canonical_url(url: str, field: str = "backend") -> str:

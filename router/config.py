@@ -3,10 +3,9 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
@@ -71,7 +70,6 @@ class RouterConfig:
     )
     host: str = flag("address to listen on (default: %(default)s, this machine only)", default="127.0.0.1")
     port: Port = flag("0 takes any free port (default: %(default)s)", default=8080)
-    workers: Annotated[int, Meta(ge=1, le=256)] = flag("processes that share the port", "N", default=1)
     policy: PolicyName = flag("default: %(default)s", default="predicted-ttft")
     # None: no tokens, byte prefixes.
     tokenizer: str | None = flag("the replicas' model, for its tokenizer: hub name, folder or .gguf file", "MODEL")
@@ -82,11 +80,10 @@ class RouterConfig:
     backend_api_key: str | None = flag("the key that the replicas ask for", "KEY")
     max_requests: Count = flag("in flight at one replica", "N", default=512)
     discover: tuple[str, ...] = flag(
-        "find replicas: file:PATH, dns:HOST:PORT, srv:NAME or k8s:NAMESPACE/SERVICE[:PORT]; repeat for each",
+        "find replicas: file:PATH or dns:HOST:PORT; repeat for each",
         "SOURCE",
         default=(),
     )
-    quotas: str | None = flag("requests and tokens a minute of each client's key", "FILE")
     access_log: AccessForm = flag("a line of the log for each request (default: %(default)s)", default="off")
     telemetry: Telemetry = Telemetry()
     limits: Limits = Limits()
@@ -129,8 +126,6 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
             )
     except ValueError as error:
         raise RouteError(str(error)) from None
-    if config.workers > 1 and config.port == 0:
-        raise RouteError("port: 0 is not possible with several workers; they share one given port")
     backends = [Backend.of(text) for text in config.backends]
     prefills = tuple(each.check() for each in config.prefills)
     _check_once([each.url for each in backends], prefills)

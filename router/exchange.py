@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from penstock.engine.http.errors import CLIENT_CLOSED, HttpError, error_body
-from penstock.router.aside import cast_shadows, drawn
 from penstock.router.attempt import Attempt
 from penstock.router.fleet.fleet import ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
@@ -30,10 +29,7 @@ from penstock.router.http.heads import AnswerHead, ClientRequest, answer_head
 from penstock.router.http.upstream import Dechunker
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import NO_NAMES, Prompt
-from penstock.router.placement.prompts import NO_LENGTH, Length
 from penstock.router.prefill import PrefillLeg, place
-from penstock.router.quota import PRIORITIZED, Bill
-from penstock.router.split import with_field
 
 if TYPE_CHECKING:
     from penstock.router.app import RouterApp
@@ -76,7 +72,6 @@ class Outgoing(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     client_key: bytes  # the header with the client's own key, for replicas that have none
     is_repeatable: bool = True  # False: it changes what a replica stores, so it is sent to one replica at most
-    length: Length = NO_LENGTH
 
 
 SENT = Outgoing(b"", b"", b"", None, None, None, None, None, 0, b"")  # in place of one whose answer has begun
@@ -92,9 +87,9 @@ class Exchange:
     """
 
     __slots__ = (
-        "_aside", "_cached", "_group", "_head", "_held", "_is_whole", "_num_data",
+        "_cached", "_group", "_head", "_held", "_is_whole", "_num_data",
         "_num_data_then", "_num_lost", "_num_reported", "_outgoing", "_plain", "_prefills_tried", "_quiet_since_s", "_reason", "_status", "_tried",
-        "app", "attempt", "begun_s", "bill", "connection", "first_byte_s", "model", "num_attempts", "prefill",
+        "app", "attempt", "begun_s", "connection", "first_byte_s", "model", "num_attempts", "prefill",
         "replica", "request", "state", "trace",
     )  # fmt: skip
     _group: ReplicaGroup
@@ -121,8 +116,6 @@ class Exchange:
         self._status = 0
         self._plain: Dechunker | None = None  # a client of HTTP/1.0 knows no chunks
         self._held: tuple[bytes, ...] = ()  # the body of a busy answer
-        self._aside = NO_NAMES  # replicas that stand aside for this request
-        self.bill: Bill | None = None  # of what its client may ask for
         self._cached: int | None = -1  # in the body, of an engine that says it there; -1: not looked for
         self._num_data = self._num_reported = self._num_data_then = 0
 
@@ -135,8 +128,6 @@ class Exchange:
         """From now on it hears of its client and of replicas that go down."""
         self.connection.reader = self
         self.app.exchanges.add(self)
-        if self.app.accounts is not None:
-            self.bill = Bill(self.app.accounts.of(self.request.key))
 
     def restrict_to(self, group: ReplicaGroup, replica: Replica) -> None:
         """Send the request to this replica of the group or to none, because only this one stores what it names."""
@@ -144,11 +135,6 @@ class Exchange:
 
     def start(self, group: ReplicaGroup, outgoing: Outgoing) -> None:
         self._group, self._outgoing, self.model = group, outgoing, outgoing.model or group.root
-        if group.aside:
-            self._aside = drawn(group)
-            cast_shadows(self.app, group, outgoing, self.request.method)
-        if self.bill is not None:
-            self.bill.charge(outgoing.num_tokens, 0)
         self.app.fleet.budget.deposit(self.app.fleet.num_in_flight)
         self._next()
 
@@ -170,9 +156,6 @@ class Exchange:
             return
         self.state = "over"
         self.app.exchanges.discard(self)
-        if self.bill is not None:
-            self.bill.end()
-            self.bill = None
         if self.trace is not None:
             self.trace.end(self, status)
         self.app.note(self.request, status, self)
@@ -181,20 +164,15 @@ class Exchange:
 
     def _next(self) -> None:
         group, outgoing = self._group, self._outgoing
-        exclude = group.not_for(outgoing.model, self._tried, outgoing.length)
         charge = group.placement.choose(
             outgoing.prompt,
             num_tokens=outgoing.num_tokens,
             session=outgoing.session,
-            exclude=exclude | self._aside if self._aside else exclude,
+            exclude=group.not_for(outgoing.model, self._tried),
             expects=group.prefills is None,
         )
-        if charge is None and self._aside != group.aside:  # the canary is full or gone
-            self._aside = group.aside
-            self._next()
-            return
         if charge is None:
-            self._give_up(self.app.fleet.refusal(group, outgoing.model, outgoing.length))
+            self._give_up(self.app.fleet.refusal(group, outgoing.model))
             return
         self.state, self._status = "asking", 0
         self.replica, self.num_attempts = charge.replica, self.num_attempts + 1
@@ -205,11 +183,8 @@ class Exchange:
         lines, body = outgoing.lines, outgoing.body
         if outgoing.with_ids is not None and attempt.replica.text_digest == outgoing.text_digest:
             lines, body = outgoing.with_ids
-        is_form = body is not outgoing.body
-        if (priority := self.priority_at(attempt.replica)) is not None:
-            body = with_field(body, is_form, "priority", priority)
         if self.prefill is not None:
-            body = self.prefill.hint(body, is_form=is_form)
+            body = self.prefill.hint(body, is_form=body is not outgoing.body)
         attempt.start(
             outgoing.target,
             lines + (attempt.replica.key_line or outgoing.client_key),
@@ -217,12 +192,6 @@ class Exchange:
             self.request.method,
             is_repeatable=outgoing.is_repeatable,
         )
-
-    def priority_at(self, replica: Replica) -> int | None:
-        """Of its client's class, as this replica has them; None: it says itself."""
-        if self.bill is None or self.bill.account.quota.priority is None or self.request.path not in PRIORITIZED:
-            return None
-        return replica.priority_sign * self.bill.account.quota.priority if replica.priority_sign else None
 
     def _split(self, prefills: ReplicaGroup, charge: Charge) -> None:
         """Have the prompt computed elsewhere, if enough of it is missing here and a replica is there to do it."""
@@ -279,7 +248,6 @@ class Exchange:
         """Nothing is out yet: ask another replica, within reason."""
         replica = attempt.replica
         self._tried |= {replica.url}
-        self._aside = self._group.aside
         self._num_lost += outcome == "lost"
         self._reason = reason
         if outcome == "late":
@@ -348,8 +316,6 @@ class Exchange:
         # `in` would cost three times as much: on bytes it first tries its left side as a number, by an exception.
         if self._cached != -1 and data.rfind(b'"cached_tokens":') >= 0:
             self._cached = cached_tokens_in(data)
-        if self.bill is not None:
-            self.bill.read(data)
         if self._plain is not None:
             data = self._plain.feed(data)
         if self.state == "relaying":
@@ -366,8 +332,6 @@ class Exchange:
             return
         if self.state == "asking":
             self._begin(b"", is_whole=True)
-        if self.bill is not None:
-            self.bill.is_whole = True
         self.connection.finish(self._keeps())
         if self.attempt is not None and self._head.is_stream:
             self.attempt.charge.streamed(self._num_data)
@@ -483,8 +447,6 @@ class Exchange:
     def _report_progress(self) -> None:
         if self.attempt is not None and self._num_data > self._num_reported:
             self.attempt.charge.tokens(self._num_data - self._num_reported)
-            if self.bill is not None:
-                self.bill.charge(0, self._num_data - self._num_reported)
             self._num_reported = self._num_data
 
     def check(self) -> None:

@@ -1,8 +1,4 @@
-"""Counters of the router, as text for /metrics. Labels are routes, statuses, replicas and reasons: bounded sets.
-
-With several workers each knows what the others counted a second ago (router/workers.py), and whichever is asked
-answers with the sums. States, caches and load are its own view.
-"""
+"""Counters of the router, as text for /metrics. Labels are routes, statuses, replicas and reasons: bounded sets."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -31,7 +27,6 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "not_retried": ("Failures passed on for want of budget, by reason.", ("reason",)),
     "split_requests": ("Answers in a fleet with prefill replicas, by where the prompt was computed.", ("path",)),
     "prefills": ("Prompts sent to a prefill replica, by what came of it.", ("outcome",)),
-    "shadows": ("Requests for a shadow, by what it answered.", ("outcome",)),
     "tokenized": ("Prompts given to a replica's /tokenize, by whether it said.", ("answered",)),
     "client_gone": ("Clients that left before the end.", ()),
     "broken_streams": ("Answers that broke after their first byte.", ()),
@@ -41,15 +36,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "replica_ejections": ("Times that a replica was ejected for its conduct.", ("replica",)),
 }
 PREFIX = "penstock:router_"
-SEPARATOR = "\x1f"  # between a counter's name and its labels in a report
 STORED = "/v1/responses/"  # before the id of a response that a replica stores
-
-
-def new_histograms() -> tuple[Distribution, Distribution]:
-    return (
-        Distribution(f"{PREFIX}first_byte_seconds", "Request complete to first byte relayed.", FIRST_BYTE_S),
-        Distribution(f"{PREFIX}loop_lag_seconds", "How late a timer ran.", LAG_S),
-    )
 
 
 class RouterMetrics(Collector):
@@ -58,8 +45,9 @@ class RouterMetrics(Collector):
         self._exporter = exporter
         # By name and labels; those without labels are shown from the start.
         self.counts: Counter[tuple[object, ...]] = Counter({("client_gone",): 0, ("broken_streams",): 0})
-        self.first_byte, self.loop_lag = self._histograms = new_histograms()
-        self.others: dict[int, dict[str, float]] = {}  # worker → what it last reported
+        help_text = "Request complete to first byte relayed."
+        self.first_byte = Distribution(f"{PREFIX}first_byte_seconds", help_text, FIRST_BYTE_S)
+        self.loop_lag = Distribution(f"{PREFIX}loop_lag_seconds", "How late a timer ran.", LAG_S)
         self._refused = refused  # status → what never became a request
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -71,45 +59,42 @@ class RouterMetrics(Collector):
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-    def own_counters(self) -> dict[str, float]:
-        """What this process has counted, flat: a name with its labels → the value."""
-        found: dict[str, float] = {_key(*key): count for key, count in self.counts.items()}
-        found |= {_key("refused", status): count for status, count in self._refused.items()}
-        if self._exporter is not None:
-            found[_key("trace_spans", "sent")] = self._exporter.num_sent
-            found[_key("trace_spans", "dropped")] = self._exporter.num_dropped
-        for replica in self.fleet.replicas.values():
-            for name in ("requests", "failures", "ejections"):
-                found[_key(f"replica_{name}", replica.url)] = getattr(replica, f"num_{name}")
-        for histogram in self._histograms:
-            found |= {_key(histogram.name, place): count for place, count in enumerate(histogram.counts)}
-            found[_key(histogram.name, "sum")] = histogram.total
-        for role, group in self.fleet.all_groups():
-            found |= {
-                _key("placement", group.root, role, name): value for name, value in group.placement.metrics().items()
-            }
-        return found
-
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        summed: Counter[str] = Counter()
-        for counters in (self.own_counters(), *self.others.values()):
-            summed.update(counters)
-        by_name: dict[str, list[tuple[list[str], float]]] = {}
-        for key, value in sorted(summed.items()):
-            name, *labels = key.split(SEPARATOR)
-            by_name.setdefault(name, []).append((labels, value))
+        rows: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+        for (name, *labels), count in sorted(self._counted(), key=str):
+            rows.setdefault(str(name), []).append((tuple(map(str, labels)), count))
         for name, (help_text, names) in COUNTERS.items():
-            yield family(CounterMetricFamily, f"{PREFIX}{name}", help_text, names, by_name.get(name, ()))
-        for histogram in new_histograms():  # of all workers together
-            counts = {labels[0]: value for labels, value in by_name[histogram.name]}
-            histogram.total = counts.pop("sum")
-            histogram.counts = [counts[str(place)] for place in range(len(counts))]
-            yield histogram.family({})
-        yield from _placement(by_name.get("placement", []))
+            yield family(CounterMetricFamily, f"{PREFIX}{name}", help_text, names, rows.get(name, ()))
+        yield self.first_byte.family({})
+        yield self.loop_lag.family({})
+        yield from self._of_placements()
         yield from self._of_replicas()
+
+    def _counted(self) -> Iterator[tuple[tuple[object, ...], float]]:
+        """Yield all counters, each by its name and labels."""
+        yield from self.counts.items()
+        for status, count in self._refused.items():
+            yield ("refused", status), count
+        if self._exporter is not None:
+            yield ("trace_spans", "sent"), self._exporter.num_sent
+            yield ("trace_spans", "dropped"), self._exporter.num_dropped
+        for replica in self.fleet.replicas.values():
+            for name in ("requests", "failures", "ejections"):
+                yield (f"replica_{name}", replica.url), getattr(replica, f"num_{name}")
+
+    def _of_placements(self) -> Iterator[Metric]:
+        """Yield each placement's own counters and gauges, predicted against actual cached tokens among them."""
+        by_name: dict[str, list[tuple[list[str], float]]] = {}
+        for role, group in self.fleet.all_groups():
+            for name, value in group.placement.metrics().items():
+                by_name.setdefault(name, []).append(([group.root, role], value))
+        for name, rows in by_name.items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            plain = name.removesuffix("_total")
+            yield family(kind, f"{PREFIX}{plain}", f"See docs: {plain}.", ("model", "role"), rows)
 
     def _of_replicas(self) -> Iterator[Metric]:
         replicas = self.fleet.replicas.values()
@@ -123,22 +108,3 @@ def route_of(request: ClientRequest) -> str:
     """Return the request's route for the metrics. The request has passed admission, so its path is one of the router's own
     or proxied ones, or that of a stored response, whose id is left out."""
     return STORED if request.path.startswith(STORED) else request.path
-
-
-def is_counter(key: str) -> bool:
-    """Of a report: of the placement's figures some are gauges."""
-    return not key.startswith("placement" + SEPARATOR) or key.endswith("_total")
-
-
-def _key(*parts: object) -> str:
-    return SEPARATOR.join(map(str, parts))
-
-
-def _placement(found: list[tuple[list[str], float]]) -> Iterator[Metric]:
-    """The placement's own counters and gauges, per model: predicted against actual cached tokens among them."""
-    by_name: dict[str, list[tuple[list[str], float]]] = {}
-    for (root, role, name), value in found:
-        by_name.setdefault(name, []).append(([root, role], value))
-    for name, rows in by_name.items():
-        kind, plain = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily, name.removesuffix("_total")
-        yield family(kind, f"{PREFIX}{plain}", f"See docs: {plain}.", ("model", "role"), rows)

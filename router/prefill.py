@@ -103,8 +103,6 @@ def place(
         path, body = COMPLETIONS, ids_of(form)  # to ids it is all the same what made them
     else:
         lines, body = outgoing.lines, prompt_of(outgoing.body)
-    if (priority := exchange.priority_at(leg.replica)) is not None:
-        body = with_field(body, is_form, "priority", priority)
     leg.attempt.start(path.encode(), lines + key_line, body)
     return leg
 

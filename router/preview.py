@@ -1,7 +1,7 @@
-"""`POST /route`: where a request would go, what is cached of it there, and how long its first token should take.
+"""`POST /route`: explains a routing decision without sending the request.
 
-For who proxies himself, or wants to see why. Nothing is sent and nothing charged: two that ask at once get the same
-answer.
+It says where the request would go, how much of the prompt is cached there, and how long the first token should take. It is
+for callers that proxy requests themselves. Nothing is charged, so two calls at once get the same answer.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
 from penstock.router.http.heads import ClientRequest
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, PROMPTS, Asked, length_of
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, PROMPTS, Asked
 
 if TYPE_CHECKING:
     from penstock.router.app import RouterApp
@@ -30,12 +30,9 @@ async def preview(app: "RouterApp", request: ClientRequest) -> dict[str, Any]:
     group = app.fleet.group_of(asked.model)
     prepared = await app.prepare(path, request.body, asked, group)
     session = request.session.decode("latin-1")[:256] if request.session else asked.session
-    length = length_of(path, asked, prepared)
-    name, rows = group.placement.preview(
-        prepared.prompt, prepared.num_tokens, session, group.not_for(asked.model, group.aside, length)
-    )
+    name, rows = group.placement.preview(prepared.prompt, prepared.num_tokens, session, group.not_for(asked.model))
     if name is None:
-        raise app.fleet.refusal(group, asked.model, length)
+        raise app.fleet.refusal(group, asked.model)
     chosen = next(row for row in rows if row["url"] == name)
     return {
         "replica": name,

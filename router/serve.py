@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from penstock import __version__
 from penstock.engine.http.limits import MAX_REFUSALS, allow_open_files
-from penstock.engine.http.listen import BACKLOG, bind_socket, url_of
+from penstock.engine.http.listen import BACKLOG, bind_sockets, url_of
 from penstock.engine.options import Option, add_options, built, options_of
 from penstock.engine.text.model_text import load_text
 from penstock.executor.process_life import Stopping, log_to_stderr, stop_signals, wait_for
@@ -30,7 +30,6 @@ from penstock.router.fleet.replica import Replica
 from penstock.router.placement.placement import Placement
 from penstock.router.placement.policy import PolicyConfig
 from penstock.router.placement.prompts import Texts
-from penstock.router.quota import Quotas
 from penstock.router.tokenizing import agrees
 
 log = logging.getLogger("penstock.router")
@@ -73,14 +72,11 @@ def run(args: argparse.Namespace) -> int:
     _say_if_empty(config)
     import uvloop
 
-    from penstock.router.workers import run_workers
-
     try:
-        sock = bind_socket(config.host, config.port, reuse_port=config.workers > 1)
+        sockets = bind_sockets(config.host, config.port)
     except OSError as error:
         raise RouteError(f"port: {error.strerror or error}") from None
-    with sock:
-        return run_workers(config, sock) if config.workers > 1 else uvloop.run(serve_alone(config, sock))
+    return uvloop.run(serve_alone(config, sockets))
 
 
 def _say_if_empty(config: RouterConfig) -> None:
@@ -100,8 +96,6 @@ def check(args: argparse.Namespace) -> RouterConfig:
     check_tokens(config)
     for source in config.discover:
         discovered_like(source)
-    if config.quotas is not None:
-        Quotas.read(config.quotas)
     return config
 
 
@@ -134,10 +128,10 @@ def _config(args: argparse.Namespace) -> RouterConfig:
     )
 
 
-async def serve_alone(config: RouterConfig, sock: socket.socket) -> int:
+async def serve_alone(config: RouterConfig, sockets: list[socket.socket]) -> int:
     stopping = Stopping()
     with stop_signals(stopping.take):
-        return await serve(config, sock, stopping, lambda _router: _announce(url_of(sock), config))
+        return await serve(config, sockets, stopping, lambda _router: _announce(url_of(sockets[0]), config))
 
 
 class RouterProcess:
@@ -152,9 +146,9 @@ class RouterProcess:
         self.links = KvLinks(self.fleet)
         self.discovery = Discovery(config.discover, lambda method, text: self.app.apply(method, text, None))
         self.app.probe_now = self.prober.watch
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
 
-    async def start(self, sock: socket.socket) -> None:
+    async def start(self, sockets: list[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
         self.app.start()
         for url in self.config.backends:
@@ -163,11 +157,13 @@ class RouterProcess:
             self.prober.watch(self.fleet.add(prefill.url, prefill.peer))
         self.discovery.start()
         await self._know_the_fleet()
-        self._server = await loop.create_server(self.app.edge.connection, sock=sock, backlog=BACKLOG)
+        for sock in sockets:
+            server = await loop.create_server(self.app.edge.connection, sock=sock, backlog=BACKLOG)
+            self._servers.append(server)
 
     async def _know_the_fleet(self) -> None:
-        """Listen only when every replica has been asked once, or had the time: a worker that joins others, or one
-        that is started again, must not say that no replica is there."""
+        """Wait until every replica has been probed once, or has had the time: a router that is started again must not say
+        that no replica is there."""
         deadline_s = time.monotonic() + self.config.patience.probe_timeout_s
         while time.monotonic() < deadline_s and any(
             replica.state == "starting" for replica in self.fleet.replicas.values()
@@ -175,8 +171,8 @@ class RouterProcess:
             await asyncio.sleep(0.005)
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         self.app.edge.shutdown()
         await asyncio.sleep(0)
         await self.discovery.close()
@@ -191,7 +187,6 @@ class RouterProcess:
 
     def _on_info(self, replica: Replica, model: ServedModel) -> None:
         self.texts.max_model_len = max(self.texts.max_model_len, model.max_model_len or 0)
-        replica.is_alike = model.text_digest is not None and model.text_digest == self.texts.digest
         if self.texts.digest is not None and model.text_digest not in (None, self.texts.digest):
             log.warning(
                 "%s has another tokenizer or chat template than --tokenizer names: it is sent text, and what it has "
@@ -208,7 +203,6 @@ class RouterProcess:
         is_same: bool | None = self.texts.tokenizer is not None or self.config.tokenize_at_replica
         if is_same and not self.config.tokenize_at_replica:
             is_same = await agrees(replica, self.texts, self.config.patience.response_s)
-            replica.is_alike = is_same is True
         if is_same is False:
             log.warning(
                 "%s makes other tokens of a text than --tokenizer does, or none is given: its cache events are not used, and what it has "
@@ -256,7 +250,7 @@ def with_room_for_connections(config: RouterConfig) -> RouterConfig:
 
 
 async def serve(
-    config: RouterConfig, sock: socket.socket, stopping: Stopping, on_start: Callable[[RouterProcess], None]
+    config: RouterConfig, sockets: list[socket.socket], stopping: Stopping, on_start: Callable[[RouterProcess], None]
 ) -> int:
     """Run the router until it is stopped; return the exit code."""
     config = with_room_for_connections(config)
@@ -266,7 +260,7 @@ async def serve(
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    await router.start(sock)
+    await router.start(sockets)
     on_start(router)
     await stopping.drain.wait()
     log.info("shutting down: %d requests are in flight", len(router.app.exchanges))

@@ -34,7 +34,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_version_and_the_commands_are_shown() -> None:
     assert run("--version").stdout.strip() == f"penstock {__version__}"
     shown = run("--help").stdout
-    assert all(command in shown for command in ("serve", "deploy", "bench", "prove"))
+    assert all(command in shown for command in ("serve", "route", "bench", "prove"))
 
 
 def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(
@@ -48,7 +48,7 @@ def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("command", ["serve", "deploy", "bench", "prove"])
+@pytest.mark.parametrize("command", ["serve", "route", "bench", "prove"])
 def test_every_command_has_help(command: str) -> None:
     result = run(command, "--help")
     assert result.returncode == 0 and f"usage: penstock {command}" in result.stdout
@@ -167,6 +167,7 @@ def test_every_ignored_option_is_said_once_on_the_command_line_and_in_python(
     ("words", "instead"),
     [
         (["top", "http://127.0.0.1:1"], "/metrics"),
+        (["deploy", "chat.toml"], "Ray Serve or Kubernetes; see docs/deploy.md"),
         (["export", "-o", "/nowhere"], "benchmarks/export.py"),
         (["bench", "logprobs", "--num-prompts", "1"], "penstock.open_forward"),
     ],
@@ -182,6 +183,15 @@ def test_a_command_that_was_removed_is_answered_with_its_replacement(
     assert instead in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [(["--workers", "2"], "run several routers behind one address"), (["--quotas=x"], "in the gateway in front")],
+)
+def test_a_flag_of_the_router_that_was_removed_is_answered_with_its_replacement(words: list[str], instead: str) -> None:
+    result = run("route", *words)
+    assert result.returncode == 2 and instead in result.stderr and result.stderr.count("\n") == 1
+
+
 def test_no_command_shows_the_help() -> None:
     result = run()
     assert result.returncode == 2 and "commands:" in result.stderr and "serve" in result.stderr
@@ -189,7 +199,7 @@ def test_no_command_shows_the_help() -> None:
 
 def test_an_unknown_command_lists_the_known_ones() -> None:
     result = run("frob")
-    assert result.returncode == 2 and "'serve', 'route', 'deploy', 'bench', 'prove', 'cache', 'models'" in result.stderr
+    assert result.returncode == 2 and "'serve', 'route', 'bench', 'prove', 'cache', 'models'" in result.stderr
 
 
 @pytest.mark.parametrize(

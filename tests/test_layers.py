@@ -37,11 +37,7 @@ MAY_IMPORT = {
     "eplb": {"eplb"},
     "router": {
         *("router", "cache.keys", "engine.options", "engine.text", "engine.http", "_csrc"),
-        *(
-            "executor.ranks.cluster",
-            "executor.process_life",
-            "executor.protocol",
-        ),  # deployments: how to join Ray, how to end
+        "executor.process_life",
     },
     "__init__": {"engine"},
     "cli": {*ROOMS},
@@ -53,9 +49,8 @@ PARTS = {
     "executor": ("protocol regular_files gguf_header code_types shared_tensors served_tensors cache_layout batch moe_spec parallel staging progress process_life outbox free_memory weight_memory",
                  "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc oracle forward"),
-    "router": ("backend config", "http", "placement", "fleet",
-               "discovery split spans lines foreign_error quota attempt prefill aside exchange preview tokenizing app metrics workers serve",
-               "deploy"),
+    "router": ("backend background discovery config", "http", "placement", "fleet",
+               "split spans lines foreign_error attempt prefill exchange preview tokenizing app metrics serve"),
     "cache": ("keys pool", "tiers.base tiers.health tiers.memory", "tiers.index", "tiers.disk",
               "tiers.peer"),
 }  # fmt: skip
@@ -334,7 +329,7 @@ LIGHT = {
 }
 COMMANDS = [["--help"], ["serve", "--help"]]
 if (ROOT / "router/serve.py").exists():  # `penstock route` comes with the router's data plane
-    COMMANDS += [["route", "--help"], ["deploy", "--help"]]
+    COMMANDS += [["route", "--help"]]
 for words in COMMANDS:
     LIGHT[f"penstock {' '.join(words)}"] = f"""
 from penstock.cli import main

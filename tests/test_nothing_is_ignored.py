@@ -137,8 +137,6 @@ def test_every_flag_of_serve_changes_what_is_served(
 def test_every_flag_of_route_changes_what_is_routed(
     action: argparse.Action, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SAID, "quotas", str(tmp_path / "quotas"))
-    (tmp_path / "quotas").write_text("{}")
     company = COMPANY.get(action.dest, [])
     changed = route.check(parsed(route, [*company, *words(action)]))
     if action.dest in ("decode", "prefill"):
@@ -151,7 +149,6 @@ READERS = {
     "bench": ["engine/commands/bench/*.py"],
     "cache": ["cache/tiers/disk/operate.py"],
     "models": ["src/penstock/cli.py"],
-    "deploy": ["router/deploy/*.py"],
     "prove": ["engine/commands/prove/*.py"],
 }
 

@@ -64,15 +64,6 @@ def _bind_all(addresses: list[Address], port: int) -> list[socket.socket]:
     return sockets
 
 
-def bind_socket(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """Return a TCP socket bound to the first address of `host`, not listening yet.
-
-    With `reuse_port` several processes may bind the same port, and the kernel deals connections out among those that
-    listen.
-    """
-    return _bind(_resolve(host, port)[0], port, reuse_port)
-
-
 def _resolve(host: str, port: int) -> list[Address]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -81,14 +72,12 @@ def _resolve(host: str, port: int) -> list[Address]:
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
-def _bind(address: Address, port: int, reuse_port: bool = False) -> socket.socket:
+def _bind(address: Address, port: int) -> socket.socket:
     family, (host, _, *rest) = address
     sock: socket.socket | None = None
     try:
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reuse_port:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Accepted sockets inherit these: a client whose machine vanished is noticed after 90 s.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)

@@ -1,4 +1,4 @@
-"""Joining a Ray cluster: for the executor over its nodes, and for deployments. Knows nothing of either."""
+"""Joins a Ray cluster, for the executor over its nodes."""
 
 import ipaddress
 import os

@@ -7,7 +7,6 @@ that only compute prompts are a group of their own beside the one that answers.
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,6 @@ from penstock.router.config import KEY_PREFIX, RouterConfig
 from penstock.router.fleet.budget import RetryBudget
 from penstock.router.fleet.replica import Replica, State
 from penstock.router.placement.placement import NO_NAMES, Placement, ReplicaInfo
-from penstock.router.placement.prompts import NO_LENGTH, Length
 
 log = logging.getLogger("penstock.router")
 
@@ -34,9 +32,7 @@ class ReplicaGroup:
         self.root = root
         self.placement = placement
         self.replicas: dict[str, Replica] = {}
-        self.aside: frozenset[str] = NO_NAMES  # canaries and shadows: router/aside.py
         self.adapters: dict[str, str] = {}  # names and keys; where replicas differ, those of one of them
-        self.shortest = sys.maxsize  # context of a replica, of those that say theirs
         self.is_mixed = False  # whether some replica does not know a name that another answers to
         self.full: set[str] = set()  # replicas that have as many requests as they may
         self.prefills: ReplicaGroup | None = None  # who computes long prompts of this model, if others do
@@ -45,22 +41,17 @@ class ReplicaGroup:
     def names(self) -> list[str]:
         return list(dict.fromkeys(name for replica in self.replicas.values() for name in replica.models))
 
-    def lacking(self, name: str | None, length: Length = NO_LENGTH) -> frozenset[str]:
-        """Replicas of the group that do not serve the model under this name, or not so long a context while others do.
-        What is too long for all goes to any: one engine refuses it in its own words, another cuts the answer short."""
-        found = NO_NAMES
-        if name is not None and self.is_mixed:
-            found = frozenset(url for url, replica in self.replicas.items() if name not in replica.models)
-        if length.prompt + length.answer > self.shortest:
-            short = found | {url for url, replica in self.replicas.items() if not replica.holds(length)}
-            found = short if len(short) < len(self.replicas) else found
-        return found
-
-    def not_for(self, name: str | None, tried: frozenset[str], length: Length = NO_LENGTH) -> frozenset[str]:
-        """Replicas that a request cannot go to, those it has tried among them."""
-        if not (tried or self.full or self.is_mixed or length.prompt + length.answer > self.shortest):
+    def lacking(self, name: str | None) -> frozenset[str]:
+        """Return the replicas of the group that do not serve the model under this name."""
+        if name is None or not self.is_mixed:
             return NO_NAMES
-        return self.lacking(name, length) | self.full | tried
+        return frozenset(url for url, replica in self.replicas.items() if name not in replica.models)
+
+    def not_for(self, name: str | None, tried: frozenset[str] = NO_NAMES) -> frozenset[str]:
+        """Return the replicas that a request cannot go to, those that it has tried among them."""
+        if not (tried or self.full or self.is_mixed):
+            return NO_NAMES
+        return self.lacking(name) | self.full | tried
 
 
 class Fleet:
@@ -172,9 +163,9 @@ class Fleet:
         if was_full:
             self._count_full(replica)
 
-    def refusal(self, group: ReplicaGroup, model: str | None, length: Length = NO_LENGTH) -> HttpError:
-        """Why no replica was left to ask: all are full, or none is there."""
-        lacking = group.lacking(model, length)
+    def refusal(self, group: ReplicaGroup, model: str | None) -> HttpError:
+        """Return the error that says why no replica was left to ask: all are full, or none is there."""
+        lacking = group.lacking(model)
         here = [each for url, each in group.replicas.items() if url not in lacking and self.is_available(each)]
         if here and all(each.num_in_flight >= self._limit_of(each) for each in here):
             count = sum(each.num_in_flight for each in here)
@@ -262,8 +253,6 @@ class Fleet:
     def _name_groups(self) -> None:
         self._by_name = {name: group for group in self.groups.values() for name in group.names}
         for _, group in self.all_groups():
-            group.aside = frozenset(url for url, each in group.replicas.items() if each.backend.is_aside)
-            group.shortest = min(each.max_model_len or sys.maxsize for each in group.replicas.values())
             group.is_mixed = len({replica.models for replica in group.replicas.values()}) > 1
             group.adapters = {name: key for each in group.replicas.values() for name, key in each.adapters.items()}
         for root, group in self.groups.items():

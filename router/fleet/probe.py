@@ -140,7 +140,6 @@ class Prober:
         if replica.root is None or watched.said != said:
             watched.said = said
             replica.text_digest = first.text_digest
-            replica.max_model_len = first.max_model_len or 0
             self._fleet.introduce(replica, first.root or first.id, names, replica_info(first, load))
             self._on_info(replica, first)
         if (replica.models, replica.adapters) != (names, adapters):

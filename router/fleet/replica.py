@@ -15,7 +15,6 @@ from penstock.router.fleet.engine_link import EngineLink
 from penstock.router.fleet.engine_load import EngineLoad
 from penstock.router.http.upstream import ConnectFailed, Pool, fetch
 from penstock.router.placement.placement import ReplicaInfo
-from penstock.router.placement.prompts import Length
 
 # How an attempt at a replica ended. "exhausted": the router had no file descriptor or memory left to connect with.
 Outcome = Literal["answered", "gone", "busy", "lost", "unreachable", "exhausted", "moved", "late"]
@@ -48,8 +47,6 @@ class Replica:
         self.link: EngineLink | None = None  # to the cache events of an engine of another kind
         self.load: EngineLoad | None = None  # what such an engine says of it
         self.text_digest: str | None = None  # of its tokenizer and template; see router/placement/prompts.py
-        self.max_model_len = 0  # prompt and answer; 0: it does not say
-        self.is_alike = False  # it is known to make the tokens of a prompt that the router makes
         self.num_in_flight = 0
         self.num_requests = 0
         self.num_failures = 0  # since it started
@@ -68,16 +65,6 @@ class Replica:
     def is_sound(self) -> bool:
         """Nothing is held against it: a good answer changes nothing."""
         return self.state == "up" and self._failures_in_row == 0
-
-    def holds(self, length: Length) -> bool:
-        """Whether a request of this length fits its context, as far as that can be said here."""
-        return not self.max_model_len or length.prompt * self.is_alike + length.answer <= self.max_model_len
-
-    @property
-    def priority_sign(self) -> int:
-        """Of a class's priority, where the smallest goes first; 0: the replica serves none. Our own engine does."""
-        ours = "lowest" if self.info.fingerprint else None
-        return {"lowest": 1, "highest": -1, None: 0}[self.backend.priority or ours]
 
     def begin(self) -> None:
         self.num_in_flight += 1

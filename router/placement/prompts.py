@@ -74,14 +74,6 @@ class Asked(msgspec.Struct):
     kv_transfer_params: Raw = NOTHING
     previous_response_id: Any = None  # of a response that a replica stores
     store: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-
-    @property
-    def num_asked(self) -> int:
-        """The tokens of an answer that are asked for; one at least."""
-        given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return given if type(given) is int and given > 0 else 1
 
     @property
     def session(self) -> str | None:
@@ -111,23 +103,6 @@ class Routable(msgspec.Struct, frozen=True, gc=False):
     prompt: Prompt | None
     num_tokens: int
     body_with_ids: bytes | None = None
-
-
-class Length(NamedTuple):
-    """Tokens that a request needs room for: its prompt's (0: not known), and at most its answer's."""
-
-    prompt: int
-    answer: int
-
-
-NO_LENGTH = Length(0, 0)
-
-
-def length_of(path: str, asked: Asked, prepared: Routable) -> Length:
-    """Of a request that an engine refuses where it has no room for all of it; the prompt counts where its ids are sure."""
-    if path not in (CHAT, COMPLETIONS):
-        return NO_LENGTH
-    return Length(prepared.num_tokens if prepared.body_with_ids is not None else 0, asked.num_asked)
 
 
 class Ids(NamedTuple):

@@ -90,11 +90,10 @@ def _user_errors() -> tuple[type[BaseException], ...]:
     from penstock.engine.sampling_params import InvalidRequest
     from penstock.executor.protocol import ExecutorError
     from penstock.router.backend import RouteError
-    from penstock.router.deploy.file import DeployError
 
     return (
         *(CacheError, EngineDead, ConfigError, ModelError, InvalidRequest),
-        *(ExecutorError, RouteError, DeployError, ProveError),
+        *(ExecutorError, RouteError, ProveError),
     )
 
 
@@ -108,16 +107,6 @@ def _route() -> Command:
     from penstock.router import serve
 
     return serve.add_arguments, serve.run
-
-
-def _deploy() -> Command:
-    from penstock.engine.commands import serve
-    from penstock.router import deploy
-    from penstock.router import serve as route
-    from penstock.router.deploy.file import Command as Program
-
-    replica, router = Program(("penstock.cli", "serve"), serve), Program(("penstock.cli", "route"), route)
-    return deploy.add_arguments, lambda args: deploy.run(args, replica, router)
 
 
 def _bench() -> Command:
@@ -160,7 +149,6 @@ def _run_models(args: argparse.Namespace) -> int:
 _COMMANDS: dict[str, tuple[str, Callable[[], Any]]] = {
     "serve": ("Serve a model over an OpenAI-compatible API.", _serve),
     "route": ("Route requests to many servers, each to the one that has its prefix in cache.", _route),
-    "deploy": ("Run replicas and their router over a Ray cluster, as a file says.", _deploy),
     "bench": ("Measure a server or the engine itself.", _bench),
     "prove": ("Check that a server gives the same answers under load and faults as alone.", _prove),
     "cache": ("Inspect, verify or clear KV blocks on a disk.", _cache),

@@ -2,14 +2,9 @@
 
 import asyncio
 import contextlib
-import json
-import select
 import socket
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,10 +14,8 @@ import zmq.asyncio
 from penstock.engine.http.limits import Limits
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import RouterConfig, resolve
-from penstock.router.discovery import _ready, check_source
 from penstock.router.fleet.engine_link import EngineLink
 from penstock.router.placement.placement import Placement, ReplicaInfo, _root
-from penstock.router.quota import Account, Accounts, Bill, Quota, Quotas
 from tests.support.raw_http import connect, post
 from tests.support.router_fleet import RunningRouter, running_router, until
 from tests.support.router_stub import Seen, stub, whole
@@ -76,78 +69,6 @@ def test_a_client_that_does_not_read_is_cut_though_it_asks_again() -> None:
         until(lambda: not router.app.edge.connections and not router.app.exchanges)
 
 
-def written(tmp_path: Path, quotas: dict[str, Any]) -> str:
-    path = tmp_path / "quotas.json"
-    path.write_text(json.dumps(quotas))
-    return str(path)
-
-
-def test_a_quota_holds_though_heads_come_before_bodies(tmp_path: Path) -> None:
-    others_are_answered = threading.Event()
-
-    def last(seen: Seen, sock: socket.socket) -> bytes:
-        others_are_answered.wait(10)
-        return whole()
-
-    given = written(tmp_path, {"default": {"concurrent": 1}})
-    with stub(last) as replica, running_router(replica.url, quotas=given) as router, contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(connect(router.port)) for _ in range(10)]
-        for sock in socks:
-            sock.sendall(post()[:-1])
-        time.sleep(0.2)
-        for sock in socks:
-            sock.sendall(post()[-1:])
-        until(lambda: len(select.select(socks, [], [], 0)[0]) == 9)
-        others_are_answered.set()
-        statuses = sorted(read(sock, lambda data: b"\r\n" in data)[9:12] for sock in socks)
-        assert statuses == [b"200"] + [b"429"] * 9 and len(replica.seen) == 1
-
-
-def test_a_quota_holds_for_requests_in_one_piece(tmp_path: Path) -> None:
-    given = written(tmp_path, {"default": {"requests": 2}})
-    with stub() as replica, running_router(replica.url, quotas=given) as router, connect(router.port) as sock:
-        sock.sendall(post(close=False) * 30)
-        found = read(sock, lambda data: data.count(b"HTTP/1.1 ") == 30 or data.count(b"HTTP/1.1 429") > 0)
-        assert found.count(b"HTTP/1.1 200") == len(replica.seen) == 2
-
-
-def test_made_up_keys_do_not_forgive_what_a_listed_key_has_used() -> None:
-    accounts = Accounts(Quotas(keys={"k": Quota(requests=1)}), lambda: 0.0)
-    accounts.of(b"Bearer k").begin()
-    accounts.of(b"Bearer k").end()
-    for number in range(2**16 + 1):
-        accounts.of(b"Bearer made-up-%d" % number)
-    assert accounts.objection(b"Bearer k") is not None
-
-
-def test_a_client_that_leaves_pays_for_what_it_has_read() -> None:
-    account = Account(Quota(tokens=1000), 0.0)
-    for is_whole, left in ((False, 790), (True, 1000 - 8)):
-        account.tokens = Account(Quota(tokens=1000), 0.0).tokens
-        bill = Bill(account)
-        bill.charge(10, 200)
-        bill.read(b'data: {"usage": {"input_tokens": 8, "output_tokens": 0, "total_tokens": 8}}\n\n')
-        bill.is_whole = is_whole
-        bill.end()
-        assert account.tokens is not None and account.tokens._left == left
-
-
-def test_events_are_charged_one_by_one_though_they_come_together(tmp_path: Path) -> None:
-    event = b'data: {"choices":[{"text":"w"}]}\n\n'
-
-    def together(seen: Seen, sock: socket.socket) -> bytes:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-        return head + (b"%x\r\n%b\r\n" % (len(event), event)) * 300 + b"0\r\n\r\n"
-
-    given = written(tmp_path, {"default": {"tokens": 1000}})
-    with stub(together) as replica, running_router(replica.url, quotas=given) as router:
-        assert router.complete(stream=True).text.count("data: ") == 300
-        assert router.app.accounts is not None
-        account = router.app.accounts.of(b"")
-        until(lambda: account.num_open == 0)
-        assert account.tokens is not None and account.tokens._left <= 1000 - 300
-
-
 def test_a_long_salt_is_not_kept() -> None:
     placement, before = Placement(), _root.cache_info().currsize
     placement.add_replica("r0", ReplicaInfo())
@@ -182,14 +103,6 @@ def test_events_are_heard_over_ipv6() -> None:
     assert asyncio.run(hear())
 
 
-def test_a_shadow_is_sent_prompts_alone() -> None:
-    with stub() as real, stub() as other, running_router(real.url, f"{other.url},shadow=1.0") as router:
-        router.http.delete("/v1/responses/resp_1")
-        assert router.complete(model="m").status_code == 200
-        until(lambda: len(other.seen) == 1)
-        assert b"completions" in other.seen[0].line
-
-
 def test_a_replica_that_says_nothing_leaves_nothing_behind() -> None:
     with stub() as replica, running_router(replica.url) as router:
         until(lambda: not router.router.links._tasks)
@@ -206,10 +119,3 @@ def test_a_replica_that_says_nothing_leaves_nothing_behind() -> None:
 def test_a_key_of_the_environment_that_is_none_is_refused(variable: str, key: str, words: str) -> None:
     with pytest.raises(RouteError, match=words):
         resolve(RouterConfig(), {variable: key})
-
-
-def test_odd_words_of_a_cluster_and_of_dns() -> None:
-    piece = {"ports": [{"port": 80}], "endpoints": [{"addresses": ["10.0.0.1"], "conditions": None}]}
-    assert _ready(piece, None) == ["10.0.0.1:80"]
-    with pytest.raises(RouteError, match="99999"):
-        check_source("dns:host:99999")

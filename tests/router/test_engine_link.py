@@ -177,8 +177,8 @@ def test_each_replica_is_given_its_own_key(monkeypatch: pytest.MonkeyPatch) -> N
         ("http://h:1,events=70000", "events='tcp://h:70000'"),
         ("http://h:1,events=http://h:1", "a port, tcp://HOST:PORT"),
         ("http://h:1,key=sk-123", "not the name of an environment variable"),
-        ("http://h:1,canary=2", "a share above 0"),
-        ("http://h:1,canary=0.1,shadow=0.1", "a canary and a shadow"),
+        ("http://h:1,canary=0.1", "'canary=0.1' is no longer there"),
+        ("http://h:1,priority=lowest", "let the client or the gateway in front set"),
     ],
 )
 def test_a_backend_that_is_written_wrongly_is_refused(text: str, part: str) -> None:
@@ -188,7 +188,7 @@ def test_a_backend_that_is_written_wrongly_is_refused(text: str, part: str) -> N
 
 
 def test_a_backend_is_read_and_written() -> None:
-    text = "http://h:8000,events=tcp://h:5557,replay=tcp://h:5558,key=A_KEY,canary=0.05"
+    text = "http://h:8000,events=tcp://h:5557,replay=tcp://h:5558,key=A_KEY"
     assert Backend.of(text).text == text
     assert Backend.of("http://[::1]:8000,events=5557").events == "tcp://[::1]:5557"
     with pytest.raises(RouteError, match="A_KEY is not set"):

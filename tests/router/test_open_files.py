@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import httpx
@@ -26,7 +27,7 @@ NUM_CLIENTS = 150
 
 
 @contextlib.contextmanager
-def router_process(limit: tuple[int, int], *backends: str) -> "contextlib._GeneratorContextManager[str]":
+def router_process(limit: tuple[int, int], *backends: str) -> Iterator[str]:
     flags = [word for url in backends for word in ("--backend", url)]
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock.cli", "route", "--port", "0", "--admin-api-key", "sk-admin", *flags],

@@ -48,8 +48,7 @@ def test_a_replica_that_is_taken_out_while_it_is_asked_does_not_push_out_its_suc
 def test_a_replica_with_impossible_blocks_harms_no_other_and_can_be_taken_out() -> None:
     with stub() as good, stub() as bad:
         bad.models = b'{"data": [{"id": "m", "fingerprint": "ab", "block_size": 0}]}'
-        settings = {"admin_api_keys": ("sk-admin",), "wait_for": 1}
-        with running_router(good.url, bad.url, **settings) as router:
+        with running_router(good.url, bad.url, wait_for=1, admin_api_keys=("sk-admin",)) as router:
             until(lambda: router.fleet.replicas[bad.url].state == "down")
             assert "block_size" in router.fleet.replicas[bad.url].reason
             good.is_ready = False

@@ -203,9 +203,9 @@ def test_agents_apis_pass_through_whatever_their_method(router: RunningRouter) -
     )
     for method, path, status_code in (
         ("GET", "/v1/responses/resp_x", 404),
-        ("DELETE", "/v1/conversations/conv_x", 400),
-        ("GET", "/v1/conversations/conv_x/items?limit=2", 400),
-        ("PUT", "/v1/conversations/conv_x", 405),
+        ("DELETE", "/v1/responses/resp_x", 404),
+        ("PUT", "/v1/responses/resp_x", 405),
+        ("GET", "/v1/conversations/conv_x", 404),
         ("GET", "/v1/messages", 405),
     ):
         answer = router.http.request(method, path)

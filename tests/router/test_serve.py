@@ -1,39 +1,23 @@
 """`penstock route` as its user runs it: real processes, real signals."""
 
-import asyncio
 import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing import Pipe
-from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import httpx
 import pytest
 
-from penstock.executor.process_life import Stopping, receive
-from penstock.router.app import RouterApp
 from penstock.router.backend import RouteError, canonical_url
 from penstock.router.config import RouterConfig, resolve
-from penstock.router.workers import WorkerLink
 from tests.support.fork_server import ROOT
-from tests.support.programs import all_gone
 from tests.support.raw_http import connect, post, read_all, status
 from tests.support.router_fleet import mock_replicas, until
 
 ADMIN = {"authorization": "Bearer sk-admin"}
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -98,85 +82,6 @@ def test_the_second_signal_ends_it_at_once() -> None:
         until(lambda: replica.metric("vllm:num_requests_running") == 0)
 
 
-def test_workers_share_a_port_a_fleet_and_their_counters_and_one_that_dies_is_started_again() -> None:
-    with contextlib.ExitStack() as stack:
-        first, second = stack.enter_context(mock_replicas(2))
-        flags = ("--workers", "2", "--port", str(free_port()), "--admin-api-key", "sk-admin")
-        child, url = stack.enter_context(route("--backend", first.url, *flags))
-        until(lambda: is_ready(url))
-        workers = _children(child.pid)
-        assert len(workers) == 2
-        # A new connection each time: the kernel gives them to both.
-        for _ in range(30):
-            assert httpx.post(url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
-        counted = re.compile(r'router_requests_total\{route="/v1/completions",status="200"\} (\d+)')
-
-        def is_summed() -> bool:
-            found = counted.search(httpx.get(url + "/metrics").text)
-            return found is not None and found[1] == "30"
-
-        until(lambda: all(is_summed() for _ in range(20)))  # at both: else what is killed may not have reported it yet
-        assert httpx.post(url + "/replicas", json={"url": second.url}, headers=ADMIN).status_code == 200
-        until(lambda: all(_states(url) == {first.url: "up", second.url: "up"} for _ in range(20)))
-        os.kill(workers[0], signal.SIGKILL)
-        until(lambda: len(set(_children(child.pid)) - set(workers)) == 1)
-        until(lambda: is_ready(url))
-        until(lambda: all(_states(url) == {first.url: "up", second.url: "up"} for _ in range(20)))
-        until(lambda: all(is_summed() for _ in range(20)))  # with what the dead one had counted
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(10) == 0
-
-
-def test_a_worker_does_not_wait_for_a_parent_that_does_not_read() -> None:
-    class Metrics:
-        def own_counters(self) -> dict[str, float]:
-            return {f"requests {number}": 1.0 for number in range(5000)}
-
-    async def report() -> None:
-        ours, theirs = Pipe()
-        link = WorkerLink(cast(RouterApp, SimpleNamespace(metrics=Metrics())), 0, ours, Stopping())
-        with ours, theirs:
-            for _ in range(20):  # more than a channel holds
-                link._report()
-            assert receive(theirs) is not None
-
-    asyncio.run(report())
-
-
-def test_one_ctrl_c_for_all_of_them_lets_workers_finish_what_they_have() -> None:
-    """A terminal sends it to the whole group, and the parent passes it on: for each worker it still is the first."""
-    with contextlib.ExitStack() as stack:
-        (replica,) = stack.enter_context(mock_replicas(1, inter_token_s=0.02))
-        child, url = stack.enter_context(route("--backend", replica.url, "--workers", "2", "--port", str(free_port())))
-        until(lambda: is_ready(url))
-        with connect(int(url.rpartition(":")[2])) as sock:
-            sock.sendall(post(b'{"prompt":"abc","max_tokens":40,"stream":true,"ignore_eos":true}'))
-            assert b"data: " in sock.recv(65536)
-            for pid in (*_children(child.pid), child.pid):
-                os.kill(pid, signal.SIGINT)
-            assert read_all(sock).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        assert child.wait(10) == 0
-
-
-def test_workers_end_when_their_parent_is_killed() -> None:
-    with route("--backend", "http://127.0.0.1:9", "--workers", "2", "--port", str(free_port())) as (child, _):
-        until(lambda: len(_children(child.pid)) == 2)
-        workers = _children(child.pid)
-        child.kill()
-        assert all_gone(workers)
-
-
-def _children(pid: int) -> list[int]:
-    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _states(url: str) -> dict[str, str]:
-    try:
-        return {each["url"]: each["state"] for each in httpx.get(url + "/replicas").json()["replicas"]}
-    except httpx.TransportError:
-        return {}
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -184,7 +89,6 @@ def _states(url: str) -> dict[str, str]:
         (["--backend", "ftp://x"], "backend: 'ftp://x' is not of the form http://HOST:PORT"),
         (["--backend", "http://x:1", "--backend", "http://x:1/"], "given more than once"),
         (["--port", "70000"], "port: 70000 given; expected `int` <= 65535"),
-        (["--workers", "2", "--port", "0"], "port: 0 is not possible with several workers"),
         (["--backend", "http://x:1", "--retry-share", "2"], "retry_share: 2.0 given; expected `float` <= 1.0"),
         (["--backend", "http://x:1", "--tokenizer", "/nowhere"], "model: there is no folder or .gguf file '/nowhere'"),
     ],

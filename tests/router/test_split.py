@@ -6,10 +6,8 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from penstock.engine.http import token_form
@@ -384,22 +382,3 @@ def test_a_replica_has_one_role_and_the_threshold_is_a_number_of_tokens() -> Non
         resolve(twice, {})
     with pytest.raises(RouteError, match="prefill_threshold"):
         resolve(RouterConfig(prefill_threshold=0), {})
-
-
-def test_a_clients_class_and_the_place_of_its_prompt_go_into_one_body(tmp_path: Path) -> None:
-    quotas = tmp_path / "quotas.json"
-    quotas.write_text('{"default": {"priority": -2}}')
-    with stub() as computing, stub(when_both_are_asked([computing])) as answering:
-        settings: dict[str, Any] = {"prefills": (Prefill(computing.url, PEER),), "quotas": str(quotas), "wait_for": 2}
-        with running_router(f"{answering.url},priority=lowest", **settings) as router:
-            assert router.complete(LONG, model="m", priority=7).status_code == 200
-            asked = fields(answering.seen[-1])
-            assert asked["priority"] == -2 and asked["kv_transfer_params"]["peer"] == PEER
-            assert fields(computing.seen[-1])["priority"] == 7  # it serves none
-    with stub() as computing, stub(when_both_are_asked([computing])) as answering:
-        settings = {"prefills": (Prefill(computing.url, PEER),), "quotas": str(quotas), "wait_for": 2}
-        with running_router(answering.url, **settings) as router:
-            computer = next(each for each in router.fleet.replicas.values() if each.peer)
-            computer.backend = msgspec.structs.replace(computer.backend, priority="highest")
-            assert router.complete(LONG, model="m", priority=7).status_code == 200
-            assert fields(computing.seen[-1])["priority"] == 2 and fields(answering.seen[-1])["priority"] == 7

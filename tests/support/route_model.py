@@ -20,7 +20,7 @@ from penstock.router.placement.placement import Placement, Prompt, ReplicaInfo
 from penstock.router.placement.policy import PolicyConfig
 
 BLOCK_SIZE = 512  # of the traces' hash ids
-SPACE = KeySpace("sha256", b"simulated", BLOCK_SIZE)
+SPACE = KeySpace(b"simulated", BLOCK_SIZE)
 
 
 class Arrival(NamedTuple):

@@ -13,7 +13,7 @@ import httpx
 import uvloop
 
 from penstock.engine.http.limits import Limits
-from penstock.engine.http.listen import bind_socket
+from penstock.engine.http.listen import bind_sockets
 from penstock.router.config import Patience, RouterConfig, resolve
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.probe import Prober
@@ -114,9 +114,9 @@ def running_router(
 
     async def serve() -> None:
         router = RouterProcess(config, texts)
-        sock = bind_socket(config.host, 0)
-        await router.start(sock)
-        started.append(RunningRouter(asyncio.get_running_loop(), router, sock.getsockname()[1]))
+        sockets = bind_sockets(config.host, 0)
+        await router.start(sockets)
+        started.append(RunningRouter(asyncio.get_running_loop(), router, sockets[0].getsockname()[1]))
         is_up.set()
         await stop.wait()
         router.app.check()
