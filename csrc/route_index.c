@@ -24,7 +24,7 @@ enum { MAX_SLOTS = 8192, SLOTS_PER_GROUP = 64, MAX_GROUPS = MAX_SLOTS / SLOTS_PE
 struct index {
     pthread_mutex_t lock;
     struct table facts, hopes[2]; /* hopes[0] is the younger generation */
-    uint64_t seed, version, num_evicted;
+    uint64_t seed, num_evicted;
     uint32_t num_slots;             /* slots ever handed out lie below it */
     uint64_t live[MAX_GROUPS];      /* the slots in use */
     uint64_t at_ends[MAX_GROUPS];   /* those whose keys stand for all before them */
@@ -101,7 +101,6 @@ static int take_slot(struct index *index, uint32_t slot, uint64_t limit) {
     index->live[slot / SLOTS_PER_GROUP] |= bit_of(slot);
     index->at_ends[slot / SLOTS_PER_GROUP] &= ~bit_of(slot);
     index->limits[slot] = limit;
-    index->version++;
     return (int)slot;
 }
 
@@ -119,7 +118,6 @@ static void fade(struct index *index) {
     index->hopes[0] = older;
     for (uint32_t slot = 0; index->num_retired && slot < index->num_slots; slot++)
         if (index->fades_left[slot]) index->fades_left[slot]--;
-    index->version++;
 }
 
 static inline uint64_t holders(const struct index *index, uint64_t key, uint32_t group) {
@@ -183,15 +181,14 @@ static void match_group(const struct index *index, const uint64_t *keys, size_t 
     }
 }
 
-static uint64_t match(const struct index *index, const uint64_t *keys, size_t num_keys, size_t num_ends,
-                      int32_t *counts, size_t num_slots) {
+static void match(const struct index *index, const uint64_t *keys, size_t num_keys, size_t num_ends, int32_t *counts,
+                  size_t num_slots) {
     memset(counts, 0, num_slots * sizeof *counts);
     for (uint32_t group = 0; num_keys && group < num_groups(index); group++) {
         size_t before = (size_t)group * SLOTS_PER_GROUP;
         if (before >= num_slots) break;
         match_group(index, keys, num_keys, num_ends, group, counts + before, num_slots - before);
     }
-    return index->version;
 }
 
 static inline uint64_t low_64(const uint8_t *key) {
@@ -241,7 +238,6 @@ int penstock_route_add_slot(void *opened, uint64_t limit) {
 void penstock_route_match_at_ends(void *opened, uint32_t slot) {
     struct index *index = locked(opened);
     if (is_live(index, slot)) index->at_ends[slot / SLOTS_PER_GROUP] |= bit_of(slot);
-    index->version++;
     unlock(index);
 }
 
@@ -253,7 +249,6 @@ void penstock_route_retire_slot(void *opened, uint32_t slot) {
         index->fades_left[slot] = 2;
         index->num_retired++;
         index->num_dead++;
-        index->version++;
     }
     unlock(index);
 }
@@ -284,7 +279,6 @@ uint64_t penstock_route_store(void *opened, uint32_t slot, const uint8_t *keys, 
         index->facts.entries[at].mask |= bit;
         index->held[slot]++;
     }
-    index->version++;
     unlock(index);
     return num_refused;
 }
@@ -301,7 +295,6 @@ void penstock_route_remove(void *opened, uint32_t slot, const uint8_t *keys, siz
         index->held[slot]--;
         if (!(index->facts.entries[at].mask &= ~bit)) drop(&index->facts, index->seed, at);
     }
-    index->version++;
     unlock(index);
 }
 
@@ -328,7 +321,6 @@ void penstock_route_hope(void *opened, uint32_t slot, const uint64_t *keys, size
         if (at) touch(&index->facts, at); /* asked for again: worth keeping */
         if (!at || !(index->facts.entries[at].mask & bit)) hope(index, keys[i], group, bit);
     }
-    index->version++;
     unlock(index);
 }
 
@@ -339,24 +331,15 @@ void penstock_route_fade(void *opened) {
     unlock(index);
 }
 
-uint64_t penstock_route_match(void *opened, const uint64_t *keys, size_t num_keys, size_t num_ends, int32_t *counts,
-                              size_t num_slots) {
+void penstock_route_match(void *opened, const uint64_t *keys, size_t num_keys, size_t num_ends, int32_t *counts,
+                          size_t num_slots) {
     struct index *index = locked(opened);
-    uint64_t version = match(index, keys, num_keys, num_ends, counts, num_slots);
+    match(index, keys, num_keys, num_ends, counts, num_slots);
     unlock(index);
-    return version;
 }
 
-uint64_t penstock_route_version(void *opened) {
-    struct index *index = locked(opened);
-    uint64_t version = index->version;
-    unlock(index);
-    return version;
-}
-
-/* The low 64 bits of the SHA-256 chain's keys. */
-static void low_keys(const uint8_t *root, const uint8_t *tokens, size_t num_blocks, size_t block_size,
-                     uint64_t *keys) {
+void penstock_route_keys(const uint8_t *root, const uint8_t *tokens, size_t num_blocks, size_t block_size,
+                         uint64_t *keys) {
     /* A stretch at a time, so that the 32-byte keys stay on the stack. */
     enum { STRETCH = 64 };
     uint8_t whole[32 * STRETCH], parent[32];
@@ -367,14 +350,6 @@ static void low_keys(const uint8_t *root, const uint8_t *tokens, size_t num_bloc
         memcpy(parent, whole + 32 * (count - 1), 32);
         root = parent;
     }
-}
-
-uint64_t penstock_route_keys_and_match(void *opened, const uint8_t *root, const uint8_t *tokens, size_t num_tokens,
-                                       size_t block_size, uint64_t *keys, int32_t *counts, size_t num_slots) {
-    size_t num_keys = num_tokens / block_size;
-    low_keys(root, tokens, num_keys, block_size, keys);
-    size_t num_ends = num_tokens ? (num_tokens - 1) / block_size : 0; /* the last token is computed in any case */
-    return penstock_route_match(opened, keys, num_keys, num_ends < num_keys ? num_ends : num_keys, counts, num_slots);
 }
 
 uint64_t penstock_route_num_held(void *opened, uint32_t slot) {

@@ -25,17 +25,14 @@ void penstock_route_remove(void *index, uint32_t slot, const uint8_t *keys, size
 void penstock_route_hope(void *index, uint32_t slot, const uint64_t *keys, size_t num_keys, size_t num_known);
 void penstock_route_fade(void *index);
 
-/* counts[slot] = how many leading blocks it holds, by facts or hopes, for slots below `num_slots`. Returns the index's
- * version, which moves with every change. Takes it that a slot with a block has those before it, unless it matches at
- * ends: then the last of the first `num_ends` keys counts. */
-uint64_t penstock_route_match(void *index, const uint64_t *keys, size_t num_keys, size_t num_ends, int32_t *counts,
-                              size_t num_slots);
-uint64_t penstock_route_version(void *index);
+/* counts[slot] = how many leading blocks it holds, by facts or hopes, for slots below `num_slots`. Assumes that a slot with a
+ * block has those before it, unless it matches at ends: then the last of the first `num_ends` keys counts. */
+void penstock_route_match(void *index, const uint64_t *keys, size_t num_keys, size_t num_ends, int32_t *counts,
+                          size_t num_slots);
 
-/* Hash and match in one call. `root` has the 32 bytes that the SHA-256 chain starts from. `keys` receives the low 64 bits
- * of each block's key. */
-uint64_t penstock_route_keys_and_match(void *index, const uint8_t *root, const uint8_t *tokens, size_t num_tokens,
-                                       size_t block_size, uint64_t *keys, int32_t *counts, size_t num_slots);
+/* The low 64 bits of the keys of a prompt's full blocks. `root` has the 32 bytes that the SHA-256 chain starts from. */
+void penstock_route_keys(const uint8_t *root, const uint8_t *tokens, size_t num_blocks, size_t block_size,
+                         uint64_t *keys);
 
 uint64_t penstock_route_num_held(void *index, uint32_t slot);
 

@@ -303,7 +303,8 @@ class RouterApp:
             prepared.prompt,
             prepared.num_tokens,
             self._client_key(request),
-            is_repeatable=is_repeatable(request, asked),
+            prepared.fields,
+            is_repeatable(request, asked),
         )
         try:
             exchange.start(group, outgoing)

@@ -30,6 +30,7 @@ from penstock.router.http.upstream import Dechunker
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import NO_NAMES, Prompt
 from penstock.router.prefill import PrefillLeg, place
+from penstock.router.split import Fields
 
 if TYPE_CHECKING:
     from penstock.router.app import RouterApp
@@ -71,6 +72,7 @@ class Outgoing(msgspec.Struct, frozen=True, gc=False):
     prompt: Prompt | None
     num_tokens: int
     client_key: bytes  # the header with the client's own key, for replicas that have none
+    fields: Fields | None = None  # the body's, if it was split to make the ids
     is_repeatable: bool = True  # False: it changes what a replica stores, so it is sent to one replica at most
 
 

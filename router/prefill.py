@@ -13,7 +13,7 @@ from penstock.router.fleet.replica import Outcome
 from penstock.router.http.heads import AnswerHead
 from penstock.router.placement.load import Charge
 from penstock.router.placement.prompts import COMPLETIONS
-from penstock.router.split import HINT, ids_of, is_splittable, prompt_of, with_field
+from penstock.router.split import Fields, form_with_hint, ids_of, prompt_of, splittable, with_hint
 
 if TYPE_CHECKING:
     from penstock.router.exchange import Exchange, Outgoing
@@ -25,12 +25,12 @@ MOST_WAIT_S = 60.0
 class PrefillLeg:
     """The exchange hears at most once that it failed (`prefill_failed`), and not after `leave`."""
 
-    def __init__(self, exchange: "Exchange", charge: Charge) -> None:
+    def __init__(self, exchange: "Exchange", charge: Charge, fields: Fields) -> None:
         trace = exchange.trace
         self.attempt = Attempt(exchange.app, charge, self, None if trace is None else trace.attempt(charge, "prefill"))
         self.replica = self.attempt.replica
         self.predicted_ttft_s = charge.predicted_ttft_s
-        self._exchange = exchange
+        self._exchange, self._fields = exchange, fields
         self._status = 0
         self._cached_tokens: int | None = None
 
@@ -47,7 +47,8 @@ class PrefillLeg:
         """
         assert self.replica.peer is not None
         wait_s = min(LEAST_WAIT_S + 2 * self.predicted_ttft_s, MOST_WAIT_S)
-        return with_field(body, is_form, HINT, {"peer": self.replica.peer, "wait_s": round(wait_s, 3)})
+        hint = {"peer": self.replica.peer, "wait_s": round(wait_s, 3)}
+        return form_with_hint(body, hint) if is_form else with_hint(self._fields, hint)
 
     def leave(self, outcome: Outcome = "gone", reason: str = "") -> None:
         """It is not needed any more, or has failed."""
@@ -82,10 +83,11 @@ def place(
 ) -> PrefillLeg | None:
     """The leg, in flight; None where the prompt has to be computed with the answer, or no other can do it soon."""
     path = exchange.request.path
-    if outgoing.prompt is None or not is_splittable(path, outgoing.body):
+    fields = splittable(path, outgoing.body, outgoing.fields)
+    if outgoing.prompt is None or fields is None:
         return None
     charge = prefills.placement.choose(
-        prefills.placement.adopt(outgoing.prompt),
+        outgoing.prompt,
         num_tokens=outgoing.num_tokens,
         session=outgoing.session,
         exclude=prefills.not_for(outgoing.model, tried),
@@ -95,14 +97,14 @@ def place(
     if charge.predicted_ttft_s > MOST_WAIT_S:
         charge.release(ok=False)
         return None
-    leg = PrefillLeg(exchange, charge)
+    leg = PrefillLeg(exchange, charge, fields)
     key_line = leg.replica.key_line or outgoing.client_key
     is_form = outgoing.with_ids is not None and leg.replica.text_digest == outgoing.text_digest
     if is_form and outgoing.with_ids is not None:
         lines, form = outgoing.with_ids
         path, body = COMPLETIONS, ids_of(form)  # to ids it is all the same what made them
     else:
-        lines, body = outgoing.lines, prompt_of(outgoing.body)
+        lines, body = outgoing.lines, prompt_of(fields)
     leg.attempt.start(path.encode(), lines + key_line, body)
     return leg
 

@@ -24,7 +24,7 @@ from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig, replicas_of, resolve
 from penstock.router.discovery import Discovery, discovered_like
 from penstock.router.fleet.fleet import Fleet
-from penstock.router.fleet.kv_link import KvLinks
+from penstock.router.fleet.kv_feed import KvFeeds
 from penstock.router.fleet.probe import Prober, ServedModel
 from penstock.router.fleet.replica import Replica
 from penstock.router.placement.placement import Placement
@@ -143,7 +143,7 @@ class RouterProcess:
         self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
         self.app = RouterApp(config, self.fleet, texts, __version__)
         self.prober = Prober(self.fleet, config, self._on_info)
-        self.links = KvLinks(self.fleet)
+        self.feeds = KvFeeds(self.fleet)
         self.discovery = Discovery(config.discover, lambda method, text: self.app.apply(method, text, None))
         self.app.probe_now = self.prober.watch
         self._servers: list[asyncio.Server] = []
@@ -176,7 +176,7 @@ class RouterProcess:
         self.app.edge.shutdown()
         await asyncio.sleep(0)
         await self.discovery.close()
-        await self.links.close()
+        await self.feeds.close()
         await self.prober.close()
         self.app.close()
         if self.app.spans is not None:
@@ -194,7 +194,7 @@ class RouterProcess:
                 replica.url,
             )
         if replica.backend.events is None:
-            self.links.watch(replica)
+            self.feeds.watch(replica)
         else:
             self.app.spawn(self._follow_engine(replica))
 
@@ -212,7 +212,7 @@ class RouterProcess:
             return
         if is_same is None:
             log.warning("%s has no /tokenize: that it makes the tokens of --tokenizer is not checked", replica.url)
-        self.links.watch(replica)
+        self.feeds.watch(replica)
 
 
 def texts_of(config: RouterConfig) -> Texts:

@@ -20,21 +20,24 @@ ONE_TOKEN = {"max_tokens": Raw(b"1"), "temperature": Raw(b"0")}
 NEEDS_EVERY_POSITION = ("prompt_logprobs", "echo")  # computed where they are answered; such a prompt skips the cache
 ABSENT = Raw(b"null")
 
+Fields = dict[str, Raw]  # of a request's body
 
-def is_splittable(path: str, body: bytes) -> bool:
-    """Whether it matters only that the prompt is computed, and not where."""
+
+def splittable(path: str, body: bytes, fields: Fields | None) -> Fields | None:
+    """Return the request's fields if it matters only that its prompt is computed, and not where; else None. `fields`: as they
+    were split before, if they were."""
     if path not in (CHAT, COMPLETIONS):
-        return False
+        return None
     try:
-        fields = split_object(body)
+        fields = split_object(body) if fields is None else fields
     except HttpError:  # the replica says what is wrong
-        return False
-    return all(bytes(fields.get(name, ABSENT)) in (b"null", b"false") for name in NEEDS_EVERY_POSITION)
+        return None
+    needs_all = any(bytes(fields.get(name, ABSENT)) not in (b"null", b"false") for name in NEEDS_EVERY_POSITION)
+    return None if needs_all else fields
 
 
-def prompt_of(body: bytes) -> bytes:
-    """A request for the prompt of `body`, in the client's words."""
-    fields = split_object(body)
+def prompt_of(fields: Fields) -> bytes:
+    """Return a request for the prompt alone, in the client's words."""
     kept = {name: raw for name, raw in fields.items() if name in MAKES_THE_PROMPT}
     if bytes(fields.get("tool_choice", ABSENT)) == b'"none"':  # then the template hears of no tools
         kept.pop("tools", None)
@@ -48,8 +51,12 @@ def ids_of(form: bytes) -> bytes:
     return token_form.join(msgspec.json.encode({**kept, "prompt": None, **ONE_TOKEN}), ids)
 
 
-def with_field(body: bytes, is_form: bool, name: str, value: object) -> bytes:
-    """The request, or its form with ids, with this field, whatever it says of it itself."""
-    text, ids = token_form.cut(body) if is_form else (body, b"")
-    text = msgspec.json.encode({**split_object(text), name: value})
-    return token_form.join(text, ids) if is_form else text
+def with_hint(fields: Fields, hint: object) -> bytes:
+    """Return the client's request with the place of its prompt's blocks in it."""
+    return msgspec.json.encode({**fields, HINT: hint})
+
+
+def form_with_hint(form: bytes, hint: object) -> bytes:
+    """As `with_hint`, for the form with ids."""
+    text, ids = token_form.cut(form)
+    return token_form.join(with_hint(split_object(text), hint), ids)

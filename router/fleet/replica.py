@@ -11,7 +11,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from penstock.router.backend import Backend
-from penstock.router.fleet.engine_link import EngineLink
+from penstock.router.fleet.engine_feed import EngineSource
 from penstock.router.fleet.engine_load import EngineLoad
 from penstock.router.http.upstream import ConnectFailed, Pool, fetch
 from penstock.router.placement.placement import ReplicaInfo
@@ -44,7 +44,7 @@ class Replica:
         self.adapters: dict[str, str] = {}  # of these names, those of adapters, and what is in the keys of their blocks
         self.root: str | None = None
         self.info = ReplicaInfo()  # of its blocks
-        self.link: EngineLink | None = None  # to the cache events of an engine of another kind
+        self.link: EngineSource | None = None  # to the cache events of an engine of another kind
         self.load: EngineLoad | None = None  # what such an engine says of it
         self.text_digest: str | None = None  # of its tokenizer and template; see router/placement/prompts.py
         self.num_in_flight = 0

@@ -46,11 +46,6 @@ class ClientRequest(msgspec.Struct, gc=False):
     keep_alive: bool = True
     body: bytes = b""
 
-    @property
-    def key(self) -> bytes:
-        """By which a client is known; empty where it has none."""
-        return self.authorization[-1] if self.authorization else b""
-
     @classmethod
     def of(
         cls, method: bytes, target: bytes, headers: Headers, fields: dict[bytes, bytes], version: str, keep_alive: bool

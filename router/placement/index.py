@@ -33,14 +33,20 @@ class KeySpace(NamedTuple):
         return namespace_root(model=self.fingerprint, adapter=adapter, salt=salt)
 
 
-class Match(msgspec.Struct, frozen=True, gc=False):
-    """Per slot, how many leading keys it holds; by `version` one sees whether the index has moved since. `num_ends`: behind
-    so many keys there are tokens of the prompt, where a cached state may be of use."""
+class PromptKeys(msgspec.Struct, frozen=True, gc=False):
+    """The keys of a prompt's full blocks. `num_ends`: behind so many keys there are tokens of the prompt, where a cached
+    state may be of use."""
 
     keys: Keys
     num_ends: int
-    counts: Counts
-    version: int
+
+    @classmethod
+    def of(cls, tokens: bytes, space: KeySpace, root: bytes) -> "PromptKeys":
+        """Hash a prompt (little-endian int32), in one call without the GIL."""
+        num_tokens = len(tokens) // 4
+        keys = np.empty(num_tokens // space.block_size, dtype=np.uint64)
+        lib.penstock_route_keys(root, tokens, len(keys), space.block_size, ffi.from_buffer(U64S, keys))
+        return cls(keys, max(0, num_tokens - 1) // space.block_size)
 
 
 class NoSlotLeft(RuntimeError):
@@ -96,10 +102,12 @@ class RouteIndex:
     def fade(self) -> None:
         lib.penstock_route_fade(self._index)
 
-    def match(self, keys: Keys, num_ends: int | None = None) -> Match:
+    def match(self, keys: Keys, num_ends: int | None = None, counts: Counts | None = None) -> Counts:
+        """Return per slot how many leading keys it holds; in `counts`, if that is given."""
         num_ends = len(keys) if num_ends is None else num_ends
-        counts = np.empty(self.num_slots, dtype=np.int32)
-        version = lib.penstock_route_match(
+        if counts is None:
+            counts = np.empty(self.num_slots, dtype=np.int32)
+        lib.penstock_route_match(
             self._index,
             ffi.from_buffer(U64S, keys),
             len(keys),
@@ -107,28 +115,7 @@ class RouteIndex:
             ffi.from_buffer(I32S, counts),
             len(counts),
         )
-        return Match(keys, num_ends, counts, version)
-
-    def hash_and_match(self, tokens: bytes, space: KeySpace, root: bytes) -> Match:
-        """Hash a prompt (little-endian int32) and find who holds its blocks, in one call without the GIL."""
-        num_tokens, num_slots = len(tokens) // 4, self.num_slots
-        num_keys = num_tokens // space.block_size
-        keys, counts = np.empty(num_keys, dtype=np.uint64), np.empty(num_slots, dtype=np.int32)
-        version = lib.penstock_route_keys_and_match(
-            self._index,
-            root,
-            tokens,
-            num_tokens,
-            space.block_size,
-            ffi.from_buffer(U64S, keys),
-            ffi.from_buffer(I32S, counts),
-            num_slots,
-        )
-        return Match(keys, max(0, num_tokens - 1) // space.block_size, counts, version)
-
-    def version(self) -> int:
-        version: int = lib.penstock_route_version(self._index)
-        return version
+        return counts
 
     def num_held(self, slot: int) -> int:
         num_held: int = lib.penstock_route_num_held(self._index, slot)

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock._csrc import ffi, lib
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.placement.index import KeySpace, Match, NoSlotLeft, RouteIndex
+from penstock.router.placement.index import Counts, KeySpace, NoSlotLeft, PromptKeys, RouteIndex
 from penstock.router.placement.policy import PolicyConfig
 
 TIERS = ("device", "host", "disk")
@@ -49,7 +49,7 @@ class ReplicaCache:
 
 
 class Knowledge:
-    """All replicas' caches over one index. `match` and `RouteIndex` are for any thread, the rest for one."""
+    """All replicas' caches over one index. Only `RouteIndex` may be used from any thread."""
 
     def __init__(self, config: PolicyConfig, clock: Callable[[], float], seed: int | None = None) -> None:
         self._config = config
@@ -58,6 +58,7 @@ class Knowledge:
         self.index = RouteIndex(config.max_facts, seed=seed)
         empty = self.index.add_slot(0)
         assert empty == EMPTY
+        self._counts: Counts = np.empty(1, dtype=np.int32)  # of the last prompt that was looked up
         self._slots = np.zeros((OLDER + 1, 8), dtype=np.int64)
         self._c = ffi.new(
             "struct penstock_slots *", {"host_credit": config.host_credit, "disk_credit": config.disk_credit}
@@ -171,9 +172,9 @@ class Knowledge:
 
     # -- what the router thinks itself ---------------------------------------------------------------------
 
-    def expect(self, cache: ReplicaCache, match: Match, num_known: int) -> None:
+    def expect(self, cache: ReplicaCache, prompt: PromptKeys, num_known: int) -> None:
         """A request with these keys goes there now; the first `num_known` it should have."""
-        keys, last = match.keys, match.num_ends
+        keys, last = prompt.keys, prompt.num_ends
         slot = int(self._slots[0, cache.row])
         if slot == EMPTY:
             slot = self._slots[0, cache.row] = self._add_slot(cache)
@@ -216,15 +217,15 @@ class Knowledge:
 
     # -- what it comes to ----------------------------------------------------------------------------------
 
-    def cached_tokens(self, match: Match, block_size: int, space_of_row: Any, space: int, fleet: Any) -> None:
-        """Per row of the key space, how many tokens of the prompt need not be computed there; deeper tiers count in
+    def cached_tokens(self, prompt: PromptKeys, block_size: int, space_of_row: Any, space: int, fleet: Any) -> None:
+        """Fill in, per row of the key space, how many tokens of the prompt need not be computed there; deeper tiers count in
         part. `space_of_row` and `fleet` are C's."""
-        # A slot may have come between sizing the counts and filling them, in the thread that prepared.
-        if match.version != self.index.version() or len(match.counts) < self.index.num_slots:
-            match = self.index.match(match.keys, match.num_ends)
+        if len(self._counts) != self.index.num_slots:
+            self._counts = np.empty(self.index.num_slots, dtype=np.int32)
+        self.index.match(prompt.keys, prompt.num_ends, self._counts)
         lib.penstock_cached_tokens(
             self._c,
-            ffi.from_buffer(I32S, match.counts),
+            ffi.from_buffer(I32S, self._counts),
             block_size,
             space_of_row,
             space,

@@ -18,7 +18,7 @@ from msgspec import Meta
 from penstock._csrc import ffi
 from penstock.engine.http.kv_stream import Frame
 from penstock.engine.options import converted
-from penstock.router.placement.index import KeySpace, Match
+from penstock.router.placement.index import KeySpace, PromptKeys
 from penstock.router.placement.knowledge import STREAM_COUNTS, Knowledge, ReplicaCache
 from penstock.router.placement.load import Charge, Ledger, LoadTable, ReplicaLoad
 from penstock.router.placement.policy import PolicyConfig, Speed
@@ -42,10 +42,10 @@ class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
-    """A prompt's keys in every key space of the fleet, and who held them when it was prepared."""
+    """A prompt's keys in every key space of the fleet."""
 
     num_tokens: int
-    matches: tuple[tuple[KeySpace, Match], ...]
+    spaces: tuple[tuple[KeySpace, PromptKeys], ...]
 
 
 class PlacedReplica(NamedTuple):
@@ -112,22 +112,14 @@ class Placement:
     # -- a request -----------------------------------------------------------------------------------------
 
     def prepare(self, tokens: Any, salt: str | None = None, adapter: str | None = None) -> Prompt:
-        """Hash a prompt (bytes or buffer of little-endian int32) and match it. For any thread; the GIL is released."""
+        """Hash a prompt (bytes or buffer of little-endian int32). For any thread; the GIL is released."""
         raw = tokens if isinstance(tokens, bytes) else bytes(memoryview(tokens).cast("B"))
-        matches = []
+        found = []
         for space in self._spaces:
             is_short = salt is None or len(salt) <= MAX_SALT
             root = _root(space, salt, adapter) if is_short else space.root(salt, adapter)
-            matches.append((space, self.knowledge.index.hash_and_match(raw, space, root)))
-        return Prompt(len(raw) // 4, tuple(matches))
-
-    def adopt(self, prompt: Prompt) -> Prompt:
-        """A prompt that another placement has prepared: its keys are the same here, who holds them is not."""
-        index = self.knowledge.index
-        return Prompt(
-            prompt.num_tokens,
-            tuple((space, index.match(match.keys, match.num_ends)) for space, match in prompt.matches),
-        )
+            found.append((space, PromptKeys.of(raw, space, root)))
+        return Prompt(len(raw) // 4, tuple(found))
 
     def choose(
         self,
@@ -180,10 +172,10 @@ class Placement:
         replica = self._replicas.get(charge.replica)
         if replica is None:
             return
-        for space, match in prompt.matches:
-            if space == replica.cache.space and len(match.keys):
+        for space, keys in prompt.spaces:
+            if space == replica.cache.space and len(keys.keys):
                 num_known = charge.predicted_cached_tokens // space.block_size + 1
-                self.knowledge.expect(replica.cache, match, min(num_known, len(match.keys)))
+                self.knowledge.expect(replica.cache, keys, min(num_known, len(keys.keys)))
 
     def counted(self, charge: Charge, cached_tokens: int) -> None:
         """The answer said at its end how many tokens were cached."""
@@ -203,10 +195,10 @@ class Placement:
     def _look_up(self, prompt: Prompt | None) -> None:
         """What of the prompt is cached where, into the fleet's column."""
         self.loads.cached.fill(0.0)
-        for space, match in () if prompt is None else prompt.matches:
+        for space, keys in () if prompt is None else prompt.spaces:
             if space in self._spaces:  # else the last replica that named blocks so has left since
                 index = self._spaces.index(space)
-                self.knowledge.cached_tokens(match, space.block_size, self._space_of_row, index, self.loads.c)
+                self.knowledge.cached_tokens(keys, space.block_size, self._space_of_row, index, self.loads.c)
 
     def _remember(self, session: str, name: str) -> None:
         self._sessions[session] = name

@@ -103,6 +103,7 @@ class Routable(msgspec.Struct, frozen=True, gc=False):
     prompt: Prompt | None
     num_tokens: int
     body_with_ids: bytes | None = None
+    fields: dict[str, Raw] | None = None  # the body's, if it was split
 
 
 class Ids(NamedTuple):
@@ -150,7 +151,7 @@ class Texts:
             return Routable(placement.prepare(whole, asked.cache_salt, adapter), len(text) // BYTES_PER_TOKEN)
         prompt = placement.prepare(ids.packed, asked.cache_salt, adapter)
         form = token_form.pack(ids.fields, PROMPTS[path][0], ids.packed) if ids.is_exact else None
-        return Routable(prompt, len(ids.packed) // 4, form)
+        return Routable(prompt, len(ids.packed) // 4, form, ids.fields)
 
     def ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
         """None: no tokenizer, several prompts, or something that only the replica can judge."""

@@ -14,7 +14,7 @@ import zmq.asyncio
 from penstock.engine.http.limits import Limits
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import RouterConfig, resolve
-from penstock.router.fleet.engine_link import EngineLink
+from penstock.router.fleet.engine_feed import EngineSource
 from penstock.router.placement.placement import Placement, ReplicaInfo, _root
 from tests.support.raw_http import connect, post
 from tests.support.router_fleet import RunningRouter, running_router, until
@@ -86,26 +86,32 @@ def test_events_are_heard_over_ipv6() -> None:
             port = publisher.bind_to_random_port("tcp://[::1]")
         except zmq.ZMQError:
             pytest.skip("no IPv6 here")
-        backend, end_s = Backend.of(f"http://[::1]:8000,events={port}"), time.monotonic() + 10
+        backend, end_s = Backend.of(f"http://[::1]:8000,events={port}"), time.monotonic() + 60
         context = zmq.asyncio.Context()
-        link = EngineLink(context, backend, b"", 16, lambda _: None, lambda: time.monotonic() < end_s)
-        task = asyncio.create_task(link.run())
+        source = EngineSource(context, backend, b"", 16)
+
+        async def follow() -> None:
+            async for _ in source.frames():
+                pass
+
+        task = asyncio.create_task(follow())
         number = 0
-        while not link.view()["batches"] and time.monotonic() < end_s:
+        while not source.view()["batches"] and time.monotonic() < end_s:
             publisher.send_multipart([b"", number.to_bytes(8, "big"), msgspec.msgpack.encode([0.0, [], 0])])
             number += 1
             await asyncio.sleep(0.05)
         task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         publisher.close(0)
         context.destroy(0)
-        return link.view()["batches"]
+        return source.view()["batches"]
 
     assert asyncio.run(hear())
 
 
 def test_a_replica_that_says_nothing_leaves_nothing_behind() -> None:
     with stub() as replica, running_router(replica.url) as router:
-        until(lambda: not router.router.links._tasks)
+        until(lambda: not router.router.feeds._tasks)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_a_replica_is_asked_again_for_its_adapters_and_their_keys_tell_them_apar
                 for name, adapter in ((MODEL, None), ("sql", listed["adapter"])):
                     found = texts.prepare(COMPLETIONS, body, asked, placement, group.adapters.get(name)).prompt
                     assert found is not None
-                    ((_, match),) = found.matches
+                    ((_, match),) = found.spaces
                     root = namespace_root(model=bytes.fromhex(listed["fingerprint"]), adapter=adapter)
                     keys = block_keys([97] * 64, listed["block_size"], root=root)
                     assert match.keys.tolist() == [int.from_bytes(key[:8], "little") for key in keys]

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from penstock.engine.http import token_form
+from penstock.engine.http.body import split_object
 from penstock.router.backend import RouteError
 from penstock.router.config import Prefill, RouterConfig, resolve
 from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.serve import RouterProcess
-from penstock.router.split import HINT, ids_of, is_splittable, prompt_of, with_field
+from penstock.router.split import form_with_hint, ids_of, prompt_of, splittable, with_hint
 from tests.support.raw_http import connect, post, status
 from tests.support.router_fleet import RunningRouter, running_router, until
 from tests.support.router_stub import Answer, Seen, Stub, stub, whole
@@ -323,10 +324,10 @@ def test_a_prefill_is_asked_for_one_token_of_what_makes_the_prompt_and_nothing_e
         "logprobs": True,
         "request_id": "r",
     }
-    asked = json.loads(prompt_of(json.dumps(chat).encode()))
+    asked = json.loads(prompt_of(split_object(json.dumps(chat).encode())))
     kept = {name: chat[name] for name in ("model", "messages", "tools", "chat_template_kwargs")}
     assert asked == {**kept, "max_tokens": 1, "temperature": 0}
-    assert "tools" not in json.loads(prompt_of(json.dumps({**chat, "tool_choice": "none"}).encode()))
+    assert "tools" not in json.loads(prompt_of(split_object(json.dumps({**chat, "tool_choice": "none"}).encode())))
 
 
 def test_ids_stay_ids_in_both_bodies() -> None:
@@ -334,7 +335,7 @@ def test_ids_stay_ids_in_both_bodies() -> None:
     head, ids = token_form.cut(ids_of(form))
     assert ids == IDS
     assert json.loads(head) == {"prompt": None, "model": "m", "cache_salt": "s", "max_tokens": 1, "temperature": 0}
-    head, ids = token_form.cut(with_field(form, True, HINT, {"peer": PEER, "wait_s": 3.0}))
+    head, ids = token_form.cut(form_with_hint(form, {"peer": PEER, "wait_s": 3.0}))
     assert ids == IDS
     hint = {"kv_transfer_params": {"peer": PEER, "wait_s": 3.0}}
     assert json.loads(head) == {"messages": None, "model": "m", "stream": True, "cache_salt": "s", **hint}
@@ -342,7 +343,7 @@ def test_ids_stay_ids_in_both_bodies() -> None:
 
 def test_a_null_hint_of_the_client_is_replaced() -> None:
     body = b'{"prompt": "a", "kv_transfer_params": null, "seed": 1.50}'
-    assert with_field(body, False, HINT, {"peer": PEER, "wait_s": 2}) == (
+    assert with_hint(split_object(body), {"peer": PEER, "wait_s": 2}) == (
         b'{"prompt":"a","kv_transfer_params":{"peer":"10.0.0.5:9100","wait_s":2},"seed":1.50}'
     )
 
@@ -359,7 +360,7 @@ def test_a_null_hint_of_the_client_is_replaced() -> None:
     ],
 )
 def test_what_needs_every_position_computed_is_not_split(path: str, body: bytes, expected: bool) -> None:
-    assert is_splittable(path, body) is expected
+    assert (splittable(path, body, None) is not None) is expected
 
 
 # What the operator says.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.placement.index import Keys, KeySpace
+from penstock.router.placement.index import Keys, KeySpace, PromptKeys
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import Placement, Prompt, ReplicaInfo
 from penstock.router.placement.policy import PolicyConfig
@@ -154,7 +154,7 @@ class Simulation:
             self.placement.apply_events(name, replica.snapshot())
 
     def arrive(self, arrival: Arrival) -> None:
-        prompt = Prompt(arrival.num_tokens, ((SPACE, self.placement.knowledge.index.match(arrival.keys)),))
+        prompt = Prompt(arrival.num_tokens, ((SPACE, PromptKeys(arrival.keys, len(arrival.keys))),))
         charge = self.placement.choose(prompt, num_tokens=arrival.num_tokens, session=arrival.session)
         assert charge is not None
         self.replicas[charge.replica].send(arrival, charge)
