@@ -1,7 +1,7 @@
 """Compiles grammars in threads of its own and keeps the last ones, so that a schema used again costs microseconds.
 
 llguidance compiles most schemas in milliseconds with the interpreter's lock released. What a hostile one may cost
-is bounded by `LIMITS`: 25 seconds of one core here, and by recursion as deep as the text is long, for which the
+is bounded by `LIMITS`: some 45 seconds of one core, and by recursion as deep as the text is long, for which the
 threads have their large stack (pages that are never touched cost nothing). Nothing can stop a thread, so while one is
 at a grammar that every caller has given up, another takes its place.
 """
@@ -30,8 +30,8 @@ REFUSED_S = 60.0  # how long a refusal is remembered
 MAX_KEPT_CHARS = 4 << 20  # of all kept sources together; a compiled grammar grows with its source
 LIMITS = LLParserLimits(
     # The work grows with the square of a chain of optional parts: with a million, the default, 256 KiB of them keep a
-    # thread for some 12 minutes. An enumeration of 5,000 texts fits.
-    initial_lexer_fuel=60_000,
+    # thread for some 12 minutes. A hundred tools of a realistic size need 66,000.
+    initial_lexer_fuel=80_000,
     # The library's own: a text of 20,000 characters in a schema takes 11 states of 650 bytes for each of its tokens.
     max_lexer_states=250_000,
     step_max_items=50_000,  # one mask of an ambiguous grammar took 105 ms of a core with 49,152 tokens, 245 with 152,064

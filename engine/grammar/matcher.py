@@ -70,7 +70,16 @@ class Matcher:
         return shortened(self.backend.get_error())
 
 
+ONE_OF_REFUSED = "oneOf constraints are not supported"  # llguidance's words; it names an option of its own behind them
+ONE_OF_ADVICE = (
+    "two schemas of a oneOf can hold for the same value; with structured_outputs.coerce_one_of or --coerce-one-of it is"
+    " taken for anyOf"
+)
+
+
 def shortened(error: str) -> str:
     """llguidance's message without its remarks about verbosity and stack frames, at a length one can print."""
     text = error.replace("<non-verbose/>", "").partition("<backtrace>")[0].strip()
+    if ONE_OF_REFUSED in text:
+        return ONE_OF_ADVICE
     return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]} …"

@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from penstock.engine.grammar.json_schema import lark_prepared, prepared
-from penstock.engine.grammar.opposites import TYPES, words
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.tools.arguments import kinds, typed
 from penstock.engine.text.tools.formats import Format, Parameters, ToolSpec
@@ -19,21 +19,36 @@ from penstock.engine.text.tools.scan import MAX_DEPTH
 
 ANY = r"(.|\n)*"
 _MAX_LENGTH = 2000  # of a string: each character is a state of the lexer, and it has 50,000
-_OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
-_OF_OTHERS = frozenset(words(
-    "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf items prefixItems minItems maxItems"
-    " properties required additionalProperties patternProperties"
+_TYPES = ("null", "boolean", "number", "string", "array", "object")
+_OF_STRINGS = frozenset(("minLength", "maxLength", "pattern", "format"))
+_OF_OTHERS = frozenset((
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
+    *("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"),
 ))  # fmt: skip
-_SAYS_NOTHING = frozenset(("$defs", "type", "properties", "required", "additionalProperties"))
+# All keywords that llguidance holds an answer to; the rest of a schema are annotations and definitions.
+_KEYWORDS = _OF_STRINGS | _OF_OTHERS | {"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf"}
+# Those that llguidance does not hold an answer to.
+_UNHELD = frozenset((
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
+    *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems"),
+))  # fmt: skip
+_OF_ARGUMENTS = frozenset(("type", "properties", "required", "additionalProperties"))
 # What a value of a type begins with, where text could be taken for one.
 _BEGINNINGS = {"array": r"\[", "object": r"\{", "integer": "-0-9", "number": "-0-9"}
 _KEYS = {"": r'[^<>"\n]{1,255}', '"': r"[A-Za-z_][A-Za-z0-9_]*"}  # what can be written, by `quote`
+_ROOT = "arguments"  # the name of the whole schema beside one of its parts
 _ANY_NAME = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _KEY = r"[^\s,:=(){}\[\]<>'\"\\]+"
-# Of every format that a pattern does not hold already, some values at least.
+# Some values of every format; of wrong ones only 29 February in other years, which llguidance takes as well.
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_DATE = r"[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|[12][0-9]))"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
     "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
     "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
     "ipv6": "[0-9a-fA-F]{1,4}(:[0-9a-fA-F]{1,4}){7}",
@@ -45,7 +60,8 @@ _FORMATS = {
 
 
 class ParameterRules:
-    """The rules for what one function takes. `text` makes Lark of a fixed text, `lines` are the rules so far.
+    """The rules for what one function takes. `text` makes Lark of a fixed text, `lines` are the rules so far, and `shared`
+    the names of rules that other functions may use as well, by their bodies.
 
     `spacing`: of JSON. `is_loose`: written by the model in its own way, so that blanks may stand between signs.
     """
@@ -53,6 +69,7 @@ class ParameterRules:
     def __init__(
         self,
         lines: list[str],
+        shared: dict[str, str],
         text: Callable[[str], str],
         form: Format,
         function: ToolSpec,
@@ -61,19 +78,19 @@ class ParameterRules:
         is_loose: bool,
     ) -> None:
         assert form.parameters is not None
-        self._lines, self._text, self._form, self._function = lines, text, form, function
+        self._lines, self._shared, self._text, self._form, self._function = lines, shared, text, form, function
         self._parameters: Parameters = form.parameters
         self._prefix, self._spacing, self._is_loose = prefix, spacing, is_loose
         self._num_rules = 0
         self._known: dict[str, str] = {}  # rules by the reference that they stand for
         schema = {"type": "object", **function.parameters}
-        self._root = prepared(schema, "tools", not function.is_strict, function.name, function.coerce_one_of)
+        self._root = prepared(schema, "tools", not function.is_strict, function.name)
         self._gap = "gap " if is_loose else ""
 
     def all(self) -> str:
         """Lark for what stands between the signs around the arguments."""
-        schema = self._followed(self._root)
-        self._check(schema, _SAYS_NOTHING)
+        schema = self._followed(self._held(self._root))
+        self._check(schema, _OF_ARGUMENTS)
         parameters, pairs = self._parameters, []
         for name, inner, is_needed in self._properties(schema, _KEYS.get(parameters.quote, _KEY)):
             if parameters.quote:
@@ -139,7 +156,7 @@ class ParameterRules:
                 ]:
                     strings.append((f"({'|'.join(found)})",))
                 fixed = (json.dumps(text) for text, value in texts.items() if not isinstance(value, str))
-                ways += [self._before(False) + self._between(text) for text in fixed]
+                ways += [self._before() + self._between(text) for text in fixed]
                 continue
             if "string" in types:
                 strings.append(self._patterns(branch) or ())
@@ -147,22 +164,22 @@ class ParameterRules:
                 held = self._json({**branch, "type": kind} if len(types) > 1 else branch)
                 if kind == "boolean" and self._is_loose and "string" not in wanted:
                     held = f'({held} | "True" | "False")'
-                if "string" not in wanted or self._parameters.before_text or _OF_OTHERS & branch.keys():
+                if "string" not in wanted or _OF_OTHERS & branch.keys():
                     excluded.add(kind)
-                (ways if kind in excluded else like_text).append(self._before(False) + self._between(held))
+                (ways if kind in excluded else like_text).append(self._before() + self._between(held))
         if () not in strings:  # else any text is allowed, and what could be read as one of these as well
             ways += like_text
         beginnings = "".join(_BEGINNINGS.get(kind, "") for kind in sorted(excluded))
-        without = rf"[ \t\r\n]*[{beginnings}]{ANY}" if beginnings and not self._parameters.before_text else ""
+        without = rf"[ \t\r\n]*[{beginnings}]{ANY}" if beginnings else ""
         for patterns in dict.fromkeys(strings):
-            ways.append(self._before(True) + self._string(patterns, without, closer, self._parameters.trims))
+            ways.append(self._before() + self._string(patterns, without, closer, self._parameters.trims))
         if not ways:
             self._refuse("enum: none of the values can be written")
             return self._tagged({})
         return f"({' | '.join(dict.fromkeys(ways))})"
 
-    def _before(self, is_text: bool) -> str:
-        before = (is_text and self._parameters.before_text) or self._parameters.before_value
+    def _before(self) -> str:
+        before = self._parameters.before_value
         return self._fixed(before if not self._is_loose else before.rstrip("\n")) + " "
 
     def _between(self, value: str) -> str:
@@ -241,7 +258,7 @@ class ParameterRules:
         if given in ("boolean", "null"):
             words = ("true", "false", "True", "False") if given == "boolean" else ("null", "None")
             return " | ".join(json.dumps(word) for word in words)
-        known = {"array": {"type", "items", "minItems", "maxItems"}, "object": _SAYS_NOTHING}.get(given or "")
+        known = {"array": {"type", "items", "minItems", "maxItems"}, "object": _OF_ARGUMENTS}.get(given or "")
         if known is None:
             return self._anything()
         if is_python and branch.keys() - known:
@@ -276,7 +293,7 @@ class ParameterRules:
         name = f"{self._prefix}any"
         if name not in self._known:
             self._known[name] = name
-            ways = [self._literal({"type": kind}) for kind in TYPES]
+            ways = [self._literal({"type": kind}) for kind in _TYPES]
             self._lines.append(f"{name}: {' | '.join(ways)}")
         return name
 
@@ -295,11 +312,14 @@ class ParameterRules:
     # -- schemas ---------------------------------------------------------------------------------------------
 
     def _branches(self, schema: Any, seen: set[str] | None = None) -> Iterator[dict[str, Any]]:
-        """The alternatives of a schema: each of one type, an enumeration, or without any constraint. References are
-        followed once, and those of literals not at all: they may lead back."""
+        """Yield the alternatives of a schema: each of one type, an enumeration, or without any constraint.
+
+        References are followed once, and those of literals not at all: they may lead back. A oneOf is read as anyOf if its
+        schemas are of different types.
+        """
         if schema is False:
             self._refuse("false")
-        seen, found = set() if seen is None else seen, schema if isinstance(schema, dict) else {}
+        seen, found = set() if seen is None else seen, self._held(schema)
         if "$ref" in found:
             self._check(found, frozenset(("$ref",)))
             if self._parameters.quote:
@@ -308,11 +328,15 @@ class ParameterRules:
                 return
             seen.add(found["$ref"])
             found = self._followed(found)
-        several = "anyOf" if "anyOf" in found else "allOf" if len(found.get("allOf", ())) == 1 else None
+        several: str | None = next((name for name in ("anyOf", "oneOf") if name in found), None)
+        if several is None and len(found.get("allOf", ())) == 1:
+            several = "allOf"
+        if several == "oneOf" and not self._function.coerce_one_of and not self._are_of_different_types(found["oneOf"]):
+            self._refuse("oneOf: two of its schemas can hold for the same value")
         if several is not None:
             rest = {name: inner for name, inner in found.items() if name != several}
             for member in found[several]:
-                inner = member if isinstance(member, dict) else {}
+                inner = self._held(member)
                 if any(rest[name] != inner[name] for name in rest.keys() & inner.keys()):
                     self._refuse(f"{several}: beside a keyword that its schemas have as well")
                 yield from self._branches({**rest, **inner}, seen)
@@ -320,19 +344,48 @@ class ParameterRules:
             yield found
         elif isinstance(found.get("type"), list):
             yield from ({**found, "type": kind} for kind in found["type"])
-        elif "type" not in found and found.keys() & {*_OF_STRINGS, *_OF_OTHERS, "allOf", "not"}:
+        elif "type" not in found and found:
             self._refuse(f"{sorted(found)[0]}: without a type")
             yield {}
         else:
             yield found
 
+    def _held(self, schema: Any) -> dict[str, Any]:
+        """Return the keywords that hold a value to something."""
+        if not isinstance(schema, dict):
+            return {}
+        if unheld := schema.keys() & _UNHELD:
+            self._refuse(min(unheld))
+        return {name: schema[name] for name in schema if name in _KEYWORDS}
+
+    def _are_of_different_types(self, schemas: list[Any]) -> bool:
+        found: set[str] = set()
+        for schema in schemas:
+            types = kinds(schema, self._root)
+            if found & types:
+                return False
+            found |= types
+        return True
+
     def _followed(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the schema that a chain of references leads to; one without constraints if it leads nowhere."""
         for _ in range(MAX_DEPTH):
             if "$ref" not in schema:
-                break
-            name = schema["$ref"].rpartition("/")[2]
-            schema = self._root if schema["$ref"] == "#" else self._root["$defs"][name]
-        return dict(schema)
+                return dict(schema)
+            schema = self._held(self._target(schema["$ref"]))
+        return {}
+
+    def _target(self, reference: str) -> Any:
+        found: Any = self._root
+        for part in unquote(reference.removeprefix("#")).split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            try:
+                found = found[int(name)] if isinstance(found, list) else found[name]
+            except (LookupError, ValueError, TypeError):
+                found = None
+        if not isinstance(found, dict) or not reference.startswith("#"):
+            self._refuse(f"$ref: {reference[:100]!r} is not a place in this schema")
+        return found
 
     def _check(self, schema: Mapping[str, Any], known: frozenset[str]) -> None:
         if schema.keys() - known:
@@ -347,22 +400,48 @@ class ParameterRules:
     # -- rules -----------------------------------------------------------------------------------------------
 
     def _json(self, branch: Mapping[str, Any]) -> str:
-        definitions = {"$defs": self._root["$defs"]} if "$defs" in self._root else {}
-        options = {"lenient": not self._function.is_strict, **self._spacing}
-        return self._rule(lark_prepared({**branch, **definitions}, **options))
+        function = self._function
+        is_lenient = not function.is_strict
+        options = {"lenient": is_lenient, "coerce_one_of": is_lenient or function.coerce_one_of, **self._spacing}
+        schema = _moved(branch)
+        if schema != branch:  # it has references, which are relative to the whole schema
+            root = {name: inner for name, inner in self._root.items() if name not in ("$id", "id")}
+            schema["$defs"] = {_ROOT: _moved(root)}
+        return self._rule(lark_prepared(schema, **options))
 
     def _fixed(self, text: str) -> str:
         """As it is, or with blanks where the model has its own way."""
         return " gap ".join(map(self._text, text.split())) if self._is_loose else self._text(text)
 
     def _rule(self, body: str, *, is_terminal: bool = False, is_lazy: bool = False) -> str:
-        name = self._new().upper() if is_terminal else self._new()
-        self._lines.append(f"{name}{'[lazy]' if is_lazy else ''}: {body}")
-        return name
+        """Return the name of a rule with this body. Functions share equal rules: with a hundred of them, separate terminals
+        would exceed what llguidance's lexer may cost."""
+        key = f"{is_terminal} {is_lazy} {body}"
+        if key not in self._shared:
+            name = self._new().upper() if is_terminal else self._new()
+            self._lines.append(f"{name}{'[lazy]' if is_lazy else ''}: {body}")
+            self._shared[key] = name
+        return self._shared[key]
 
     def _new(self) -> str:
         self._num_rules += 1
         return f"{self._prefix}{self._num_rules}"
+
+
+def _moved(schema: Any) -> Any:
+    """Return a copy whose references lead to the same places when the whole schema stands under `$defs`."""
+    if isinstance(schema, list):
+        return [_moved(member) for member in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {}
+    for name, inner in schema.items():
+        if name == "$ref" and isinstance(inner, str) and inner.startswith("#"):
+            found[name] = f"#/$defs/{_ROOT}{inner[1:]}"
+        else:
+            is_data = name == "enum" and isinstance(inner, list)
+            found[name] = inner if is_data else _moved(inner)
+    return found
 
 
 def _values(branch: Mapping[str, Any]) -> list[Any] | None:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher
 
-from penstock.engine.grammar.json_schema import ESCAPES, WHITESPACE, lark_json, prepared
+from penstock.engine.grammar.json_schema import WHITESPACE, json_grammar, lark_json, prepared
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs, check_depth
 
 MAX_STRUCTURES = 256
@@ -57,14 +57,10 @@ def json_source(schema: str | dict[str, Any] | bool, field: str, coerce_one_of: 
     schema = parsed(schema, field)
     if schema is False:
         raise InvalidRequest(field, "the schema 'false' accepts no answer at all")
-    if not isinstance(schema, (dict, bool)):
-        raise InvalidRequest(field, f"{type(schema).__name__} given; a JSON schema is an object, true or false")
-    schema = prepared(schema, field, coerce_one_of=coerce_one_of)
+    found = prepared(schema, field)
     try:
-        return LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
-        )
-    except (ValueError, TypeError) as error:
+        return json_grammar(found, coerce_one_of=coerce_one_of)
+    except (ValueError, TypeError) as error:  # an integer beyond 64 bits
         raise InvalidRequest(field, f"the schema cannot be read: {error}") from None
 
 

@@ -72,6 +72,7 @@ class Rules:
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self.lines: list[str] = []
+        self._shared: dict[str, str] = {}  # names of rules of arguments by their bodies
         self._special_ids = special_ids
         longest = sorted(special_ids, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
@@ -136,10 +137,6 @@ class Rules:
                 self.until(f"{kind.lower()}_{index}", mark, kind)
                 behind = self._frames_behind(calls, mark) if form.is_framed else self._behind_mark(calls, mark)
                 called.append(f"{before}{kind.lower()}_{index} {behind}")
-            if form.is_bare and form.is_framed:
-                self.lines.append(f"{kind.lower()}_bare[lazy]: {kind}_BARE")
-                called.append(f"{before}{kind.lower()}_bare {self._frames_behind(calls, form.written.start)}")
-                missed.append(f"{before}{kind.lower()}_bare")
             for name, behind in _openings(calls):
                 self.lines.append(f"{kind.lower()}_{name}[lazy]: {kind}_{name.upper()}")
                 called.append(f"{before}{kind.lower()}_{name} named close {behind}")
@@ -220,13 +217,11 @@ class Rules:
         for kind, text, start, excluded in (
             ("FIRST", begun, "" if thinking is not None else _BLANK, first),
             ("FREE", ANY, rf"{_BLANK}[;,]?{_BLANK}", spelled),
-            ("OTHER", ANY, None, [*spelled, rf'({names})"' if not form.is_framed else rf"{_BLANK}({names}){_BLANK}\("]),
+            ("OTHER", ANY, None, [*spelled, rf'({names})"']),
         ):
             paragraph = rf"{text}\n\n" if start is None else rf"({text}\n\n|{start})"
             patterns = {"": f"({text})?"}
-            if form.is_bare and form.is_framed:
-                patterns["_BARE"] = rf"{paragraph}\[{_BLANK}"
-            elif form.is_bare:
+            if form.is_bare:
                 patterns |= {"_BARE": paragraph + _OPENING, "_LIST": rf"{paragraph}\[{_BLANK}{_OPENING}"}
             if form.fences:
                 fenced = f"({text})?({fence})"
@@ -261,7 +256,7 @@ class Rules:
     ) -> str:
         if form is not None and form.parameters is not None:
             prefix = f"arguments_{index}_"
-            body = ParameterRules(self.lines, self.text, form, function, prefix, spacing, is_loose).all()
+            body = ParameterRules(self.lines, self._shared, self.text, form, function, prefix, spacing, is_loose).all()
         else:
             body = _arguments(function, spacing)
         self.lines.append(f"arguments_{index}: {body}")
@@ -293,7 +288,7 @@ def _openings(calls: Calls) -> list[tuple[str, str]]:
     """How calls begin without a mark, and what stands behind the first one."""
     more = "(comma plain)*" if calls.many else ""
     fence = 'gap "```"'
-    openings = [("bare", ""), ("list", f'{more} gap "]"')] if calls.form.is_bare and not calls.form.is_framed else []
+    openings = [("bare", ""), ("list", f'{more} gap "]"')] if calls.form.is_bare else []
     if calls.form.fences:
         openings += [
             ("fence", ("(separator plain)* " if calls.many else "") + fence),

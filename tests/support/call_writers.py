@@ -59,14 +59,6 @@ def _minimax(name: str, given: dict[str, Any]) -> str:
     return f'<invoke name="{name}">\n{values}</invoke>'
 
 
-def _dsml(name: str, given: dict[str, Any]) -> str:
-    values = "".join(
-        f'<｜DSML｜parameter name="{key}" string="{_json(isinstance(value, str))}">{_text(value)}</｜DSML｜parameter>\n'
-        for key, value in given.items()
-    )
-    return f'<｜DSML｜invoke name="{name}">\n{values}</｜DSML｜invoke>'
-
-
 def _kimi(calls: Sequence[Call]) -> str:
     each = (
         f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{_json(given)}<|tool_call_end|>"
@@ -116,17 +108,13 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "glm47": _each(lambda *call: f"<tool_call>{_glm('')(*call)}</tool_call>", "", "", ""),
     "deepseek_v3": _deepseek("function<｜tool▁sep｜>{}\n```json\n", "\n```", "\n"),
     "deepseek_v31": _deepseek("{}<｜tool▁sep｜>", "", ""),
-    "deepseek_v32": _each(_dsml, "<｜DSML｜function_calls>\n", "\n</｜DSML｜function_calls>", "\n"),
-    "deepseek_v4": _each(_dsml, "<｜DSML｜tool_calls>\n", "\n</｜DSML｜tool_calls>", "\n"),
     "kimi_k2": _kimi,
     "minimax_m2": _each(_minimax, "<minimax:tool_call>\n", "\n</minimax:tool_call>", "\n"),
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "lfm2": _each(_python, "<|tool_call_start|>[", "]<|tool_call_end|>", ", "),
     "olmo3": _each(_python, "<function_calls>\n", "\n</function_calls>", "\n"),
-    "llama4_pythonic": _each(_python, "[", "]", ", "),
     "granite": _objects("<|tool_call|>[", "]", ", "),
-    "granite-20b-fc": _each(lambda *call: _objects("<function_call> ", "", "")([call]), "", "", "\n"),
     "phi4_mini_json": _objects("functools[", "]", ", "),
     "hunyuan_a13b": _objects("<tool_calls>[", "]</tool_calls>", ", "),
     "xlam": _objects("[", "]", ", "),

@@ -181,14 +181,8 @@ class Tagged(PieceReader):
             return at, False
         properties, others = self._schema.get("properties"), self._schema.get("additionalProperties")
         schema = properties.get(key[0], others) if isinstance(properties, Mapping) else others
-        wanted, before = kinds(schema, self._schema), self._parameters.before_value
-        if self._parameters.before_text:
-            try:
-                expect(text, key.end(), self._parameters.before_text.split())
-                wanted, before = _STRING, self._parameters.before_text
-            except Malformed:
-                wanted = ALL - _STRING
-        place = expect(text, key.end(), before.split())
+        wanted = kinds(schema, self._schema)
+        place = expect(text, key.end(), self._parameters.before_value.split())
         if place is None:
             return at, False
         self._found.append(f"{self._join}{json.dumps(key[0], ensure_ascii=False)}: ")

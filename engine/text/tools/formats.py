@@ -3,7 +3,7 @@
     objects        <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>       hermes, llama3_json, mistral …
     named JSON     <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}   deepseek_v3, kimi_k2 …
     tagged text    <function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>        qwen3_coder, glm45, minimax_m2 …
-    literals       [f(a=1, b='x')]     call:f{a:1,b:<|"|>x<|"|>}                     llama4_pythonic, olmo3, gemma4 …
+    literals       [f(a=1, b='x')]     call:f{a:1,b:<|"|>x<|"|>}                     lfm2, olmo3, gemma4 …
 
 A format is an entry of FORMATS and nothing else: reader.py and arguments.py read it, engine/grammar/tool_calls.py and
 parameters.py make a model write it.
@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 # Texts that may be special tokens of a model.
-_TOKEN = re.compile(r"<[^<>\s=]+>|\[/?[A-Z_]+\]|｜DSML｜")
+_TOKEN = re.compile(r"<[^<>\s=]+>|\[/?[A-Z_]+\]")
 
 
 def tokens_in(*texts: str) -> tuple[str, ...]:
@@ -41,15 +41,13 @@ class Written(NamedTuple):
 class Parameters(NamedTuple):
     """How arguments are written that are no JSON: one by one, with `join` between them.
 
-    Without `quote` a value is the text up to `after_value`, and the schema says what it means, or `before_text`, which
-    stands before strings in place of `before_value`. With '"' values are literals of Python; with anything else they
+    Without `quote` a value is the text up to `after_value`, and the schema says what it means. With '"' values are literals of Python; with anything else they
     are JSON, but for strings, which stand between two `quote` as they are, and names, which stand alone.
     """
 
     before_key: str
     before_value: str
     after_value: str = ""
-    before_text: str = ""
     join: str = ""
     quote: str = ""
 
@@ -63,7 +61,7 @@ class Parameters(NamedTuple):
 class Format:
     """`found_by`: texts in a chat template, all of one of the groups. `closers`: the marks that open calls, each with
     what closes them. `fences` are those that open other things as well. `extra` are further texts that may be tokens of
-    their own. `is_bare`: a paragraph that begins with a bracket may be a call without a mark. `is_framed`: a call is a
+    their own. `is_bare`: a paragraph that begins with a bracket may be a call without a mark (objects only). `is_framed`: a call is a
     name and its arguments, not an object; `is_numbered`: and a number. `has_args`: an object may be such a call.
     `has_many`: an answer may have several calls. `id_length`: what the template accepts as the id of a call."""
 
@@ -176,15 +174,6 @@ _MISTRAL = _format(
 )
 
 
-def _dsml(name: str, block: str) -> Format:
-    call = ('<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>")
-    parameters = Parameters(
-        '<｜DSML｜parameter name="', '" string="false">', "</｜DSML｜parameter>\n", before_text='" string="true">'
-    )
-    ends = f"<｜DSML｜{block}>\n", f"\n</｜DSML｜{block}>"
-    return _format(name, *ends, call, parameters, join="\n", found_by=(("｜DSML｜", f"{block}>"),))
-
-
 def _deepseek(name: str, before: str, between: str, behind: str, **more: Any) -> Format:
     call = (f"<｜tool▁call▁begin｜>{before}", between, f"{behind}<｜tool▁call▁end｜>")
     return _format(name, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", call, **more)
@@ -228,8 +217,6 @@ FORMATS = (
         Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
         found_by=(("<arg_key>",),),
     ),
-    _dsml("deepseek_v32", "function_calls"),
-    _dsml("deepseek_v4", "tool_calls"),
     _deepseek(
         "deepseek_v3",
         *("function<｜tool▁sep｜>", "\n```json\n", "\n```"),
@@ -259,14 +246,6 @@ FORMATS = (
     ),
     _format("olmo3", "<function_calls>\n", "\n</function_calls>", *_PYTHON, join="\n"),
     _format(
-        "llama4_pythonic",
-        *("[", "]", *_PYTHON),
-        found_by=(("[func_name1(",),),
-        closers={"<|python_start|>": "]<|python_end|>"},
-        is_bare=True,
-    ),
-    _format("granite-20b-fc", "<function_call> ", "", _OBJECT),
-    _format(
         "phi4_mini_json",
         *("<|tool_call|>[", "]<|/tool_call|>", _OBJECT),
         found_by=(("<|tool_call|>", "<|/tool_call|>"),),
@@ -290,13 +269,8 @@ FORMATS = (
 NAMES = tuple(dict.fromkeys(form.name for form in FORMATS))
 # What vLLM calls some of them.
 ALIASES = {
-    "llama4_json": "llama3_json",
     "qwen3_xml": "qwen3_coder",
-    "step3p5": "qwen3_coder",
-    "mimo": "qwen3_coder",
     "granite4": "hermes",
-    "jamba": "hunyuan_a13b",
-    "pythonic": "llama4_pythonic",
     "openai": "harmony",  # which has a reader of its own (harmony.py)
 }
 

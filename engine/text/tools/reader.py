@@ -68,8 +68,8 @@ class CallReader:
         self._is_certain = is_certain
         self._max_calls = max_calls
         # What a call without a mark begins with.
-        self._bare = "" if not form.is_bare else "[" if form.is_framed else "{["
-        openings = [*map(re.escape, form.marks), *([rf"(?<=\n\n)(?=[{re.escape(self._bare)}])"] if self._bare else [])]
+        self._bare = "{[" if form.is_bare else ""
+        openings = [*map(re.escape, form.marks), *([r"(?<=\n\n)(?=[{\[])"] if form.is_bare else [])]
         self._opening = re.compile("|".join(openings))
         self._source = Incoming()
         self._at = 0  # all before it is decided

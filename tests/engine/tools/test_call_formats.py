@@ -229,7 +229,7 @@ WRONG: list[Call] = [
     ("trip", {"city": "a", "days": 1, "tags": ["a", "b", "c", "d"]}),
     ("trip", {"city": "a", "days": 1, "opts": {"at": []}}),
     ("trip", {"city": "a", "days": 1, "opts": {"on": "x"}}),
-    ("trip", {"city": "a", "days": 1, "when": "2023-02-29"}),
+    ("trip", {"city": "a", "days": 1, "when": "2023-04-31"}),
     ("trip", {"city": "a", "days": 1, "flag": "on"}),
     ("trip", {"city": "a", "days": 1, "both": "wxyz"}),
     ("trip", {"city": "a", "days": 1, "more": 1}),
@@ -364,7 +364,7 @@ def test_what_a_format_cannot_be_held_to_is_refused_if_strict_and_left_out_if_no
     parameters = {
         "type": "object",
         "properties": {"a": {"type": "integer"}},
-        "anyOf": [{"required": ["a"]}, {"minProperties": 0}],
+        "anyOf": [{"required": ["a"]}, {"properties": {"a": {"minimum": 0}}}],
     }
     tool = ToolSpec("f", parameters)
     with pytest.raises(InvalidRequest, match=f"tools: f: anyOf: calls of {FORMS[name].name} are not held to that"):
@@ -391,17 +391,15 @@ def test_what_a_format_cannot_be_held_to_is_refused_if_strict_and_left_out_if_no
          [("clock", {}), ("trip", {"city": "a'Aé", "days": 2})]),
         ("olmo3", "<function_calls>\ntrip(city='a', far=true, price=null)\nclock()\n</function_calls>",
          [("trip", {"city": "a", "far": True, "price": None}), ("clock", {})]),
-        ("llama4_pythonic", "<|python_start|>[clock()]<|python_end|>", [("clock", {})]),
         ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>functions.clock:7<|tool_call_argument_begin|>{}<|tool_call_end|>', [("clock", {})]),
         ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}", [("clock", {})]),
         ("granite", '<tool_call>[{"name": "clock", "arguments": {}}]', [("clock", {})]),
         ("xlam", '```json\n[{"name": "clock", "arguments": {}}]\n```', [("clock", {})]),
         # What calls nothing is text.
-        ("llama4_pythonic", "[link](http://x) and [clock]", []),
-        ("llama4_pythonic", "The call is [clock()]", []),
-        ("llama4_pythonic", "[trip(1)]", []),
-        ("llama4_pythonic", "[free(a=clock())]", []),
-        ("llama4_pythonic", "[free(a=__import__('os'))]", []),
+        ("olmo3", "[link](http://x) and [clock]", []),
+        ("olmo3", "<function_calls>trip(1)</function_calls>", []),
+        ("olmo3", "<function_calls>free(a=clock())</function_calls>", []),
+        ("olmo3", "<function_calls>free(a=__import__('os'))</function_calls>", []),
         ("qwen3_coder", "<tool_call>\n<function=trip>\n<parameter=city>\nx\n</function>\n</tool_call>", []),
         ("gemma4", "<|tool_call>call:free{a:b}<tool_call|>", []),
         ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>[]", []),

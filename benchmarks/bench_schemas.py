@@ -1,0 +1,126 @@
+"""What structured outputs make of JSON schemas that others wrote: how many compile, and what their grammars accept.
+
+    python benchmarks/bench_schemas.py {suite,public} FOLDER [--coerce-one-of] [--list]
+
+`suite`: FOLDER has files of the JSON-Schema-Test-Suite; the sdist of `jsonschema` on PyPI carries json/tests/draft2020-12,
+with the required part in the folder itself. `public`: FOLDER has one schema per file, at any depth; a random answer to each
+that compiles is checked by `jsonschema`. The vocabulary is the 256 bytes. Wrong answers that are accepted are printed,
+with `--list` also refusals and right answers that are rejected.
+"""
+
+import argparse
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from penstock.engine.grammar.compiler import Compiler, GrammarRefused
+from penstock.engine.grammar.matcher import Matcher
+from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
+from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+
+END = 256
+COMPILE_LIMIT_S = 60.0
+MAX_WALK = 4000  # bytes; longer answers are not checked
+
+
+def vocabulary() -> GrammarVocabulary:
+    tokens = [bytes([value]) for value in range(256)] + [b"<end>"]
+    return GrammarVocabulary(tokens, [END], [END], lambda text: list(text.encode()))
+
+
+class Schemas:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.counts: Counter[str] = Counter()
+        self._compiler = Compiler(vocabulary)
+        self._coerce_one_of, self.lists = arguments.coerce_one_of, arguments.list
+
+    def compiled(self, schema: Any, where: str) -> Matcher | None:
+        """Return None if the schema is refused."""
+        try:
+            wanted = StructuredOutputs(json=schema, coerce_one_of=self._coerce_one_of)
+            return self._compiler.start(grammar_source(wanted)).result.result(COMPILE_LIMIT_S)
+        except (GrammarRefused, InvalidRequest, TimeoutError) as error:
+            if self.lists:
+                print("refused", where, str(error)[:200], sep=" | ")
+        return None
+
+
+def check_suite(files: list[Path], schemas: Schemas) -> None:
+    for file in files:
+        for case in json.loads(file.read_text()):
+            where = f"{file.stem} | {case['description']}"
+            matcher = schemas.compiled(case["schema"], where)
+            if matcher is None:
+                schemas.counts["refused"] += len(case["tests"])
+                continue
+            for test in case["tests"]:
+                copy = matcher.backend.deep_copy()
+                data = json.dumps(test["data"], ensure_ascii=False).encode()
+                accepted = copy.consume_tokens(list(data)) and copy.is_accepting()
+                kind = f"{'valid' if test['valid'] else 'invalid'} {'accepted' if accepted else 'rejected'}"
+                schemas.counts[kind] += 1
+                if accepted != test["valid"] and (accepted or schemas.lists):
+                    print(kind, where, test["description"], sep=" | ")
+
+
+def check_public(files: list[Path], schemas: Schemas) -> None:
+    for file in files:
+        schema = json.loads(file.read_text())
+        matcher = schemas.compiled(schema, file.stem)
+        schemas.counts["compiled" if matcher is not None else "refused"] += 1
+        if matcher is None:
+            continue
+        text = bytes(walk(matcher.backend, random.Random(0)))
+        schemas.counts["answers" if len(text) < MAX_WALK else "answers cut short"] += 1
+        if len(text) < MAX_WALK and (why := complaint(schema, text)):
+            schemas.counts["invalid answers"] += 1
+            print("invalid answer", file.stem, why, text.decode(errors="replace")[:200], sep=" | ")
+
+
+def walk(backend: Any, rng: random.Random) -> Iterator[int]:
+    """Yield the bytes of a random answer, ending it as soon as it is complete."""
+    mask = allocate_token_bitmask(1, END + 1)
+    for _ in range(MAX_WALK):
+        if backend.is_accepting():
+            return
+        fill_next_token_bitmask(backend, mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:END])
+        closing = [token for token in allowed if token in b'"}]']  # preferred, so that most answers end
+        token = int(rng.choice(closing if closing and rng.random() < 0.5 else list(allowed)))
+        backend.consume_token(token)
+        yield token
+
+
+def complaint(schema: Any, text: bytes) -> str:
+    """Return what jsonschema finds wrong with an answer; nothing if it is valid, or a pattern is none of Python's."""
+    try:
+        jsonschema.validators.validator_for(schema, jsonschema.Draft7Validator)(schema).validate(json.loads(text))
+    except (jsonschema.ValidationError, ValueError) as error:
+        return str(error).splitlines()[0][:200]
+    except re.error:
+        pass
+    return ""
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=("suite", "public"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--coerce-one-of", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    schemas = Schemas(options)
+    if options.mode == "suite":
+        check_suite(sorted(options.folder.glob("*.json")), schemas)
+    else:
+        check_public(sorted(options.folder.rglob("*.json")), schemas)
+    print(dict(schemas.counts))
