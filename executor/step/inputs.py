@@ -218,14 +218,18 @@ class DeviceInputs:
         return self._state.states.shape[2] > 0
 
     def _state_batch(self, rows: int) -> StateBatch | None:
-        """Of the block sent last. Padding reads and writes page 0."""
+        """Return the state pages of the block sent last. Padding reads and writes page 0.
+
+        The halves are cloned: of a single row, `contiguous` would return a view that starts at any byte, and kernels
+        need tensors that are aligned to 16 bytes."""
         if not self.has_states:
             return None
         slots, starts = self._packed[HEADER + 1 + rows :][: 2 * rows].view(2, rows)
         is_real = torch.arange(rows, device=slots.device) < self._packed[0]
         pages = self._state.states.index_select(0, torch.where(is_real, slots, 0))
         pages = torch.where(is_real[:, None, None], pages, 0)
-        return StateBatch(pages[:, 0].contiguous(), pages[:, 1].contiguous(), starts == 0)
+        read, write = (pages[:, half].clone(memory_format=torch.contiguous_format) for half in range(2))
+        return StateBatch(read, write, starts == 0)
 
     def _tensors(self, made: RowTensors) -> BatchTensors:
         starts = self._packed[HEADER : HEADER + len(made.context_lens) + 1]

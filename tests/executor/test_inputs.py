@@ -184,6 +184,29 @@ def test_padding_has_no_blocks_in_any_group_and_no_state() -> None:
     assert batch.states.write.tolist() == [[1, 2, 3], [0, 0, 0], [0, 0, 0]] and batch.states.is_new.all()
 
 
+@pytest.mark.parametrize("has_drafts", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_the_state_pages_of_any_number_of_rows_are_aligned_for_kernels(num_rows: int, has_drafts: bool) -> None:
+    """With three pages, the second half of a single row begins twelve bytes into the tensor it is cut from."""
+    inputs = device_side(1 << 10, MANY)
+    rows = []
+    for slot in range(num_rows):
+        admit(inputs, admission(slot, np.random.default_rng(slot)))
+        drafts = {"first_token": 2, "tokens": (8,)} if has_drafts else {}
+        rows.append(Row(slot, 1, 1, True, states_in=(4, 5, 6), states_out=(1, 2, 3), **drafts))  # type: ignore[arg-type]
+    if has_drafts:
+        rows += [Row(slot, 2, 1, True) for slot in range(num_rows)]
+    inputs.take(rows)
+    layout = Layout(rows)
+    batches = [inputs.prepare(layout, np.arange(layout.num_tokens))[0]]
+    inputs.send_singles(layout, len(rows))
+    batches.append(inputs.compute_singles(len(rows), LENGTH)[0])
+    for batch in batches:
+        assert batch.states is not None
+        for tensor in batch.states:
+            assert tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
 def test_a_bucket_larger_than_the_step_is_filled_with_rows_that_do_nothing() -> None:
     rng = np.random.default_rng(9)
     inputs = device_side(1 << 10)

@@ -6,6 +6,7 @@ give the numbers, so that there is time for steps of every size. What is noted i
 
 import inspect
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps, torc
 from penstock.executor.kernels.cuda import step_inputs
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.cuda.tiles import sizes
+from penstock.executor.kernels.recurrent import RecurrentOps
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Row, Sampling
 from penstock.executor.ranks import rank
@@ -41,6 +43,7 @@ pytestmark = pytest.mark.skipif(
 TWINS = changed(torch_ops, blocks=eight_bits_twin, fused_experts=fused_experts)
 ROWS, TOKENS, LONGEST = 20, 256, 256
 Noted = set[tuple[Any, ...]]
+NESTED = {"blocks": BlockOps, "recurrent": RecurrentOps}
 
 
 @pytest.fixture
@@ -69,12 +72,14 @@ def beside(kind: Any, ours: Any, twins: Any) -> Any:
 
     def both(name: str) -> Any:
         launcher, twin = getattr(ours, name), getattr(twins, name)
-        if name == "blocks":
-            return beside(BlockOps, launcher, twin)
+        if name in NESTED:
+            return beside(NESTED[name], launcher, twin)
 
         def call(*arguments: Any, **given: Any) -> Any:
             launcher(*arguments, **given)
-            return twin(*arguments, **given)
+            made = twin(*arguments, **given)
+            # A kernel's outputs are contiguous; a twin may return its argument, which is a view.
+            return made.contiguous() if name == "rope_and_store" else made
 
         return call
 
@@ -95,7 +100,7 @@ def open_on_kernels(
     monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling)
     monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: ops)
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
-    return Driver(UniprocExecutor(ExecutorConfig(model=str(folder), kv_cache_bytes=2**22, block_size=4, **options)))
+    return Driver(UniprocExecutor(ExecutorConfig(model=str(folder), kv_cache_bytes=2**24, block_size=4, **options)))
 
 
 def any_sampling(rng: np.random.Generator) -> Sampling:
@@ -118,6 +123,11 @@ def any_sampling(rng: np.random.Generator) -> Sampling:
     return Sampling(temperature=float(rng.choice([0.0, 0.8])), seed=int(rng.integers(99)), **some, **stops)
 
 
+def release(driver: Driver, sequence: Sequence) -> None:
+    """Give back the pages of a request that has ended."""
+    driver.free = [*sequence.blocks, *chain(*sequence.others, *sequence.state), *driver.free]
+
+
 def traffic(driver: Driver, rng: np.random.Generator, num_steps: int) -> None:
     """Requests of every kind come and go, alone and mixed, in chunks of any size, some behind a cached prefix."""
     sequences: dict[int, Sequence] = {}
@@ -127,7 +137,7 @@ def traffic(driver: Driver, rng: np.random.Generator, num_steps: int) -> None:
             old = sequences.get(slot)
             if old is None or (old.pooling and old.computed == old.num_prompt) or len(old.tokens) > LONGEST - 8:
                 if old is not None:
-                    driver.free = [*old.blocks, *driver.free]
+                    release(driver, old)
                 choices: list[Pooling | None] = [None, None, None, None, "last", "mean"]
                 pooling = choices[rng.integers(6)]
                 prompt = rng.integers(0, 160, int(rng.choice([1, 2, 5, 40, 180]))).tolist()
@@ -153,6 +163,9 @@ CASES: dict[str, tuple[Callable[[str], Path], str, dict[str, Any]]] = {
     "gemma3": (small_models.folder, "gemma3", {}),
     "qwen3-moe": (small_models.folder, "qwen3-moe", {}),
     "deepseek-v2-lite": (small_models.folder, "deepseek-v2-lite", {}),
+    "lfm2": (small_models.folder, "lfm2", {}),
+    "qwen3.5": (small_models.folder, "qwen3.5", {}),
+    "granite4-mamba": (small_models.folder, "granite4-mamba", {}),
     "qwen3 in eight bits": (lambda case: eight_bits.folders(case)[0], "qwen3", {"kv_cache_dtype": "fp8"}),
     "deepseek-v3 in eight bits": (lambda case: eight_bits.folders(case)[0], "deepseek-v3", {"kv_cache_dtype": "fp8"}),
 }
@@ -184,7 +197,7 @@ def check_nothing_is_new(
         driver._announce(sequence)
         driver.advance(sequence)
         driver.advance(sequence)
-        driver.free += sequence.blocks
+        release(driver, sequence)
     traffic(driver, np.random.default_rng(0), num_steps)
     assert noted - warm == set()
     assert len(recorder.graphs) == num_graphs and len(variants()) == num_variants
@@ -207,7 +220,9 @@ def test_no_request_of_any_length_compiles_or_captures_anything(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", ["qwen3", "gemma3", "qwen3-moe", "deepseek-v2-lite"])
+@pytest.mark.parametrize(
+    "case", ["qwen3", "gemma3", "qwen3-moe", "deepseek-v2-lite", "lfm2", "qwen3.5", "granite4-mamba"]
+)
 def test_interpreted_a_model_warms_up_and_then_gives_the_tokens_of_transformers(
     monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
