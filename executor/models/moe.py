@@ -25,6 +25,7 @@ from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
 from penstock.executor.moe_spec import MoeSpec
+from penstock.executor.staging import send
 
 U32 = 0xFFFF_FFFF
 
@@ -93,7 +94,7 @@ class Experts:
     ) -> None:
         """`layer` counts the layers with experts; a plan knows no others."""
         self.num_experts = moe.num_experts
-        self.counts: Tensor | None = None  # [experts] int64: how often each was chosen, if it is counted
+        self.counter: ExpertCounter | None = None  # set where experts move by their load
         self._table: SlotTable | None = None
         self._first, self._num_slots = 0, moe.num_experts
         held = list(range(moe.num_experts))  # the expert in each of this rank's slots
@@ -127,8 +128,11 @@ class Experts:
         return Mlp(spec, moe.intermediate_size, names, weights, ops, is_split=weights.placement is None)
 
     def replace(self, plan: Plan, layer: int) -> None:
-        """Go by another plan from the next token on; its experts are in the slots already."""
-        self._table = SlotTable(plan, layer)
+        """Follow another plan from the next step on. Its experts are in the slots already."""
+        if self._table is None:
+            self._table = SlotTable(plan, layer)
+        else:
+            self._table.replace(plan, layer)
 
     def __call__(
         self,
@@ -140,8 +144,8 @@ class Experts:
     ) -> Tensor:
         """hidden [T, hidden], ids and shares [T, k] -> [T, hidden]: what this rank's experts and `added` add up to."""
         num_tokens, top_k = ids.shape
-        if self.counts is not None:
-            self.counts += torch.bincount(ids.flatten(), minlength=self.num_experts)
+        if self.counter is not None:
+            self.counter.add(ids)
         slots = ids if self._table is None else self._table.slots(ids)
         if self._fused is not None:
             kernel, (gate_up, down), biases = self._fused
@@ -242,23 +246,45 @@ def _piece(weights: list[Tensor], index: int, num: int) -> Iterator[Tensor]:
         yield pad_scales(scales.narrow(1, index * size // BLOCK, size // BLOCK))
 
 
-class SlotTable:
-    """One layer of a plan, on the device: which of an expert's slots serves a token, the same on every rank.
+class ExpertCounter(NamedTuple):
+    """Counts on the device how often a layer's tokens choose each expert. The host never waits for it, so a graph can
+    hold it."""
 
-    The twin of `eplb.choose`, which says why.
+    counts: Tensor  # [experts] int64
+    num_tokens: Tensor  # [1] int64: tokens of the step; the rows that pad a graph's batch come after them
+
+    def add(self, ids: Tensor) -> None:
+        """ids [T, k]: the experts that each token chose."""
+        is_real = torch.arange(len(ids), device=ids.device) < self.num_tokens
+        self.counts.index_add_(0, ids.flatten(), is_real[:, None].expand(ids.shape).flatten().long())
+
+
+class SlotTable:
+    """One layer of a plan as tensors: which of an expert's slots serves a token, the same on every rank.
+
+    `eplb.choose` is the same rule in numpy and explains it. The tensors are wide enough for any plan with as many slots
+    and stay where they are when the plan changes: captured graphs read them.
     """
 
     def __init__(self, plan: Plan, layer: int) -> None:
-        self._cdf = torch.from_numpy(plan.cdf[layer].astype(np.int64))  # [experts, copies]
-        self._slots = torch.from_numpy(plan.log2phy[layer].astype(np.int64))
+        width = plan.slots - plan.experts + 1  # the most copies that one expert can have
+        self._cdf = torch.empty(plan.experts, width, dtype=torch.int64)
+        self._slots = torch.empty_like(self._cdf)
+        self.replace(plan, layer)
+
+    def replace(self, plan: Plan, layer: int) -> None:
+        for tensor, table, filler in ((self._cdf, plan.cdf, WHOLE), (self._slots, plan.log2phy, -1)):
+            wide = np.full(tensor.shape, filler, dtype=np.int64)
+            wide[:, : table.shape[2]] = table[layer]
+            tensor.copy_(send(wide, tensor.device))
 
     def slots(self, ids: Tensor) -> Tensor:
-        """[T, k] experts of token 0, 1, … -> [T, k] slots"""
+        """Map experts [T, k] of token 0, 1, … to slots [T, k]."""
         ids = ids.long()
-        if self._cdf.device != ids.device:
+        if self._cdf.device != ids.device:  # only in the first step, which is one of the warm-up
             self._cdf, self._slots = self._cdf.to(ids.device), self._slots.to(ids.device)
         token = torch.arange(len(ids), device=ids.device)[:, None]
         mixed = ((token * TOKEN_STEP & U32) + ids * EXPERT_STEP) & U32
-        draw = mixed * WHOLE >> 32
+        draw = mixed * WHOLE >> 32  # below WHOLE
         copy = (self._cdf[ids] <= draw[..., None]).sum(-1)
         return self._slots[ids, copy]

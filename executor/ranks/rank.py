@@ -206,10 +206,10 @@ class Rank:
         self._tiers.close()
 
     def _buckets(self) -> tuple[int, ...]:
-        """Of graphs. None where some operation waits for the device, which a graph cannot, or where experts move: a graph
-        would go on with the tables it was captured with, and counting what they are asked for waits."""
+        """Return the numbers of rows to capture graphs for; none where an operation waits for the device, which a graph
+        cannot hold."""
         config = self._config
-        if config.enforce_eager or config.enable_eplb or select_sampling_ops(self._device) is None:
+        if config.enforce_eager or select_sampling_ops(self._device) is None:
             return ()
         if not all(experts.is_fused for experts in self._loaded.model.experts):
             return ()

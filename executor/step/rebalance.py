@@ -20,7 +20,7 @@ import torch
 
 from penstock.eplb import LoadTracker, Plan, balance, replan, transfers
 from penstock.eplb.maps import rank_loads
-from penstock.executor.models.moe import Experts
+from penstock.executor.models.moe import ExpertCounter, Experts
 from penstock.executor.parallel import CollectiveError, RankGroup
 from penstock.executor.protocol import EplbConfig, ExpertUpdate
 
@@ -45,11 +45,12 @@ class Rebalancer:
     ) -> None:
         """`links` has the same ranks as `group`, over connections of its own: transfers run beside steps."""
         self._config, self._layers = config, layers
-        self._plan = plan  # what holds now: while layers move, the old one for some and the new one for others
+        self._plan = plan  # what holds now; while layers move, `_target` holds for those that have moved
         self._group, self._links = group, links
         self._counts = torch.zeros(len(layers), layers[0].num_experts, dtype=torch.int64, device=group.device)
+        self._num_tokens = torch.zeros(1, dtype=torch.int64, device=group.device)  # of the step; none while capturing
         for experts, counts in zip(layers, self._counts, strict=True):
-            experts.counts = counts
+            experts.counter = ExpertCounter(counts, self._num_tokens)
         self._tracker = LoadTracker(len(layers), layers[0].num_experts, window=config.window)
         self._expert_bytes = sum(tensor.nbytes for tensor in layers[0].slots[0].tensors())
         self._first = group.rank * plan.slots_per_rank
@@ -68,8 +69,9 @@ class Rebalancer:
         self._is_over = False  # transfers cannot be trusted any more
         self._update = self._reported = ExpertUpdate(balance=1.0)
 
-    def boundary(self) -> None:
-        """Before every step, on all ranks."""
+    def boundary(self, num_tokens: int) -> None:
+        """Prepare for a step of so many tokens. Called before every step, on all ranks."""
+        self._num_tokens.fill_(num_tokens)
         self._num_steps += 1
         if self._is_over:
             return
@@ -163,7 +165,7 @@ class Rebalancer:
         self._note(**found)
 
     def _abort(self) -> None:
-        """The plan that holds now holds from here on."""
+        """Stop moving experts: every layer keeps the plan that it follows now."""
         self._is_over = True
         self._move = self._target = None
         self._note(num_aborted=self._update.num_aborted + 1)
@@ -174,11 +176,11 @@ class Rebalancer:
         assert least == most, "the ranks have received different plans"
 
     def _start_next(self) -> None:
+        assert self._target is not None
         if not self._pending:
-            self._move = self._target = None
+            self._plan, self._move, self._target = self._target, None, None
             self._note(num_rebalances=self._update.num_rebalances + 1)
             return
-        assert self._target is not None
         layer = self._pending.pop(0)
         self._move = Move(layer, self._errands(layer))
         if self._stream is not None:  # what was put in place so far may be what is sent
@@ -244,9 +246,6 @@ class Rebalancer:
                 put_in_place(tensor, new)
         experts.replace(self._target, move.layer)
         self._count_moved(move)
-        phy2log, weight = self._plan.phy2log.copy(), self._plan.weight.copy()
-        phy2log[move.layer], weight[move.layer] = self._target.phy2log[move.layer], self._target.weight[move.layer]
-        self._plan = self._plan.with_(phy2log, weight)
         self._start_next()
 
     def _count_moved(self, move: Move) -> None:

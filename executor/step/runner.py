@@ -97,7 +97,7 @@ class ModelRunner:
             self._admit(admission)
         if step.rows:
             if self._rebalancer is not None:
-                self._rebalancer.boundary()
+                self._rebalancer.boundary(sum(row.count for row in step.rows))
             self._inputs.take(step.rows)
             if self._sampler is not None:
                 for row in step.rows:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock import LLM, SamplingParams
 from penstock.eplb import choose, plan
 from penstock.executor.models.mlp import Mlp
-from penstock.executor.models.moe import SlotTable
+from penstock.executor.models.moe import ExpertCounter, SlotTable
 from penstock.executor.protocol import DType, EplbConfig, ExecutorError, ExpertUpdate
 from penstock.executor.ranks.multiproc import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
@@ -156,3 +157,39 @@ def test_slots_on_the_device_are_those_of_the_numpy_rule() -> None:
     for layer in range(3):
         expected = choose(placed, layer, np.arange(500)[:, None], ids.numpy())
         assert SlotTable(placed, layer).slots(ids).tolist() == expected.tolist()
+
+
+def test_the_table_of_slots_follows_another_plan_in_the_same_memory() -> None:
+    """However many copies an expert has in it."""
+    ids = torch.randint(0, 12, (500, 3))
+    rng = np.random.default_rng(6)
+    first = plan(np.ones((2, 12)), 20, 4)
+    table = SlotTable(first, 0)
+    addresses = [tensor.data_ptr() for tensor in vars(table).values()]
+    for _ in range(5):
+        placed = plan(rng.zipf(1.3, (2, 12)).astype(float), 20, 4)
+        table.replace(placed, 1)
+        expected = choose(placed, 1, np.arange(500)[:, None], ids.numpy())
+        assert table.slots(ids).tolist() == expected.tolist()
+    assert [tensor.data_ptr() for tensor in vars(table).values()] == addresses
+
+
+def test_tokens_of_padding_are_not_counted() -> None:
+    counts = torch.zeros(5, dtype=torch.int64)
+    num_tokens = torch.tensor([3])
+    ids = torch.tensor([[0, 1], [1, 2], [4, 1], [3, 3], [3, 0]], dtype=torch.int32)
+    ExpertCounter(counts, num_tokens).add(ids)
+    assert counts.tolist() == [1, 3, 1, 0, 1]
+    num_tokens.fill_(1 << 40)
+    ExpertCounter(counts, num_tokens).add(ids)
+    assert counts.tolist() == [3, 6, 2, 3, 2]
+
+
+def test_counting_does_not_wait_for_the_device() -> None:
+    """Where a size depends on numbers, tensors without numbers have none, and torch refuses."""
+    with FakeTensorMode():
+        ids = torch.zeros(4, 2, dtype=torch.int32)
+        counter = ExpertCounter(*(torch.zeros(n, dtype=torch.int64) for n in (5, 1)))
+        counter.add(ids)
+        with pytest.raises(RuntimeError, match="bincount"):
+            torch.bincount(ids.flatten(), minlength=5)

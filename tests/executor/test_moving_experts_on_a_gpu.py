@@ -73,7 +73,7 @@ def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
 
     monkeypatch.setattr(rebalance, "threading", SimpleNamespace(Thread=Thread))
     layers = [
-        SimpleNamespace(num_experts=EXPERTS, slots=[Expert(), Expert()], counts=None, replace=lambda *_: None)
+        SimpleNamespace(num_experts=EXPERTS, slots=[Expert(), Expert()], counter=None, replace=lambda *_: None)
         for _ in range(LAYERS)
     ]
     other = Other()
@@ -83,9 +83,9 @@ def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
     loads = [torch.tensor(load).to(GPU) for load in ([9, 9, 1, 1], [1, 9, 1, 9])]
     moved = 0
     for step in range(80):
-        rebalancer.boundary()
+        rebalancer.boundary(20)
         for experts in layers:
-            experts.counts += loads[step // 10 % 2]
+            experts.counter.counts.add_(loads[step // 10 % 2])
             for expert in experts.slots:
                 expert.tensors()[0] * 2
         update = rebalancer.take_update()

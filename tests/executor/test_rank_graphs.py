@@ -20,6 +20,7 @@ from penstock.executor.protocol import (
     AdapterInfo,
     EplbConfig,
     ExecutorConfig,
+    ExpertUpdate,
     Part,
     Sampling,
     SleepLevel,
@@ -184,13 +185,22 @@ def test_what_only_the_first_rank_does_leaves_the_others_in_step(
     assert replays[0] == replays[1] == [0, 0, 2, 0, 0, 0, 5, 4]
 
 
-def test_experts_that_move_are_computed_without_graphs(
-    open_ranks: Callable[..., tuple[Threads, list[Recorder]]],
-) -> None:
-    restless = EplbConfig(window=2, interval=1, redundant_experts=2)
+def test_experts_move_beneath_captured_graphs(open_ranks: Callable[..., tuple[Threads, list[Recorder]]]) -> None:
+    """A graph follows the plan that holds when it is replayed, and the rows that pad its batch count for no load."""
+    restless = EplbConfig(window=2, interval=1, redundant_experts=2, target=1.0, min_gain_per_gib=0.0)
     options = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": restless}
-    executor, _ = open_ranks("qwen3-moe", **options)
-    assert [r.runner._graphs for r in executor.ranks] == [None, None]
+    executor, recorders = open_ranks("qwen3-moe", **options)
+    driver = Driver(executor)
+    sequences = [driver.admit(prompt) for prompt in PROMPTS]
+    updates: list[ExpertUpdate | None] = []
+    while len(sequences[-1].output) < 40:  # three rows, in a bucket of four
+        updates.append(driver.advance(*sequences).experts)
+    got = [sequence.output[:40] for sequence in sequences]
+    assert got == [greedy("qwen3-moe", prompt, 40)[0] for prompt in PROMPTS]
+    last = [update for update in updates if update is not None][-1]
+    assert last.num_rebalances >= 2 and last.num_moved > 0 and last.num_aborted == 0
+    replays = [[graph.num_replays for graph in recorder.graphs] for recorder in recorders]
+    assert replays[0] == replays[1] and sum(replays[0]) >= 60
 
 
 def test_collectives_are_asked_for_in_the_order_of_the_stream() -> None:
