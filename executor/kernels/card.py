@@ -39,8 +39,9 @@ class Card:
 
     @property
     def has_scaled_mm(self) -> bool:
-        """cuBLAS's product of eight bits with a scale per block: refused on other cards, absent in some torches."""
-        return self.capability[0] == 9 and hasattr(F, "scaled_mm")
+        """cuBLAS's product of eight bits with a scale per block. cuBLAS refuses it on other cards and has it from CUDA
+        12.9 on, and some versions of torch lack the function; elsewhere our own kernel multiplies."""
+        return self.capability[0] == 9 and hasattr(F, "scaled_mm") and _cuda_version() >= (12, 9)
 
 
 # One of each kind that kernels are compiled for in the tests.
@@ -51,6 +52,12 @@ B200 = Card((10, 0), 148, 227 << 10)
 RTX_PRO = Card((12, 0), 188, 99 << 10)
 
 _WITHOUT_GPU = H200
+
+
+def _cuda_version() -> tuple[int, ...]:
+    """Return the version of CUDA that torch was built for. A torch for CPUs stands for the newest: kernels are only
+    interpreted there, or compiled for another machine."""
+    return tuple(map(int, (torch.version.cuda or "99").split(".")[:2]))
 
 
 @cache

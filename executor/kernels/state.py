@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.cache_layout import CacheLayout
-from penstock.executor.protocol import Sampling
+from penstock.executor.protocol import ExecutorError, Sampling
 
 HEADER = 4  # numbers of a step's block before the rows' own; the first says how many rows there are
 OPTIONS = 8  # numbers per slot: temperature, min_p, top_p as bits, top_k, the seed's halves; two are spare
@@ -48,7 +48,11 @@ class DeviceState:
         states_at = tables_at[-1]
         options_at = states_at + num_slots * 2 * layout.state_pages
         size = options_at + num_slots * OPTIONS
-        assert size < 2**31, "kernels count in 32 bits"
+        if size >= 2**31:  # kernels count in 32 bits
+            raise ExecutorError(
+                f"max_num_seqs: the tables of {num_slots} requests of up to {width - 1} tokens would take {size} numbers "
+                "on the GPU, more than 2^31: lower max_num_seqs or max_model_len"
+            )
         self.groups = [
             Places(width, table_at, max_blocks, options_at, num_slots * width, block_size)
             for table_at in tables_at[:-1]

@@ -29,9 +29,10 @@ from penstock.executor.protocol import (
 from penstock.executor.sampling.sampler import Sampler
 from penstock.executor.step.inputs import ONE_GROUP, DeviceInputs, HostInputs, Inputs
 from penstock.executor.step.memory import (
-    GRAPHS_BYTES,
+    CONTEXT_BYTES,
     CudaMeter,
     GpuUse,
+    KvPlan,
     allocate_kv,
     layer_pages,
     measure,
@@ -67,11 +68,12 @@ class Rank:
         self._source = config.model if config.load_format != "dummy" else ""  # where its weights can be read again
         self._prepared: tuple[LoadedModel, str] | None = None  # weights that are to be next, and their source
         self._layout = layout = plan_layout(model.caches, loaded.num_positions, layer_bytes, model.unit_bytes)
-        block_bytes = layout.depth * layer_bytes
+        self._block_bytes = block_bytes = layout.depth * layer_bytes
         self._graph_buckets = buckets = self._buckets()
         meter = CudaMeter(device) if _is_gpu(device) else None  # a CPU has nothing to compile
         use = None if meter is None else self._warm_up(buckets, meter)
-        plan = plan_kv(config, block_bytes, loaded.num_positions, group, use, layout.groups)
+        self._graphs_set_aside = 0 if use is None else use.graphs
+        plan = self._plan_kv(use)
         self.kv = self._allocate(plan.num_blocks)
         self._tiers = open_tiers(
             config, block_bytes, tier_fingerprint(loaded.fingerprint, layout), self._make_copier, group.rank
@@ -217,11 +219,19 @@ class Rank:
 
         return choose_buckets(config.max_num_seqs)
 
-    def _warm_up(self, buckets: Sequence[int], meter: CudaMeter) -> GpuUse:
-        """What steps need is compiled and run once, before there is a cache; and what memory they need is measured."""
-        from penstock.executor.step.warmup import KV_BLOCKS, warm_up
+    def _plan_kv(self, use: GpuUse | None) -> KvPlan:
+        longest, groups = self._loaded.num_positions, self._layout.groups
+        return plan_kv(self._config, self._block_bytes, longest, self._group, use, groups)
 
-        started_s, longest, vocab_size = time.monotonic(), self._loaded.num_positions, self._loaded.spec.vocab_size
+    def _warm_up(self, buckets: Sequence[int], meter: CudaMeter) -> GpuUse:
+        """Compile and run once what steps need, before there is a cache, and measure the memory that they take.
+
+        A request is taken to be at most as long as fits if nothing but the weights took memory: the tables of all slots
+        are as wide, and some models' longest context is many times what the memory holds."""
+        from penstock.executor.step.warmup import KV_BLOCKS, run_step, warm_up, widest_step
+
+        started_s, vocab_size = time.monotonic(), self._loaded.spec.vocab_size
+        longest = self._plan_kv(GpuUse(meter.allocated(), 0, 0, 0, CONTEXT_BYTES, *meter.device())).max_model_len
         self._progress("Warming up: what this machine has not compiled before is compiled now")
 
         def open_runner() -> ModelRunner:
@@ -230,9 +240,13 @@ class Rank:
         def run(runner: ModelRunner) -> None:
             warm_up(runner, self._config, longest, vocab_size, self._progress)
 
+        def run_as_graph(runner: ModelRunner) -> None:
+            rows = min(max(buckets), self._config.max_num_batched_tokens)
+            run_step(runner, widest_step(rows, longest), longest, vocab_size)
+
         what = f"a step of {self._config.max_num_batched_tokens} tokens"
         with naming_options(what, "lower max_num_batched_tokens or max_num_seqs"):
-            use = measure(open_runner, run, meter, GRAPHS_BYTES if buckets else 0)
+            use = measure(open_runner, run, meter, run_as_graph if buckets else None)
         self._progress(f"Kernels compiled and run in {time.monotonic() - started_s:.1f} s")
         return use
 
@@ -243,9 +257,9 @@ class Rank:
             return 0
         taken = meter.reserved() - before
         self._progress(f"Graphs captured in {time.monotonic() - started_s:.1f} s; they take {taken / 2**20:,.0f} MiB")
-        if taken > GRAPHS_BYTES:
+        if taken > self._graphs_set_aside:
             self._progress(
-                f"That is more than the {GRAPHS_BYTES / 2**20:,.0f} MiB set aside for them: where memory runs short, "
+                f"That is more than the {self._graphs_set_aside / 2**20:,.0f} MiB set aside for them: where memory runs short, "
                 "lower gpu_memory_utilization or max_num_seqs"
             )
         return taken

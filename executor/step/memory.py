@@ -27,8 +27,8 @@ CPU_KV_SHARE = 0.25  # … and no more than this share of the free memory
 # What no allocator of ours knows of: the driver's context, compiled kernels, the libraries' own buffers. Set aside, and
 # not measured: only the driver's management library knows which process has how much.
 CONTEXT_BYTES = 1 << 30
-# Set aside for graphs and what they keep of every bucket's tensors: they are captured when the cache has its place. A
-# guess that no GPU has confirmed; a line at the start names what they took.
+# Set aside for graphs beside the memory of their largest step: they are captured when the cache has its place. A guess
+# that no GPU has confirmed; a line at the start names what they took.
 GRAPHS_BYTES = 1 << 30
 
 
@@ -119,16 +119,24 @@ class GpuUse:
 
 
 def measure(
-    open_runner: Callable[[], Runner], warm_up: Callable[[Runner], None], meter: CudaMeter, graphs: int
+    open_runner: Callable[[], Runner],
+    warm_up: Callable[[Runner], None],
+    meter: CudaMeter,
+    run_as_graph: Callable[[Runner], None] | None = None,
 ) -> GpuUse:
     """Run the largest steps there may be, among others, on a runner that is as good as the real one but for its cache of
-    two blocks. `graphs`: bytes to set aside for them."""
+    two blocks. `run_as_graph` runs the largest step that becomes a graph; None: there are no graphs."""
     allocated = meter.allocated()
     runner = open_runner()
     requests = meter.allocated() - allocated
     meter.start_peak()
     warm_up(runner)
     activations = max(0, meter.peak() - allocated - requests)
+    graphs = 0
+    if run_as_graph is not None:  # graphs have memory of their own, as much as their largest step takes
+        meter.start_peak()
+        run_as_graph(runner)
+        graphs = GRAPHS_BYTES + max(0, meter.peak() - allocated - requests)
     del runner
     free, total = meter.device()
     return GpuUse(allocated, activations, requests, graphs, CONTEXT_BYTES, free, total)

@@ -46,12 +46,22 @@ def warm_up(
     """Run whatever requests of up to `longest` positions may bring. Several ranks do it side by side."""
     planned = plan_steps(config.max_num_seqs, config.max_num_batched_tokens, longest)
     for parts in quarters(planned, len(planned), "Warmed up by {} of {} steps", progress):
-        launched = runner.launch(_make_step(parts, longest))
-        if launched.unsampled is not None:
-            rows = np.array([row for row, part in enumerate(parts) if part.is_masked], dtype=np.int32)
-            words = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)  # everything is allowed
-            runner.sample_masked(launched, rows, words)
-        runner.finish(launched)
+        run_step(runner, parts, longest, vocab_size)
+
+
+def run_step(runner: ModelRunner, parts: list[Share], longest: int, vocab_size: int) -> None:
+    launched = runner.launch(_make_step(parts, longest))
+    if launched.unsampled is not None:
+        rows = np.array([row for row, part in enumerate(parts) if part.is_masked], dtype=np.int32)
+        words = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)  # everything is allowed
+        runner.sample_masked(launched, rows, words)
+    runner.finish(launched)
+
+
+def widest_step(max_rows: int, longest: int) -> list[Share]:
+    """Return the step of single tokens that takes the most memory: all rows there may be, with block tables as wide as
+    those of a graph. With fixed sums, attention's scratch grows with the product of both."""
+    return [Share(1, longest), *[Share(1, 1)] * (max_rows - 1)]
 
 
 def plan_steps(max_rows: int, max_tokens: int, longest: int) -> list[list[Share]]:
@@ -66,6 +76,7 @@ def plan_steps(max_rows: int, max_tokens: int, longest: int) -> list[list[Share]
             [Share(count, count, everything, "mean") for count in _split(tokens, longest)]
             for tokens in sizes(max_tokens)
         ),
+        widest_step(max_rows, longest),
         [Share(end, longest)],
         [Share(count, count) for count in _split(max_tokens, -(-max_tokens // max_rows))],
         *([single] * rows for rows in sizes(max_rows)),

@@ -21,12 +21,13 @@ from penstock.executor.tiers.transfers import Pairs
 
 
 class CudaCopier:
-    """Pins `arena` for its life. Call `start` before the rows of the step are launched."""
+    """Pins `arena` until `close`. Call `start` before the rows of the step are launched."""
 
     def __init__(self, blocks: torch.Tensor, arena: np.ndarray) -> None:
         self._blocks = blocks  # uint8 [blocks, bytes of a block], on the GPU
         self._hosts = torch.from_numpy(arena)[:, : blocks.shape[1]]
-        status = torch.cuda.cudart().cudaHostRegister(arena.ctypes.data, arena.nbytes, 0)
+        self._arena_address = arena.ctypes.data
+        status = torch.cuda.cudart().cudaHostRegister(self._arena_address, arena.nbytes, 0)
         if int(status) != 0:
             raise ExecutorError(f"kv_host_bytes: the driver refuses to pin {arena.nbytes} bytes (error {int(status)})")
         self._saving, self._restoring = (torch.cuda.Stream(blocks.device) for _ in range(2))
@@ -38,6 +39,12 @@ class CudaCopier:
 
     def use(self, blocks: torch.Tensor) -> None:
         self._blocks = blocks
+
+    def close(self) -> None:
+        """Unpin the arena once no copy reads or writes it. Another executor may get the same addresses to pin."""
+        for stream in (self._saving, self._restoring):
+            stream.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(self._arena_address)
 
     def begin_step(self, written: Iterable[int]) -> None:
         computing = torch.cuda.current_stream(self._blocks.device)

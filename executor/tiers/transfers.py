@@ -47,6 +47,10 @@ class Copier(Protocol):
         """Wait until no copy reads or writes these host blocks: a store is about to."""
         ...
 
+    def close(self) -> None:
+        """Release what was taken from the system. No copy is started afterwards."""
+        ...
+
 
 class Copies(NamedTuple):
     """Of a step in flight."""
@@ -121,6 +125,7 @@ class RankTransfers:
         with self._lock:
             for store in self._stores.values():
                 store.close()
+        self._copier.close()
 
     def _withdraw(self, transfers: Transfers) -> list[Filling]:
         """What this step overwrites is not given to peers any more; what it saves can be when it is over."""
@@ -213,6 +218,9 @@ class NumpyCopier:
         return self._seconds.pop(0)
 
     def settle(self, hosts: Iterable[int]) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.protocol import Row
+from penstock.executor.protocol import ExecutorError, Row
 from penstock.executor.step.runner import written_blocks
 from penstock.executor.tiers.cuda_copies import CudaCopier
+from penstock.executor.tiers.transfers import RankTransfers
 from tests.support.pretended_gpu import PretendedGpu, Stream
 from tests.support.pretended_memory import GPU
 from tests.support.races import Race
@@ -149,3 +150,14 @@ def test_blocks_that_rows_bring_along_are_written_from_where_they_begin_to_compu
     later = Row(3, 12, 1, True, first_block=3, blocks=(9, 10))
     assert written_blocks([fresh, hit, whole_hit, later], 4) == [5, 6, 7, 8, 9, 10]
     assert written_blocks([Row(3, 13, 1, True)], 4) == []
+
+
+def test_a_closed_copier_leaves_no_host_memory_pinned(gpu: PretendedGpu, rig: Rig) -> None:
+    """Another engine of the same process may get the same addresses, and pins them anew."""
+    rig.step(saves=((1, 1),))
+    with pytest.raises(ExecutorError, match="refuses to pin"):
+        CudaCopier(rig.blocks, rig.arena, torch.float32)
+    transfers = RankTransfers(rig.arena, rig.copier, {})
+    transfers.close()
+    CudaCopier(rig.blocks, rig.arena, torch.float32).close()
+    assert gpu.races.memory(rig.arena.ctypes.data) is None

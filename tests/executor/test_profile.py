@@ -6,13 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.executor.kernels.state import DeviceState
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step
 from penstock.executor.ranks import rank
-from penstock.executor.step.memory import GRAPHS_BYTES, GpuUse, allocate_kv, naming_options, plan_kv
+from penstock.executor.step.inputs import DeviceInputs
+from penstock.executor.step.memory import GpuUse, KvPlan, allocate_kv, naming_options, plan_kv
 from penstock.executor.step.runner import Launched, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
+from tests.executor.test_inputs import on_device
 from tests.support.small_models import folder
 
 GIB = 1 << 30
@@ -24,7 +27,7 @@ class Meter:
 
     def __init__(self, *reserved: int) -> None:
         self.said: list[str] = []
-        self._allocated, self._reserved = iter((16 * GIB, 17 * GIB)), itertools.cycle(reserved or (20 * GIB,))
+        self._allocated, self._reserved = iter((16 * GIB, 16 * GIB, 17 * GIB)), itertools.cycle(reserved or (20 * GIB,))
 
     def allocated(self) -> int:
         return next(self._allocated)
@@ -76,14 +79,22 @@ def test_the_largest_steps_are_run_and_measured(case: str, num_tokens: int, monk
     pretend_a_gpu(monkeypatch, Recorder)
     monkeypatch.setattr(rank, "CudaMeter", lambda _: meter)
     monkeypatch.setattr(ModelRunner, "launch", watched)
-    monkeypatch.setattr(
-        rank, "plan_kv", lambda *given: pytest.fail("nothing was measured") if not seen else plan_kv(*given)
-    )
+    planned: list[int] = []  # steps that had run at each plan
+
+    def plan(*given: Any) -> KvPlan:
+        planned.append(len(seen))
+        return plan_kv(*given)
+
+    monkeypatch.setattr(rank, "plan_kv", plan)
     config = ExecutorConfig(
         model=str(folder(case)), dtype="float32", max_num_batched_tokens=num_tokens, max_num_seqs=3, block_size=4
     )
     info = UniprocExecutor(config).info
-    assert meter.said == ["start", *["step"] * len(seen), "peak"]
+    steps = len(seen) - 1  # the last is run by itself: graphs will need as much memory
+    assert meter.said == ["start", *["step"] * steps, "peak", "start", "step", "peak"] and seen[-1][0] == min(
+        num_tokens, 3
+    )
+    assert planned == [0, len(seen)]  # first, how long a request may be; then what it is
     assert max(tokens for tokens, _ in seen) == min(num_tokens, 3 * 256)
     # A long chunk expands latents, most of them at the end of the longest request.
     assert (min(num_tokens, 256), 256) in seen
@@ -92,21 +103,21 @@ def test_the_largest_steps_are_run_and_measured(case: str, num_tokens: int, monk
 
 def test_memory_is_set_aside_for_graphs_where_there_will_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_a_gpu(monkeypatch, Recorder)
-    asked: list[int] = []
+    asked: list[bool] = []
 
     def measure(*given: Any) -> GpuUse:
-        asked.append(given[-1])
+        asked.append(given[-1] is not None)
         return use()
 
     monkeypatch.setattr(rank, "measure", measure)
     for enforce_eager in (False, True):
         config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=1, enforce_eager=enforce_eager)
         UniprocExecutor(config)
-    assert asked == [GRAPHS_BYTES, 0]
+    assert asked == [True, False]
 
 
 def test_what_graphs_take_is_said_and_more_than_was_set_aside_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    for taken, is_warned in ((GIB // 4, False), (2 * GIB, True)):
+    for taken, is_warned in ((3 * GIB, False), (4 * GIB, True)):
         pretend_a_gpu(monkeypatch, Recorder)
         meter = Meter(5 * GIB, 5 * GIB + taken)
         monkeypatch.setattr(rank, "CudaMeter", lambda _, meter=meter: meter)
@@ -115,7 +126,7 @@ def test_what_graphs_take_is_said_and_more_than_was_set_aside_is_warned_of(monke
         info = UniprocExecutor(config, lines.append).info
         assert info.memory["graphs"] == taken
         assert any(f"they take {taken >> 20:,} MiB" in line for line in lines)
-        assert any("more than the 1,024 MiB set aside" in line for line in lines) == is_warned
+        assert any("more than the 3,072 MiB set aside" in line for line in lines) == is_warned
 
 
 def test_the_plan_and_the_table_say_where_it_went(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,3 +174,24 @@ def test_memory_that_does_not_suffice_names_what_to_lower(monkeypatch: pytest.Mo
     monkeypatch.setattr(rank, "load_model", full)
     with pytest.raises(ExecutorError, match="for the weights: .*tensor_parallel_size"):
         UniprocExecutor(ExecutorConfig(model=str(folder("qwen3"))))
+
+
+def test_tables_are_as_wide_as_the_longest_request_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as the model's longest context: with a million positions and 256 slots that is a gigabyte."""
+    pretend_a_gpu(monkeypatch, Recorder)
+    widths: list[int] = []
+
+    def note(config: ExecutorConfig, longest: int, *given: Any) -> DeviceInputs:
+        widths.append(longest)
+        return on_device(config, longest, *given)
+
+    monkeypatch.setattr(rank, "open_inputs", note)
+    config = ExecutorConfig(model=str(folder("qwen3")), dtype="float32", kv_cache_bytes=2**15, block_size=4)
+    info = UniprocExecutor(config).info
+    assert widths == [info.max_model_len, info.max_model_len] and info.max_model_len < 256
+
+
+def test_tables_that_kernels_cannot_count_are_refused_by_the_options_to_lower() -> None:
+    said = "max_num_seqs: the tables of 2048 requests of up to 1048576 tokens .* lower max_num_seqs or max_model_len"
+    with pytest.raises(ExecutorError, match=said):
+        DeviceState(2048, 1048577, 65536, 16, torch.device("cpu"))

@@ -112,6 +112,8 @@ def describe(kernel: Any) -> dict[str, Any]:
         "products": sorted(set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.\S+", kernel.asm["ptx"]))),
         "layouts": sorted(set(re.findall(r"#mma\d* = #ttg\.nvidia_mma<(.*)>", kernel.asm["ttgir"]))),
         "joins": kernel.asm["ptx"].count("atom.global.gpu.acq_rel.add"),
+        "narrows": kernel.asm["ptx"].count("cvt.rn.satfinite.e4m3x2"),
+        "keeps_nan": len(re.findall(r"\b(?:min|max)\S*\.NaN", kernel.asm["ptx"])),
         "is_dependent": bool(kernel.metadata.launch_pdl),
         "waits": kernel.asm["ptx"].count("griddepcontrol.wait"),
         "launches": kernel.asm["ptx"].count("griddepcontrol.launch_dependents"),

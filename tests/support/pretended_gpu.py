@@ -242,7 +242,7 @@ class PretendedGpu(TorchDispatchMode):
             "CUDAGraph": lambda: Graph(self),
             "graph_pool_handle": lambda: Pool(self, "graphs"),
             "graph": self.capture,
-            "cudart": lambda: SimpleNamespace(cudaHostRegister=self.register),
+            "cudart": lambda: SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister),
             "empty_cache": lambda: None,
             "reset_peak_memory_stats": lambda *_: None,
             **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), lambda *_: 0),
@@ -287,7 +287,13 @@ class PretendedGpu(TorchDispatchMode):
             self._graph = None
 
     def register(self, address: int, size: int, flags: int) -> int:
+        if self.races.memory(address) is not None:
+            return 712  # already registered
         self.races.watch("a pinned arena", address, size)
+        return 0
+
+    def unregister(self, address: int) -> int:
+        self.races.forget(address)
         return 0
 
     # -- operations ----------------------------------------------------------------------------------------

@@ -71,6 +71,11 @@ class Races:
         self._bases.insert(at, base)
         return memory
 
+    def forget(self, base: int) -> None:
+        """Watch the memory that begins there no longer."""
+        at = self._bases.index(base)
+        del self._memories[at], self._bases[at]
+
     def memory(self, address: int) -> Memory | None:
         at = bisect.bisect(self._bases, address) - 1
         return self._memories[at] if at >= 0 and address < self._memories[at].end else None

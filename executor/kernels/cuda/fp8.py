@@ -130,9 +130,10 @@ def scaled_mm(x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: torch.
 
 @triton.jit
 def quantize_groups(x):
-    """[R, 128] float32 -> eight bits, and a scale for each row"""
+    """[R, 128] float32 -> eight bits, and a scale for each row. NaN stays NaN, so that whoever looks for it finds it."""
     scales = tl.maximum(tl.max(tl.abs(x), 1), LEAST) / LIMIT
-    return tl.minimum(tl.maximum(x / scales[:, None], -LIMIT), LIMIT).to(tl.float8e4nv), scales
+    clamped = tl.clamp(x / scales[:, None], -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return clamped.to(tl.float8e4nv), scales
 
 
 @kernel

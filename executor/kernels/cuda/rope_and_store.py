@@ -194,7 +194,8 @@ def copy(source, goal, mask):
 
 @triton.jit
 def narrow(x, goal):
-    """To the dtype that `goal` points to; eight-bit pages take what they can hold, never infinity or NaN for it."""
+    """Convert to the dtype that `goal` points to. For eight bits, what is too large becomes the largest number, and NaN
+    stays NaN."""
     if goal.dtype.scalar.element_ty == tl.float8e4nv:
-        return tl.minimum(tl.maximum(x.to(tl.float32), -LIMIT), LIMIT).to(tl.float8e4nv)
+        return tl.clamp(x.to(tl.float32), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
     return x.to(goal.dtype.scalar.element_ty)

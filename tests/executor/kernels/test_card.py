@@ -33,6 +33,17 @@ def test_a_torch_without_scaled_mm_does_without(monkeypatch: pytest.MonkeyPatch)
     assert not H200.has_scaled_mm
 
 
+@pytest.mark.parametrize(
+    ("version", "has_it"), [("12.6", False), ("12.8", False), ("12.9", True), ("13.0", True), (None, True)]
+)
+def test_a_torch_for_an_older_cuda_does_without_scaled_mm(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, has_it: bool
+) -> None:
+    """The cuBLAS of CUDA 12.8 would raise in the warm-up's first step."""
+    monkeypatch.setattr(torch.version, "cuda", version)
+    assert H200.has_scaled_mm == has_it
+
+
 def test_the_card_is_that_of_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine may have several kinds."""
     properties = mock.Mock(major=8, minor=9, multi_processor_count=142, shared_memory_per_block_optin=101376)
