@@ -1,45 +1,28 @@
-"""What the host does for a step of a GPU, with a device that takes no time. CPU time of the one thread that does it all.
+"""What the host does for a decoding step of a GPU, with a device that takes no time. CPU time of the one thread that does it.
 
-    python benchmarks/bench_host.py step   [--batches 1 8 32 256] [--steps 2000] [--pairs 5] [--profile 256]
-    python benchmarks/bench_host.py layers [--pairs 15] [--profile 1]
+    python benchmarks/bench_host.py [--batches 1 8 32 256] [--steps 2000] [--pairs 5] [--profile 256]
 
-`step`: one decoding step, from the plan to the outputs. Everything is real but the device: the core's loop one step ahead,
-the scheduler, the packed copy of the step's inputs, the tokens' way back. Replaying a graph does nothing, and the runtime's
-own calls (a copy, two graphs, some events) are not in it. A step is hidden where its time is less than the device takes.
-
-`layers`: a step with prompts, which no graph replays, in 28 layers of Qwen3-0.6B's kind. Everything in `model.forward` is
-real but the device (tests/support/idle_gpu.py): torch's allocations, views and products, the launchers' Python, Triton's launcher in C.
-The sizes are tiny, which the host does not notice. In turn: launches as they are, and in Triton's own way. The driver's own
-part of a launch is not in it, cuBLAS's only as the call of a tiny product.
+From the plan to the outputs everything is real but the device: the core's loop one step ahead, the scheduler, the packed
+copy of the step's inputs, the tokens' way back. Replaying a graph does nothing, and the runtime's own calls (a copy, two
+graphs, some events) are not in it. A step is hidden where its time is less than the device takes.
 """
 
-import dataclasses
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import msgspec
 import numpy as np
 import torch
-from gpu.batches import PAGE, make_batch
-from gpu.shapes import MODELS
-from pairs import compare, main, print_profile, rounded, rounds, table
-from tests.support import idle_gpu
+from gpu.batches import PAGE
+from pairs import main, print_profile, rounded, rounds, table
 from tests.support.twins import sampling as sampling_twin
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
 from penstock.engine.messages import Submit
-from penstock.executor.batch import ForwardBatch, KvPages
-from penstock.executor.kernels import RowTensors, linear, torch_inputs
-from penstock.executor.loading.fields import Fields
-from penstock.executor.models.registry import CausalModel, find_architecture
-from penstock.executor.models.weights import Weights
+from penstock.executor.kernels import RowTensors, torch_inputs
 from penstock.executor.oracle import OracleExecutor
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResult
@@ -55,14 +38,6 @@ SAMPLINGS = {
     "greedy": Sampling(temperature=0.0, stop_ids=(2,)),
     "drawn": Sampling(temperature=0.8, top_p=0.95, top_k=50, seed=1, stop_ids=(2,)),
 }
-# Small enough for the products to take no longer than a call does.
-TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-TINY |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512}
-LAYER_STEPS = 20
-STEP_KINDS = {"prefill": (0, 2), "mixed": (4, 2)}  # rows of one token, and of four
-
-
-# -- step --------------------------------------------------------------------------------------------------------
 
 
 class IdleGraphs:
@@ -160,67 +135,5 @@ def step(batches: list[int] = BATCHES, steps: int = 2000, pairs: int = 5, profil
     return {"us": {row["µs a step"]: rounded(row["median"]) for row in rows}}
 
 
-# -- layers ------------------------------------------------------------------------------------------------------
-
-
-def built() -> tuple[CausalModel, KvPages]:
-    from penstock.executor.kernels.cuda.ops import OPS
-
-    fields = Fields(MODELS["qwen3-0.6b"] | TINY)
-    architecture = find_architecture(fields)[1]
-    spec = architecture.read_spec(fields)
-    weights = Weights(lambda _, shape: torch.zeros(shape), torch.float32, CPU, RankGroup(), lambda _: None, OPS)
-    with mock.patch.object(linear, "is_repacked", return_value=False):
-        model = architecture.build(spec, weights, OPS, TINY["max_position_embeddings"], CPU)
-    kv = torch.zeros(2, model.num_layers, 2, PAGE, model.kv_width)
-    return model, [(kv[:, index, 0], kv[:, index, 1]) for index in range(model.num_layers)]
-
-
-@contextmanager
-def tritons_own_way() -> Iterator[None]:
-    from penstock.executor.kernels.cuda.dependent import launching
-    from penstock.executor.kernels.cuda.launch import Kernel
-
-    def launch(kernel: Kernel, grid: tuple[int, ...]) -> Callable[..., object]:
-        return partial(kernel._jit[grid], **(launching() if kernel._takes_turns else {}))
-
-    with mock.patch.object(Kernel, "__getitem__", launch):
-        yield
-
-
-@torch.inference_mode()
-def forward_ms(model: CausalModel, pages: KvPages, given: ForwardBatch) -> float:
-    """The least of some steps: what else runs on the core only adds."""
-
-    def once() -> float:
-        started_s = time.thread_time()
-        model.forward(given, pages)
-        return time.thread_time() - started_s
-
-    return min(once() for _ in range(LAYER_STEPS)) * 1e3
-
-
-def layers(pairs: int = 15, profile: int = 0) -> dict[str, Any] | None:
-    torch.set_num_threads(1)
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        idle_gpu.install(folder)
-        model, pages = built()
-        for kind, (singles, prompts) in STEP_KINDS.items():
-            given = make_batch([(1, LENGTH)] * singles + [(4, LENGTH)] * prompts, CPU)
-            given = dataclasses.replace(given, wanted=torch.zeros(singles + prompts, dtype=torch.int64))
-            ours = partial(forward_ms, model, pages, given)
-
-            def theirs(ours: Callable[[], float] = ours) -> float:
-                with tritons_own_way():
-                    return ours()
-
-            ours()  # compiles
-            if profile:
-                return print_profile(ours)
-            found[kind] = compare(f"{kind} step", {"ours": ours, "Triton's own way": theirs}, pairs, "ms")
-    return {"ms": found}
-
-
 if __name__ == "__main__":
-    main(__doc__, "host", step, layers)
+    main(__doc__, "host", step)

@@ -1,4 +1,4 @@
-"""Which variants of kernels were launched: what is new after the warm-up would be compiled while requests wait."""
+"""Notes which variants of kernels are launched: one that is new after the warm-up would be compiled while requests wait."""
 
 from typing import Any, NamedTuple
 
@@ -13,31 +13,21 @@ class Variant(NamedTuple):
     kernel: str
     given: dict[str, Any]  # constants and options
     dtypes: tuple[torch.dtype, ...]  # of its tensors
-    device: int
 
 
-_LAUNCHED: list[Variant] = []
-_launch_slowly = Kernel._launch_slowly
+_LAUNCHED: dict[tuple[Any, ...], Variant] = {}
+_launch = Kernel._launch
 
 
 def variants() -> list[Variant]:
-    """Those launched by this process since this module was imported, by the time of their first launch."""
-    return _LAUNCHED.copy()
+    """Return what this process has launched since this module was imported, by the time of the first launch."""
+    return list(_LAUNCHED.values())
 
 
-def _note(
-    self: Kernel,
-    runtime: Any,
-    key: tuple[Any, ...],
-    grid: tuple[int, ...],
-    arguments: tuple[Any, ...],
-    given: dict[str, Any],
-) -> None:
-    is_new = key not in self._known
-    _launch_slowly(self, runtime, key, grid, arguments, given)
-    if is_new:
-        dtypes = tuple(tensor.dtype for tensor in arguments[: self._num_pointers])
-        _LAUNCHED.append(Variant(self.name, given, dtypes, key[0]))
+def _note(self: Kernel, grid: tuple[int, ...], *arguments: Any, **given: Any) -> None:
+    _launch(self, grid, *arguments, **given)
+    dtypes = tuple(tensor.dtype for tensor in arguments[: self.num_pointers])
+    _LAUNCHED.setdefault((self.name, dtypes, *given.items()), Variant(self.name, given, dtypes))
 
 
-Kernel._launch_slowly = _note  # type: ignore[method-assign]
+Kernel._launch = _note  # type: ignore[method-assign]
