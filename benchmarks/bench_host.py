@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from gpu.batches import PAGE
 from pairs import main, print_profile, rounded, rounds, table
+from tests.support.oracle import OracleExecutor
 from tests.support.twins import sampling as sampling_twin
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
 from penstock.engine.messages import Submit
 from penstock.executor.kernels import RowTensors, torch_inputs
-from penstock.executor.oracle import OracleExecutor
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResult
 from penstock.executor.sampling.sampler import Sampler

@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any
 
 from pairs import main, medians, print_profile, rounds, table
+from tests.support.oracle import OracleExecutor
 
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.engine_core import settle_garbage
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.messages import Output, Submit
-from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResult
 
 FLOOR_US = 8.0

@@ -9,7 +9,7 @@ the sampling state. A step only says what changed. A token sampled by step N lan
 history, so step N+1 can be built, and submitted, before the host has learned what N sampled.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -18,7 +18,7 @@ from msgspec import Meta
 if TYPE_CHECKING:  # the light commands read this page too
     import numpy as np
 
-ExecutorKind = Literal["auto", "uniproc", "multiproc", "ray", "oracle"]
+ExecutorKind = Literal["auto", "uniproc", "multiproc", "ray"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
@@ -397,30 +397,3 @@ class WeightsError(ExecutorError):
 
 
 NO_WEIGHTS = "wake_up: sleep of level 2 has dropped the weights; update_weights brings others"
-
-
-def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> Executor:
-    """Load the model and allocate its memory. `progress` gets a line for every stage that may take a while."""
-    kind = config.kind
-    if kind == "auto":
-        kind = "uniproc" if config.tensor_parallel_size == 1 else "multiproc"
-    if kind == "oracle":
-        from penstock.executor.oracle import OracleExecutor
-
-        return OracleExecutor(config)
-    if kind == "uniproc":
-        from penstock.executor.loading.ahead import packing
-
-        with packing(config) as file:
-            from penstock.executor.uniproc import UniprocExecutor
-
-        return UniprocExecutor(config, progress, file)
-    if kind == "multiproc":
-        from penstock.executor.ranks.multiproc import open_multiproc
-
-        return open_multiproc(config, progress)
-    if kind == "ray":
-        from penstock.executor.ranks.ray_executor import open_ray
-
-        return open_ray(config, progress)
-    raise AssertionError(f"an executor that does not exist: {kind!r}")

@@ -24,7 +24,8 @@ from benchmarks.gpu.steps import Steps
 from torch import profiler
 from torch.profiler import ProfilerActivity
 
-from penstock.executor.protocol import Executor, ExecutorConfig, Row, open_executor
+from penstock.executor.protocol import Executor, ExecutorConfig, Row
+from penstock.executors import open_executor
 
 VARIANTS = {"usual launch": {}, "dependent launch": {"dependent": True}, "fixed sums": {"batch_invariant": True}}
 NUM_KERNELS = 15  # of a profile, those that take longest

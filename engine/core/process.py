@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,12 +40,13 @@ from penstock.executor.process_life import Reporter, begin, leave_with, send
 from penstock.executor.protocol import (
     STEP_DEADLINE_S,
     AdapterError,
+    Executor,
     ExecutorConfig,
     ExecutorError,
     ModelInfo,
     WeightsError,
-    open_executor,
 )
+from penstock.executors import open_executor
 
 if TYPE_CHECKING:
     from penstock.engine.grammar.compiler import Compiler
@@ -60,7 +62,7 @@ CONTROL_DEADLINES_S = {"load_adapter": 150.0, "update_weights": 3900.0, "sleep":
 IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once, and what may be needed is warmed
 
 
-def main() -> int:
+def main(open_executor: Callable[[ExecutorConfig, Callable[[str], None]], Executor] = open_executor) -> int:
     """Run until asked to stop. The exit code is 0 only after a Shutdown."""
     start, channel = begin(CoreStart)
     leave_with(channel)

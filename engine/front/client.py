@@ -86,12 +86,14 @@ class AsyncEngine:
         tokenizer: Tokenizer | None = None,
         max_logprobs: int = MAX_LOGPROBS,
         progress: Callable[[str], None] = lambda _line: None,
+        core: str = "penstock.engine.core.process",
     ) -> None:
+        """`core`: the module that runs as the core process; another one can open another executor."""
         self.stats = Stats()
         self.state = EngineState()
         self.config = config
         self.tokenizer = tokenizer  # None: answers are token ids, and end at their length
-        self._max_logprobs = max_logprobs
+        self._max_logprobs, self._core_module = max_logprobs, core
         self._progress = progress
         self._ids = itertools.count()
         self._open = OpenAnswers()
@@ -144,7 +146,7 @@ class AsyncEngine:
             raise ConfigError(f"TMPDIR: no sockets can be made in {tempfile.gettempdir()!r}: {error}") from None
         loop.add_reader(self._from_core.fileno(), self._drain)
         start = CoreStart(str(self._directory), self.config)
-        self._process = process = start_child("penstock.engine.core.process", "the engine core", start)
+        self._process = process = start_child(self._core_module, "the engine core", start)
         loop.add_reader(process.channel, self._hear, process)
         self._tick()
 

@@ -41,7 +41,8 @@ from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.engine.vllm_options import nearest
-from penstock.executor.protocol import ModelInfo, Part, Pooled, SleepLevel, open_executor
+from penstock.executor.protocol import ModelInfo, Part, Pooled, SleepLevel
+from penstock.executors import open_executor
 
 if TYPE_CHECKING:
     from penstock.engine.front.grammar_check import GrammarCheck
@@ -55,6 +56,7 @@ class LLM:
 
     _core: EngineCore | None = None  # of the class: `__del__` comes even where `__init__` refused its arguments
     _grammars: "GrammarCheck | None" = None
+    _open_executor = staticmethod(open_executor)
 
     def __init__(
         self,
@@ -287,7 +289,7 @@ class LLM:
         self.shutdown()
 
     def _start(self, config: EngineConfig) -> None:
-        executor, tokenizer = open_executor(config.executor), self.tokenizer
+        executor, tokenizer = self._open_executor(config.executor), self.tokenizer
         if tokenizer is None:
             self._core = EngineCore(config, executor)
             return

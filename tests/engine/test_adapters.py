@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
-from penstock import LLM, LoRARequest, SamplingParams
+from penstock import LoRARequest, SamplingParams
 from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import CacheUpdate, Output
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import AdapterError, ExecutorConfig
 from tests.engine.test_llm import folder as folder
+from tests.support.oracle import OracleExecutor
+from tests.support.oracle_engine import OracleLLM
 from tests.support.simulation import submit
 
 PROMPT = list(range(40))
@@ -28,7 +29,7 @@ def folder_of(tmp_path: Path, content: str) -> str:
 class Rig:
     def __init__(self, max_loras: int = 2, patience_s: float = 1000.0, host_bytes: int = 0) -> None:
         executor = ExecutorConfig(
-            kind="oracle", enable_lora=True, max_loras=max_loras, block_size=4, kv_host_bytes=host_bytes,
+            enable_lora=True, max_loras=max_loras, block_size=4, kv_host_bytes=host_bytes,
             kv_cache_bytes=2**16, max_num_seqs=8, hf_overrides={"vocab_size": 50},
         )  # fmt: skip
         config = EngineConfig(executor=executor, scheduler=SchedulerConfig(max_num_seqs=8, patience_s=patience_s))
@@ -213,7 +214,7 @@ def test_a_request_that_waits_too_long_for_a_place_lets_nobody_pass(tmp_path: Pa
 
 
 def test_without_enable_lora_adapters_are_refused(tmp_path: Path) -> None:
-    config = EngineConfig(executor=ExecutorConfig(kind="oracle"), scheduler=SchedulerConfig())
+    config = EngineConfig(executor=ExecutorConfig(), scheduler=SchedulerConfig())
     core = EngineCore(config, OracleExecutor(config.executor))
     with pytest.raises(AdapterError, match="enable_lora: not given"):
         core.load_adapter(folder_of(tmp_path, "a"))
@@ -239,8 +240,8 @@ def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], me
 def test_the_offline_api_takes_an_adapter_for_all_or_for_each(folder: Path, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=5, detokenize=False)
     a, b = (LoRARequest(name, 1, folder_of(tmp_path, name)) for name in "ab")
-    options: dict[str, Any] = {"executor": "oracle", "load_format": "dummy", "skip_tokenizer": True}
-    with LLM(str(folder), **options, enable_lora=True, max_cpu_loras=2, max_loras=2) as llm:
+    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer": True}
+    with OracleLLM(str(folder), **options, enable_lora=True, max_cpu_loras=2, max_loras=2) as llm:
 
         def tokens(*asked: LoRARequest | None) -> list[list[int]]:
             found = llm.generate([[1, 2, 3]] * len(asked), params, use_tqdm=False, lora_request=asked)

@@ -25,6 +25,7 @@ from penstock.engine.messages import Outputs, Stats
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.process_life import ChildProcess
 from penstock.executor.protocol import AdapterError, ExecutorConfig
+from tests.support.oracle_engine import oracle_engine
 from tests.support.programs import Program, all_gone
 from tests.support.simulation import alone, submit
 
@@ -33,14 +34,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False)
 
 def config(**scheduler: Any) -> EngineConfig:
     return EngineConfig(
-        executor=ExecutorConfig(kind="oracle", max_model_len=1_000_000, hf_overrides={"vocab_size": 50}),
+        executor=ExecutorConfig(max_model_len=1_000_000, hf_overrides={"vocab_size": 50}),
         scheduler=SchedulerConfig(**scheduler),
     )
 
 
 @contextlib.asynccontextmanager
 async def running(**scheduler: Any) -> AsyncIterator[AsyncEngine]:
-    engine = AsyncEngine(config(**scheduler))
+    engine = oracle_engine(config(**scheduler))
     await engine.start()
     try:
         yield engine
@@ -229,7 +230,7 @@ def test_an_adapter_file_that_blocks_is_refused_and_holds_up_no_request(tmp_path
 
     async def run() -> None:
         sizes: dict[str, Any] = {"max_model_len": 4096, "enable_lora": True, "hf_overrides": {"vocab_size": 50}}
-        engine = AsyncEngine(EngineConfig(executor=ExecutorConfig(kind="oracle", **sizes), scheduler=SchedulerConfig()))
+        engine = oracle_engine(EngineConfig(executor=ExecutorConfig(**sizes), scheduler=SchedulerConfig()))
         await engine.start()
         try:
             loading = asyncio.ensure_future(engine.load_adapter(str(tmp_path)))
@@ -266,8 +267,8 @@ def test_signals_for_the_process_group_leave_the_core_to_its_parent() -> None:
 def test_figures_of_the_tiers_outlive_a_step_without_them_and_are_those_of_the_last_step() -> None:
     async def run() -> None:
         sizes: dict[str, Any] = {"max_model_len": 64, "kv_cache_bytes": 10 * 16 * 8, "kv_host_bytes": 2**20}
-        executor = ExecutorConfig(kind="oracle", hf_overrides={"vocab_size": 50}, **sizes)
-        engine = AsyncEngine(EngineConfig(executor=executor, scheduler=SchedulerConfig()))
+        executor = ExecutorConfig(hf_overrides={"vocab_size": 50}, **sizes)
+        engine = oracle_engine(EngineConfig(executor=executor, scheduler=SchedulerConfig()))
         await engine.start()
         try:
             for _ in range(2):
@@ -299,7 +300,7 @@ def test_an_engine_that_is_closed_before_it_is_ready_leaves_no_error_behind() ->
 
     async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: complaints.append(context))
-        engine = AsyncEngine(config())
+        engine = oracle_engine(config())
         engine.spawn()
         await engine.close()
         await asyncio.sleep(0.1)
@@ -314,9 +315,9 @@ def test_no_process_and_no_directory_outlives_a_killed_parent(tmp_path: Path) ->
         """
         import asyncio, sys
         from tests.engine.test_client import config
-        from penstock.engine.front.client import AsyncEngine
+        from tests.support.oracle_engine import oracle_engine
         async def run():
-            engine = AsyncEngine(config())
+            engine = oracle_engine(config())
             await engine.start()
             print(engine._process.pid, flush=True)
             await asyncio.sleep(60)
@@ -335,7 +336,7 @@ def test_a_folder_that_takes_no_sockets_is_named_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def inside() -> None:
-        engine = AsyncEngine(config())
+        engine = oracle_engine(config())
         with pytest.raises(ConfigError, match="TMPDIR: no sockets can be made in .*xxx"):
             await engine.start()
         await engine.close()

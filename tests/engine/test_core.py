@@ -11,14 +11,14 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.core.process import Duty, heartbeat
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.messages import Heartbeat
-from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import ExecutorConfig, Step, step_deadline_s
 from penstock.executor.tiers.open_tiers import ALIGNMENT
 from tests.support.flaky_store import FlakyStore
+from tests.support.oracle import OracleExecutor
 from tests.support.simulation import submit
 
 CONFIG = EngineConfig(
-    executor=ExecutorConfig(kind="oracle", max_model_len=4096, hf_overrides={"vocab_size": 50}),
+    executor=ExecutorConfig(max_model_len=4096, hf_overrides={"vocab_size": 50}),
     scheduler=SchedulerConfig(),
 )
 

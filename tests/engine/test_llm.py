@@ -21,6 +21,7 @@ from penstock.engine.messages import Output, Submit
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.protocol import StepResult
 from tests.support.fake_engine import byte_tokenizer, line_template
+from tests.support.oracle_engine import OracleLLM
 from tests.support.simulation import alone, submit
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -34,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 def oracle(folder: Path, **options: Any) -> LLM:
     options = {"max_model_len": 64, "hf_overrides": {"vocab_size": 50}, **options}
-    return LLM(str(folder), executor="oracle", load_format="dummy", skip_tokenizer=True, **options)
+    return OracleLLM(str(folder), load_format="dummy", skip_tokenizer=True, **options)
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from penstock import LLM, SamplingParams
 from penstock.engine.config import EngineConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import Output
-from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import ExecutorConfig, Part, SleepLevel, WeightsError
 from tests.engine.test_llm import folder as folder
 from tests.engine.test_llm import oracle
+from tests.support.oracle import OracleExecutor
 from tests.support.simulation import submit
 
 PROMPT = list(range(40))
@@ -37,7 +37,7 @@ def weights_of(tmp_path: Path, content: str) -> str:
 class Rig:
     def __init__(self, groups: str = "one group", host_bytes: int = 0, **options: Any) -> None:
         executor = ExecutorConfig(
-            kind="oracle", block_size=4, kv_host_bytes=host_bytes, kv_cache_bytes=2**14, max_num_seqs=8,
+            block_size=4, kv_host_bytes=host_bytes, kv_cache_bytes=2**14, max_num_seqs=8,
             hf_overrides={"vocab_size": 50, "groups": GROUPS[groups]},
         )  # fmt: skip
         scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, **options)

@@ -13,8 +13,9 @@ from penstock.engine.front.llm import LLM
 from penstock.engine.options import given_options
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.metrics import stats_families
-from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import ExecutorError
+from tests.support.oracle import OracleExecutor
+from tests.support.oracle_engine import OracleLLM
 from tests.support.peer_rig import free_addresses, until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -36,7 +37,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def oracle(folder: Path, **options: Any) -> LLM:
     # Nine blocks of sixteen tokens: of eight prompts the device keeps the last two.
     shape = {"max_model_len": 64, "hf_overrides": {"vocab_size": 50}, "kv_cache_bytes": 10 * 16 * 8, **options}
-    return LLM(str(folder), executor="oracle", load_format="dummy", skip_tokenizer=True, **shape)
+    return OracleLLM(str(folder), load_format="dummy", skip_tokenizer=True, **shape)
 
 
 def cached(llm: LLM) -> list[int]:

@@ -130,7 +130,8 @@ def test_memory_that_does_not_suffice_is_left_to_the_loader(tmp_path: Path, monk
 
 IN_A_FRESH_PROCESS = """
 import sys
-from penstock.executor.protocol import ExecutorConfig, open_executor
+from penstock.executor.protocol import ExecutorConfig
+from penstock.executors import open_executor
 from penstock.executor.loading import ahead
 ahead.GPU_FILES = ()
 executor = open_executor(ExecutorConfig(model=sys.argv[1], kv_cache_bytes=1 << 20))

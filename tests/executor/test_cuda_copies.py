@@ -156,8 +156,8 @@ def test_a_closed_copier_leaves_no_host_memory_pinned(gpu: PretendedGpu, rig: Ri
     """Another engine of the same process may get the same addresses, and pins them anew."""
     rig.step(saves=((1, 1),))
     with pytest.raises(ExecutorError, match="refuses to pin"):
-        CudaCopier(rig.blocks, rig.arena, torch.float32)
+        CudaCopier(rig.blocks, rig.arena)
     transfers = RankTransfers(rig.arena, rig.copier, {})
     transfers.close()
-    CudaCopier(rig.blocks, rig.arena, torch.float32).close()
+    CudaCopier(rig.blocks, rig.arena).close()
     assert gpu.races.memory(rig.arena.ctypes.data) is None

@@ -34,7 +34,8 @@ from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Output, Submit
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.executor.protocol import Executor, ExecutorConfig, open_executor
+from penstock.executor.protocol import Executor, ExecutorConfig
+from penstock.executors import open_executor
 from tests.engine.grammar.test_tokenizer_families import CHOICES, FAMILIES
 from tests.support.grammar_rig import WANTED
 from tests.support.simulation import random_drafts

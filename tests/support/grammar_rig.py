@@ -16,9 +16,9 @@ from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Output, Submit
 from penstock.engine.sampling_params import StructuredOutputs
-from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import ExecutorConfig, GroupInfo, Sampling
 from tests.support.fake_engine import EOS, byte_tokenizer
+from tests.support.oracle import OracleExecutor
 
 VOCAB_SIZE = 300  # more logits than tokens, as models often have
 BLOCK_SIZE = 4
@@ -68,7 +68,6 @@ class Core:
 
     def __post_init__(self) -> None:
         executor = ExecutorConfig(
-            kind="oracle",
             max_model_len=128,
             block_size=BLOCK_SIZE,
             kv_cache_bytes=self.num_blocks * BLOCK_SIZE * 8,

@@ -24,8 +24,8 @@ from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.messages import Abort, Heartbeat, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache
 from penstock.engine.server.lifetime import serve
 from penstock.engine.server.server_config import KvEventsConfig, ServerConfig, resolve
-from penstock.executor.oracle import OracleExecutor
 from tests.support.fake_engine import byte_tokenizer, line_template
+from tests.support.oracle import OracleExecutor
 
 MODEL = "mock"
 TRANSFER_STEP_S = 0.001  # of a step that only waits for blocks
@@ -105,7 +105,6 @@ async def replica(options: argparse.Namespace, server: ServerConfig, announce: C
     config = engine_config(
         "oracle",
         {
-            "executor": "oracle",
             "kv_cache_bytes": 8 * options.kv_tokens,
             "max_model_len": options.max_model_len,
             "max_num_seqs": options.max_num_seqs,

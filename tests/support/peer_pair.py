@@ -6,6 +6,7 @@ from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.front.client import AsyncEngine
 from penstock.executor.protocol import ExecutorConfig
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.oracle_engine import oracle_engine
 from tests.support.running_server import Running
 
 SECRET = "a secret that is long enough"
@@ -13,13 +14,12 @@ SECRET = "a secret that is long enough"
 
 def engine(**options: Any) -> AsyncEngine:
     shape: dict[str, Any] = {
-        "kind": "oracle",
         "max_model_len": 2000,
         "hf_overrides": {"vocab_size": 256},
         "kv_host_bytes": 2**22,
     }
     config = EngineConfig(executor=ExecutorConfig(**shape, **options), scheduler=SchedulerConfig())
-    return AsyncEngine(config, tokenizer=byte_tokenizer())
+    return oracle_engine(config, tokenizer=byte_tokenizer())
 
 
 def is_connected(server: Running) -> bool:

@@ -17,10 +17,10 @@ from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.tiering import Tiering
 from penstock.engine.messages import Output, Submit
-from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import Admission, ExecutorConfig, GroupInfo, Row, Sampling, Step, TokenLogprobs
 from penstock.executor.tiers.open_tiers import ALIGNMENT
 from tests.support.flaky_store import FlakyStore
+from tests.support.oracle import OracleExecutor
 
 BLOCK_SIZE = 4
 

@@ -14,16 +14,15 @@ from penstock.engine.server.server_config import LoraModule, ServerConfig, resol
 from penstock.executor.protocol import AdapterError, ExecutorConfig
 from tests.engine.test_adapters import folder_of
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.oracle_engine import oracle_engine
 from tests.support.running_server import MODEL, Running, running, until
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 def engine_of(**options: Any) -> AsyncEngine:
-    executor = ExecutorConfig(
-        kind="oracle", enable_lora=True, max_model_len=4096, hf_overrides={"vocab_size": 256}, **options
-    )
-    return AsyncEngine(EngineConfig(executor=executor, scheduler=SchedulerConfig()), tokenizer=byte_tokenizer())
+    executor = ExecutorConfig(enable_lora=True, max_model_len=4096, hf_overrides={"vocab_size": 256}, **options)
+    return oracle_engine(EngineConfig(executor=executor, scheduler=SchedulerConfig()), tokenizer=byte_tokenizer())
 
 
 @pytest.fixture

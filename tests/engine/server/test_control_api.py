@@ -16,12 +16,13 @@ from penstock.engine.server.server_config import ServerConfig, resolve
 from penstock.executor.protocol import ExecutorConfig
 from tests.engine.test_rest import weights_of
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.oracle_engine import oracle_engine
 from tests.support.running_server import MODEL, Running, running, until
 
 
 def engine_of(**options: Any) -> AsyncEngine:
-    executor = ExecutorConfig(kind="oracle", max_model_len=4096, hf_overrides={"vocab_size": 256}, **options)
-    return AsyncEngine(EngineConfig(executor=executor, scheduler=SchedulerConfig()), tokenizer=byte_tokenizer())
+    executor = ExecutorConfig(max_model_len=4096, hf_overrides={"vocab_size": 256}, **options)
+    return oracle_engine(EngineConfig(executor=executor, scheduler=SchedulerConfig()), tokenizer=byte_tokenizer())
 
 
 @pytest.fixture

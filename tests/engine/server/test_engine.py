@@ -15,13 +15,14 @@ from penstock.engine.sampling_params import SamplingParams
 from penstock.executor.protocol import ExecutorConfig
 from tests.engine.server.test_answers import events
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.oracle_engine import oracle_engine
 from tests.support.running_server import Running, running, until
 
 
-def oracle_engine(**scheduler: Any) -> AsyncEngine:
-    return AsyncEngine(
+def small_engine(**scheduler: Any) -> AsyncEngine:
+    return oracle_engine(
         EngineConfig(
-            executor=ExecutorConfig(kind="oracle", max_model_len=4000, hf_overrides={"vocab_size": 256}),
+            executor=ExecutorConfig(max_model_len=4000, hf_overrides={"vocab_size": 256}),
             scheduler=SchedulerConfig(**scheduler),
         ),
         tokenizer=byte_tokenizer(),
@@ -30,7 +31,7 @@ def oracle_engine(**scheduler: Any) -> AsyncEngine:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(oracle_engine()) as started:
+    with running(small_engine()) as started:
         yield started
 
 
@@ -90,7 +91,7 @@ def test_a_client_that_leaves_frees_its_blocks(server: Running, stream: bool) ->
 
 
 def test_more_than_the_queue_holds_is_refused_with_a_time() -> None:
-    with running(oracle_engine(max_num_seqs=2, max_queued_requests=2)) as server:
+    with running(small_engine(max_num_seqs=2, max_queued_requests=2)) as server:
         body = {"prompt": ["a"] * 3, "max_tokens": 3999, "stream": True}
         with httpx.Client() as client, client.stream("POST", f"{server.url}/v1/completions", json=body):
             until(lambda: num_open(server) == 3)
@@ -104,7 +105,7 @@ def test_more_than_the_queue_holds_is_refused_with_a_time() -> None:
 
 
 def test_when_the_core_is_killed_every_request_ends_and_health_says_so() -> None:
-    with running(oracle_engine()) as server:
+    with running(small_engine()) as server:
         server.complete(max_tokens=1)
         body = {"prompt": "x", "max_tokens": 3999, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20) as answer:

@@ -12,7 +12,6 @@ import pytest
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http import kv_stream
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, FrameReader, Hello, Snapshot, StreamError, pack
 from penstock.engine.messages import CacheUpdate
@@ -21,6 +20,7 @@ from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.service import Service
 from penstock.executor.protocol import ExecutorConfig
 from tests.support.fake_engine import FakeEngine, byte_tokenizer
+from tests.support.oracle_engine import oracle_engine
 from tests.support.running_server import Running, running, until
 
 
@@ -73,10 +73,10 @@ def keys(run: bytes) -> set[bytes]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     config = EngineConfig(
-        executor=ExecutorConfig(kind="oracle", max_model_len=4000, hf_overrides={"vocab_size": 256}),
+        executor=ExecutorConfig(max_model_len=4000, hf_overrides={"vocab_size": 256}),
         scheduler=SchedulerConfig(),
     )
-    with running(AsyncEngine(config, tokenizer=byte_tokenizer())) as started:
+    with running(oracle_engine(config, tokenizer=byte_tokenizer())) as started:
         yield started
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.front.client import AsyncEngine
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.template import ChatTemplate
@@ -18,6 +17,7 @@ from penstock.executor.protocol import ExecutorConfig
 from tests.engine.server.test_answers import events
 from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.oracle_engine import oracle_engine
 from tests.support.running_server import Running, running
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}}, "required": ["a"], "additionalProperties": False}
@@ -37,9 +37,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     byte_tokenizer().save(folder)
     (folder / "config.json").write_text("{}")
     executor = ExecutorConfig(
-        kind="oracle", model=str(folder), max_model_len=2000, hf_overrides={"vocab_size": 300}, kv_cache_bytes=2**22
+        model=str(folder), max_model_len=2000, hf_overrides={"vocab_size": 300}, kv_cache_bytes=2**22
     )
-    engine = AsyncEngine(
+    engine = oracle_engine(
         EngineConfig(executor=executor, scheduler=SchedulerConfig()),
         tokenizer=byte_tokenizer(),
     )

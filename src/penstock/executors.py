@@ -1,0 +1,28 @@
+"""Opens the executor that a configuration names. Part of the composition root: the one module that knows every kind."""
+
+from collections.abc import Callable
+
+from penstock.executor.protocol import Executor, ExecutorConfig
+
+
+def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> Executor:
+    """Load the model and allocate its memory. `progress` gets a line for every stage that may take a while.
+
+    Torch is imported here and not before: the light commands never need it."""
+    kind = config.kind
+    if kind == "auto":
+        kind = "uniproc" if config.tensor_parallel_size == 1 else "multiproc"
+    if kind == "uniproc":
+        from penstock.executor.loading.ahead import packing
+
+        with packing(config) as file:
+            from penstock.executor.uniproc import UniprocExecutor
+
+        return UniprocExecutor(config, progress, file)
+    if kind == "multiproc":
+        from penstock.executor.ranks.multiproc import open_multiproc
+
+        return open_multiproc(config, progress)
+    from penstock.executor.ranks.ray_executor import open_ray
+
+    return open_ray(config, progress)
