@@ -4,23 +4,49 @@ A subject is `<name>.c` plus `<name>.cdef.h`: plain declarations, without prepro
 includes and that cffi parses, so the two cannot drift apart. Dropping such a pair in here is all it takes.
 Nothing is compiled for the machine that builds: faster instructions go into functions with their own
 `__attribute__((target(...)))`, chosen at run time. `python csrc/build.py` builds in place, setup.py into the wheel.
+Both compile the sources on all cores.
 """
 
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from cffi import FFI
+from setuptools import Distribution
+from setuptools.command.build_ext import build_ext
 
 FOLDER = Path(__file__).resolve().parent
 MODULE = "penstock._csrc"
 FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden")
 
 
-def describe(source_root: str, *flags: str) -> FFI:
-    """The extension. setuptools wants sources relative to setup.py, an in-place build wants them absolute."""
+class BuildOnAllCores(build_ext):
+    """Runs one compiler per core; setuptools alone compiles one source after the other."""
+
+    def build_extensions(self) -> None:
+        compile_sources = self.compiler.compile
+
+        def compile_each(sources: Sequence[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(num_cores()) as pool:
+                objects = pool.map(lambda source: compile_sources([source], **options), sources)
+                return [path for paths in objects for path in paths]
+
+        self.compiler.compile = compile_each
+        super().build_extensions()
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe(source_root: str) -> FFI:
+    """Describe the extension. setuptools wants sources relative to setup.py, an in-place build wants them absolute."""
     cdefs = sorted(FOLDER.glob("*.cdef.h"))
     ffi = FFI()
     for cdef in cdefs:
@@ -34,7 +60,7 @@ def describe(source_root: str, *flags: str) -> FFI:
         include_dirs=[source_root],
         define_macros=[("Py_LIMITED_API", "0x030B0000")],
         py_limited_api=True,
-        extra_compile_args=[*FLAGS, *flags],
+        extra_compile_args=list(FLAGS),
         libraries=["m"],
     )
     return ffi
@@ -44,7 +70,12 @@ def build_in_place() -> Path:
     """Compile into src/penstock. The file is swapped in by rename: a running process keeps the one it has mapped."""
     package = FOLDER.parent / "src" / "penstock"
     with tempfile.TemporaryDirectory() as scratch:
-        built = Path(describe(str(FOLDER)).compile(tmpdir=scratch))
+        extension = describe(str(FOLDER)).distutils_extension(scratch, verbose=False)
+        command = BuildOnAllCores(Distribution({"ext_modules": [extension]}))
+        command.build_lib = command.build_temp = scratch
+        command.ensure_finalized()
+        command.run()
+        built = Path(command.get_ext_fullpath(MODULE))
         fresh = package / (built.name + f".{os.getpid()}")
         shutil.copy(built, fresh)
     return fresh.replace(package / built.name)
