@@ -16,6 +16,7 @@ from penstock.cache.tiers.memory import address_of
 from penstock.executor.code_types import is_computed
 from penstock.executor.loading.gguf_file import GgufFile, TensorEntry, open_gguf
 from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.usable_cores import usable_cores
 from penstock.executor.weight_memory import take
 
 _lib: Any = _csrc.lib
@@ -35,7 +36,7 @@ def packing(config: ExecutorConfig) -> Iterator[GgufFile | None]:
     file, is_over = open_gguf(config.model), threading.Event()
     largest = sorted(file.tensors.items(), key=lambda each: -each[1].size_bytes)
     turns = iter([each for each in largest if _is_stored_as_computed(*each)])
-    count = max(min(os.cpu_count() or 1, MAX_CORES) - 1, 1)  # the import has a core
+    count = max(min(usable_cores(), MAX_CORES) - 1, 1)  # the import has a core
     threads = [threading.Thread(target=_pack, args=(file, turns, is_over), name="ahead") for _ in range(count)]
     for thread in threads:
         thread.start()

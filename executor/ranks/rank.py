@@ -42,6 +42,7 @@ from penstock.executor.step.memory import (
 from penstock.executor.step.runner import ModelRunner
 from penstock.executor.tiers.open_tiers import open_tiers
 from penstock.executor.tiers.transfers import Copier, NumpyCopier, RankTransfers
+from penstock.executor.usable_cores import usable_cores
 
 if TYPE_CHECKING:
     from penstock.executor.loading.gguf_file import GgufFile
@@ -60,6 +61,9 @@ class Rank:
     ) -> None:
         self._config, self._group, self._device, self._progress = config, group, device, progress
         started_s = time.monotonic()
+        if device.type == "cpu":
+            # The kernels take as many threads as torch, which does not know of a control group's CPU quota.
+            torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
         with naming_options("the weights", "choose a smaller model or dtype, or raise tensor_parallel_size"):
             checkpoint = open_checkpoint(config.model, config, file)
             self._loaded = load_model(config, device, group, progress, checkpoint)

@@ -4,7 +4,6 @@ How it lives and ends is executor/process_life.py's; how ranks of other machines
 """
 
 import logging
-import os
 import queue
 import sys
 import threading
@@ -33,6 +32,7 @@ from penstock.executor.ranks.rank import Rank, choose_device
 from penstock.executor.ranks.wire import Beat, Done, Failed, MessageKind, ModelLoaded, RankAnswer, RankProgress, Start
 from penstock.executor.ring.queue import MessageQueue
 from penstock.executor.step.runner import Launched
+from penstock.executor.usable_cores import usable_cores
 
 log = logging.getLogger("penstock.executor")
 
@@ -73,7 +73,7 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
     config, rank = start.config, start.rank
     device = choose_device(config.device, start.device_index)
     if device.type == "cpu":
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // start.neighbours))
+        torch.set_num_threads(max(1, usable_cores() // start.neighbours))
     else:
         torch.cuda.set_device(device)
     reporter.doing = "waiting for the other ranks to join"
