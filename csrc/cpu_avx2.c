@@ -1,4 +1,5 @@
-/* The kernels for AVX2, FMA and F16C (Haswell, Zen and newer). Compiled for it by pragma, whatever the flags: cpu_ops.c asks the CPU. */
+/* The kernels for AVX2, FMA and F16C (Haswell, Zen and newer).
+ * A pragma selects the instructions, whatever the compiler's flags are; cpu_ops.c asks the CPU for them at run time. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 #include <stdint.h>
@@ -10,8 +11,8 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 #define LANES 8
-#define HAS_DOT 0
-#define HAS_TILES 0
+#define HAS_VNNI 0
+#define HAS_BF16 0
 #define LEVEL cpu_level_avx2
 #define LEVEL_NAME "avx2"
 #include "cpu_kernels.h"

@@ -1,4 +1,5 @@
-/* The kernels for AVX-512 with its dot products, of bfloat16 and of integers (Cooper Lake, Zen 4 and newer). Compiled for it by pragma, whatever the flags: cpu_ops.c asks the CPU. */
+/* The kernels for AVX-512 with the dot products of integers and of bfloat16 (Cooper Lake, Sapphire Rapids, Zen 4 and newer).
+ * A pragma selects the instructions, whatever the compiler's flags are; cpu_ops.c asks the CPU for them at run time. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 #include <stdint.h>
@@ -10,8 +11,8 @@
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")
 #endif
 #define LANES 16
-#define HAS_DOT 1
-#define HAS_TILES 0
+#define HAS_VNNI 1
+#define HAS_BF16 1
 #define LEVEL cpu_level_avx512_bf16
 #define LEVEL_NAME "avx512_bf16"
 #include "cpu_kernels.h"

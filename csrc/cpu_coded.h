@@ -9,7 +9,7 @@
 #define TINIEST 1e-30f /* below it everything is 0 */
 
 #define CODED_ROWS 6 /* whose sums stay in registers */
-#if HAS_DOT && !HAS_TILES
+#if HAS_VNNI
 #define FEW_ROWS 16 /* are multiplied a digit at a time … */
 #define AT_ONCE CODED_ROWS /* … with so many sharing what codes take to be read */
 #else
@@ -20,26 +20,18 @@
 #define CODED_COLUMNS (CODED_VECTORS * LANES)
 
 /* Compilers would put all products first and add them behind, which takes more registers than there are. */
-#if defined(__x86_64__)
 #define KEEP_ORDER(x) __asm__("" : "+v"(x))
-#else
-#define KEEP_ORDER(x) (void)(x)
-#endif
 
 typedef int16_t shorts_of_lanes __attribute__((vector_size(2 * LANES)));
 
 /* c plus, in every lane, the two products of the pairs of int16 in a and b. One instruction for both waits longer for
  * the sum before it, which few sums cannot hide. */
 INLINE ivec add_products(pairs a, pairs b, ivec c, int is_one_of_few) {
-#if HAS_DOT
+#if HAS_VNNI
     if (!is_one_of_few) return (ivec)_mm512_dpwssd_epi32((__m512i)c, (__m512i)a, (__m512i)b);
-#endif
-#if LANES == 16
     return c + (ivec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif LANES == 8
-    return c + (ivec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #else
-    return c + ((ivec)a << 16 >> 16) * ((ivec)b << 16 >> 16) + ((ivec)a >> 16) * ((ivec)b >> 16);
+    return c + (ivec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #endif
 }
 
@@ -47,12 +39,9 @@ INLINE ivec add_products(pairs a, pairs b, ivec c, int is_one_of_few) {
 INLINE pairs look_up(const uint8_t *table, pairs codes) {
 #if LANES == 16
     return (pairs)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)), (__m512i)codes);
-#elif LANES == 8
+#else
     return (pairs)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table)),
                                       (__m256i)codes);
-#else
-    for (int i = 0; i < 2 * LANES; i++) codes[i] = table[codes[i]];
-    return codes;
 #endif
 }
 
@@ -62,24 +51,16 @@ INLINE vec header_numbers(const uint8_t *from, int is_bfloat16) {
     if (is_bfloat16) return widen(bits);
 #if LANES == 16
     return (vec)_mm512_cvtph_ps((__m256i)bits);
-#elif LANES == 8
-    return (vec)_mm256_cvtph_ps((__m128i)bits);
 #else
-    uvec wide = __builtin_convertvector(bits, uvec);
-    vec size = (vec)((wide & 0x7fff) << 13) * 0x1p112f;
-    return (vec)((uvec)size | (wide & 0x8000) << 16);
+    return (vec)_mm256_cvtph_ps((__m128i)bits);
 #endif
 }
 
 INLINE vec signed_bytes(const uint8_t *from) {
 #if LANES == 16
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
-#elif LANES == 8
-    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from)));
 #else
-    vec numbers;
-    for (int i = 0; i < LANES; i++) numbers[i] = (int8_t)from[i];
-    return numbers;
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from)));
 #endif
 }
 
@@ -201,24 +182,18 @@ INLINE pairs value_quad(const uint8_t *planes, const int low, const int high, co
     return table ? look_up(table, codes) : codes;
 }
 
+#if !HAS_VNNI
 /* c plus, in lanes of 16 bits, the products of a's bytes, unsigned, with b's, signed, two and two. */
 INLINE pairs add_byte_products(pairs a, pairs b, pairs c) {
-#if LANES == 16
-    return c + (pairs)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
-#elif LANES == 8
     return c + (pairs)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
-#else
-    typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
-    shorts signed_b = (shorts)b;
-    return c + (pairs)((shorts)(a & 255) * (signed_b << 8 >> 8) + (shorts)(a >> 8) * (signed_b >> 8));
-#endif
 }
+#endif
 
 /* Products of a group's codes with the upper bytes of a few rows, times 256, and with the lower ones. Without an instruction
  * that sums four, sums of two take 16 bits for as many of them as fit, with codes of up to six bits. */
 INLINE void add_quads(const int rows, const int low, const int high, const uint8_t *table, const int first, const int end,
                       const uint8_t *planes, const uint32_t *x, struct sums *s) {
-#if HAS_DOT
+#if HAS_VNNI
     ivec upper[AT_ONCE][CODED_VECTORS] = {{{0}}};
 #else
     const pairs ones = (pairs){0} + 1;
@@ -235,7 +210,7 @@ INLINE void add_quads(const int rows, const int low, const int high, const uint8
             pairs x_upper = (pairs)((uvec){0} + bytes[0]), x_lower = (pairs)((uvec){0} + bytes[CHUNK / 4]);
 #pragma GCC unroll 2
             for (int v = 0; v < CODED_VECTORS; v++) {
-#if HAS_DOT
+#if HAS_VNNI
                 upper[r][v] = (ivec)_mm512_dpbusd_epi32((__m512i)upper[r][v], (__m512i)values[v], (__m512i)x_upper);
                 s->of[r][v] = (ivec)_mm512_dpbusd_epi32((__m512i)s->of[r][v], (__m512i)values[v], (__m512i)x_lower);
                 KEEP_ORDER(s->of[r][v]);
@@ -252,7 +227,7 @@ INLINE void add_quads(const int rows, const int low, const int high, const uint8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int v = 0; v < CODED_VECTORS; v++) {
-#if HAS_DOT
+#if HAS_VNNI
             s->of[r][v] += upper[r][v] << 8;
 #else
             s->of[r][v] = add_products(lower[r][v], ones, s->of[r][v], 1);
@@ -263,7 +238,7 @@ INLINE void add_quads(const int rows, const int low, const int high, const uint8
 
 INLINE void multiply_quads(const int rows, const int low, const int high, const int groups, const uint8_t *table,
                            const struct coded *l, int64_t row, const uint8_t *panel, struct reading *next, float *out) {
-    const int quads = 8 / groups, at_once = HAS_DOT || low + high < 5 ? quads : low + high == 5 ? 4 : 2;
+    const int quads = 8 / groups, at_once = HAS_VNNI || low + high < 5 ? quads : low + high == 5 ? 4 : 2;
     for (int64_t number = 0; number < l->depth / CHUNK; number++) {
         struct chunk c;
         fetch_some(next);
@@ -282,7 +257,7 @@ INLINE void multiply_quads(const int rows, const int low, const int high, const 
     }
 }
 
-#if !HAS_DOT
+#if !HAS_VNNI
 /* A row of other codes: they are widened in registers. */
 INLINE void multiply_one(const int rows, const int low, const int high, const int groups, const uint8_t *table,
                          const struct coded *l, int64_t row, const uint8_t *panel, struct reading *next, float *out) {
@@ -341,12 +316,47 @@ static void multiply_few(int rows, const struct coded *l, int64_t row, const uin
     }
 }
 
-/* More rows: codes are widened once for all of them, and their offset taken away. */
-#if HAS_TILES
-#include "cpu_coded_tiles.h"
-#else
-#include "cpu_coded_wide.h"
-#endif
+/* A chunk and its codes, widened to 16 bits once for many rows, without their offset. */
+struct wide_chunk {
+    struct chunk chunk;
+    pairs codes[CHUNK / 2][CODED_VECTORS];
+};
+
+INLINE void widen_codes(const struct coded *l, const uint8_t *planes, const int low, const int high, const uint8_t *table,
+                        pairs out[CHUNK / 2][CODED_VECTORS]) {
+    const pairs all = (pairs){0} + (uint16_t)l->type->offset;
+#pragma GCC unroll 16
+    for (int i = 0; i < CHUNK / 2; i++)
+#pragma GCC unroll 2
+        for (int v = 0; v < CODED_VECTORS; v++) out[i][v] = code_pair(planes, low, high, table, i, v) - all;
+}
+
+INLINE void multiply_wide(const int rows, const struct coded *l, int64_t row, int64_t number, int count,
+                          const struct wide_chunk *w, struct reading *next, float *out) {
+    for (int64_t at = number * l->x.rows + row; count--; at += l->x.rows, w++) {
+        fetch_some(next);
+        const uint32_t *x = (const uint32_t *)(l->x.values + at * CHUNK);
+        struct sums s;
+        for (int half = 0; half < 2; half++) {
+            if (!half || l->type->groups == 2) begin_sums(rows, 0, l, at, half, &s);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) add_pair(rows, x + half * 8 + i, w->codes[half * 8 + i], &s);
+            if (half || l->type->groups == 2) end_sums(rows, l, at, &w->chunk, l->type->groups == 2 && half, &s, out);
+        }
+    }
+}
+
+INLINE void multiply_many(int rows, const struct coded *l, int64_t row, int64_t number, int count,
+                          const struct wide_chunk *w, struct reading *next, float *out) {
+    switch (rows) {
+    case 1: multiply_wide(1, l, row, number, count, w, next, out); break;
+    case 2: multiply_wide(2, l, row, number, count, w, next, out); break;
+    case 3: multiply_wide(3, l, row, number, count, w, next, out); break;
+    case 4: multiply_wide(4, l, row, number, count, w, next, out); break;
+    case 5: multiply_wide(5, l, row, number, count, w, next, out); break;
+    default: multiply_wide(6, l, row, number, count, w, next, out);
+    }
+}
 
 static void widen_chunk(const struct coded *l, const uint8_t *panel, int64_t number, struct wide_chunk *out) {
     find_chunk(l->type, panel, number, &out->chunk);
@@ -385,21 +395,17 @@ INLINE void coded_parts(const struct coded *l, int64_t first, int64_t end, enum 
                 some = in_turn(rows - r, AT_ONCE);
                 multiply_few(some, l, row + r, panel, &next, sums + r * CODED_COLUMNS);
             }
-        else {
-            const int most = MANY_ROWS(l);
-            BEGIN_MANY(rows, l);
+        else
             for (int64_t number = 0; number < chunks; number += SPAN) {
                 int count = (int)(chunks - number < SPAN ? chunks - number : SPAN);
                 for (int i = 0; i < count; i++) widen_chunk(l, panel, number + i, wide + i);
                 struct reading nothing = {0};
                 for (int r = 0, some; r < rows; r += some) {
-                    some = in_turn(rows - r, most);
+                    some = in_turn(rows - r, CODED_ROWS);
                     multiply_many(some, l, row + r, number, count, wide, r ? &nothing : &next,
                                   sums + r * CODED_COLUMNS);
                 }
             }
-            END_MANY();
-        }
         for (int r = 0; r < rows; r++)
             for (int64_t i = 0, at = block * CODED_COLUMNS; i < CODED_COLUMNS && at < l->width;
                  i += LANES, at += LANES) {
@@ -428,14 +434,6 @@ INLINE void split_to_bytes(const int16_t *values, uint32_t *bytes) {
     }
 }
 
-/* The same digits as bfloat16, which holds them exactly. */
-INLINE void split_to_floats(ivec whole, uint32_t *floats) {
-    ivec upper = (whole + 128) & ~255;
-    halves both[2] = {narrow(__builtin_convertvector(upper, vec)), narrow(__builtin_convertvector(whole - upper, vec))};
-    memcpy(floats, &both[0], sizeof both[0]);
-    memcpy(floats + CHUNK / 2, &both[1], sizeof both[1]);
-}
-
 /* Rows of inputs as integers. A row with an infinity or a NaN has a NaN for a scale. */
 INLINE void quantize_rows(const struct quantize *q, int64_t first, int64_t end, enum element type) {
     const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
@@ -457,7 +455,6 @@ INLINE void quantize_rows(const struct quantize *q, int64_t first, int64_t end, 
                 memcpy(values + i * LANES, &narrow_ones, sizeof narrow_ones);
                 whole = __builtin_convertvector(narrow_ones, ivec);
                 half_sums[i * LANES / 16] += __builtin_convertvector(whole, vec);
-                if (q->to.floats) split_to_floats(whole, q->to.floats + chunk * CHUNK + i * LANES / 2);
             }
             if (q->to.bytes) split_to_bytes(values, q->to.bytes + chunk * (CHUNK / 2));
             float scale = largest / LARGEST + sum_lanes(zero);

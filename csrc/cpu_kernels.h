@@ -1,14 +1,10 @@
-/* Everything that is compiled once per instruction level, and the table of it. A level's file sets LANES, HAS_DOT,
- * LEVEL and LEVEL_NAME, switches the compiler to the level and includes this. */
+/* Everything that is compiled once per instruction level, and the table of it. A level's file sets LANES, HAS_VNNI,
+ * HAS_BF16, LEVEL and LEVEL_NAME, switches the compiler to the level and includes this. */
 #include "cpu_vector.h"
 
 #include "cpu_rows.h"
 
 #include "cpu_product.h"
-
-#if HAS_TILES
-#include "cpu_amx.h"
-#endif
 
 #include "cpu_tile.h"
 
@@ -16,7 +12,9 @@
 
 #include "cpu_linear.h"
 
+#if LANES > 4
 #include "cpu_coded.h"
+#endif
 
 #include "cpu_ops.cdef.h"
 
@@ -43,12 +41,13 @@ const struct cpu_level LEVEL = {
     .scratch_bytes = scratch_bytes,
     .linear = {linear_float32, linear_bfloat16},
     .columns = COLUMNS,
+#if LANES > 4
     .quantize = {quantize_float32, quantize_bfloat16},
     .coded = {coded_float32, coded_bfloat16},
     .coded_columns = CODED_COLUMNS,
-    .has_dot = HAS_DOT,
-    .has_tiles = HAS_TILES,
+    .has_vnni = HAS_VNNI,
     .few_rows = FEW_ROWS,
+#endif
     .low_rank = {low_rank_float32, low_rank_bfloat16},
     .convolve = {convolve_float32, convolve_bfloat16},
     .delta = {delta_float32, delta_bfloat16},

@@ -89,9 +89,9 @@ struct linear {
 };
 
 /* Inputs as integers of 16 bits, with a scale for each chunk, a sum for each half of one, and sums times minus the scale:
- * of the chunk, and of its halves. Chunk after chunk, and in it row after row, so that rows that are computed together lie
- * together. An integer is 256 · upper + lower, and digits are asked for in two forms: bytes, a chunk's upper ones (in each
- * four the order of BYTE_OF) and then its lower ones, and bfloat16, 256 · upper and then lower. */
+ * of the chunk, and of its halves. They are stored chunk after chunk, and in a chunk row after row, so that rows that are
+ * computed together lie together. An integer is 256 * upper + lower; `bytes` has a chunk's upper bytes (each four in the
+ * order of BYTE_OF) and then its lower ones. */
 struct integers {
     int64_t rows;
     int is_few; /* they are multiplied by their bytes */
@@ -99,7 +99,7 @@ struct integers {
     float *scales;
     int32_t *sums;
     float *below[3];
-    uint32_t *bytes, *floats; /* these and values: NULL where nothing reads them */
+    uint32_t *bytes; /* this and `values`: NULL where nothing reads them */
 };
 
 struct quantize {
@@ -116,8 +116,6 @@ struct coded {
     const float *bias; /* NULL: none */
     void *y;
     int64_t first_row, rows, depth, width, y_stride;
-    int sums_are_floats; /* exactly, so that tiles may make them of bfloat16 */
-    uint16_t values[64]; /* of codes, then, as bfloat16 */
     int64_t row_parts, others; /* parts that the other threads take before a thread takes more */
 };
 
@@ -157,14 +155,15 @@ struct cpu_level {
     int columns; /* of a block of a linear's weight */
     void (*quantize[2])(const struct quantize *, int64_t first_row, int64_t end_row);
     void (*coded[2])(const struct coded *, int64_t first_part, int64_t end_part);
-    int coded_columns; /* of a panel of codes */
-    int has_dot, has_tiles, few_rows; /* at most */
+    int coded_columns; /* of a panel of codes; 0: the level computes no codes */
+    int has_vnni;
+    int few_rows;      /* up to so many are multiplied by their bytes */
     void (*low_rank[2])(const struct low_rank *, int64_t first_row, int64_t end_row);
     void (*convolve[2])(const struct convolve *, int row, int64_t first_channel, int64_t end_channel);
     void (*delta[2])(const struct penstock_delta *, const struct penstock_states *, int row, int head);
 };
 
-extern const struct cpu_level cpu_level_portable, cpu_level_avx2, cpu_level_avx512, cpu_level_avx512_bf16, cpu_level_amx;
+extern const struct cpu_level cpu_level_portable, cpu_level_avx2, cpu_level_avx512, cpu_level_avx512_bf16;
 
 /* A call's level, and how many threads so much work is worth: products of two numbers, or as much. */
 struct penstock_cpu;

@@ -6,15 +6,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#define ARCH_REQ_XCOMP_PERM 0x1023
-#define XFEATURE_XTILEDATA 18
-#endif
 
 #include "cpu_level.h"
 #include "cpu_ops.cdef.h"
@@ -27,35 +18,28 @@ static const struct cpu_level *const levels[] = {
     &cpu_level_avx2,
     &cpu_level_avx512,
     &cpu_level_avx512_bf16,
-    &cpu_level_amx,
 #endif
 };
 
-/* Whether there is AMX with products of 8 bits and of bfloat16, and the kernel lets this process and its threads use it:
- * it has to be asked, as a thread's state grows by 8 KiB. */
-static int has_tiles(void) {
-#if defined(TILES_IN_C) /* of the tests */
-    return 1;
-#elif defined(__x86_64__) && defined(__linux__)
-    unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (~d & (1u << 22 | 1u << 24 | 1u << 25))) return 0;
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-#else
-    return 0;
+int penstock_cpu_instructions(void) {
+    int found = 0;
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        found |= PENSTOCK_AVX2;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        found |= PENSTOCK_AVX512;
+    if (__builtin_cpu_supports("avx512vnni")) found |= PENSTOCK_VNNI;
+    if (__builtin_cpu_supports("avx512bf16")) found |= PENSTOCK_BF16;
 #endif
+    return found;
 }
 
-int penstock_cpu_best_level(void) {
-#if defined(__x86_64__)
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return 0;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
-        return 1;
-    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return 2;
-    return has_tiles() ? 4 : 3;
-#else
-    return 0;
-#endif
+int penstock_cpu_best_level(int instructions) {
+    const int with_vnni = PENSTOCK_AVX2 | PENSTOCK_AVX512 | PENSTOCK_VNNI, with_bf16 = with_vnni | PENSTOCK_BF16;
+    if ((instructions & with_bf16) == with_bf16) return 3;
+    if ((instructions & with_vnni) == with_vnni) return 2;
+    return instructions & PENSTOCK_AVX2 ? 1 : 0;
 }
 
 const char *penstock_cpu_level_name(int level) { return levels[level]->name; }
@@ -294,31 +278,7 @@ static void coded_some(const void *work, int64_t first, int64_t end, int thread)
     }
 }
 
-static int value_of(const struct code_type *t, int code) {
-    code &= (1 << (t->low + t->high)) - 1;
-    return (t->table ? t->table[code] : code) - t->offset;
-}
-
-/* Whether a float holds the sum of any group's products, and of any part of them. */
-static int sums_are_floats(const struct code_type *t) {
-    int largest = 0;
-    for (int code = 0; code < 1 << (t->low + t->high); code++) {
-        int value = value_of(t, code);
-        largest = value > largest ? value : -value > largest ? -value : largest;
-    }
-    return (int64_t)largest * 32768 * (CHUNK / t->groups) <= 1 << 24;
-}
-
-static void list_values(struct coded *l) {
-    l->sums_are_floats = sums_are_floats(l->type);
-    for (int code = 0; code < 64; code++) {
-        float value = (float)value_of(l->type, code);
-        memcpy(&l->values[code], (const char *)&value + 2, 2); /* little-endian, as every CPU that has tiles */
-    }
-}
-
-/* A tile may read a row beyond the last. */
-int64_t penstock_coded_scratch(int64_t rows, int64_t depth) { return (rows + 1) * (depth * 6 + depth / CHUNK * 24); }
+int64_t penstock_coded_scratch(int64_t rows, int64_t depth) { return rows * (depth * 4 + depth / CHUNK * 24); }
 int penstock_coded_columns(int level) { return levels[level]->coded_columns; }
 
 /* A code read from memory takes a core as long as this many multiplications. */
@@ -335,15 +295,11 @@ int penstock_coded(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride
     struct integers all_rows = {.rows = rows, .scales = room, .below = {room + chunks, room + 2 * chunks, room + 3 * chunks},
                                 .sums = (int32_t *)room + 4 * chunks};
     uint32_t *digits = (uint32_t *)room + 6 * chunks;
-    int is_few = rows <= level->few_rows, are_bytes;
+    int is_few = rows <= level->few_rows;
     for (int i = 0; i < num && rows > FEW_IN_TWO_GROUPS; i++) is_few &= code_types[parts[i].type].groups == 1;
-    all_rows.is_few = are_bytes = is_few;
-    for (int i = 0; i < num && !is_few && level->has_tiles; i++) {
-        if (sums_are_floats(&code_types[parts[i].type])) all_rows.floats = digits + rows * depth / 2;
-        else are_bytes = 1;
-    }
-    if (are_bytes) all_rows.bytes = digits;
-    if (is_few ? !level->has_dot : !level->has_tiles) all_rows.values = (int16_t *)(digits + rows * depth / 2);
+    all_rows.is_few = is_few;
+    if (is_few) all_rows.bytes = digits;
+    if (!is_few || !level->has_vnni) all_rows.values = (int16_t *)(digits + rows * depth / 2);
     struct quantize_work q = {level, cpu->is_bfloat16,
                               {.x = (const void *)x, .x_stride = x_stride, .depth = depth, .to = all_rows}};
     spread(quantize_some, &q, rows, chunk_of(rows, depth, cpu->num_threads), cpu->num_threads);
@@ -359,7 +315,6 @@ int penstock_coded(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride
             .bias = (const float *)p->bias, .first_row = first,
             .y = (char *)y + p->column * (cpu->is_bfloat16 ? 2 : 4), .rows = count, .depth = depth,
             .width = p->width, .y_stride = width, .row_parts = (count + LINEAR_ROWS - 1) / LINEAR_ROWS};
-        if (all_rows.floats) list_values(&w->layers[i]);
         all += parts_of(w, i);
         cost += depth * p->width * (count + PRODUCTS_PER_CODE_READ);
     }

@@ -6,8 +6,16 @@ struct penstock_cpu {
     int level, num_threads, is_bfloat16;
 };
 
-/* The levels that this CPU can run are 0 … the returned number, the last being the fastest. */
-int penstock_cpu_best_level(void);
+/* The vector instructions that this CPU has. VNNI and BF16 are apart: Cascade Lake and Ice Lake have only the former. */
+enum penstock_instructions {
+    PENSTOCK_AVX2 = 1,   /* with FMA and F16C */
+    PENSTOCK_AVX512 = 2, /* F, BW, DQ and VL */
+    PENSTOCK_VNNI = 4,   /* AVX-512's dot product of integers */
+    PENSTOCK_BF16 = 8    /* AVX-512's dot product of bfloat16 */
+};
+int penstock_cpu_instructions(void);
+/* The levels that a CPU with these instructions can run are 0 … the returned number, the last being the fastest. */
+int penstock_cpu_best_level(int instructions);
 const char *penstock_cpu_level_name(int level);
 
 /* 1 if there are threads to borrow; otherwise everything runs on the calling thread. */

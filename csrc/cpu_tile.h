@@ -5,7 +5,7 @@
 
 #define TYPE_BYTES(type) ((type) == BFLOAT16 ? 2 : 4)
 
-/* A word is a float or, for bfloat16 with HAS_DOT, a pair of them: two dimensions in q and keys, two positions in
+/* A word is a float or, for bfloat16 with HAS_BF16, a pair of them: two dimensions in q and keys, two positions in
  * values and weights. */
 struct shape {
     int paired; /* words are pairs of bfloat16 */
@@ -16,7 +16,7 @@ struct shape {
 };
 
 INLINE struct shape shape_of(const struct attention *a, enum element type) {
-    int paired = HAS_DOT && type == BFLOAT16;
+    int paired = HAS_BF16 && type == BFLOAT16;
     return (struct shape){.paired = paired,
                           .head_dim = a->head_dim,
                           .depth = paired ? a->head_dim / 2 : a->head_dim,

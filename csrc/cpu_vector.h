@@ -1,8 +1,9 @@
 /* The vector vocabulary of one instruction level: cpu_rows.h and cpu_attention.h are written in nothing else.
  *
- * Included by cpu_portable.c, cpu_avx2.c and cpu_avx512.c, each of which sets
+ * Included by the file of each level, which sets
  *   LANES     floats in a vector (4, 8, 16)
- *   HAS_DOT   1 where a 32-bit lane can hold a pair of bfloat16 that is multiplied and summed in one instruction
+ *   HAS_VNNI  1 where one instruction multiplies and sums four pairs of bytes, or two of 16 bits, in a 32-bit lane
+ *   HAS_BF16  1 where one instruction multiplies and sums the pairs of bfloat16 in a 32-bit lane
  * and has switched the compiler to that level. Sums are written out as fused multiply-adds, never left to the
  * compiler, so that a level gives the same bits wherever a value is computed. */
 #include <stdint.h>
@@ -56,7 +57,7 @@ INLINE vec multiply_add(vec a, vec b, vec c) {
 #endif
 }
 
-#if HAS_DOT
+#if HAS_BF16
 /* c plus, in every lane, the two products of the pairs of bfloat16 in a and b. */
 INLINE vec multiply_add_pairs(vec a, vec b, vec c) {
     return (vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
@@ -137,7 +138,7 @@ INLINE vec power_of_two(vec x) {
 INLINE vec widen(halves x) { return (vec)(__builtin_convertvector(x, uvec) << 16); }
 
 INLINE halves narrow(vec x) { /* to nearest even; a NaN stays one */
-#if HAS_DOT
+#if HAS_BF16
     return (halves)_mm512_cvtneps_pbh((__m512)x);
 #else
     uvec bits = (uvec)x;

@@ -31,4 +31,4 @@ CODE_TYPES = _types()
 
 def is_computed() -> bool:
     """Whether this CPU has vector instructions for them; without, numbers in float32 are faster."""
-    return bool(_lib.penstock_cpu_best_level() > 0)
+    return bool(_lib.penstock_cpu_best_level(_lib.penstock_cpu_instructions()) > 0)

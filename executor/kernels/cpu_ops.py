@@ -47,7 +47,7 @@ def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, 
 
 def levels() -> list[str]:
     """The instruction levels this CPU can run, slowest first."""
-    best = _csrc.lib.penstock_cpu_best_level()
+    best = _csrc.lib.penstock_cpu_best_level(_csrc.lib.penstock_cpu_instructions())
     return [_csrc.ffi.string(_csrc.lib.penstock_cpu_level_name(i)).decode() for i in range(best + 1)]
 
 

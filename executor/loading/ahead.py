@@ -54,7 +54,7 @@ def _is_stored_as_computed(name: str, entry: TensorEntry) -> bool:
 
 
 def _pack(file: GgufFile, turns: Iterator[tuple[str, TensorEntry]], is_over: threading.Event) -> None:
-    columns = _lib.penstock_coded_columns(_lib.penstock_cpu_best_level())
+    columns = _lib.penstock_coded_columns(_lib.penstock_cpu_best_level(_lib.penstock_cpu_instructions()))
     while not is_over.is_set() and (turn := next(turns, None)):
         name, entry = turn
         assert entry.type.codes is not None

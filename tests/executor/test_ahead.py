@@ -13,6 +13,7 @@ import torch
 from penstock.executor.code_types import is_computed
 from penstock.executor.kernels import codes
 from penstock.executor.kernels.codes import Coded
+from penstock.executor.kernels.cpu_ops import describe_cpu
 from penstock.executor.loading import ahead
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.loading.gguf_file import GgufFile, TensorEntry, open_gguf
@@ -39,7 +40,7 @@ def packed(path: Path) -> GgufFile:
 
 
 def columns() -> int:
-    return int(codes._lib.penstock_coded_columns(codes._lib.penstock_cpu_best_level()))
+    return int(codes._lib.penstock_coded_columns(describe_cpu(torch.float32, 1, None).level))
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])

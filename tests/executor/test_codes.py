@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.executor.code_types import is_computed
 from penstock.executor.kernels.codes import Coded, CodedLinear
 from penstock.executor.kernels.cpu_ops import levels
 from penstock.executor.protocol import ExecutorError
 from tests.support.coded import FILE_TYPES, coded
 
+pytestmark = pytest.mark.skipif(not is_computed(), reason="without AVX2 codes become numbers")
 CPU = torch.device("cpu")
 OUTPUT_ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8}
 
@@ -30,7 +32,7 @@ def inputs(rows: int, depth: int, dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 
 @pytest.mark.parametrize("dtype", OUTPUT_ROUNDING, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("level", levels()[1:])
 @pytest.mark.parametrize("kind", FILE_TYPES)
 def test_products_are_those_of_the_file_s_values(kind: str, level: str, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(1)
@@ -66,10 +68,10 @@ def test_a_row_is_the_same_bits_in_every_batch_and_on_any_number_of_threads(kind
 
 
 @pytest.mark.parametrize("kind", FILE_TYPES)
-def test_every_level_that_adds_without_rounding_the_product_makes_the_same_bits(kind: str) -> None:
-    """A model answers alike on an old CPU and on a new one: vectors and the tiles of AMX make the same sums."""
+def test_every_level_makes_the_same_bits(kind: str) -> None:
+    """A model gives the same answers on an old CPU and on a new one."""
     weights = [coded(np.random.default_rng(8), (size, 1024), kind)[0] for size in (70, 40)]
-    fused = [CodedLinear(weights, torch.float32, level=level) for level in levels() if level != "portable"]
+    fused = [CodedLinear(weights, torch.float32, level=level) for level in levels()[1:]]
     for rows in (1, 2, 3, 5, 9, 17, 33, 130):
         x = inputs(rows, 1024, torch.float32)
         made = [linear(x) for linear in fused]

@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 
+from penstock import _csrc
 from penstock.executor.kernels import NO_EXTRAS, Activation, KeyStore, Ops, Rotation, ScoreExtras, cpu_ops, torch_ops
 from tests.support.paged import Cache, attend, latent_step, random
 
@@ -262,6 +263,26 @@ def test_unsupported_tensors_get_the_twins_when_the_kernels_are_chosen() -> None
 def test_an_unknown_level_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="level: 'sse9' is not one of .*portable"):
         cpu_ops.make_ops(torch.float32, 64, level="sse9")
+
+
+@pytest.mark.parametrize(
+    ("cpu", "instructions", "level"),
+    [
+        ("Nehalem", (), "portable"),
+        ("Zen 3", ("AVX2",), "avx2"),
+        ("Skylake-SP", ("AVX2", "AVX512"), "avx2"),
+        ("Cascade Lake and Ice Lake", ("AVX2", "AVX512", "VNNI"), "avx512"),
+        ("Zen 4", ("AVX2", "AVX512", "VNNI", "BF16"), "avx512_bf16"),
+        ("a CPU without VNNI", ("AVX2", "AVX512", "BF16"), "avx2"),
+        ("a machine that hides AVX2", ("AVX512", "VNNI", "BF16"), "portable"),
+    ],
+)
+def test_the_dot_products_of_integers_and_of_bfloat16_are_chosen_apart(
+    cpu: str, instructions: tuple[str, ...], level: str
+) -> None:
+    lib: Any = _csrc.lib
+    best = lib.penstock_cpu_best_level(sum(getattr(lib, f"PENSTOCK_{name}") for name in instructions))
+    assert _csrc.ffi.string(lib.penstock_cpu_level_name(best)).decode() == level, cpu
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
