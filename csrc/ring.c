@@ -8,7 +8,6 @@
 #include <limits.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <string.h>
 #include <time.h>
 
 #include "ring.cdef.h"
@@ -17,19 +16,15 @@
 #include <sched.h>
 #include <unistd.h>
 #endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #endif
 
 typedef struct penstock_ring_line line;
-typedef struct penstock_ring_header header;
-_Static_assert(sizeof(line) == 64 && sizeof(header) == 64, "lines and headers are cache lines");
+_Static_assert(sizeof(line) == 64, "lines are cache lines");
 
-enum { STRIPE = 64, WORDS = 8, CHUNK = 32 * 1024, SPINS = 16 }; /* CHUNK: a copy of it stays in the first cache */
+enum { SPINS = 16 };
 
 static uint64_t load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
 
@@ -110,130 +105,4 @@ int penstock_ring_wait(uintptr_t lines, int bell, int first, int number, uint64_
     if (!(there = enough(from, number, target)) && !is_set(cancelled) && sleep_ns) sleep_on(&on->bell, seen, sleep_ns);
     __atomic_fetch_sub(&on->sleepers, 1, __ATOMIC_SEQ_CST);
     return there || enough(from, number, target) ? 1 : -1;
-}
-
-/* The sum: eight lanes of 64 bits and a key for each that moves with every stripe, so the place of a word counts. A
- * word adds the product of its halves to its own lane and itself to the lane beside it: one flipped bit always shows.
- * Written twice, because compilers do not find the instruction that multiplies 32 by 32 bits in four lanes at once. */
-#define STEP_OF(i) (0x9e3779b97f4a7c15u * (2 * (uint64_t)(i) + 1))
-
-static void add_portable(const uint8_t *from, size_t size, uint64_t *sum) {
-    for (size_t at = 0; at < size; at += STRIPE)
-        for (int i = 0; i < WORDS; i++) {
-            uint64_t word, keyed;
-            memcpy(&word, from + at + 8 * i, 8);
-            keyed = word ^ sum[WORDS + i];
-            sum[i] += (keyed & 0xffffffffu) * (keyed >> 32);
-            sum[i ^ 1] += word;
-            sum[WORDS + i] += STEP_OF(i);
-        }
-}
-
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) static void add_avx2(const uint8_t *from, size_t size, uint64_t *sum) {
-    __m256i lanes[2], keys[2], steps[2];
-    for (int half = 0; half < 2; half++) {
-        int i = 4 * half;
-        lanes[half] = _mm256_loadu_si256((const __m256i *)(sum + i));
-        keys[half] = _mm256_loadu_si256((const __m256i *)(sum + WORDS + i));
-        steps[half] = _mm256_set_epi64x((int64_t)STEP_OF(i + 3), (int64_t)STEP_OF(i + 2), (int64_t)STEP_OF(i + 1),
-                                        (int64_t)STEP_OF(i));
-    }
-    for (size_t at = 0; at < size; at += STRIPE)
-        for (int half = 0; half < 2; half++) {
-            __m256i words = _mm256_loadu_si256((const __m256i *)(from + at + 32 * half));
-            __m256i keyed = _mm256_xor_si256(words, keys[half]);
-            __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
-            __m256i swapped = _mm256_shuffle_epi32(words, 0x4e); /* pairs change places */
-            lanes[half] = _mm256_add_epi64(lanes[half], _mm256_add_epi64(product, swapped));
-            keys[half] = _mm256_add_epi64(keys[half], steps[half]);
-        }
-    for (int half = 0; half < 2; half++) {
-        _mm256_storeu_si256((__m256i *)(sum + 4 * half), lanes[half]);
-        _mm256_storeu_si256((__m256i *)(sum + WORDS + 4 * half), keys[half]);
-    }
-}
-#endif
-
-static void add(const uint8_t *from, size_t size, uint64_t *sum) {
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2")) {
-        add_avx2(from, size, sum);
-        return;
-    }
-#endif
-    add_portable(from, size, sum);
-}
-
-void penstock_ring_put(uintptr_t to, const uint8_t *from, size_t size, uint64_t *sum) {
-    uint8_t *out = (uint8_t *)to;
-    size_t whole = size / STRIPE * STRIPE;
-    for (size_t at = 0; at < whole; at += CHUNK) {
-        size_t part = whole - at < CHUNK ? whole - at : CHUNK;
-        memcpy(out + at, from + at, part);
-        add(out + at, part, sum);
-    }
-    if (whole < size) {
-        memcpy(out + whole, from + whole, size - whole);
-        memset(out + size, 0, whole + STRIPE - size);
-        add(out + whole, STRIPE, sum);
-    }
-}
-
-uint64_t penstock_ring_digest(const uint64_t *sum) {
-    uint64_t digest = 0;
-    for (int i = 0; i < 2 * WORDS; i++) {
-        digest ^= sum[i];
-        digest = (digest << 27 | digest >> 37) * 0x9fb21c651e98df25u;
-        digest ^= digest >> 32;
-    }
-    return digest;
-}
-
-uint64_t penstock_ring_take(uintptr_t to, uintptr_t from, size_t size) {
-    const uint8_t *in = (const uint8_t *)from;
-    uint64_t sum[2 * WORDS] = {0};
-    for (size_t at = 0; at < size; at += CHUNK) {
-        size_t part = size - at < CHUNK ? size - at : CHUNK;
-        if (to) memcpy((uint8_t *)to + at, in + at, part);
-        add(to ? (const uint8_t *)to + at : in + at, part, sum);
-    }
-    return penstock_ring_digest(sum);
-}
-
-static uint64_t header_sum(const header *from) {
-    header bare = *from;
-    bare.sum = 0;
-    return penstock_ring_take(0, (uintptr_t)&bare, sizeof bare);
-}
-
-void penstock_ring_seal(uintptr_t at, header *from) {
-    from->sum = header_sum(from);
-    memcpy((void *)at, from, sizeof *from);
-}
-
-static void set_busy(uintptr_t lines, int owner, uint64_t number) {
-    __atomic_store_n(&((line *)lines)[owner].busy, number, __ATOMIC_RELAXED);
-}
-
-void penstock_ring_write(uintptr_t lines, int owner, uintptr_t at, uintptr_t start, uint64_t number, uint64_t area,
-                         const uint8_t *head, size_t size) {
-    uint64_t head_sum[2 * WORDS] = {0}, none[2 * WORDS] = {0};
-    set_busy(lines, owner, number);
-    penstock_ring_put(start, head, size, head_sum);
-    header made = {number, area, size, 0, 0, penstock_ring_digest(head_sum), penstock_ring_digest(none), 0};
-    penstock_ring_seal(at, &made);
-}
-
-int penstock_ring_open(uintptr_t lines, int owner, uintptr_t at, uint64_t number, size_t slot_bytes, uintptr_t spills,
-                       int num_spills, size_t spill_bytes, header *out) {
-    set_busy(lines, owner, number);
-    memcpy(out, (const void *)at, sizeof *out);
-    if (header_sum(out) != out->sum || out->number != number || out->area > (uint64_t)num_spills) return 1;
-    size_t limit = out->area ? spill_bytes : slot_bytes;
-    if (out->num_buffers > limit / 8 || out->body_bytes > limit || out->buffers_bytes > limit) return 1;
-    size_t head = (8 * out->num_buffers + out->body_bytes + STRIPE - 1) / STRIPE * STRIPE;
-    if (head + out->buffers_bytes > limit) return 1;
-    uintptr_t start = out->area ? spills + (out->area - 1) * spill_bytes : at + sizeof *out;
-    return penstock_ring_take(0, start, head) == out->head_sum ? 0 : 2;
 }

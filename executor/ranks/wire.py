@@ -11,8 +11,7 @@ from penstock.executor.ring.memory_segment import RingHandle
 
 
 class MessageKind:
-    """The first of the buffers that make up a message to a worker; the rest is that kind's own. A step is msgpack: as a
-    pickle it takes eight times as long to encode, and the ring's pickle around these buffers costs 1 µs (docs/ring.md)."""
+    """The first part of a message to a worker; the other parts depend on the kind. A step is encoded with msgpack."""
 
     STEP, MASKS, CLOSE, STACKS = b"step", b"masks", b"close", b"stacks"
     LOAD, UNLOAD = b"load", b"unload"  # an adapter: of a folder, by its key; both UTF-8

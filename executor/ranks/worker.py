@@ -87,6 +87,7 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
     while True:
         reporter.doing = "waiting for a step"
         with receive() as (kind, *parts):
+            kind = bytes(kind)
             if kind == MessageKind.CLOSE:
                 break
             if kind == MessageKind.MASKS:

@@ -1,18 +1,17 @@
 """One writer sends N readers on the same machine everything in the same order, through shared memory.
 
-The engine core sends its workers their steps with it. An object is pickled with its arrays beside it (frames.py) and
-lies in memory that all have mapped (memory_segment.py); an array is copied once on the way in, and once on the way out
-or, borrowed, not at all.
+The engine core sends its workers their steps with it. A message is a few parts, each of them bytes: a kind, an encoded
+step, the rows of a mask. They lie in memory that all processes have mapped (memory_segment.py). A part is copied once on
+the way in; readers borrow it where it lies.
 
     line WRITER    count: messages published · pid, start · bell: where readers sleep
     line FREED     bell: where the writer sleeps until readers have finished
     line reader r  count: messages finished · busy: the one it is at · pid, start
     ───────────────────────────────────────────────────────────────────────────────────── only the writer writes below
-    slot 0         header 64 bytes: number · area · sizes · sums of head, of buffers and of all this
-                   head: a length per buffer, the pickle   (padded to 64 bytes, so are the buffers)
-                   buffer 0 · buffer 1 · …
+    slot 0         header 64 bytes: number · area · number of parts · their sizes
+                   part 0 · part 1 · …   (each begins at a multiple of 64 bytes)
     slot 1         …
-    spill 0, 1     head and buffers of a message that is larger than a slot; its header lies in a slot as ever.
+    spill 0, 1     the parts of a message that is larger than a slot; its header lies in a slot as ever.
                    Addresses for 1 GiB each, memory only as messages have needed it
 
 Message n lies in slot (n - 1) mod slots. It is written when every reader has finished message n - slots, then the
@@ -21,23 +20,19 @@ A reader's count likewise. Counts only grow and each has one owner, so no crash 
 csrc/ring.c says what orders the stores. `send` returns when the last byte is copied, on every path: what was sent may
 be overwritten at once.
 
-Pickle runs code, so a ring is for a parent and the workers of its own user that it has given the handle; the memory has
-no name that others could open, and a reader cannot write messages. Sums reject what a stray write or a flipped bit has
-changed, before the unpickler sees it; they are no defence against an enemy within.
+A ring is for a parent and the workers of its own user that it has given the handle; the memory has no name that others
+could open, and a reader cannot write messages. Messages carry no checksum: they never leave the machine's memory.
 """
 
 import contextlib
 import math
-import pickle
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
-import numpy as np
-
 from penstock._csrc import ffi, lib
-from penstock.executor.ring.frames import OUT_OF_BAND_BYTES, encode
 from penstock.executor.ring.memory_segment import (
     ATTACHED,
     FIRST_READER,
@@ -54,6 +49,9 @@ from penstock.executor.ring.memory_segment import (
     padded,
 )  # fmt: skip
 
+MAX_PARTS = 5
+HEADER = struct.Struct(f"<{3 + MAX_PARTS}Q")  # number, area (0: behind the header, else 1 + spill), parts, their sizes
+assert HEADER.size == LINE
 CHECK_S = 0.25  # how often a waiting end looks whether the others live
 LONGEST_SPIN_NS = 1_000_000  # while messages come close together
 SHORTEST_SPIN_NS = 20_000  # once they do not: about what falling asleep and waking up costs
@@ -62,10 +60,6 @@ CLOSE_WAIT_S = 1.0  # for the thread that close() has interrupted
 
 class RingClosed(ConnectionError):
     """This end was closed, or the other one in good order."""
-
-
-class RingDamaged(ConnectionError):
-    """A message was changed in the ring; it is skipped."""
 
 
 class PeerDied(ConnectionError):
@@ -82,27 +76,23 @@ class PeerDied(ConnectionError):
 class MessageQueue:
     """One end of the ring: the writer's from `create`, a reader's from `attach`. Any thread may call, one at a time."""
 
-    def __init__(self, segment: Segment, reader: int | None, out_of_band_bytes: int = OUT_OF_BAND_BYTES) -> None:
+    def __init__(self, segment: Segment, reader: int | None) -> None:
         self._segment, self._reader = segment, reader
         self._line = WRITER if reader is None else FIRST_READER + reader
-        self._out_of_band_bytes = out_of_band_bytes
         self._count = 0  # messages that this end has sent or finished
         self._lock = threading.RLock()
         self._is_borrowed = False
-        self._header = ffi.new("struct penstock_ring_header *")  # of the message that is read
         self._closed = ffi.new("int *")  # read by the C code while it waits
         self._spilled = [0] * NUM_SPILLS  # the last message that lay in each
         self._checked_s = time.monotonic()
         self._spin_ns = SHORTEST_SPIN_NS
 
     @classmethod
-    def create(
-        cls, num_readers: int, *, slots: int, slot_bytes: int, out_of_band_bytes: int = OUT_OF_BAND_BYTES
-    ) -> "MessageQueue":
+    def create(cls, num_readers: int, *, slots: int, slot_bytes: int) -> "MessageQueue":
         _limit("num_readers", num_readers, MAX_READERS)
         _limit("slots", slots, MAX_SLOTS)
         _limit("slot_bytes", slot_bytes, MAX_MESSAGE_BYTES)
-        return cls(Segment.create(num_readers, slots, slot_bytes), None, out_of_band_bytes)
+        return cls(Segment.create(num_readers, slots, slot_bytes), None)
 
     @classmethod
     def attach(cls, handle: RingHandle, reader: int) -> "MessageQueue":
@@ -119,47 +109,31 @@ class MessageQueue:
     def handle(self) -> RingHandle:
         return self._segment.handle
 
-    def send(self, obj: Any, timeout_s: float | None = None) -> None:
-        """Waits for a slot if all are still being read. Everything is copied when it returns."""
+    def send(self, parts: Sequence[Any], timeout_s: float | None = None) -> None:
+        """Send bytes, memoryviews or contiguous arrays. Wait for a slot if all are still being read.
+
+        Everything is copied when this returns.
+        """
         assert self._reader is None, "readers do not send"
         deadline = Deadline(timeout_s)
-        body, buffers = encode(obj, self._out_of_band_bytes)
+        views = [_as_bytes(part) for part in parts]
         self._take_turn(deadline)
         try:
             number = self._count + 1
             if time.monotonic() - self._checked_s > CHECK_S:
                 self._check_readers()
-            self._write(body, buffers, number, deadline)
+            self._write(views, number, deadline)
             self._count = number
             lib.penstock_ring_post(self._segment.lines, WRITER, WRITER, number)
         finally:
             self._lock.release()
 
-    def recv(self, timeout_s: float | None = None) -> Any:
-        """The next message. Arrays own their memory; those of one message share one piece of it."""
-        self._begin(timeout_s)
-        try:
-            body, sizes, start = self._read()
-            if not sizes:
-                return pickle.loads(body)
-            total = self._header.buffers_bytes
-            owned = np.empty(total, np.uint8)
-            if lib.penstock_ring_take(owned.ctypes.data, self._segment.base + start, total) != self._header.buffers_sum:
-                raise self._damaged("its buffers")
-            return pickle.loads(body, buffers=_cut(owned.data, 0, sizes))
-        finally:
-            self._finish()
-
     @contextlib.contextmanager
-    def borrow(self, timeout_s: float | None = None) -> Iterator[Any]:
-        """The next message, its arrays lying in the ring, read-only. They must not be touched after the block."""
+    def borrow(self, timeout_s: float | None = None) -> Iterator[list[memoryview]]:
+        """Yield the parts of the next message, which lie in the ring, read-only. They are invalid after the block."""
         self._begin(timeout_s)
         try:
-            body, sizes, start = self._read()
-            total = self._header.buffers_bytes
-            if sizes and lib.penstock_ring_take(0, self._segment.base + start, total) != self._header.buffers_sum:
-                raise self._damaged("its buffers")
-            yield pickle.loads(body, buffers=_cut(self._segment.data.toreadonly(), start, sizes))
+            yield self._read()
         finally:
             self._finish()
 
@@ -193,33 +167,31 @@ class MessageQueue:
         else:
             assert done[self._reader] == self._count, (done, self._count)
 
-    def _write(self, body: bytes, buffers: list[memoryview], number: int, deadline: "Deadline") -> None:
+    def _write(self, parts: list[memoryview], number: int, deadline: "Deadline") -> None:
         segment = self._segment
-        head = np.array([buffer.nbytes for buffer in buffers], "<u8").tobytes() + body if buffers else body
-        buffers_bytes = sum(padded(buffer.nbytes) for buffer in buffers)
-        size = padded(len(head)) + buffers_bytes
-        if size > MAX_MESSAGE_BYTES:
-            raise ValueError(f"message: {size} bytes given, at most {MAX_MESSAGE_BYTES} can be sent")
+        sizes = [part.nbytes for part in parts]
+        size = sum(map(padded, sizes))
+        if size > MAX_MESSAGE_BYTES or len(parts) > MAX_PARTS:
+            raise ValueError(
+                f"message: {len(parts)} parts of {size} bytes given, at most {MAX_PARTS} of {MAX_MESSAGE_BYTES} can be sent"
+            )
         needed, spill = number - segment.handle.slots, None
         if size > segment.stride - LINE:
             spill = self._free_spill()
             needed = max(needed, self._spilled[spill])
         self._wait(FREED, FIRST_READER, segment.handle.num_readers, needed, deadline)
         self._shrink_spills(spill)
-        slot = segment.base + segment.slot(number)
-        area, start = 0, slot + LINE
+        slot = segment.slot(number)
+        area, at = 0, slot + LINE
         if spill is not None:
             segment.commit_spill(spill, size)
             self._spilled[spill] = number
-            area, start = 1 + spill, segment.base + segment.spill(spill)
-        if not buffers:
-            lib.penstock_ring_write(segment.lines, WRITER, slot, start, number, area, body, len(body))
-            return
+            area, at = 1 + spill, segment.spill(spill)
         segment.set_busy(WRITER, number)
-        at, head_sum = _put(start, [memoryview(head)])
-        _, buffers_sum = _put(at, buffers)
-        fields = (number, area, len(body), len(buffers), buffers_bytes, head_sum, buffers_sum, 0)
-        lib.penstock_ring_seal(slot, ffi.new("struct penstock_ring_header *", fields))
+        HEADER.pack_into(segment.data, slot, number, area, len(parts), *sizes, *(0,) * (MAX_PARTS - len(parts)))
+        for part, part_size in zip(parts, sizes, strict=True):
+            segment.data[at : at + part_size] = part
+            at += padded(part_size)
 
     def _free_spill(self) -> int:
         """The first that all have read, for it is the one in the caches; else the one that will be read first."""
@@ -251,36 +223,24 @@ class MessageQueue:
             raise
 
     def _finish(self) -> None:
-        """Also when the message was damaged or could not be unpickled: its slot must come free."""
+        """Free the message's slot, also when its reader has failed."""
         self._is_borrowed = False
         self._count += 1
         lib.penstock_ring_post(self._segment.lines, self._line, FREED, self._count)
         self._lock.release()
 
-    def _read(self) -> tuple[memoryview, list[int], int]:
-        """The pickle, verified, the sizes of the buffers and where they begin; `_header` holds the rest."""
-        segment, header, slot = self._segment, self._header, self._segment.slot(self._count + 1)
-        damage = lib.penstock_ring_open(
-            segment.lines,
-            self._line,
-            segment.base + slot,
-            self._count + 1,
-            segment.stride - LINE,
-            segment.base + segment.spill(0),
-            NUM_SPILLS,
-            MAX_MESSAGE_BYTES,
-            header,
-        )
-        if damage:
-            raise self._damaged("its header" if damage == 1 else "its pickle")
-        start = segment.spill(header.area - 1) if header.area else slot + LINE
-        num_buffers, body = header.num_buffers, start + 8 * header.num_buffers
-        sizes = np.frombuffer(segment.data, "<u8", num_buffers, start).tolist() if num_buffers else []
-        end = body + header.body_bytes
-        return segment.data[body:end], sizes, start + padded(end - start)
-
-    def _damaged(self, what: str) -> RingDamaged:
-        return RingDamaged(f"reader {self._reader}: message {self._count + 1} was changed in the ring: {what}")
+    def _read(self) -> list[memoryview]:
+        segment, expected = self._segment, self._count + 1
+        segment.set_busy(self._line, expected)
+        slot = segment.slot(expected)
+        number, area, num_parts, *sizes = HEADER.unpack_from(segment.data, slot)
+        assert number == expected, f"message {number} lies where message {expected} is due"
+        at = segment.spill(area - 1) if area else slot + LINE
+        parts = []
+        for size in sizes[:num_parts]:
+            parts.append(segment.data[at : at + size])
+            at += padded(size)
+        return parts
 
     def _take_turn(self, deadline: "Deadline") -> None:
         """One thread at a time, and none once the ring is closed."""
@@ -384,21 +344,12 @@ class Deadline:
         return self._at_s <= time.monotonic()
 
 
-def _put(at: int, buffers: list[memoryview]) -> tuple[int, int]:
-    """Copy buffers, each to the beginning of a line; where the last line ends, and their sum."""
-    total = ffi.new("uint64_t[16]")
-    for buffer in buffers:
-        lib.penstock_ring_put(at, ffi.from_buffer("uint8_t[]", buffer), buffer.nbytes, total)
-        at += padded(buffer.nbytes)
-    return at, int(lib.penstock_ring_digest(total))
-
-
-def _cut(memory: memoryview, start: int, sizes: list[int]) -> list[memoryview]:
-    views = []
-    for size in sizes:
-        views.append(memory[start : start + size])
-        start += padded(size)
-    return views
+def _as_bytes(part: Any) -> memoryview:
+    """Return a view of the part's bytes; TypeError if they do not lie side by side."""
+    view = memoryview(part)
+    if not view.nbytes:
+        return memoryview(b"")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 def _limit(name: str, value: int, most: int) -> None:
