@@ -98,10 +98,17 @@ class RankGroup:
         self._run("minimum", self._backend.allreduce, [held], options)
         return int(held)
 
-    def exchange(self, value: int) -> list[int]:
-        """Every rank's value, in the order of the ranks."""
-        most = 2**63 - 1
-        return [self.minimum(value if rank == self.rank else most) for rank in range(self.world)]
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes, in the order of the ranks, on all ranks."""
+        if self._backend is None:
+            return [data]
+        longest = -self.minimum(-len(data))
+        sent = torch.tensor([*len(data).to_bytes(8, "little"), *data.ljust(longest, b"\0")], dtype=torch.uint8)
+        sent = sent.to(self.device)
+        received = [torch.empty_like(sent) for _ in range(self.world)]
+        self._run("gather bytes", self._backend.allgather, [received], [sent], AllgatherOptions())
+        texts = [each.cpu().numpy().tobytes() for each in received]
+        return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 
     def gather_columns(self, part: torch.Tensor, num_columns: int) -> torch.Tensor | None:
         """On the first rank [n, num_columns], from every rank's `share` of the columns; on the others None."""

@@ -8,9 +8,8 @@ but nothing here imports it.
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from ctypes import c_char
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,25 +21,28 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F6
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
-class SealedMemory:
-    """Of no folder, for processes of this user on this machine; `write` fills its descriptor, once."""
+class SharedTensors:
+    """`with SharedTensors(model.state_dict()) as shared: engine.update_weights(shared.path)`"""
 
-    def __init__(self, write: Callable[[int], None]) -> None:
+    def __init__(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Copy the tensors. Where names share memory, as those of a tied head do, the first one counts."""
+        named = tensors.items() if isinstance(tensors, Mapping) else tensors
+        once: dict[object, tuple[str, Any]] = {}
+        for name, tensor in named:
+            place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device
+            once.setdefault(place if tensor.numel() else name, (name, tensor))
         self._fd = os.memfd_create("penstock weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            write(self._fd)
+            _write(dict(once.values()), self._fd)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
         except BaseException:
-            SealedMemory.close(self)  # and nothing that a class derived from it has not opened yet
+            self.close()
             raise
 
     @property
     def path(self) -> str:
-        """For other processes, until `close`."""
+        """The path at which processes of this user on this machine can read the tensors until `close`."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def fileno(self) -> int:
-        return self._fd
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -52,19 +54,6 @@ class SealedMemory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-class SharedTensors(SealedMemory):
-    """`with SharedTensors(model.state_dict()) as shared: engine.update_weights(shared.path)`"""
-
-    def __init__(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        """Copies them. Of names for the same memory, as of a head that is tied, the first counts."""
-        named = tensors.items() if isinstance(tensors, Mapping) else tensors
-        once: dict[object, tuple[str, Any]] = {}
-        for name, tensor in named:
-            place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device
-            once.setdefault(place if tensor.numel() else name, (name, tensor))
-        super().__init__(partial(_write, dict(once.values())))
 
 
 def _write(tensors: dict[str, Any], fd: int) -> None:

@@ -52,8 +52,7 @@ class WakeRequest(msgspec.Struct, kw_only=True):
 class UpdateRequest(msgspec.Struct, kw_only=True):
     """POST /update_weights"""
 
-    # A folder, a .gguf or a .safetensors file that the server can read, shared memory (executor/shared_tensors.py), or the
-    # address of a trainer that serves tensors (executor/served_tensors.py).
+    # A folder, a .gguf or a .safetensors file that the server can read, or shared memory (executor/shared_tensors.py).
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
 
 

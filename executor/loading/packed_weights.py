@@ -57,6 +57,9 @@ class PackedCheckpoint:
     def names(self) -> list[str]:
         return list(self._stored)
 
+    def float_dtype(self) -> str:
+        return self._folder.float_dtype()
+
     def shape(self, name: str) -> tuple[int, ...]:
         if not self._stored[name]:
             return self._folder.shape(name)

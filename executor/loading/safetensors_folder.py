@@ -4,6 +4,8 @@ The safetensors library checks a file's header (size, offsets, overlaps, truncat
 its tensors are views of the mapped file, so reading is done by the thread that copies them.
 """
 
+import math
+from collections import Counter
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +19,7 @@ from penstock.executor.protocol import ExecutorError
 from penstock.executor.regular_files import require_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+_FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _EIGHT_BITS, _BYTES = "F8_E4M3", "U8"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -37,7 +39,7 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Tensor:
         dtype = self.dtype(name)
-        expected = _FLOATS | self._quantized
+        expected = set(_FLOATS) | self._quantized
         if dtype not in expected:
             raise ExecutorError(
                 f"{self._files[name][0]}: tensor {name!r} is stored as {dtype}; "
@@ -57,6 +59,14 @@ class SafetensorsFolder:
     def dtype(self, name: str) -> str:
         dtype: str = self._slice(name).get_dtype()
         return dtype
+
+    def float_dtype(self) -> str:
+        """Return the dtype that most of the stored floating-point numbers have: float32, bfloat16 or float16."""
+        counts = Counter[str]()
+        for name in self._files:
+            counts[_FLOATS.get(self.dtype(name), "")] += math.prod(self.shape(name))
+        del counts[""]
+        return max(counts, key=counts.__getitem__, default="float32")
 
     @property
     def all_names(self) -> Collection[str]:

@@ -18,7 +18,9 @@ from penstock.executor.loading.checkpoint import Checkpoint, open_checkpoint, op
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.fields import Fields
 from penstock.executor.loading.packed_weights import PackedCheckpoint
+from penstock.executor.loading.safetensors_folder import SafetensorsFolder
 from penstock.executor.models.code_layers import KeptCodes
+from penstock.executor.models.digests import Digests
 from penstock.executor.models.labels import HEAD, without_head
 from penstock.executor.models.registry import CausalModel, Spec, find_architecture, text_of
 from penstock.executor.models.spec import DecoderSpec
@@ -59,20 +61,19 @@ class LoadedModel:
 def load_update(
     source: str, config: ExecutorConfig, before: LoadedModel, device: torch.device, group: RankGroup
 ) -> LoadedModel:
-    """Other weights of the same model: from a folder, a .gguf file, a safetensors file of named tensors, or a trainer that
-    serves them. All of them, every number finite, computed as those before."""
-    from penstock.executor.served_tensors import fetched
+    """Load other weights of the same model from a folder, a .gguf file, or a safetensors file of named tensors.
 
-    with fetched(source, group) as here:
-        path = Path(here)
+    The source has all tensors, and every number is finite. They are computed as those before.
+    """
+    with Digests(group, before.placement is not None) as digests:
+        path = Path(source)
         if path.is_dir() or path.suffix == ".gguf":
             config = msgspec.structs.replace(config, model=source)
             checkpoint = open_checkpoint(path, config)
         else:
             checkpoint = open_tensors(path, Path(config.model), config)
-        loaded = load_model(
-            msgspec.structs.replace(config, load_format="auto"), device, group, lambda _line: None, checkpoint, before
-        )
+        config = msgspec.structs.replace(config, load_format="auto")
+        loaded = load_model(config, device, group, lambda _line: None, checkpoint, before, digests)
     for name in ("architecture", "spec", "labels", "num_positions", "kv_dtype"):
         old, new = getattr(before, name), getattr(loaded, name)
         if old != new:
@@ -99,8 +100,9 @@ def load_model(
     progress: Callable[[str], None],
     checkpoint: Checkpoint,
     before: LoadedModel | None = None,
+    digests: Digests | None = None,
 ) -> LoadedModel:
-    """`checkpoint`: where its weights are, which may take the place of those `before`."""
+    """Load a model from `checkpoint`. With `before`, its weights may take the place of that model's."""
     path = Path(config.model)
     is_packed = isinstance(checkpoint, PackedCheckpoint)
     where = str(path / "config.json" if path.is_dir() else path)
@@ -114,10 +116,12 @@ def load_model(
     is_gguf = path.suffix == ".gguf"
     kept_codes = _kept_codes(checkpoint, config, device)
     # Between products that lose nothing, bfloat16 would be what loses most.
-    stored = "bfloat16" if is_gguf else _stored_dtype(fields)
+    stored = "bfloat16" if is_gguf else _stored_dtype(fields, checkpoint if config.load_format != "dummy" else None)
     if kept_codes == "all" and (is_gguf or is_packed):
         stored = "float32"
     dtype = choose_dtype(config.dtype, stored, device) if before is None else before.dtype
+    if config.dtype == "auto" and stored == "float32" and dtype is torch.bfloat16:
+        progress("The weights are stored in float32 and computed in bfloat16 (dtype float32 computes them as stored)")
     ops = select_ops(device, dtype, spec.head_dim, config.batch_invariant)
     group_ops = ops.groups if (is_packed or checkpoint.has_codes) and config.load_format != "dummy" else None
     fixed = ["fixed sums"] if config.batch_invariant and device.type != "cpu" else []
@@ -138,14 +142,17 @@ def load_model(
             checkpoint = Arranged(checkpoint, spec.arrangement)
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     placement = first_placement(config, spec, group.world)
+    digests = digests or Digests(group, placement is not None)
     read = (
         DummyWeights(config.seed, dtype, has_blocks)
         if config.load_format == "dummy"
-        else CheckpointReader(checkpoint, config.model, is_checked=before is not None)
+        else CheckpointReader(checkpoint, config.model, digests.is_own if before is not None else lambda _name: False)
     )
     # Adapters do not follow experts from slot to slot, and have no kernel of fixed sums that joins them in.
     adapts_experts = config.enable_lora and config.lora_experts and not config.enable_eplb and not fixed
-    weights = Weights(read, dtype, device, group, progress, ops, placement, kept_codes, group_ops, adapts_experts)
+    weights = Weights(
+        read, dtype, device, group, progress, ops, digests, placement, kept_codes, group_ops, adapts_experts
+    )
     model = architecture.build(spec, weights, ops, num_positions, device)
     head = None
     if labels is not None and labels.tokens is None:
@@ -161,7 +168,7 @@ def load_model(
     computed += ["codes"] if weights.num_code_bytes else []
     if fixed and not all(experts.is_fused for experts in model.experts):
         raise ExecutorError("batch_invariant: given; these experts' weights have no kernel of fixed sums on a GPU")
-    fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed, *fixed)
+    fingerprint = digests.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed, *fixed)
     memory = _memory(weights, dtype, "coded" if checkpoint.has_codes else "FP8")
     adapters = None
     if config.enable_lora:
@@ -233,13 +240,17 @@ def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> "Plan | N
 
 
 def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
-    """The asked dtype if the device computes in it; for "auto" the stored one, or the nearest that it does.
+    """Return the requested dtype if the device computes in it; for "auto", the stored one or the nearest suitable one.
 
-    A CPU computes in bfloat16 where our kernels have vector instructions for it (AVX2 suffices: weights are half
-    as long to read), in float16 never: float16 weights run as bfloat16 there. float32 weights stay float32.
+    A GPU computes float32 weights in bfloat16: most float32 checkpoints were trained in it, and its matrix units are
+    many times as fast. A CPU computes in bfloat16 where our kernels have vector instructions for it (AVX2 suffices:
+    weights are half as long to read), in float16 never: float16 weights run as bfloat16 there. float32 weights stay
+    float32 on a CPU.
     """
     if device.type != "cpu":
-        return DTYPES[stored if asked == "auto" else asked]
+        if asked != "auto":
+            return DTYPES[asked]
+        return torch.bfloat16 if stored == "float32" else DTYPES[stored]
     if asked == "float16":
         raise ExecutorError("dtype: float16 is not supported on the CPU; choose bfloat16 or float32")
     if asked != "auto":
@@ -267,9 +278,15 @@ def _describe(device: torch.device) -> str:
     return f"a GPU of {major}.{minor}"
 
 
-def _stored_dtype(fields: Fields) -> str:
-    """What config.json says the weights are; transformers 5 calls the field `dtype`."""
+def _stored_dtype(fields: Fields, checkpoint: Checkpoint | None) -> str:
+    """Return the dtype of the weights by config.json (transformers 5 calls the field `dtype`).
+
+    If config.json has none, or float32, which transformers also writes for a model of unknown dtype, the tensors'
+    own dtype decides.
+    """
     name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
     if name not in DTYPES:
         raise fields.error("dtype", name, f"one of {', '.join(DTYPES)}")
+    if name == "float32" and isinstance(checkpoint, SafetensorsFolder | PackedCheckpoint):
+        return checkpoint.float_dtype()
     return name

@@ -1,12 +1,10 @@
-"""What a model asks for while it is built: tensors by name and shape, checked, converted, hashed, cut for a rank.
+"""What a model asks for while it is built: tensors by name and shape, checked, converted, digested, cut for a rank.
 
 A model's constructor is the only list of its tensors: what it asks for must be there in the expected shape, and
 what it did not ask for must not be there.
 """
 
-import hashlib
 import math
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-import xxhash
 from torch import Tensor
 
 from penstock.executor.kernels import GroupOps, Ops
@@ -23,11 +20,14 @@ from penstock.executor.kernels.grouped import Grouped, GroupedLinear
 from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
+from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.models.code_layers import CodeLayers, KeptCodes, Part
+from penstock.executor.models.digests import Digests
 from penstock.executor.models.product import Product, Split, Units, shares, sorted_rows
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
 from penstock.executor.protocol import ExecutorError
+from penstock.executor.usable_cores import usable_cores
 
 if TYPE_CHECKING:
     from penstock.eplb import Plan
@@ -42,13 +42,24 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class CheckpointReader:
     """Reads tensors of an expected shape from a checkpoint and remembers which."""
 
-    def __init__(self, checkpoint: Checkpoint, where: str, is_checked: bool = False) -> None:
-        """`is_checked`: every number must be finite."""
-        self._checkpoint, self._where, self._is_checked = checkpoint, where, is_checked
+    def __init__(
+        self, checkpoint: Checkpoint, where: str, must_be_finite: Callable[[str], bool] = lambda _name: False
+    ) -> None:
+        """`must_be_finite`: whether to check the numbers of the tensor of this name."""
+        self._checkpoint, self._where, self._must_be_finite = checkpoint, where, must_be_finite
         self._names = set(checkpoint.names())
         self._read: set[str] = set()
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded | Grouped:
+        is_checked = self._must_be_finite(name)
+        name = self.check(name, shape)
+        stored = self._checkpoint.read(name)
+        if is_checked and not _is_finite(stored):
+            raise ExecutorError(f"{self._where}: tensor {name!r} has numbers that are not finite")
+        return stored
+
+    def check(self, name: str, shape: tuple[int, ...]) -> str:
+        """Check that the checkpoint has the tensor in this shape, without reading it; return the checkpoint's name."""
         if name not in self._names and name.removeprefix("model.") in self._names:
             name = name.removeprefix("model.")  # saved without its head, as embedding models are
         if name not in self._names:
@@ -59,10 +70,11 @@ class CheckpointReader:
                 f"{self._where}: tensor {name!r} has shape {list(found)}; config.json calls for {list(shape)}"
             )
         self._read.add(name)
-        stored = self._checkpoint.read(name)
-        if self._is_checked and not _is_finite(stored):
-            raise ExecutorError(f"{self._where}: tensor {name!r} has numbers that are not finite")
-        return stored
+        return name
+
+    def pass_over(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check that a tensor is there that another rank reads, with its scales if it is stored in eight bits."""
+        self._read.add(f"{self.check(name, shape)}{SUFFIX}")
 
     def check_all_read(self, ignored: tuple[str, ...] = (), prefixes: tuple[str, ...] = ()) -> None:
         """`ignored`: how names end that may be left; `prefixes`: how they begin."""
@@ -98,12 +110,13 @@ class Weights:
 
     def __init__(
         self,
-        read: Callable[[str, tuple[int, ...]], Tensor | Coded | Grouped],
+        read: CheckpointReader | DummyWeights,
         dtype: torch.dtype,
         device: torch.device,
         group: RankGroup,
         progress: Callable[[str], None],
         ops: Ops,
+        digests: Digests,
         placement: "Plan | None" = None,
         kept_codes: KeptCodes = None,
         group_ops: GroupOps | None = None,
@@ -121,7 +134,7 @@ class Weights:
         self._codes = CodeLayers(kept_codes, group_ops, ops.blocks is not None, dtype, device)
         # What each layer of `linear` was made of. Experts' layers go as soon as their weights are joined.
         self.products: WeakKeyDictionary[Linear, Product] = WeakKeyDictionary()
-        self._digests: dict[str, bytes] = {}
+        self._digests = digests
         self._lock = threading.Lock()
 
     def tensor(self, name: str, shape: tuple[int, ...], split: Split = None, units: Units = None) -> Tensor:
@@ -147,8 +160,9 @@ class Weights:
         return self._count(_join([part.numbers(self._device, torch.float32, copy=True) for part in parts]))
 
     def pass_over(self, name: str, shape: tuple[int, ...]) -> None:
-        """A tensor of the model that this rank has no part in: checked and hashed, not kept."""
-        self._fetch(name, shape)
+        """Leave a tensor to the ranks that have a part in it."""
+        if isinstance(self._read, CheckpointReader):
+            self._read.pass_over(name, shape)
 
     def linear(
         self,
@@ -214,20 +228,11 @@ class Weights:
         return torch.cat(biases)
 
     def layers(self, num_layers: int, build: Callable[[int], Layer]) -> list[Layer]:
-        """Build layers side by side, so that reading, hashing, converting and reordering overlap."""
-        threads = min(LOAD_THREADS, os.cpu_count() or 1)
+        """Build layers side by side, so that reading, digesting, converting and reordering overlap."""
+        threads = min(LOAD_THREADS, usable_cores())
         with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
             built = pool.map(build, range(num_layers))
             return list(quarters(built, num_layers, "Loaded {} of {} layers", self._progress))
-
-    def fingerprint(self, *others: str) -> bytes:
-        """A digest of every tensor as it was stored, and of what else changes the numbers."""
-        total = hashlib.sha256()
-        for name in sorted(self._digests):
-            total.update(f"{len(name)}:{name}".encode() + self._digests[name])
-        for other in others:
-            total.update(f"{len(other)}:{other}".encode())
-        return total.digest()
 
     def _fetch(self, name: str, shape: tuple[int, ...]) -> Part:
         values = self._stored(name, shape)
@@ -243,18 +248,9 @@ class Weights:
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded | Grouped:
         stored = self._read(name, shape)
-        if isinstance(stored, Grouped):
-            kind, tensors = f"groups of {stored.bits}", [each for each in stored if isinstance(each, Tensor)]
-        elif isinstance(stored, Coded):
-            kind, tensors = stored.type.name, [stored.rows]
-        else:
-            tensors = [stored := stored.contiguous()]
-            kind = str(stored.dtype)
-        content = xxhash.xxh3_128()
-        for tensor in tensors:
-            content.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data if tensor.dim() else b"")
-        with self._lock:
-            self._digests[name] = f"{kind}{list(shape)}".encode() + content.digest()
+        if isinstance(stored, Tensor):
+            stored = stored.contiguous()
+        self._digests.add(name, shape, stored)
         return stored
 
     def _numbers(self, part: Part, copy: bool = False) -> Tensor:

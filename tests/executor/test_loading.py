@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine.model_files import resolve_model
 from penstock.executor.loading.dummy import DummyWeights
+from penstock.executor.models import load as load_module
+from penstock.executor.models.load import choose_dtype
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
@@ -218,6 +220,55 @@ def test_a_path_that_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"")
     assert "not a .gguf file" in refusal(tmp_path / "weights.bin")
     assert refusal(tmp_path) == f"{tmp_path / 'config.json'}: No such file or directory"
+
+
+def drop_dtype(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k not in ("dtype", "torch_dtype")})
+    )
+
+
+@pytest.mark.parametrize("named", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_tensors_say_their_dtype_where_config_json_has_none_or_float32(
+    model: Path, named: str | None, stored: torch.dtype
+) -> None:
+    def convert(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({name: tensor.to(stored) for name, tensor in tensors.items()})
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].float()  # most numbers decide, not all
+
+    edit_weights(model, convert)
+    if named is None:
+        drop_dtype(model)
+    else:
+        edit_config(model, dtype=named)
+    is_float32 = stored is torch.float32 and named != "bfloat16"
+    expected = torch.float32 if is_float32 else choose_dtype("auto", "bfloat16", torch.device("cpu"))
+    assert load(model).dtype == str(expected).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "computed"),
+    [
+        ("auto", "float32", torch.bfloat16),
+        ("auto", "bfloat16", torch.bfloat16),
+        ("auto", "float16", torch.float16),
+        ("float32", "float32", torch.float32),
+        ("float32", "bfloat16", torch.float32),
+    ],
+)
+def test_a_gpu_computes_float32_weights_in_bfloat16_unless_it_is_told_otherwise(
+    asked: str, stored: str, computed: torch.dtype
+) -> None:
+    assert choose_dtype(asked, stored, torch.device("cuda")) is computed
+
+
+def test_computing_float32_weights_in_bfloat16_is_said(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(load_module, "choose_dtype", lambda *_: torch.bfloat16)  # as a GPU does
+    UniprocExecutor(ExecutorConfig(model=str(model), kv_cache_bytes=2**20), lines.append)
+    assert any("stored in float32 and computed in bfloat16" in line for line in lines)
 
 
 def test_shards_load_like_one_file_with_the_same_fingerprint(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""Digests of a checkpoint are shared out over the ranks; the fingerprint is that of one rank. Here ranks are threads."""
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.executor.loading.checkpoint import open_checkpoint
+from penstock.executor.models import digests as digests_module
+from penstock.executor.models.digests import SAMPLE_BYTES, Digests
+from penstock.executor.models.load import LoadedModel, load_model
+from penstock.executor.parallel import RankGroup
+from penstock.executor.protocol import ExecutorError
+from penstock.executor.ranks.join import join
+from penstock.executor.ranks.wire import Rendezvous
+from tests.executor.test_multiproc import config_of
+
+CPU = torch.device("cpu")
+TENSORS = {f"model.layers.{index}.weight": torch.randn(40, 64) for index in range(20)} | {
+    "long": torch.arange(SAMPLE_BYTES),
+    "short": torch.ones(3, dtype=torch.bfloat16),
+    "scalar": torch.tensor(2.0),
+}
+
+
+def on_ranks(world: int, run: Callable[[RankGroup], Any]) -> list[Any]:
+    """What `run` returns or raises on each rank."""
+    if world == 1:
+        return [run(RankGroup())]
+    listener = socket.create_server(("127.0.0.1", 0), backlog=world)
+    host, port = listener.getsockname()
+    fd = listener.detach()  # the first rank's store closes it
+    found: list[Any] = [None] * world
+
+    def be(rank: int) -> None:
+        group = join(rank, world, Rendezvous(host, port, host, fd if rank == 0 else None), CPU)
+        try:
+            found[rank] = run(group)
+        except Exception as error:
+            found[rank] = error
+        group.gather_bytes(b"")  # no rank leaves while another one still receives
+        group.close()
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def fingerprint(group: RankGroup, tensors: dict[str, torch.Tensor] = TENSORS) -> bytes:
+    digests = Digests(group, has_whole_experts=False)
+    for name, tensor in tensors.items():
+        digests.add(name, tuple(tensor.shape), tensor)
+    return digests.fingerprint("a model")
+
+
+def test_bytes_of_any_length_are_gathered_in_the_order_of_the_ranks() -> None:
+    texts = [b"first", b"", b"x" * 1000]
+    assert on_ranks(3, lambda group: group.gather_bytes(texts[group.rank])) == [texts] * 3
+    assert RankGroup().gather_bytes(b"alone") == [b"alone"]
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_the_fingerprint_does_not_depend_on_the_number_of_ranks(world: int) -> None:
+    assert on_ranks(world, fingerprint) == [fingerprint(RankGroup())] * world
+
+
+@pytest.mark.parametrize("name", ["model.layers.3.weight", "long", "short"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_one_other_number_anywhere_makes_another_fingerprint(name: str, world: int) -> None:
+    changed = {**TENSORS, name: TENSORS[name].clone()}
+    changed[name].view(-1)[-1] += 1
+    found = on_ranks(world, lambda group: fingerprint(group, changed))
+    assert len(set(found)) == 1 and found[0] != fingerprint(RankGroup())
+
+
+def test_every_tensor_is_digested_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    digested: list[int] = []
+    digest = digests_module._digest
+
+    def count(parts: list[memoryview]) -> bytes:
+        digested.extend(part.nbytes for part in parts)
+        return digest(parts)
+
+    monkeypatch.setattr(digests_module, "_digest", count)
+    large = {name: torch.zeros(SAMPLE_BYTES + 1) for name in TENSORS}
+    on_ranks(4, lambda group: fingerprint(group, large))
+    assert sorted(size for size in digested if size > SAMPLE_BYTES) == [4 * (SAMPLE_BYTES + 1)] * len(large)
+
+
+def test_ranks_that_read_different_files_say_so() -> None:
+    """As on two machines with different versions in one place: each digests only a part."""
+    other = {name: tensor + 1 for name, tensor in TENSORS.items()}
+    for found in on_ranks(2, lambda group: fingerprint(group, TENSORS if group.is_first else other)):
+        assert isinstance(found, ExecutorError)
+        assert "rank 1 has read other content than the ranks before it" in str(found)
+
+
+def test_a_rank_that_fails_tells_the_others_instead_of_letting_them_wait() -> None:
+    def run(group: RankGroup) -> bytes:
+        with Digests(group, has_whole_experts=False) as digests:
+            if group.rank == 1:
+                raise OSError("the disk of rank 1 is gone")
+            return digests.fingerprint()
+
+    found = on_ranks(3, run)
+    assert [str(error) for error in found] == ["the disk of rank 1 is gone"] * 3
+    assert [type(error) for error in found] == [ExecutorError, OSError, ExecutorError]
+
+
+@pytest.mark.parametrize(
+    ("case", "world", "by_experts"), [("llama", 2, False), ("qwen3-moe", 4, True), ("mixtral", 2, True)]
+)
+def test_a_model_has_one_fingerprint_and_no_rank_reads_the_experts_of_others(
+    case: str, world: int, by_experts: bool
+) -> None:
+    read: list[set[str]] = [set() for _ in range(world)]
+
+    def load(group: RankGroup) -> LoadedModel:
+        config = config_of(case, group.world, enable_expert_parallel=by_experts and group.world > 1)
+        checkpoint = open_checkpoint(config.model, config)
+        read_one = checkpoint.read
+
+        def reading(name: str) -> Any:
+            read[group.rank].add(name)
+            return read_one(name)
+
+        checkpoint.read = reading  # type: ignore[method-assign]
+        return load_model(config, CPU, group, lambda _line: None, checkpoint)
+
+    expected = load(RankGroup()).fingerprint
+    everything = set(read[0])
+    read[0].clear()
+    assert [loaded.fingerprint for loaded in on_ranks(world, load)] == [expected] * world
+    assert set.union(*read) == everything
+    experts = [{name for name in names if ".experts." in name} for names in read]
+    held = sum(len(names) for names in experts)
+    assert held < 1.5 * len(set.union(*experts)) if by_experts else not held
