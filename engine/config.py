@@ -167,9 +167,6 @@ class EngineOptions:
     )
     max_lora_rank: Annotated[int, Meta(ge=1, le=256)] | None = flag("largest rank of an adapter (default: 16)", "N")
     max_cpu_loras: Count | None = flag("adapters held in host memory (default: 64)", "N")
-    lora_experts: bool | None = flag(
-        "let them change experts, for which a GPU sets places aside as well (default: on)", has_off=True
-    )
     enable_expert_parallel: bool | None = flag(
         "expert parallelism: each rank holds whole experts, not a slice of each (default: off)",
         names=("--enable-expert-parallel", "-ep"),
@@ -275,7 +272,7 @@ def _check_together(said: EngineOptions, config: EngineConfig) -> None:
         raise ValueError(
             "batch_invariant: given; it cannot be combined with enable_eplb, which changes the order of sums with the load"
         )
-    for name in ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_experts"):
+    for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
         if getattr(said, name) is not None and not executor.enable_lora:
             raise ValueError(f"{name}: given; it requires enable_lora")
     if executor.max_cpu_loras < executor.max_loras and executor.enable_lora:

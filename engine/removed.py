@@ -15,6 +15,7 @@ REMOVED_COMMANDS = {
 # By the name of the keyword; the flag has dashes.
 REMOVED = {
     "custom_output_len": "it was removed; write the prompts as conversations and use --dataset-name sharegpt",
+    "lora_experts": "it was removed; adapters change attention, MLPs and shared experts, no others (docs/adapters.md)",
     "quotas": "it was removed; limit clients in the gateway in front of the router",
     "ramp_up_end_rps": "it was removed; run the benchmark once for each --request-rate",
     "ramp_up_start_rps": "it was removed; run the benchmark once for each --request-rate",

@@ -42,14 +42,8 @@ class AdaptedRows(Protocol):
 
     runs: Any  # as kernels take them
 
-    changes_experts: bool  # else `of_experts` is not asked for
-
     def add(self, linear: Any, x: torch.Tensor, y: torch.Tensor) -> None:
         """To y [T, out], what the layer made of x [T, in]."""
-
-    def of_experts(self, num_slots: int, tokens: torch.Tensor, slots: torch.Tensor) -> "AdaptedRows":
-        """Of rows [n] that are these tokens' [n], each in a slot [n] from 0 on; on a GPU slots that there are not may be
-        among them, and rows of x may each be for several of y. `add` takes the layer in slot 0 then."""
 
     @property
     def wanted(self) -> "AdaptedRows":

@@ -309,7 +309,6 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_loras: Annotated[int, Meta(ge=1, le=256)] = 8
     max_lora_rank: Annotated[int, Meta(ge=1, le=256)] = 16
     max_cpu_loras: Annotated[int, Meta(ge=1)] = 64
-    lora_experts: bool = True
     enforce_eager: bool = False
     batch_invariant: bool = False
     seed: int = 0

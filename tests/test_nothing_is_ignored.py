@@ -54,7 +54,6 @@ COMPANY = {
     "max_loras": ["--enable-lora", "--max-cpu-loras", "99"],
     "max_lora_rank": ["--enable-lora"],
     "max_cpu_loras": ["--enable-lora"],
-    "lora_experts": ["--enable-lora"],
     "kv_disk_path": ["--kv-disk-bytes", "1GiB"],
     "kv_disk_bytes": ["--kv-disk-path", "/somewhere"],
     "kv_peer_secret_file": ["--kv-peer", "127.0.0.1:9100"],

@@ -3,7 +3,7 @@
 A model receives an `Ops` when it is built and calls nothing else that is not a plain tensor operation.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -64,13 +64,6 @@ class Packed(NamedTuple):
 
 
 Weight = TypeVar("Weight", contravariant=True)
-
-
-class Adds(NamedTuple):
-    """What adapters add to the two products of all experts: each is called with rows of x and what they gave, y."""
-
-    gate_up: Callable[[Tensor, Tensor], None]
-    down: Callable[[Tensor, Tensor], None]
 
 
 class ScoreExtras(NamedTuple):
@@ -210,12 +203,10 @@ class FusedExperts(Protocol[Weight]):
         activation: Activation,
         added: Tensor | None = None,
         biases: tuple[Tensor | None, Tensor | None] = (None, None),
-        adds: Adds | None = None,
     ) -> Tensor:
         """What the experts in slots first … first + S - 1 add up to, each by its share, and `added`: hidden [T, H], slots
         and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. An entry of another rank's slot adds nothing.
-        Biases are those of the two products, [S, 2 I] and [S, H]. Weights of MXFP4 are bytes (`four_bits`).
-        `adds` gets the entries of `slots` as rows of y."""
+        Biases are those of the two products, [S, 2 I] and [S, H]. Weights of MXFP4 are bytes (`four_bits`)."""
 
 
 class BlockOps(Protocol):

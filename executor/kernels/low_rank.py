@@ -29,14 +29,11 @@ class LowRankPart(NamedTuple):
 LowRank = Sequence[LowRankPart]  # of one adapter for one product; none: it changes nothing
 
 
-def find_runs(numbers: np.ndarray, slots: np.ndarray | None = None) -> np.ndarray:
-    """Of rows [T] with these adapters (0: none), in these slots: [runs, 4] of rows next to each other with the same, each
-    the first row, how many, adapter and slot."""
-    slots = np.zeros_like(numbers) if slots is None else slots
-    changes = [np.diff(each, prepend=-1, append=-1) != 0 for each in (numbers, slots)]
-    bounds = np.flatnonzero(changes[0] | changes[1])
+def find_runs(numbers: np.ndarray) -> np.ndarray:
+    """Return the runs of neighbouring rows [T] with the same adapter (0: none): [runs, 3] of first row, count, adapter."""
+    bounds = np.flatnonzero(np.diff(numbers, prepend=-1, append=-1))
     first = bounds[:-1]
-    runs: np.ndarray = np.stack((first, np.diff(bounds), numbers[first], slots[first]), 1)[numbers[first] != 0]
+    runs: np.ndarray = np.stack((first, np.diff(bounds), numbers[first]), 1)[numbers[first] != 0]
     return runs
 
 
@@ -52,7 +49,7 @@ class CpuAdapter:
 
     def _describe(self, struct: Any, parts: LowRank) -> None:
         dtype = torch.bfloat16 if all(map(_is_narrow, [t for p in parts for t in (p.up, p.down)])) else torch.float32
-        shared = {id(part.down): part.down for part in parts}  # an expert's gate and up may have one between them
+        shared = {id(part.down): part.down for part in parts}  # parts of one joined module have the same
         firsts = dict(zip(shared, accumulate((len(each) for each in shared.values()), initial=0), strict=False))
         down = _aligned(torch.cat([*shared.values()]).T, dtype)
         described = _csrc.ffi.new("struct penstock_adapter_part[]", len(parts))
@@ -93,21 +90,16 @@ class CpuAdapters:
 class CpuRuns:
     """Those of a step, as the C kernels take them."""
 
-    def __init__(
-        self, adapters: dict[int, CpuAdapter], cpu: Any, numbers: np.ndarray, slots: np.ndarray | None = None
-    ) -> None:
-        self._adapters, self._cpu, self._numbers = adapters, cpu, numbers
-        self._runs = find_runs(numbers, slots)
+    def __init__(self, adapters: dict[int, CpuAdapter], cpu: Any, numbers: np.ndarray) -> None:
+        self._adapters, self._cpu = adapters, cpu
+        self._runs = find_runs(numbers)
         self.structs = _csrc.ffi.new("struct penstock_run[]", len(self._runs))
-        for struct, (first, count, number, slot) in zip(self.structs, self._runs.tolist(), strict=True):
-            struct.first, struct.count, struct.adapters = first, count, adapters[number].structs + slot
+        for struct, (first, count, number) in zip(self.structs, self._runs.tolist(), strict=True):
+            struct.first, struct.count, struct.adapters = first, count, adapters[number].structs
         self._lib: Any = _csrc.lib
 
     def __len__(self) -> int:
         return len(self.structs)
-
-    def of_experts(self, _num_slots: int, tokens: Tensor, slots: Tensor) -> "CpuRuns":
-        return CpuRuns(self._adapters, self._cpu, self._numbers[tokens.numpy()], slots.numpy())
 
     def add(self, product: int, x: Tensor, y: Tensor) -> None:
         """x [T, depth], y [T, width], to which is added."""

@@ -3,10 +3,6 @@
 What the file adds to a weight W of a module is scale · B A. Everything that would make it something else is refused by
 name: other parts of a model that were trained along, DoRA, biases, changed bases. Which modules there are, the model
 knows (executor/models/adapters.py).
-
-Experts may be modules like others, or lie in a stack: one parameter [experts, …] for all, of which `target_parameters`
-has the name. A is [experts · rank, …] then, B […, rank · experts]. A module with two such parameters is wrapped twice: the
-tensors of its first one have `.base_layer` in their names.
 """
 
 import hashlib
@@ -26,21 +22,20 @@ from penstock.executor.protocol import ExecutorError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-_WRAPPED = re.compile(r"(model\.(?:language_model\.)?layers\.\w+\.\w+\.experts)(?:\.base_layer)*")
-_STACKS = ("gate_up_proj", "down_proj")  # in the order in which transformers' experts have them
 _DTYPES = ("F32", "BF16", "F16")
 _ANYWHERE = r".*\."  # PEFT writes it before names of its own; what is behind it is how a module's name ends
 # Variants of LoRA that compute something else, off or absent in plain ones.
 _OFF = (
     *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication", "trainable_token_indices"),
     *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config"),
+    "target_parameters",  # a stack of experts as one parameter
 )
 # How training began; the others change the base as well.
 _BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 _BESIDE = (
     "task_type base_model_name_or_path revision inference_mode auto_mapping target_modules exclude_modules "
     "layers_to_transform layers_pattern lora_dropout megatron_config megatron_core loftq_config eva_config corda_config "
-    "runtime_config qalora_group_size ensure_weight_tying lora_ga_config"
+    "runtime_config qalora_group_size ensure_weight_tying lora_ga_config peft_version"
 )
 
 
@@ -61,14 +56,13 @@ class PeftFolder:
         self.modules: dict[str, dict[str, str]] = {}  # of each the names of its tensors, by A and B
         for name in sorted(self._file.keys()):
             self._add(name)
-        self._name_stacks()
         if not self.modules:
             raise ExecutorError(f"{self._path}: no tensors; an adapter without any changes nothing")
         for module in self.modules:
             self._check(module, max_rank)
 
     def names(self) -> list[str]:
-        return [f"{module}.weight" for module in self.modules if module not in self.stacks]
+        return [f"{module}.weight" for module in self.modules]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name.removesuffix(".weight"), "B").get_shape())
@@ -78,39 +72,10 @@ class PeftFolder:
 
     def read(self, name: str) -> Tensor:
         module = name.removesuffix(".weight")
-        return self._scaled(module, self._tensor(module, "B"))
-
-    def _scaled(self, module: str, up: Tensor) -> Tensor:
-        scaled = up * self.scale(module)
+        scaled = self._tensor(module, "B") * self.scale(module)
         if not scaled.isfinite().all():
             raise ExecutorError(f"{self._path}: {module!r}: B scaled by {self.scale(module)} is not finite")
         return scaled
-
-    def stack_shape(self, module: str) -> tuple[int, int, int]:
-        """Of a stack: how many experts, the rows of B and the columns of A."""
-        down, up = self.down_shape(module), self.shape(module)
-        return down[0] // self._said.rank_of(module), up[0], down[1]
-
-    def expert(self, module: str, number: int, is_crossed: bool) -> tuple[Tensor, Tensor]:
-        """Of one expert of a stack B [out, rank], scaled, and A [rank, in]. Crossed: A is for the outputs, B for the
-        inputs."""
-        rank = self._said.rank_of(module)
-        down = self._stored[self.modules[module]["A"]].unflatten(0, (-1, rank))[number].float()
-        up = self._stored[self.modules[module]["B"]].unflatten(1, (rank, -1))[..., number].float()
-        if is_crossed:
-            down, up = up.T, down.T
-        return self._scaled(module, up), down
-
-    def is_crossed(self, is_turned: bool) -> bool:
-        """Whether the version of PEFT that wrote it took inputs for outputs, where shapes do not tell.
-
-        `is_turned`: the parameter is [experts, in, out] in transformers. PEFT took that for all there is before 0.19, and
-        its opposite for what is marked so in 0.19.
-        """
-        if (version := re.match(r"(\d+)\.(\d+)\.", self._said.version)) is None:
-            raise ExecutorError(f"{self._path.parent / CONFIG}: peft_version: {self._said.version!r} is no version")
-        number = int(version[1]), int(version[2])
-        return number < (0, 20) and not (is_turned and number < (0, 19))
 
     @property
     def rank(self) -> int:
@@ -171,32 +136,6 @@ class PeftFolder:
                 f"{self._path}: tensors {first!r} and {name!r} are of one module; one of them is expected"
             )
 
-    def _name_stacks(self) -> None:
-        """Tensors of wrapped experts become those of the parameters that they are for."""
-        wrapped: dict[str, list[str]] = {}  # of experts their wrappers' names, from the outermost on
-        for module in sorted(self.modules):
-            if match := _WRAPPED.fullmatch(module):
-                wrapped.setdefault(match[1], []).append(module)
-        targets = set(self._said.parameters)
-        unmet = set(targets)
-        self.stacks: set[str] = set()
-        for experts, wrappers in wrapped.items() if targets else ():
-            named = [name for name in _STACKS if targets & _endings(f"{experts}.{name}")]
-            expected = [experts + ".base_layer" * depth for depth in range(len(named))]
-            if wrappers != expected:
-                raise ExecutorError(
-                    f"{self._path}: {wrappers} are wrapped; by target_parameters in {CONFIG} it should be {expected}"
-                )
-            for name, wrapper in zip(reversed(named), wrappers, strict=True):
-                self.modules[f"{experts}.{name}"] = self.modules.pop(wrapper)
-                self.stacks.add(f"{experts}.{name}")
-                unmet -= _endings(f"{experts}.{name}")
-        if unmet:
-            raise ExecutorError(
-                f"{self._path}: no tensors for {min(unmet)!r}, which is among target_parameters; of these "
-                f"{' and '.join(_STACKS)} of experts can be used"
-            )
-
     def _check(self, module: str, max_rank: int) -> None:
         names = self.modules[module]
         for factor in "AB":
@@ -209,19 +148,13 @@ class PeftFolder:
                     f"a matrix of {', '.join(_DTYPES)} is expected"
                 )
         rank, down, up = self._said.rank_of(module), self.down_shape(module), self.shape(module)
-        num = down[0] // rank if module in self.stacks else 1
-        if not down[0] == up[1] == num * rank:
+        if not down[0] == up[1] == rank:
             raise ExecutorError(
                 f"{self._path}: {module!r}: A of shape {list(down)} and B of shape {list(up)} found; "
                 f"{CONFIG} says that the rank is {rank}"
             )
         if rank > max_rank:
             raise ExecutorError(f"{self._path}: {module!r} has rank {rank}; max_lora_rank is {max_rank}")
-
-
-def _endings(name: str) -> set[str]:
-    parts = name.split(".")
-    return {".".join(parts[index:]) for index in range(len(parts))}
 
 
 class _Said(NamedTuple):
@@ -232,8 +165,6 @@ class _Said(NamedTuple):
     is_by_root: bool
     ranks: dict[str, int]
     alphas: dict[str, float]
-    parameters: tuple[str, ...]
-    version: str
 
     def rank_of(self, module: str) -> int:
         return next((rank for name, rank in self.ranks.items() if f".{module}".endswith(f".{name}")), self.rank)
@@ -256,8 +187,6 @@ def _read_config(fields: Fields) -> _Said:
         fields.flag("use_rslora", False),
         {name.removeprefix(_ANYWHERE): ranks.integer(name) for name in ranks.names()},
         {name.removeprefix(_ANYWHERE): alphas.number(name) for name in alphas.names()},
-        tuple(fields.texts("target_parameters") or ()),
-        fields.text("peft_version", "0.17."),  # the first to have stacks did not say yet
     )
     fields.no_others()
     return said

@@ -39,7 +39,7 @@ class Decoder:
         rounded = weights.dtype if spec.rounds_scale else torch.float64
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=rounded).item()
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
-        self.adapted = tuple(alike for layer in self._layers for alike in layer.adapted())
+        self.adapted = tuple(linear for layer in self._layers for linear in layer.adapted())
         self._joined = self._join(weights.group)
         name = "model.embed_tokens"
         self._vocabulary = Vocabulary(weights, name, spec.vocab_size, spec.hidden_size, spec.tied_head)
@@ -148,11 +148,11 @@ class _Layer:
 
             self.mlp = MoeMlp(spec, moe, index, weights, ops)
 
-    def adapted(self) -> list[tuple[Linear, ...]]:
+    def adapted(self) -> list[Linear]:
         """The products that adapters may change: four where nothing is special, as in the one call of `_join`."""
         attention = self._attention
-        first = [(attention.qkv,)] if isinstance(attention, GroupedAttention) else []
-        return [*first, (attention.output,), *self.mlp.adapted()]
+        first = [attention.qkv] if isinstance(attention, GroupedAttention) else []
+        return [*first, attention.output, *self.mlp.adapted()]
 
     def dense(self) -> DenseLayer | None:
         """What it is made of; None with experts, latents or what else that call does not have."""

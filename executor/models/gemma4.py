@@ -136,7 +136,7 @@ def _arrangement(num_own: int, num_layers: int) -> Arrangement:
 
 class Gemma4:
     kv_parts = 2
-    adapted: tuple[tuple[Linear, ...], ...] = ()
+    adapted: tuple[Linear, ...] = ()
 
     def __init__(self, spec: Gemma4Spec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self._spec, self._ops = spec, ops

@@ -148,10 +148,8 @@ def load_model(
         if config.load_format == "dummy"
         else CheckpointReader(checkpoint, config.model, digests.is_own if before is not None else lambda _name: False)
     )
-    # Adapters do not follow experts from slot to slot, and have no kernel of fixed sums that joins them in.
-    adapts_experts = config.enable_lora and config.lora_experts and not config.enable_eplb and not fixed
     weights = Weights(
-        read, dtype, device, group, progress, ops, digests, placement, kept_codes, group_ops, adapts_experts
+        read, dtype, device, group, progress, ops, digests, placement, kept_codes, group_ops, config.enable_lora
     )
     model = architecture.build(spec, weights, ops, num_positions, device)
     head = None
@@ -198,9 +196,8 @@ def _open_adapters(
         raise ExecutorError(f"enable_lora: given; adapters of {name} are not computed here")
     from penstock.executor.models.adapters import AdapterStore
 
-    products = [{linear: weights.products[linear] for linear in alike} for alike in model.adapted]
-    num_experts = max(0 if layer.moe is None else layer.moe.num_experts for layer in spec.layers)
-    return AdapterStore(config, products, spec.arrangement, weights.group, weights.dtype, device, num_experts)
+    products = {linear: weights.products[linear] for linear in model.adapted}
+    return AdapterStore(config, products, spec.arrangement, weights.group, weights.dtype, device)
 
 
 def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> KeptCodes:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from penstock.executor.batch import AdaptedRows
-from penstock.executor.kernels import Adds, Ops
+from penstock.executor.kernels import Ops
 from penstock.executor.kernels.linear import Linear, Narrow, Plain, multiply, multiply_each, take_narrow
 from penstock.executor.models.product import Split
 from penstock.executor.models.spec import DecoderSpec
@@ -51,20 +51,15 @@ class Mlp:
         return self.down(self._ops.gate(gate_up, self._activation))
 
     @staticmethod
-    def each(mlps: "Sequence[Mlp]", counts: Sequence[int], hidden: Tensor, adds: Adds | None = None) -> Tensor:
+    def each(mlps: "Sequence[Mlp]", counts: Sequence[int], hidden: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]: the first counts[0] rows through the first of these, the next through the second."""
         one = mlps[0]
         gate_up = multiply_each([mlp.gate_up for mlp in mlps], counts, hidden)
-        if adds is not None:
-            adds.gate_up(hidden, gate_up)
         gated = one._ops.gate(gate_up, one._activation)
-        out = multiply_each([mlp.down for mlp in mlps], counts, gated)
-        if adds is not None:
-            adds.down(gated, out)
-        return out
+        return multiply_each([mlp.down for mlp in mlps], counts, gated)
 
-    def adapted(self) -> list[tuple[Linear, ...]]:
-        return [(self.gate_up,), (self.down,)]
+    def adapted(self) -> list[Linear]:
+        return [self.gate_up, self.down]
 
     @property
     def has_blocks(self) -> bool:

@@ -6,7 +6,6 @@ Either way every rank sees all tokens, and the layer's one sum over ranks puts t
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from penstock.eplb import Plan
 from penstock.eplb.maps import EXPERT_STEP, TOKEN_STEP, WHOLE
 from penstock.executor.batch import AdaptedRows
-from penstock.executor.kernels import Adds, Ops, Packed, Scaled
+from penstock.executor.kernels import Ops, Packed, Scaled
 from penstock.executor.kernels.eight_bits import BLOCK, pad_scales
 from penstock.executor.kernels.four_bits import FourBitLinear
 from penstock.executor.kernels.grouped import GroupedLinear
@@ -54,13 +53,10 @@ class MoeMlp:
         layer = sum(before.moe is not None for before in spec.layers[:index])
         self.experts = Experts(spec, moe, prefix, layer, weights, ops, shared)
         self._shared = None if self.experts.num_shared else shared
-        self._is_adapted = weights.adapts_experts
 
-    def adapted(self) -> list[tuple[Linear, ...]]:
-        if not self._is_adapted:
-            return []
-        gate_up, down = zip(*((slot.gate_up, slot.down) for slot in self.experts.slots), strict=True)
-        return [gate_up, down, *([] if self._shared is None else self._shared.adapted())]
+    def adapted(self) -> list[Linear]:
+        """The layers that adapters may change: those of the shared experts. The others take no adapters."""
+        return [] if self._shared is None else self._shared.adapted()
 
     def __call__(self, hidden: Tensor | Narrow, adapters: AdaptedRows | None = None) -> Tensor:
         """[T, hidden] -> [T, hidden]; a rank's part of the sum."""
@@ -68,11 +64,11 @@ class MoeMlp:
         logits = self._router(hidden.float())
         ids, shares = self._choose(logits, self._bias, self._moe, self.experts.num_shared)
         if self._shared is None:
-            return self.experts(hidden, ids, shares, None, adapters)
+            return self.experts(hidden, ids, shares)
         shared = self._shared(hidden, adapters)
         if self._moe.has_shared_gate:
             shared = (logits[:, self._moe.num_experts :].sigmoid() * shared).to(hidden.dtype)
-        return self.experts(hidden, ids, shares, shared, adapters)
+        return self.experts(hidden, ids, shares, shared)
 
 
 class Experts:
@@ -106,11 +102,11 @@ class Experts:
             self.replace(weights.placement, layer)
         self.slots = [self._load(spec, moe, prefix, expert, weights, ops) for expert in held]
         self._activation = spec.activation
-        # Another rank's plan could not place what all tokens go through, and adapters know it by other names.
-        always = None if weights.placement is not None or weights.adapts_experts else shared
+        # Another rank's plan could not place what all tokens go through, and adapters change it by itself.
+        always = None if weights.placement is not None or weights.has_adapters else shared
         self._fused, self.num_shared = _fuse(self.slots, always, ops)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
-            # Another rank's, but part of the model that the fingerprint names.
+            # Part of the model, but read by the ranks that hold it.
             shape = (moe.intermediate_size, spec.hidden_size)
             names = moe.names(f"{prefix}experts.{expert}.")
             for name, of in zip(names, (shape, shape, shape[::-1]), strict=True):
@@ -134,14 +130,7 @@ class Experts:
         else:
             self._table.replace(plan, layer)
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        ids: Tensor,
-        shares: Tensor,
-        added: Tensor | None = None,
-        adapters: AdaptedRows | None = None,
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, ids: Tensor, shares: Tensor, added: Tensor | None = None) -> Tensor:
         """hidden [T, hidden], ids and shares [T, k] -> [T, hidden]: what this rank's experts and `added` add up to."""
         num_tokens, top_k = ids.shape
         if self.counter is not None:
@@ -149,11 +138,7 @@ class Experts:
         slots = ids if self._table is None else self._table.slots(ids)
         if self._fused is not None:
             kernel, (gate_up, down), biases = self._fused
-            adds = None
-            if adapters is not None and adapters.changes_experts:
-                tokens = torch.arange(slots.numel(), device=slots.device) // top_k
-                adds = self._adds(adapters, tokens, slots.flatten())
-            return kernel(hidden, slots, shares, gate_up, down, self._first, self._activation, added, biases, adds)
+            return kernel(hidden, slots, shares, gate_up, down, self._first, self._activation, added, biases)
         order = slots.flatten().argsort(stable=True)  # [T * k] by slot
         counts = torch.bincount(slots.flatten(), minlength=self._num_slots).tolist()
         out = hidden.new_zeros(num_tokens * top_k, hidden.shape[1])
@@ -163,17 +148,10 @@ class Experts:
             experts, ours = zip(*asked, strict=True)
             before = sum(counts[:start])
             places = order[before : before + sum(ours)]
-            tokens, adds = places // top_k, None
-            if adapters is not None and adapters.changes_experts:
-                adds = self._adds(adapters, tokens, slots.flatten()[places])
-            out.index_copy_(0, places, Mlp.each(experts, ours, hidden.index_select(0, tokens), adds))
+            out.index_copy_(0, places, Mlp.each(experts, ours, hidden.index_select(0, places // top_k)))
         # A token's experts are added in the order of its choice, so the sum does not depend on the batch.
         total = (out.view(num_tokens, top_k, hidden.shape[1]) * shares[..., None]).sum(1).to(hidden.dtype)
         return total if added is None else total + added
-
-    def _adds(self, adapters: AdaptedRows, tokens: Tensor, slots: Tensor) -> Adds:
-        rows = adapters.of_experts(len(self.slots), tokens, slots - self._first)
-        return Adds(partial(rows.add, self.slots[0].gate_up), partial(rows.add, self.slots[0].down))
 
 
 class Fused(NamedTuple):

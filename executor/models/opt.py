@@ -72,7 +72,7 @@ class Opt:
         self.caches, self.unit_bytes = (LayerCache(),) * spec.num_layers, 0
         self.kv_width = heads_of(spec.num_heads, spec.num_heads, weights.group)[1] * spec.head_dim
         self.experts: list[Experts] = []
-        self.adapted: tuple[tuple[Linear, ...], ...] = ()
+        self.adapted: tuple[Linear, ...] = ()
         prefix = "model.decoder."
         name = f"{prefix}embed_tokens"
         self._vocabulary = Vocabulary(weights, name, spec.vocab_size, spec.embedding_size, spec.tied_head)

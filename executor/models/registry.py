@@ -41,7 +41,7 @@ class CausalModel(Protocol):
     kv_width: int  # of each part, of one position in one layer
     # What adapters may change, the layers of all slots of experts in one; with any, `forward` heeds
     # `ForwardBatch.adapters`.
-    adapted: tuple[tuple[Linear, ...], ...]
+    adapted: tuple[Linear, ...]
 
     @property
     def experts(self) -> "list[Experts]": ...

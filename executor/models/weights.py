@@ -120,13 +120,13 @@ class Weights:
         placement: "Plan | None" = None,
         kept_codes: KeptCodes = None,
         group_ops: GroupOps | None = None,
-        adapts_experts: bool = False,
+        has_adapters: bool = False,
     ) -> None:
         """`ops.blocks`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`, as
         codes do unless `kept_codes` or `group_ops` are for them."""
         self._read, self.dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
-        self.adapts_experts = adapts_experts
+        self.has_adapters = has_adapters
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
         self.num_bytes = 0  # as stored in memory, by this rank, without codes …
         self.num_widened_bytes = 0  # … of which these were eight bits or codes, and are not here

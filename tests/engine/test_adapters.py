@@ -225,7 +225,6 @@ def test_without_enable_lora_adapters_are_refused(tmp_path: Path) -> None:
     [
         ({"max_loras": 4}, "max_loras: given; it requires enable_lora"),
         ({"max_lora_rank": 8}, "max_lora_rank: given; it requires enable_lora"),
-        ({"lora_experts": False}, "lora_experts: given; it requires enable_lora"),
         ({"enable_lora": True, "max_loras": 0}, "max_loras: 0 given"),
         ({"enable_lora": True, "max_lora_rank": 512}, "max_lora_rank: 512 given"),
         ({"enable_lora": True, "max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras: 4 given; at least max_loras .8"),

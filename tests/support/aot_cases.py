@@ -5,14 +5,13 @@ them. A case's name says what is special about it: "eight-bit", "dependent", "fl
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, Adds, KeyStore, LatentStore, Packed, Rotation, ScoreExtras
+from penstock.executor.kernels import NO_NORMS, KeyStore, LatentStore, Packed, Rotation, ScoreExtras
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import adapter_products, fp8, step_inputs
 from penstock.executor.kernels.cuda import dependent as launch
@@ -173,26 +172,13 @@ def router(experts: int, top_k: int, num_shared: int, **given: Any) -> Callable[
     return call
 
 
-def experts(
-    tokens: int, num: int, top_k: int, width: int, inner: int, dtype: torch.dtype = BF16, rank: int = 0
-) -> Callable[[], None]:
-    """With adapters of a rank, if any."""
-
+def experts(tokens: int, num: int, top_k: int, width: int, inner: int, dtype: torch.dtype = BF16) -> Callable[[], None]:
     def call() -> None:
         slots = torch.zeros(tokens, top_k, dtype=torch.int32)
         gate_up = torch.empty(num, 2 * inner, width, dtype=dtype)
         down = torch.empty(num, width, inner, dtype=dtype)
         hidden = torch.zeros(tokens, width, dtype=dtype)
-        shares, order, tiles = torch.zeros(tokens, top_k), torch.zeros(tokens * top_k).long(), torch.zeros(4, 3).int()
-
-        def add(x: torch.Tensor, y: torch.Tensor, widths: list[int]) -> None:
-            low = torch.zeros(2, len(widths), rank, x.shape[1], dtype=dtype)
-            high = torch.zeros(2, sum(widths), rank, dtype=dtype)
-            adapter_products.add_low_rank(x, y, tiles, low, high, widths, order)
-
-        adds = Adds(partial(add, widths=[inner, inner]), partial(add, widths=[width]))
-        given = hidden, slots, shares, (gate_up, None), (down, None), 0
-        OPS.fused_experts(*given, "silu", adds=adds if rank else None)
+        OPS.fused_experts(hidden, slots, torch.zeros(tokens, top_k), (gate_up, None), (down, None), 0, "silu")
 
     return call
 
@@ -416,8 +402,6 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "DeepSeek-V2-Lite: experts and shared ones, prompts": experts(4096, 66, 8, 2048, 1408),
     "Mixtral-8x7B: experts": experts(64, 8, 2, 4096, 14336),
     "SmallMoE: float32 experts": experts(64, 8, 2, 64, 96, F32),
-    "Qwen3-30B-A3B: adapted experts, one row": experts(1, 128, 8, 2048, 768, rank=16),
-    "Qwen3-30B-A3B: adapted experts, prompts": experts(4096, 128, 8, 2048, 768, rank=16),
     "Qwen3-30B-A3B: eight-bit experts, one row": block_experts(1, 128, 8, 2048, 768),
     "Qwen3-30B-A3B: eight-bit experts, a batch": block_experts(512, 128, 8, 2048, 768),
     "Qwen3-30B-A3B: eight-bit experts, prompts": block_experts(4096, 128, 8, 2048, 768),

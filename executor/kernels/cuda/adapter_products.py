@@ -19,32 +19,20 @@ DEPTH = 128  # of the inner product at a time
 COLUMNS = 64  # of the outer one
 
 
-def add_low_rank(
-    x: Tensor,
-    y: Tensor,
-    tiles: Tensor,
-    down: Tensor,
-    up: Tensor,
-    widths: Sequence[int],
-    order: Tensor | None = None,
-) -> None:
+def add_low_rank(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, widths: Sequence[int]) -> None:
     """As kernels/places.py explains."""
     _, num_parts, rank, depth = down.shape
     width = up.shape[1]
     assert x.is_contiguous() and y.is_contiguous() and x.dtype is y.dtype is down.dtype is up.dtype
     assert x.shape[1] == depth and y.shape[1] == width == sum(widths) and tiles.is_contiguous()
     inner = torch.empty(len(y), num_parts * rank, dtype=x.dtype, device=x.device)
-    ordered = tiles if order is None else order
     _inner[(len(tiles), num_parts * (rank // 16))](
         x,
         tiles,
-        ordered,
         down,
         inner,
         K=depth,
         INNER=num_parts * rank,
-        SHARED_BY=len(y) // len(x),
-        ORDERED=order is not None,
         ROWS=ROWS,
         DEPTH=DEPTH,
         num_warps=4,
@@ -55,7 +43,6 @@ def add_low_rank(
         _outer[(len(tiles), triton.cdiv(size, COLUMNS))](
             inner,
             tiles,
-            ordered,
             up,
             y,
             WIDTH=width,
@@ -64,7 +51,6 @@ def add_low_rank(
             INNER=num_parts * rank,
             PART=part,
             RANK=rank,
-            ORDERED=order is not None,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
             num_warps=4,
@@ -77,22 +63,19 @@ def add_low_rank(
 def _inner(
     x_ptr,
     tiles_ptr,
-    order_ptr,
     down_ptr,
     inner_ptr,
     K: tl.constexpr,
     INNER: tl.constexpr,
-    SHARED_BY: tl.constexpr,
-    ORDERED: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """A tile's rows, and 16 of the inner numbers of all parts, of which each has a multiple of 16."""
     take_turn()
-    row, is_row, place = _rows_of(tiles_ptr, order_ptr, ROWS, ORDERED)
+    row, is_row, place = _rows_of(tiles_ptr, ROWS)
     at = (tl.program_id(1) * 16 + tl.arange(0, 16))[None, :]
     k = tl.arange(0, DEPTH)
-    x_ptrs = x_ptr + row // SHARED_BY * K + k[None, :]
+    x_ptrs = x_ptr + row * K + k[None, :]
     down_ptrs = down_ptr + (place.to(tl.int64) * INNER + at) * K + k[:, None]
     sums = tl.zeros([ROWS, 16], tl.float32)
     whole: tl.constexpr = K % DEPTH == 0
@@ -112,7 +95,6 @@ def _inner(
 def _outer(
     inner_ptr,
     tiles_ptr,
-    order_ptr,
     up_ptr,
     y_ptr,
     WIDTH: tl.constexpr,
@@ -121,13 +103,12 @@ def _outer(
     INNER: tl.constexpr,
     PART: tl.constexpr,
     RANK: tl.constexpr,
-    ORDERED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """A tile's rows, and some columns of one part."""
     take_turn()
-    row, is_row, place = _rows_of(tiles_ptr, order_ptr, ROWS, ORDERED)
+    row, is_row, place = _rows_of(tiles_ptr, ROWS)
     rank = tl.arange(0, RANK)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inner_ptrs = inner_ptr + row * INNER + PART * RANK + rank[None, :]
@@ -142,12 +123,9 @@ def _outer(
 
 
 @triton.jit
-def _rows_of(tiles_ptr, order_ptr, ROWS: tl.constexpr, ORDERED: tl.constexpr):
+def _rows_of(tiles_ptr, ROWS: tl.constexpr):
     """The program's tile: rows [ROWS, 1], whether each is one, and the place."""
     tile = tiles_ptr + tl.program_id(0) * 3
     row = tl.arange(0, ROWS)[:, None]
     is_row = row < tl.load(tile + 1)
-    row = (tl.load(tile) + row).to(tl.int64)
-    if ORDERED:
-        row = tl.load(order_ptr + row, mask=is_row, other=0)
-    return row, is_row, tl.load(tile + 2)
+    return (tl.load(tile) + row).to(tl.int64), is_row, tl.load(tile + 2)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels import Activation, Adds, Scaled
+from penstock.executor.kernels import Activation, Scaled
 from penstock.executor.kernels.cuda import fp8
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.fp8 import quantize_groups
@@ -17,7 +17,7 @@ from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.mxfp4_experts import coded_products
 from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import Sorted, load_slots, sort_entries
-from penstock.executor.kernels.cuda.rows import gate, gated
+from penstock.executor.kernels.cuda.rows import gated
 from penstock.executor.kernels.cuda.tiles import Tile, expert_step, expert_tile
 from penstock.executor.kernels.eight_bits import BLOCK, are_quantized, make_quantized
 
@@ -36,7 +36,6 @@ def fused_experts(
     activation: Activation,
     added: Tensor | None = None,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    adds: Adds | None = None,
     is_fixed: bool = False,
 ) -> Tensor:
     """With eight bits and few entries weights widen as they arrive: half the bytes are read, and tokens stay exact. For
@@ -54,17 +53,8 @@ def fused_experts(
     order = sort_entries(slots, num_slots, first, up_tile.rows)
     parts = torch.empty((entries, width), dtype=hidden.dtype, device=hidden.device)
     given = {"ACTIVATION": activation}
-    if adds is None:
-        _launch(order, up_tile, x, gate_up, biases[0], inside, slots.shape[1], hidden, GATED=True, **given)
-    else:  # what is added to the gate comes before the activation
-        both = parts.new_empty(entries, 2 * inner)
-        _launch(order, up_tile, x, gate_up, biases[0], (both, None), slots.shape[1], hidden, GATED=False, **given)
-        adds.gate_up(hidden, both)
-        activated = gate(both, activation)
-        inside = (activated, None) if inside[1] is None else fp8.quantize(activated)
+    _launch(order, up_tile, x, gate_up, biases[0], inside, slots.shape[1], hidden, GATED=True, **given)
     _launch(order, down_tile, inside, down, biases[1], (parts, None), 1, hidden, GATED=False, **given)
-    if adds is not None:
-        adds.down(activated, parts)
     return weighted_sum(parts, slots, shares, num_slots, first, added)
 
 

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels import Activation, Adds, Packed
+from penstock.executor.kernels import Activation, Packed
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.expert_products import weighted_sum
 from penstock.executor.kernels.cuda.fp8 import join
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import Sorted, sort_entries
-from penstock.executor.kernels.cuda.rows import activate, gate
+from penstock.executor.kernels.cuda.rows import activate
 from penstock.executor.kernels.cuda.tiles import Tile, depth_splits, packed_expert_tile, packed_tile
 
 # A float32 whose last bits count ones: an integer beneath it becomes a float without a conversion, of which a processor
@@ -63,7 +63,6 @@ def packed_experts(
     activation: Activation,
     added: Tensor | None = None,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    adds: Adds | None = None,
     is_fixed: bool = False,
 ) -> Tensor:
     assert biases == (None, None), "experts of codes have no biases"
@@ -75,16 +74,8 @@ def packed_experts(
     inside = torch.empty((entries, inner), dtype=hidden.dtype, device=hidden.device)
     parts = torch.empty((entries, width), dtype=hidden.dtype, device=hidden.device)
     top_k = slots.shape[1]
-    if adds is None:
-        _launch(hidden, gate_up, inside, order, up_tile, inner, top_k, 1, GATED=True, ACTIVATION=activation)
-    else:
-        both = parts.new_empty(entries, 2 * inner)
-        _launch(hidden, gate_up, both, order, up_tile, 2 * inner, top_k, 1, GATED=False, ACTIVATION=activation)
-        adds.gate_up(hidden, both)
-        inside = gate(both, activation)
+    _launch(hidden, gate_up, inside, order, up_tile, inner, top_k, 1, GATED=True, ACTIVATION=activation)
     _launch(inside, down, parts, order, down_tile, width, 1, 1, GATED=False, ACTIVATION=activation)
-    if adds is not None:
-        adds.down(inside, parts)
     return weighted_sum(parts, slots, shares, num_slots, first, added)
 
 

@@ -10,14 +10,13 @@ import torch
 from penstock.executor.kernels.cuda.adapter_products import add_low_rank
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.kernels.low_rank import LowRankPart
-from penstock.executor.kernels.places import ROWS, AdapterPlaces, sort_rows
+from penstock.executor.kernels.places import AdapterPlaces
 from penstock.executor.kernels.places import add_low_rank as twin
 from penstock.executor.models.adapters import _open_places
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.adapters import Adapter
 from tests.support.driver import Driver
-from tests.support.expert_adapters import ExpertAdapter
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import random
 from tests.support.small_models import folder, greedy
@@ -44,58 +43,6 @@ def test_sums_equal_the_twin(
     for none in (slice(19, 21), slice(22, 30)):
         assert torch.equal(actual[none], y[none])
     assert not torch.equal(actual, y)
-
-
-@every_dtype
-@pytest.mark.parametrize("shared_by", [1, 3])
-def test_sums_of_rows_in_an_order_equal_the_twin(device: torch.device, dtype: torch.dtype, shared_by: int) -> None:
-    """As experts' rows are: each of x for several of y, some of no tile, tiles without rows at the end."""
-    depth, widths, rank, places = 72, [40, 24], 16, 6
-    x, y = random(14, depth, dtype=dtype, seed=1).to(device), random(14 * shared_by, 64, dtype=dtype, seed=4).to(device)
-    down = random(places, 2, rank, depth, dtype=dtype, seed=2).to(device) / depth**0.5
-    up = random(places, 64, rank, dtype=dtype, seed=3).to(device) / rank**0.5
-    chosen = torch.randint(-1, places, (len(y),), generator=torch.Generator().manual_seed(6)).to(device)
-    order, tiles = sort_rows(chosen, places)
-    expected, actual = y.clone(), y.clone()
-    twin(x, expected, tiles, down, up, widths, order)
-    add_low_rank(x, actual, tiles, down, up, widths, order)
-    close(actual, expected)
-    by_hand = y.double()
-    for row, place in enumerate(chosen.tolist()):
-        for part, columns in enumerate((slice(0, 40), slice(40, 64)) if place >= 0 else ()):
-            inner = (x[row // shared_by].double() @ down[place, part].double().T).to(dtype).double()
-            by_hand[row, columns] += inner @ up[place, columns].double().T
-    close(actual, by_hand, dtype)
-    assert torch.equal(actual[chosen < 0], y[chosen < 0])
-
-
-@pytest.mark.parametrize(("rows", "places"), [(0, 3), (1, 1), (100, 2), (100, 500), (64, 1)])
-def test_rows_in_tiles_of_one_place_each(rows: int, places: int) -> None:
-    chosen = torch.randint(-1, places, (rows,), generator=torch.Generator().manual_seed(rows))
-    order, tiles = sort_rows(chosen, places)
-    found = []
-    for first, count, place in tiles.tolist():
-        assert 0 <= count <= ROWS
-        assert chosen[order[first : first + count]].tolist() == [place] * count
-        found += order[first : first + count].tolist()
-    assert sorted(found) == (chosen >= 0).nonzero()[:, 0].tolist()
-    assert sorted(order.tolist()) == list(range(rows))
-
-
-@pytest.mark.parametrize(("case", "is_stacked"), [("qwen2-moe", True), ("deepseek-v3", False), ("gpt-oss", True)])
-def test_a_model_with_adapters_of_experts_gives_the_tokens_of_merged_ones(
-    case: str, is_stacked: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Through the products of all experts in one, with shared experts beside them, and with none in the step as always."""
-    executor = on_places(case, device, monkeypatch)
-    driver, prompts = Driver(executor), [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [9, 4]]
-    adapters = [ExpertAdapter(case, tmp_path / str(seed), seed, is_stacked) for seed in range(2)]
-    keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
-    assert all(experts.is_fused for experts in executor._rank._loaded.model.experts)
-    asked = [driver.admit(prompt, adapter=key) for prompt, key in zip(prompts, [*keys, None], strict=True)]
-    got = driver.generate(*asked, count=2, chunk=8)
-    expected = [adapter.tokens(prompt, 2) for adapter, prompt in zip(adapters, prompts, strict=False)]
-    assert got == [*expected, greedy(case, prompts[2], 2)[0]]
 
 
 def on_places(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, **options: Any) -> UniprocExecutor:
@@ -131,7 +78,7 @@ def test_a_model_with_adapters_gives_the_tokens_of_merged_ones(
 
 def test_adapters_share_few_places_and_a_step_gets_all_of_its_own() -> None:
     """As on a device: what a step needs is brought to a place before it runs, whatever was there."""
-    shapes, most = [(8, [4, 6], 1), (10, [5], 1)], 2
+    shapes, most = [(8, [4, 6]), (10, [5])], 2
     places = AdapterPlaces(shapes, most, 3, torch.float32, torch.device("cpu"))
     adapters = {
         number: [
@@ -149,7 +96,7 @@ def test_adapters_share_few_places_and_a_step_gets_all_of_its_own() -> None:
     x = [random(5, 8, seed=7), random(5, 10, seed=8)]
     for step in ([1, 2], [2, 3], [1, 3], [3], [4, 1], [4, 2]):
         placed = places.runs(np.repeat(step, 2))
-        for product, (_, widths, _) in enumerate(shapes):
+        for product, (_, widths) in enumerate(shapes):
             y = torch.zeros(5, sum(widths))
             placed.add(product, x[product], y)
             expected = torch.zeros(5, sum(widths))

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.kernels import Activation, Adds, Scaled, four_bits, torch_ops
+from penstock.executor.kernels import Activation, Scaled, four_bits, torch_ops
 from penstock.executor.kernels.eight_bits import are_quantized
 from tests.support.twins.eight_bits import quantize, widen, widen_rows
 
@@ -19,7 +19,6 @@ def fused_experts(
     activation: Activation,
     added: Tensor | None = None,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    adds: Adds | None = None,
 ) -> Tensor:
     """As `Experts` with all in one. With weights of eight bits, what goes into the products is quantized if experts have
     many entries."""
@@ -39,13 +38,9 @@ def fused_experts(
     chosen = [(slots == first + index).nonzero(as_tuple=True) for index in range(len(narrow))]
     for index, (token, choice) in enumerate(chosen):
         both[token, choice] = F.linear(through(rows[token]), up[index], added_up[index])
-    if adds is not None:
-        adds.gate_up(rows, both.flatten(0, 1))
     inside = torch_ops.gate(both.flatten(0, 1), activation).unflatten(0, slots.shape)
     for index, (token, choice) in enumerate(chosen):
         out[token, choice] = F.linear(through(inside[token, choice]), narrow[index], added_down[index])
-    if adds is not None:
-        adds.down(inside.flatten(0, 1), out.flatten(0, 1))
     total = (out * shares[..., None]).sum(1)
     return (total if added is None else total + added).to(dtype)
 

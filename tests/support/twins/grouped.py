@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.kernels import Activation, Adds, Packed
+from penstock.executor.kernels import Activation, Packed
 from penstock.executor.kernels.grouped import unpack
 from tests.support.twins.experts import fused_experts
 
@@ -23,10 +23,9 @@ def packed_experts(
     activation: Activation,
     added: Tensor | None = None,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    adds: Adds | None = None,
 ) -> Tensor:
     up, narrow = ((widen(weight).to(hidden.dtype), None) for weight in (gate_up, down))
-    return fused_experts(hidden, slots, shares, up, narrow, first, activation, added, biases, adds)
+    return fused_experts(hidden, slots, shares, up, narrow, first, activation, added, biases)
 
 
 def widen(weight: Packed) -> Tensor:
