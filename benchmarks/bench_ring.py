@@ -49,11 +49,13 @@ class Ours:
     def ready(self, queue: Any) -> None: ...
 
     def send(self, queue: Any, message: Any) -> None:
-        queue.send(message, TIMEOUT_S)
+        content, expected = message
+        queue.send((content, str(expected).encode()), TIMEOUT_S)
 
     def handle(self, queue: Any, use: Callable[[Any], int]) -> int:
-        with queue.borrow(TIMEOUT_S) as message:
-            return use(message)
+        with queue.borrow(TIMEOUT_S) as (content, expected):
+            text = bytes(expected).decode()
+            return use((np.frombuffer(content, np.uint8), None if text == "None" else int(text)))
 
 
 class Theirs:
@@ -86,7 +88,7 @@ def read(side: Any, reader: int, pipe: Any) -> None:
     side.ready(queue)
     side.ready(back)
     while True:
-        side.send(back, side.handle(queue, num_changed))
+        side.send(back, (np.array([min(side.handle(queue, num_changed), 255)], np.uint8), None))
 
 
 def num_changed(message: Any) -> int:
@@ -125,7 +127,7 @@ class Bench:
     def round_trip(self, message: Any, after: Callable[[], None] = lambda: None) -> int:
         self.side.send(self.queue, message)
         after()
-        return max(self.side.handle(back, int) for back in self.backs)
+        return max(self.side.handle(back, lambda answer: int(answer[0][0])) for back in self.backs)
 
     def time(self, size: int, count: int) -> float:
         """The median round trip as a clock on the wall sees it, in microseconds; the first few are not counted."""
