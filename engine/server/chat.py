@@ -11,7 +11,7 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.answers import respond, sampling_params
 from penstock.engine.server.call import Call
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
-from penstock.engine.server.prompts import given_ids, render, to_ids
+from penstock.engine.server.prompts import Conversation, conversation_of, given_ids, render, to_ids
 from penstock.engine.server.requests import ChatRequest
 from penstock.engine.server.response_format import Wanted, wanted_outputs
 from penstock.engine.server.responses import (
@@ -38,10 +38,15 @@ async def chat(service: Service, call: Call, body: bytes) -> msgspec.Struct | As
     return await respond(service, call, request, ChatReply(service, call, request, plan))
 
 
-async def ask(service: Service, call: Call, request: ChatRequest, size_bytes: int) -> ReadingPlan:
-    """Check the request and hand it to the engine; how its answers are to be read. `size_bytes`: of all of it."""
+async def ask(
+    service: Service, call: Call, request: ChatRequest, size_bytes: int, conversation: Conversation | None = None
+) -> ReadingPlan:
+    """Check the request and hand it to the engine; return how its answers are read.
+
+    `size_bytes`: of its body. `conversation`: of the agents' APIs, in place of `request.messages`.
+    """
     try:
-        return await _ask(service, call, request, size_bytes)
+        return await _ask(service, call, request, size_bytes, conversation)
     except InvalidRequest as error:  # the engine's name of a field is not always the client's
         other = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}.get(error.field, "")
         if getattr(request, other, None) is None:
@@ -49,7 +54,9 @@ async def ask(service: Service, call: Call, request: ChatRequest, size_bytes: in
         raise InvalidRequest(other, error.message) from None
 
 
-async def _ask(service: Service, call: Call, request: ChatRequest, size_bytes: int) -> ReadingPlan:
+async def _ask(
+    service: Service, call: Call, request: ChatRequest, size_bytes: int, conversation: Conversation | None
+) -> ReadingPlan:
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
@@ -63,12 +70,17 @@ async def _ask(service: Service, call: Call, request: ChatRequest, size_bytes: i
         special["max_tokens"] = max_tokens  # None: as many as the context allows
     params = sampling_params(service, request, **special)
     with service.admit(params.n):
-        ids = given_ids(call, "messages", request.messages)
-        inputs = [await render(request, service, size_bytes) if ids is None else ids]
+        given: str | list[int] | None = None
+        begun = ""
+        if conversation is None:
+            given = given_ids(call, "messages", request.messages)
+        if given is None:
+            conversation = conversation or conversation_of(request, service.info, size_bytes)
+            given, begun = await render(request, conversation, service), conversation.begun(request)
         (prompt,) = await to_ids(
-            "messages", inputs, service, request.add_special_tokens, request.truncate_prompt_tokens
+            "messages", [given], service, request.add_special_tokens, request.truncate_prompt_tokens
         )
-        plan, wanted, grammar = await _planned(service, request, calls, prompt, wanted)
+        plan, wanted, grammar = await _planned(service, request, begun, calls, prompt, wanted)
         service.generate(
             call,
             request,
@@ -83,7 +95,7 @@ async def _ask(service: Service, call: Call, request: ChatRequest, size_bytes: i
 
 
 async def _planned(
-    service: Service, request: ChatRequest, calls: Calls | None, prompt: list[int], asked: Wanted
+    service: Service, request: ChatRequest, begun: str, calls: Calls | None, prompt: list[int], asked: Wanted
 ) -> tuple[ReadingPlan, Wanted, str | None]:
     """Plan how the answer is read and held, and compile its grammar.
 
@@ -93,7 +105,7 @@ async def _planned(
     tools = service.tools
 
     async def compiled(calls: Calls | None, *, holds_optional: bool = True) -> tuple[ReadingPlan, Wanted, str | None]:
-        plan, wanted = tools.plan(request, calls, prompt, asked, holds_optional=holds_optional)
+        plan, wanted = tools.plan(request, begun, calls, prompt, asked, holds_optional=holds_optional)
         return plan, wanted, await service.grammar(wanted)
 
     if calls is None:

@@ -32,7 +32,8 @@ class PostRoute(NamedTuple):
     takes: type[msgspec.Struct]
     gives: type[msgspec.Struct]
     streams: type[msgspec.Struct] | None = None
-    takes_none: bool = False  # a body may be missing, and with it what it is
+    takes_ids: bool = False  # the prompt may be in the form of token_form.py
+    takes_none: bool = False  # the body may be missing, and with it the content type
 
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -41,7 +42,7 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 class Endpoint:
     """The ASGI application of one route. `takes_ids`: the prompt may be in the form of token_form.py."""
 
-    def __init__(self, service: Service, handler: Handler, takes_ids: bool, takes_none: bool = False) -> None:
+    def __init__(self, service: Service, handler: Handler, takes_ids: bool = False, takes_none: bool = False) -> None:
         self._service = service
         self._handler = handler
         self._takes_ids = takes_ids

@@ -5,8 +5,9 @@ the interpreter's lock, and the streams of others keep flowing.
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -18,6 +19,7 @@ from penstock.engine.server.call import Call
 from penstock.engine.server.requests import ChatRequest, Message, TokenizeRequest
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import check_history, for_template
+from penstock.engine.text.conversation import check_messages
 from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, chat_prompt, rendering
 from penstock.executor.protocol import ModelInfo
 
@@ -101,24 +103,46 @@ async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if is_long else work()
 
 
-async def render(request: ChatRequest | TokenizeRequest, service: Service, size_bytes: int) -> str:
-    """The prompt that the model's chat template makes of the messages; `size_bytes`: of the whole request, to which kept
-    messages may have been added."""
-    template = service.template
+class Conversation(NamedTuple):
+    """The messages of a chat, decoded once, whichever API they came by."""
+
+    messages: list[Message]
+    places: Sequence[str]  # where the client wrote each message, for errors
+    size_bytes: int  # of the whole request, stored turns included
+
+    def begun(self, request: ChatRequest) -> str:
+        """Return the text of the message that the answer goes on from."""
+        last = self.messages[-1:] if request.continue_final_message else []
+        return str(check_messages([_plain(self.places[-1], last[0])])[0]["content"]) if last else ""
+
+
+def conversation_of(request: ChatRequest | TokenizeRequest, info: ModelInfo, size_bytes: int) -> Conversation:
+    """Decode the messages of a request; `size_bytes`: of its body."""
+    check_braces("messages", request.messages, info)
+    messages = decode(list[Message], request.messages, "messages")
+    return Conversation(messages, [f"messages[{place}]" for place in range(len(messages))], size_bytes)
+
+
+async def render(request: ChatRequest | TokenizeRequest, conversation: Conversation, service: Service) -> str:
+    """Return the prompt that the model's chat template makes of the conversation."""
+    template, (messages, places, size_bytes) = service.template, conversation
     if template is None:
         raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
-    check_braces("messages", request.messages, service.info)
-    messages = decode(list[Message], request.messages, "messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidRequest("messages", f"{len(messages)} given; 1 to {MAX_MESSAGES} are allowed")
     tools = None if request.tool_choice == "none" else for_template(request.tools)
 
     def prompt() -> str:
-        check_history(messages)
-        plain = [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
-        return chat_prompt(template, plain, tools=tools, **rendering(request))
+        check_history(messages, places)
+        plain = [_plain(place, message) for place, message in zip(places, messages, strict=True)]
+        try:
+            return chat_prompt(template, plain, tools=tools, **rendering(request))
+        except InvalidRequest as error:  # of one of the messages, by its number
+            if (found := re.fullmatch(r"messages\[(\d+)\](.*)", error.field)) is None:
+                raise
+            raise InvalidRequest(places[int(found[1])] + found[2], error.message) from None
 
-    return await in_thread_if(max(size_bytes, len(bytes(request.messages))) > INLINE_CHARS, prompt)
+    return await in_thread_if(size_bytes > INLINE_CHARS, prompt)
 
 
 def check_braces(field: str, raw: Raw, info: ModelInfo) -> None:

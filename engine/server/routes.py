@@ -15,32 +15,45 @@ import penstock
 from penstock.engine.http.errors import ErrorReply
 from penstock.engine.server import requests as schema
 from penstock.engine.server import responses as reply
+from penstock.engine.server import scoring
 from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from penstock.engine.server.agents import agent_routes
+from penstock.engine.server.agents import items_api, messages_api, stored_api
+from penstock.engine.server.agents.block_writer import MessageReply
+from penstock.engine.server.agents.item_writer import ItemsReply
+from penstock.engine.server.agents.items_schema import ItemsRequest, ResponsesRequest
+from penstock.engine.server.agents.messages_schema import CountRequest, MessagesRequest
 from penstock.engine.server.chat import chat
 from penstock.engine.server.completions import completions
 from penstock.engine.server.embeddings import embeddings
-from penstock.engine.server.endpoint import Endpoint, PostRoute
+from penstock.engine.server.endpoint import Endpoint, Handler, PostRoute
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.service import Service
 from penstock.engine.server.tokens import detokenize, load_adapter, reset_prefix_cache, tokenize, unload_adapter
 
 Shown = Callable[[Service], dict[str, Any]]
 
+RESPONSE = "/v1/responses/{response_id}"
 POSTS = (
-    PostRoute("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk),
-    PostRoute("/v1/completions", completions, schema.CompletionRequest, reply.Completion, reply.Completion),
+    PostRoute("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk, takes_ids=True),
+    PostRoute(
+        "/v1/completions", completions, schema.CompletionRequest, reply.Completion, reply.Completion, takes_ids=True
+    ),
     PostRoute("/v1/embeddings", embeddings, schema.EmbeddingRequest, reply.Embeddings),
     PostRoute("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
     PostRoute("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
     PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status, takes_none=True),
+    *scoring.ROUTES,
+    PostRoute("/v1/responses", items_api.responses, ResponsesRequest, ItemsReply, ItemsReply),
+    PostRoute("/v1/responses/input_tokens", items_api.input_tokens, ItemsRequest, items_api.InputTokens),
+    PostRoute("/v1/messages", messages_api.messages, MessagesRequest, MessageReply, MessageReply),
+    PostRoute("/v1/messages/count_tokens", messages_api.count_tokens, CountRequest, messages_api.CountReply),
 )
-SCORING = {
-    "/classify": "scoring.classify",
-    **dict.fromkeys(("/score", "/v1/score"), "scoring.score"),
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "scoring.rerank"),
-}
-LATER = (*(("POST", path, name) for path, name in SCORING.items()), *agent_routes.ROUTES)
+WITHOUT_SCHEMA: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", RESPONSE, stored_api.get),
+    ("DELETE", RESPONSE, stored_api.delete),
+    ("POST", f"{RESPONSE}/cancel", stored_api.cancel),
+)
+REMOVED = (f"{RESPONSE}/input_items", "/v1/conversations", "/v1/conversations/{rest:path}")  # a 400 says what to use
 ADAPTER_POSTS = (
     PostRoute("/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, reply.Status),
     PostRoute("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest, reply.Status),
@@ -55,12 +68,12 @@ def routes(service: Service, kv_events: KvEvents) -> list[Route]:
         posts, shown = (*posts, *control.POSTS), control.GETS
     made = [Route(path, get, methods=["GET"]) for path, get in Gets(service, kv_events, posts, shown).table.items()]
     for post in posts:
-        endpoint = Endpoint(service, post.handler, bool(post.streams), post.takes_none)
+        endpoint = Endpoint(service, post.handler, post.takes_ids, post.takes_none)
         made.append(Route(post.path, endpoint, methods=["POST"]))
-    for method, path, name in LATER:
-        made.append(Route(path, Endpoint(service, agent_routes.later(name), takes_ids=False), methods=[method]))
-    removed = Endpoint(service, agent_routes.later("agents.stored_api.removed"), takes_ids=False, takes_none=True)
-    made += [Route(path, removed, methods=["GET", "POST", "DELETE"]) for path in agent_routes.REMOVED]
+    for method, path, handler in WITHOUT_SCHEMA:
+        made.append(Route(path, Endpoint(service, handler), methods=[method]))
+    removed = Endpoint(service, stored_api.removed, takes_none=True)
+    made += [Route(path, removed, methods=["GET", "POST", "DELETE"]) for path in REMOVED]
     return made
 
 
@@ -146,10 +159,10 @@ class Gets:
 
             found = document("live")
             return HTMLResponse(found.body, headers=found.headers)
-        from penstock.engine.server import pages, scoring
+        from penstock.engine.server import pages
 
-        others = [("GET", path) for path in self.table] + [(method, path) for method, path, _ in agent_routes.ROUTES]
-        described = pages.openapi([*self._posts, *scoring.ROUTES, *agent_routes.described()], others, ErrorReply)
+        others = [("GET", path) for path in self.table] + [(method, path) for method, path, _ in WITHOUT_SCHEMA]
+        described = pages.openapi(self._posts, others, ErrorReply)
         if path == "/docs":
             return HTMLResponse(pages.docs(described), headers=pages.HEADERS)
         return Response(msgspec.json.encode(described), media_type="application/json")

@@ -1,5 +1,4 @@
-"""POST /classify, /score and /rerank: what a model with labels says of texts, or of pairs of them. Loaded when it is first
-asked."""
+"""POST /classify, /score and /rerank: what a model with labels says of texts, or of pairs of them."""
 
 from collections.abc import Sequence
 from typing import Annotated, Generic, Literal, TypeVar

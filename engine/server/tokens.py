@@ -6,7 +6,7 @@ from penstock.engine.http.errors import HttpError
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from penstock.engine.server.call import Call
-from penstock.engine.server.prompts import decode_ids, in_thread_if, render, to_ids
+from penstock.engine.server.prompts import conversation_of, decode_ids, in_thread_if, render, to_ids
 from penstock.engine.server.requests import DetokenizeRequest, ResetRequest, TokenizeRequest, parse
 from penstock.engine.server.responses import Detokenized, Status, Tokens
 from penstock.engine.server.service import Service
@@ -25,7 +25,9 @@ async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
             raise InvalidRequest(name, "only messages have a template; prompt is given")
     # Tokenizing costs the same here as on the way to the engine, and nothing else bounds it.
     with service.admit(1):
-        text = await render(request, service, len(body)) if request.prompt is None else request.prompt
+        text = request.prompt
+        if text is None:
+            text = await render(request, conversation_of(request, service.info, len(body)), service)
         field = "messages" if has_messages else "prompt"
         (ids,) = await to_ids(field, [text], service, request.add_special_tokens, num_answered=0)
         texts = None

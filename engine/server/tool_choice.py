@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,6 @@ from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.server.requests import ChatRequest, Message, NamedTool, Tool
 from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
-from penstock.engine.text.conversation import check_messages
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools import formats, harmony, thinking
@@ -136,6 +135,7 @@ class Tools:
     def plan(
         self,
         request: ChatRequest,
+        begun: str,
         calls: Calls | None,
         prompt: list[int],
         wanted: Wanted,
@@ -143,8 +143,8 @@ class Tools:
         holds_optional: bool = True,
     ) -> tuple[ReadingPlan, Wanted]:
         """Return how the answers are to be read, and the grammar that answers to `wanted` under these calls and reasoning.
-        With `holds_optional` false, optional calls are read but no grammar holds them."""
-        thought = None if self.marks is None else self._thinking(self.marks, prompt, _begun(request))
+        `begun`: the text that the answer goes on from. With `holds_optional` false, optional calls are read but no grammar holds them."""
+        thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
         holds = self._constrains_auto and holds_optional
         is_held = calls is not None and (calls.must or wanted.outputs is not None or holds)
         outputs = self._constraint(calls if is_held else None, wanted.outputs, thought)
@@ -231,14 +231,6 @@ def is_harmony(calls: Calls | None, thought: Thinking | None) -> bool:
     )
 
 
-def _begun(request: ChatRequest) -> str:
-    """The text of the message that the answer goes on from; empty where ids came in place of the messages."""
-    if not request.continue_final_message or bytes(request.messages) == b"null":
-        return ""
-    last = msgspec.json.decode(request.messages, type=list[msgspec.Raw])[-1:]
-    return str(check_messages([msgspec.json.decode(last[0])])[0]["content"]) if last else ""
-
-
 def for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     """The tools as chat templates take them, without what was not set."""
     return None if not tools else [
@@ -250,11 +242,10 @@ def for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     ]  # fmt: skip
 
 
-def check_history(messages: list[Message]) -> None:
+def check_history(messages: list[Message], places: Sequence[str]) -> None:
     """Calls stand in the assistant's messages, and every tool's message answers one that came before it."""
     called: set[str] = set()
-    for place, message in enumerate(messages):
-        field = f"messages[{place}]"
+    for field, message in zip(places, messages, strict=True):
         calls = message.tool_calls or []
         if calls and message.role != "assistant":
             raise InvalidRequest(f"{field}.tool_calls", f"only an assistant calls; the role is {clip(message.role)!r}")

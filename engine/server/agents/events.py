@@ -13,7 +13,7 @@ from msgspec import UNSET
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ChatReply
-from penstock.engine.server.prompts import in_thread_if, render
+from penstock.engine.server.prompts import Conversation, in_thread_if, render
 from penstock.engine.server.requests import ChatRequest
 from penstock.engine.server.responses import ChatFinish, ChatLogprobs, Delta, ToolCallDelta
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
@@ -104,9 +104,9 @@ def _parts(delta: Delta) -> Iterator[tuple[Kind, str, ToolCallDelta | None]]:
         yield "call", call.function.arguments, call if call.id is not UNSET else None
 
 
-async def num_prompt_tokens(service: Service, request: ChatRequest, size_bytes: int) -> int:
-    """Of a chat's prompt, however long."""
-    text = await render(request, service, size_bytes)
+async def num_prompt_tokens(service: Service, request: ChatRequest, conversation: Conversation) -> int:
+    """Count the tokens of a chat's prompt, however long it is."""
+    text = await render(request, conversation, service)
     adds = bool(request.add_special_tokens)
     return len(await in_thread_if(len(text) > INLINE_CHARS, lambda: service.tokenizer.encode(text, adds)))
 

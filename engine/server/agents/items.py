@@ -22,7 +22,8 @@ from penstock.engine.server.agents.items_schema import (
     ResultItem,
     TextPart,
 )
-from penstock.engine.server.prompts import MAX_MESSAGES, check_braces
+from penstock.engine.server.prompts import MAX_MESSAGES, Conversation, check_braces
+from penstock.engine.server.requests import Message
 from penstock.engine.server.service import as_http_error
 from penstock.engine.server.tool_choice import MAX_TOOLS
 from penstock.executor.protocol import ModelInfo
@@ -32,12 +33,17 @@ Item = dict[str, Any]
 INPUT: Any = str | list[Item]
 
 
-class Messages:
-    """Of a chat, each with its place in what the client sent. An assistant's reasoning, text and calls in a row are one."""
+class ConversationBuilder:
+    """Collects the messages of a chat, each with its place in the client's request. An assistant's reasoning, text and calls
+    in a row become one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.places: list[str] = []
+
+    def build(self, size_bytes: int) -> Conversation:
+        """`size_bytes`: of the request, with the stored turns that belong to it."""
+        return Conversation(msgspec.convert(self.messages, list[Message]), self.places, size_bytes)
 
     def add(self, place: str, role: str, **fields: Any) -> None:
         self.messages.append({"role": role, **fields})
@@ -98,9 +104,9 @@ def _check_parts(item: Item, field: str) -> None:
                 raise InvalidRequest(f"{field}.{name}[{place}].type", what)
 
 
-def to_messages(items: Sequence[tuple[str, AnyItem]], instructions: str | None) -> Messages:
+def to_messages(items: Sequence[tuple[str, AnyItem]], instructions: str | None) -> ConversationBuilder:
     """Turn items, each with its place in the request, into the messages of a chat."""
-    chat = Messages()
+    chat = ConversationBuilder()
     if instructions:
         chat.add("instructions", "system", content=instructions)
     for place, item in items:
@@ -154,23 +160,21 @@ def of_kind(value: object, kind: Any, field: str) -> Any:
 
 
 @contextmanager
-def in_words_of(names: Mapping[str, str], places: Sequence[str]) -> Iterator[None]:
-    """What is refused in a chat is refused under the names of the API that it was made from."""
+def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
+    """Turn the chat's names of fields into those of the API that the request came by, in what is refused."""
     try:
         yield
     except (InvalidRequest, HttpError) as error:
         found = as_http_error(error)
         if found.param is None:
             raise
-        name = _renamed(found.param, names, places)
+        name = _renamed(found.param, names)
         message = name + found.message.removeprefix(found.param)
         raise HttpError(found.status, message, param=name, headers=found.headers) from None
 
 
-def _renamed(field: str, names: Mapping[str, str], places: Sequence[str]) -> str:
-    placed = re.match(r"messages\[(\d+)\](.*)", field)
-    if placed is not None:
-        return places[int(placed[1])] + (placed[2] if ".tool_calls" not in placed[2] else "")
+def _renamed(field: str, names: Mapping[str, str]) -> str:
     field = field.replace("].function", "]") if field.startswith("tools[") else field
+    field = field.partition(".tool_calls")[0]  # the agents' APIs have calls in items or blocks of their own
     old = max((name for name in names if field == name or field.startswith(f"{name}.")), default=None)
     return field if old is None else names[old] + field[len(old) :]

@@ -18,7 +18,6 @@ from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.events import num_prompt_tokens, thinking_switch, write
 from penstock.engine.server.agents.item_writer import ItemsReply, ItemWriter
 from penstock.engine.server.agents.items import (
-    Messages,
     checked_items,
     given_items,
     in_words_of,
@@ -39,6 +38,7 @@ from penstock.engine.server.agents.items_schema import (
 from penstock.engine.server.agents.response_store import RunningResponse, StoredResponse
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ChatReply, ask
+from penstock.engine.server.prompts import Conversation
 from penstock.engine.server.service import Service
 
 MAX_CHAIN = 1000  # responses, each with its previous one
@@ -63,9 +63,10 @@ async def responses(service: Service, call: Call, body: bytes) -> ItemsReply | A
     request = service.accept(call, body, ResponsesRequest, NOT_SERVED)
     tools = own_tools(request.tools, FlatTool, VENDOR_TOOLS, call.ignored)
     reply = _reply(service, call, request, tools)
-    given, chat, messages = _chat(service, call, request, tools)
-    with in_words_of(NAMES, messages.places):
-        plan = await ask(service, call, chat, len(body))
+    chat = schema.ChatRequest(messages=Raw(), **_fields(request, tools))
+    given, conversation = _conversation(service, call, request, len(body))
+    with in_words_of(NAMES):
+        plan = await ask(service, call, chat, len(body), conversation)
     keep = partial(_keep, service, call, request, given)
     writer = ItemWriter(call, reply, service.tokenizer, keep, is_stream=bool(request.stream))
     pieces = write(service, call, ChatReply(service, call, chat, plan), writer, raises=not request.stream)
@@ -81,9 +82,10 @@ async def input_tokens(service: Service, call: Call, body: bytes) -> InputTokens
     request = service.accept(call, body, ItemsRequest, NOT_SERVED)
     tools = own_tools(request.tools, FlatTool, VENDOR_TOOLS, call.ignored)
     with service.admit(1):
-        _, chat, messages = _chat(service, call, request, tools)
-        with in_words_of(NAMES, messages.places):
-            return InputTokens(await num_prompt_tokens(service, chat, len(body)))
+        chat = schema.ChatRequest(messages=Raw(), **_fields(request, tools))
+        _, conversation = _conversation(service, call, request, len(body))
+        with in_words_of(NAMES):
+            return InputTokens(await num_prompt_tokens(service, chat, conversation))
 
 
 def owner_of(call: Call) -> bytes:
@@ -110,30 +112,32 @@ async def _cancellable(
         running.has_ended.set()
 
 
-def _past(service: Service, call: Call, previous_id: str | None) -> list[AnyItem]:
-    """Collect the items of the previous response and of all those before it."""
-    turns: list[list[AnyItem]] = []
+def _past(service: Service, call: Call, previous_id: str | None) -> list[StoredResponse]:
+    """Return the previous response and all those before it, the first one first."""
+    turns: list[StoredResponse] = []
     while previous_id is not None:
         stored = service.responses.get(owner_of(call), previous_id) if len(turns) < MAX_CHAIN else None
         if stored is None:
             raise not_stored("previous_response_id", previous_id, 400)
-        turns.append(msgspec.json.decode(stored.items, type=list[ITEM]))
+        turns.append(stored)
         previous_id = stored.previous_id
-    return [item for turn in reversed(turns) for item in turn]
+    return turns[::-1]
 
 
-def _chat(
-    service: Service, call: Call, request: ItemsRequest, tools: list[FlatTool]
-) -> tuple[list[AnyItem], schema.ChatRequest, Messages]:
-    """Return the items of the request, and the chat that it stands for."""
-    past = [("previous_response_id", item) for item in _past(service, call, request.previous_response_id)]
+def _conversation(
+    service: Service, call: Call, request: ItemsRequest, size_bytes: int
+) -> tuple[list[AnyItem], Conversation]:
+    """Return the items of the request, and the conversation that they and the stored turns are."""
+    past = _past(service, call, request.previous_response_id)
     given = checked_items(given_items(request.input, service.info), "input")
-    placed = [*past, *((f"input[{place}]", item) for place, item in enumerate(given))]
+    placed: list[tuple[str, AnyItem]] = [
+        ("previous_response_id", item) for stored in past for item in msgspec.json.decode(stored.items, type=list[ITEM])
+    ]
+    placed += [(f"input[{place}]", item) for place, item in enumerate(given)]
     if not placed:
         raise InvalidRequest("input", "at least one item is needed")
-    messages = to_messages(placed, request.instructions)
-    encoded = Raw(msgspec.json.encode(messages.messages))
-    return given, schema.ChatRequest(messages=encoded, **_fields(request, tools)), messages
+    size_bytes += sum(len(stored.items) for stored in past)
+    return given, to_messages(placed, request.instructions).build(size_bytes)
 
 
 def _fields(request: ItemsRequest, tools: list[FlatTool]) -> dict[str, Any]:

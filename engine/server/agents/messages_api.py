@@ -12,7 +12,7 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.block_writer import BlockWriter, MessageReply
 from penstock.engine.server.agents.events import num_prompt_tokens, thinking_switch, write
-from penstock.engine.server.agents.items import Messages, in_words_of, own_tools
+from penstock.engine.server.agents.items import ConversationBuilder, in_words_of, own_tools
 from penstock.engine.server.agents.messages_schema import (
     NOT_SERVED,
     VENDOR_TOOLS,
@@ -26,7 +26,7 @@ from penstock.engine.server.agents.messages_schema import (
 )
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ChatReply, ask
-from penstock.engine.server.prompts import check_braces
+from penstock.engine.server.prompts import Conversation, check_braces
 from penstock.engine.server.service import Service
 
 VERSIONS = ("2023-06-01", "2026-10-21")  # what is taken and given is the same under both
@@ -48,9 +48,9 @@ class CountReply(msgspec.Struct, frozen=True):
 async def messages(service: Service, call: Call, body: bytes) -> MessageReply | AsyncGenerator[bytes, None]:
     """Answer a conversation of blocks."""
     request = _accepted(service, call, body, MessagesRequest)
-    chat, places = _chat(service, call, request)
-    with in_words_of(NAMES, places):
-        plan = await ask(service, call, chat, len(body))
+    chat, conversation = _chat(service, call, request, len(body))
+    with in_words_of(NAMES):
+        plan = await ask(service, call, chat, len(body), conversation)
     writer = BlockWriter(call, is_stream=bool(request.stream))
     pieces = write(service, call, ChatReply(service, call, chat, plan), writer, raises=not request.stream)
     if request.stream:
@@ -62,9 +62,9 @@ async def messages(service: Service, call: Call, body: bytes) -> MessageReply | 
 
 async def count_tokens(service: Service, call: Call, body: bytes) -> CountReply:
     """How many tokens the prompt of a message would have."""
-    chat, places = _chat(service, call, _accepted(service, call, body, CountRequest))
-    with service.admit(1), in_words_of(NAMES, places):
-        return CountReply(await num_prompt_tokens(service, chat, len(body)))
+    chat, conversation = _chat(service, call, _accepted(service, call, body, CountRequest), len(body))
+    with service.admit(1), in_words_of(NAMES):
+        return CountReply(await num_prompt_tokens(service, chat, conversation))
 
 
 def _accepted(service: Service, call: Call, body: bytes, kind: Any) -> Any:
@@ -75,15 +75,17 @@ def _accepted(service: Service, call: Call, body: bytes, kind: Any) -> Any:
     return service.accept(call, body, kind, NOT_SERVED)
 
 
-def _chat(service: Service, call: Call, request: CountRequest) -> tuple[schema.ChatRequest, list[str]]:
-    """The chat that the request stands for, and where its messages were written."""
+def _chat(
+    service: Service, call: Call, request: CountRequest, size_bytes: int
+) -> tuple[schema.ChatRequest, Conversation]:
+    """Return the chat that the request stands for; `size_bytes`: of its body."""
     check_braces("messages", request.messages, service.info)
     given = decode(list[BlockMessage], request.messages, "messages")
     if not given:
         raise InvalidRequest("messages", "at least one is needed")
     if given[-1].role == "assistant" and not given[-1].content and len(given) > 1:
         given.pop()  # nothing is begun
-    chat = Messages()
+    chat = ConversationBuilder()
     if request.system:
         chat.add("system", "system", content=_text(request.system))
     for index, message in enumerate(given):
@@ -96,10 +98,10 @@ def _chat(service: Service, call: Call, request: CountRequest) -> tuple[schema.C
             raise InvalidRequest(f"messages[{len(given) - 1}].content", what)
         fields["continue_final_message"] = True
     fields |= _options(request, own_tools(request.tools, BlockTool, VENDOR_TOOLS, call.ignored))
-    return schema.ChatRequest(messages=Raw(msgspec.json.encode(chat.messages)), **fields), chat.places
+    return schema.ChatRequest(messages=Raw(), **fields), chat.build(size_bytes)
 
 
-def _add(chat: Messages, place: str, message: BlockMessage) -> None:
+def _add(chat: ConversationBuilder, place: str, message: BlockMessage) -> None:
     """An assistant's blocks as one message; the results of tools each in a message of their own, and the text around."""
     blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
     texts: list[dict[str, str]] | None = None

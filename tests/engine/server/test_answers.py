@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from penstock.engine.sampling_params import SamplingParams
-from penstock.engine.server.agents.agent_routes import REMOVED
+from penstock.engine.server.routes import REMOVED
 from tests.support.fake_engine import INFO, FakeEngine
 from tests.support.running_server import MODEL, Running, running
 
