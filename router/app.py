@@ -80,8 +80,7 @@ class RouterApp:
 
             self.spans = spans.ExchangeSpans(config.telemetry)
         self.lines = AccessLog(form, "router") if (form := config.access_log) != "off" else None
-        exporter = None if self.spans is None else self.spans.exporter
-        self.metrics = RouterMetrics(fleet, self.edge.refused, exporter)
+        self.metrics = RouterMetrics(fleet, self.edge.refused)
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
         self.probe_now: Callable[[Replica], None] = lambda _replica: None  # set by the owner of the probes

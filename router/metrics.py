@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,9 +12,6 @@ from penstock.engine.http.distribution import Distribution, family
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import State
 from penstock.router.http.heads import ClientRequest
-
-if TYPE_CHECKING:
-    from penstock.engine.http.otlp import Exporter
 
 FIRST_BYTE_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
 LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
@@ -30,7 +27,6 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tokenized": ("Prompts given to a replica's /tokenize, by whether it said.", ("answered",)),
     "client_gone": ("Clients that left before the end.", ()),
     "broken_streams": ("Answers that broke after their first byte.", ()),
-    "trace_spans": ("Spans, by what became of them.", ("outcome",)),
     "replica_requests": ("Requests sent to a replica.", ("replica",)),
     "replica_failures": ("Failures seen of a replica.", ("replica",)),
     "replica_ejections": ("Times that a replica was ejected for its conduct.", ("replica",)),
@@ -40,9 +36,8 @@ STORED = "/v1/responses/"  # before the id of a response that a replica stores
 
 
 class RouterMetrics(Collector):
-    def __init__(self, fleet: Fleet, refused: Counter[int], exporter: "Exporter | None" = None) -> None:
+    def __init__(self, fleet: Fleet, refused: Counter[int]) -> None:
         self.fleet = fleet
-        self._exporter = exporter
         # By name and labels; those without labels are shown from the start.
         self.counts: Counter[tuple[object, ...]] = Counter({("client_gone",): 0, ("broken_streams",): 0})
         help_text = "Request complete to first byte relayed."
@@ -78,9 +73,6 @@ class RouterMetrics(Collector):
         yield from self.counts.items()
         for status, count in self._refused.items():
             yield ("refused", status), count
-        if self._exporter is not None:
-            yield ("trace_spans", "sent"), self._exporter.num_sent
-            yield ("trace_spans", "dropped"), self._exporter.num_dropped
         for replica in self.fleet.replicas.values():
             for name in ("requests", "failures", "ejections"):
                 yield (f"replica_{name}", replica.url), getattr(replica, f"num_{name}")

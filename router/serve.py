@@ -180,7 +180,7 @@ class RouterProcess:
         await self.prober.close()
         self.app.close()
         if self.app.spans is not None:
-            await asyncio.to_thread(self.app.spans.exporter.close)
+            await asyncio.to_thread(self.app.spans.close)
         for replica in (*self.fleet.replicas.values(), *self.fleet.detached):
             replica.pool.close()
         self.texts.close()

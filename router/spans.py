@@ -1,15 +1,17 @@
-"""The spans of an exchange: its own, and one for every attempt, under which the replica's then stands.
+"""The spans of an exchange: its own, and one for every attempt, which is the parent of the replica's.
 
-The client's `traceparent` ends here, and each replica that is asked gets one that names its attempt; also where nothing is
-recorded, or replicas would decide anew.
+The client's `traceparent` ends here. Each replica gets one that names its attempt, also where nothing is recorded: it would
+else decide anew.
 """
 
 import re
 import time
 from typing import TYPE_CHECKING
 
+from opentelemetry.trace import SpanKind
+
 from penstock.engine.http.telemetry import Telemetry
-from penstock.engine.http.tracing import CLIENT, SERVER, Trace, Tracer, Value, new_id, open_tracer
+from penstock.engine.http.tracing import Trace, Tracing, Value, context_headers
 from penstock.router.fleet.replica import Outcome
 from penstock.router.http.heads import ClientRequest
 from penstock.router.metrics import route_of
@@ -23,27 +25,27 @@ _CONTEXT = re.compile(rb"^(traceparent|tracestate):[ \t]*([^\r]*?)[ \t]*\r\n", r
 
 class ExchangeSpans:
     def __init__(self, telemetry: Telemetry) -> None:
-        self._tracer = open_tracer(telemetry, "penstock-router")
-        self.exporter = self._tracer.exporter
+        self._tracing = Tracing(telemetry, "penstock-router")
+        self.close = self._tracing.close
 
     def begin(self, request: ClientRequest) -> "ExchangeTrace":
-        """Takes what is said of traces out of the headers that pass on."""
-        trace = self._tracer.trace((match[1], match[2]) for match in _CONTEXT.finditer(request.lines))
+        """Begin the exchange's span, and take the trace context out of the headers that pass on."""
+        headers = [(match[1].lower(), match[2]) for match in _CONTEXT.finditer(request.lines)]
         request.lines = _CONTEXT.sub(b"", request.lines)
-        return ExchangeTrace(self._tracer, trace)
+        return ExchangeTrace(self._tracing.begin(headers, request.method.decode("latin-1"), time.monotonic()))
 
 
 class ExchangeTrace:
-    __slots__ = ("_tracer", "trace")
+    __slots__ = ("trace",)
 
-    def __init__(self, tracer: Tracer, trace: Trace) -> None:
-        self._tracer, self.trace = tracer, trace
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
 
     def attempt(self, charge: Charge, name: str = "attempt") -> "AttemptSpan":
-        return AttemptSpan(self._tracer, self.trace, charge, name)
+        return AttemptSpan(self.trace, charge, name)
 
     def end(self, exchange: "Exchange", status: int) -> None:
-        """When the last byte is relayed, or there is nothing more to relay."""
+        """End the exchange's span, when the last byte is relayed or there is nothing more to relay."""
         if not self.trace.is_recorded:
             return
         method, path = exchange.request.method.decode("latin-1"), route_of(exchange.request)
@@ -56,36 +58,27 @@ class ExchangeTrace:
             "penstock.router.policy": exchange.app.config.policy,
             "penstock.router.attempts": exchange.num_attempts,
         }
-        self._tracer.record(
-            self.trace,
-            f"{method} {path}",
-            exchange.begun_s,
-            time.monotonic(),
-            attributes,
-            kind=SERVER,
-            span_id=self.trace.span_id,
-            is_failed=status >= 500,
-        )
+        self.trace.span.update_name(f"{method} {path}")
+        self.trace.end(self.trace.span, time.monotonic(), attributes, status >= 500)
 
 
 class AttemptSpan:
-    """One replica asked once."""
+    """One request to one replica."""
 
-    __slots__ = ("_begun_s", "_method", "_name", "_replica", "_span_id", "_trace", "_tracer", "_will_find")
+    __slots__ = ("_method", "_predicted", "_replica", "_span", "_trace")
 
-    def __init__(self, tracer: Tracer, trace: Trace, charge: Charge, name: str) -> None:
-        self._tracer, self._trace, self._name = tracer, trace, name
-        self._replica, self._will_find = charge.replica, charge.predicted_cached_tokens
-        self._span_id, self._begun_s, self._method = new_id(), time.monotonic(), b"POST"
+    def __init__(self, trace: Trace, charge: Charge, name: str) -> None:
+        self._trace, self._method = trace, b"POST"
+        self._replica, self._predicted = charge.replica, charge.predicted_cached_tokens
+        self._span = trace.begin(name, time.monotonic(), SpanKind.CLIENT)
 
     def lines(self, method: bytes) -> bytes:
-        """The headers by which the replica finds its place."""
+        """Return the headers that make the replica's span a child of this one."""
         self._method = method
-        state = f"tracestate: {self._trace.state}\r\n" if self._trace.state else ""
-        return f"traceparent: {self._trace.header(self._span_id)}\r\n{state}".encode()
+        return "".join(f"{name}: {value}\r\n" for name, value in context_headers(self._span).items()).encode()
 
     def end(self, outcome: Outcome, status: int) -> None:
-        if not self._trace.is_recorded:
+        if not self._span.is_recording():
             return
         host, _, port = self._replica.removeprefix("http://").rpartition(":")
         is_failed = outcome not in ("answered", "gone") or status >= 500
@@ -94,17 +87,8 @@ class AttemptSpan:
             "http.response.status_code": status or None,
             "server.address": host,
             "server.port": int(port),
-            "penstock.router.predicted_cached_tokens": self._will_find,
+            "penstock.router.predicted_cached_tokens": self._predicted,
             "penstock.router.outcome": outcome,
             "error.type": (str(status) if status >= 400 else outcome) if is_failed else None,
         }
-        self._tracer.record(
-            self._trace,
-            self._name,
-            self._begun_s,
-            time.monotonic(),
-            attributes,
-            kind=CLIENT,
-            span_id=self._span_id,
-            is_failed=is_failed,
-        )
+        self._trace.end(self._span, time.monotonic(), attributes, is_failed)

@@ -67,6 +67,7 @@ BANNED_KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}
 # Import names whose package is called otherwise; torch brings triton where there is CUDA.
 DISTRIBUTIONS = {
     "huggingface_hub": "huggingface-hub",
+    "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
     "triton": "torch",
     "zmq": "pyzmq",
@@ -288,7 +289,8 @@ def test_the_check_lets_a_harmless_call_pass() -> None:
 
 def test_modules_import_no_package_that_pyproject_does_not_name() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["ray"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["ray"], *extras["otel"]]
     declared = {re.split(r"[^\w-]", line)[0].lower() for line in wanted}
 
     def check(_: Path, module: str, source: str) -> list[str]:

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from penstock.engine.options import Share, flag
 from penstock.executor.process_life import LOG_VARIABLE, log_levels
 
-HEADERS_VARIABLE = "OTEL_EXPORTER_OTLP_HEADERS"
-NAME_VARIABLE = "OTEL_SERVICE_NAME"
 TRACES_PATH = "/v1/traces"
+SDK_PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")  # the extra `otel`
 
 AccessForm = Literal["json", "text", "off"]
 
@@ -23,12 +23,12 @@ def levels(text: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class Telemetry:
     otlp_traces_endpoint: str | None = flag(
-        f"send OpenTelemetry spans of requests there, over OTLP/HTTP, like http://127.0.0.1:4318{TRACES_PATH} "
-        "(default: none)",
+        f"send OpenTelemetry spans of requests there, over OTLP/HTTP, like http://127.0.0.1:4318{TRACES_PATH}; needs "
+        "penstock[otel] (default: none)",
         "URL",
     )
     trace_share: Share | None = flag(
-        "of the requests that bring no traceparent, so many are traced (default: 1, all)", "X"
+        "trace this share of the requests that bring no traceparent (default: as OTEL_TRACES_SAMPLER says, else 1)", "X"
     )
     log_level: str | None = flag(
         f"one for all, others for single rooms, like info,router=debug,cache=error (default: {LOG_VARIABLE} in the "
@@ -39,39 +39,36 @@ class Telemetry:
     )
 
 
-class Collector:
-    """Where spans go, and as whose."""
-
-    def __init__(self, endpoint: str, service: str, environment: Mapping[str, str]) -> None:
-        """ValueError names the option, or the variable of the environment, that is wrong."""
-        try:
-            parts = urlsplit(endpoint)
-            self.host, self.port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError:
-            raise ValueError(f"otlp_traces_endpoint: {endpoint[:120]!r} is not a URL") from None
-        if parts.scheme not in ("http", "https") or not self.host or parts.username or parts.fragment:
-            raise ValueError(
-                f"otlp_traces_endpoint: {endpoint[:120]!r} given; OTLP is spoken over HTTP here, so "
-                f"http://HOST:4318{TRACES_PATH} or the same with https is expected"
-            )
-        self.is_tls = parts.scheme == "https"
-        self.path = (parts.path.rstrip("/") or TRACES_PATH) + (f"?{parts.query}" if parts.query else "")
-        self.service = environment.get(NAME_VARIABLE) or service
-        self.headers = {"content-type": "application/json"}
-        for pair in filter(None, environment.get(HEADERS_VARIABLE, "").split(",")):
-            name, mark, value = pair.partition("=")
-            if not mark or not name.strip().isascii():
-                raise ValueError(f"{HEADERS_VARIABLE}: NAME=VALUE, NAME=VALUE is expected")
-            self.headers[name.strip().lower()] = unquote(value.strip())
-
-    def __str__(self) -> str:
-        return f"http{'s' * self.is_tls}://{self.host}:{self.port}"
+def traces_url(endpoint: str) -> str:
+    """Return where spans are posted; ValueError if `endpoint` is no address of a collector."""
+    try:
+        parts = urlsplit(endpoint)
+        is_usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        raise ValueError(f"otlp_traces_endpoint: {endpoint[:120]!r} is not a URL") from None
+    if not is_usable or parts.username or parts.fragment:
+        raise ValueError(
+            f"otlp_traces_endpoint: {endpoint[:120]!r} given; spans are sent over HTTP, so "
+            f"http://HOST:4318{TRACES_PATH} or the same with https is expected"
+        )
+    return parts._replace(path=parts.path.rstrip("/") or TRACES_PATH).geturl()
 
 
 def check(telemetry: Telemetry, environment: Mapping[str, str]) -> None:
-    """ValueError names the option that cannot run."""
+    """Raise a ValueError that names the option that cannot run."""
     log_levels(telemetry.log_level or environment.get(LOG_VARIABLE, "info"))
     if telemetry.otlp_traces_endpoint is not None:
-        Collector(telemetry.otlp_traces_endpoint, "", environment)
+        traces_url(telemetry.otlp_traces_endpoint)
+        if not has_sdk():
+            raise ValueError(
+                "otlp_traces_endpoint: needs the OpenTelemetry SDK, which is not installed; run `pip install penstock[otel]`"
+            )
     elif telemetry.trace_share is not None:
         raise ValueError("trace_share: given; it needs otlp_traces_endpoint, without which nothing is traced")
+
+
+def has_sdk() -> bool:
+    try:
+        return all(find_spec(name) is not None for name in SDK_PACKAGES)
+    except ModuleNotFoundError:  # not even their parent package is there
+        return False

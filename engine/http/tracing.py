@@ -1,145 +1,124 @@
-"""Spans as OpenTelemetry has them, and the trace that a request belongs to (W3C Trace Context).
+"""Spans through the OpenTelemetry SDK, and the trace that a request belongs to (W3C Trace Context).
 
-A request that comes with a `traceparent` is recorded if that says so, others by chance; either way what is asked on
-its behalf learns of the decision. Times are those that the process has measured itself, on the clock that never
-steps, and are moved to the wall clock when a span is written, all of a request's by the same distance.
+Loaded only where traces are asked for: the SDK is the extra `penstock[otel]`. Its own environment variables configure the
+exporter, the batches, the resource and, without --trace-share, the sampler. Spans are made from times that the process has
+measured on the monotonic clock; all of a request are moved to the wall clock by the same distance.
 """
 
+import logging
 import os
-import random
-import re
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal
 
-import msgspec
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, format_trace_id, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from penstock.engine.http.otlp import Exporter
-from penstock.engine.http.telemetry import Collector, Telemetry
+import penstock
+from penstock.engine.http.telemetry import Telemetry, traces_url
 
-INTERNAL: Final = 1  # kinds of spans
-SERVER: Final = 2
-CLIENT: Final = 3
-FAILED = {"code": 2}  # a span's status
-
-_PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_STATE = re.compile(rb"[ -~]{1,512}")  # of others; what is longer or odd is not passed on
+CLOSE_S = 3.0  # for the spans that are left at the end
 
 Value = str | int | float | bool | list[str] | None
 
-
-class Trace(msgspec.Struct, frozen=True):
-    """What a request is part of: its own span, and the one that it came from."""
-
-    trace_id: str
-    span_id: str
-    parent_id: str = ""
-    state: str = ""  # of other tracing systems, passed on
-    is_recorded: bool = True
-    shift_ns: int = msgspec.field(default_factory=lambda: time.time_ns() - time.monotonic_ns())
-
-    def header(self, span_id: str) -> str:
-        """The `traceparent` for what is asked on its behalf, in this span."""
-        return f"00-{self.trace_id}-{span_id}-{'01' if self.is_recorded else '00'}"
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 
-class OtlpSpan(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """As OTLP writes it in JSON: ids in hexadecimal, 64-bit numbers as text."""
+class Tracing:
+    """The SDK's tracer of this process, and its end."""
 
-    trace_id: str
-    span_id: str
-    name: str
-    kind: Literal[1, 2, 3]
-    start_time_unix_nano: str
-    end_time_unix_nano: str
-    attributes: list[dict[str, Any]]
-    parent_span_id: str = ""
-    trace_state: str = ""
-    status: dict[str, int] = {}
-
-
-class Tracer:
-    """Knows for each request whether it is recorded, and writes spans."""
-
-    def __init__(self, exporter: Exporter, share: float) -> None:
-        self.exporter = exporter
-        self._share = share
-        self._encoder = msgspec.json.Encoder()
-
-    def trace(self, headers: Iterable[tuple[bytes, bytes]]) -> Trace:
-        """Of a request that comes with these; their names are in lower case."""
-        parents, states = [], []
-        for name, value in headers:
-            if name == b"traceparent":
-                parents.append(value)
-            elif name == b"tracestate":
-                states.append(value)
-        found = parent_of(parents)
-        if found is None:
-            return Trace(secrets.token_hex(16), new_id(), is_recorded=random.random() < self._share)
-        trace_id, parent_id, is_recorded = found
-        state = b",".join(states)
-        return Trace(trace_id, new_id(), parent_id, state.decode() if _STATE.fullmatch(state) else "", is_recorded)
-
-    def record(
-        self,
-        trace: Trace,
-        name: str,
-        begun_s: float,
-        ended_s: float,
-        attributes: Mapping[str, Value],
-        *,
-        kind: Literal[1, 2, 3] = INTERNAL,
-        span_id: str | None = None,
-        is_failed: bool = False,
-    ) -> None:
-        """A span that has ended, by the monotonic clock. `span_id` is the request's own, or that of a span within
-        it; left out, it is a new one within it. Only for traces that are recorded."""
-        is_own = span_id == trace.span_id
-        span = OtlpSpan(
-            trace.trace_id,
-            span_id or new_id(),
-            name,
-            kind,
-            str(trace.shift_ns + int(begun_s * 1e9)),
-            str(trace.shift_ns + int(max(begun_s, ended_s) * 1e9)),
-            [{"key": key, "value": _value(value)} for key, value in attributes.items() if value is not None],
-            trace.parent_id if is_own else trace.span_id,
-            trace.state if is_own else "",
-            FAILED if is_failed else {},
+    def __init__(self, telemetry: Telemetry, service: str) -> None:
+        # The propagator warns of every header that it cannot read, which any client can send.
+        logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
+        share = telemetry.trace_share
+        self._provider = TracerProvider(
+            None if share is None else ParentBased(TraceIdRatioBased(share)),
+            _resource(service),
+            shutdown_on_exit=False,
         )
-        self.exporter.put(self._encoder.encode(span))
+        self._provider.add_span_processor(BatchSpanProcessor(open_exporter(telemetry)))
+        self._tracer = self._provider.get_tracer("penstock", penstock.__version__)
+
+    def begin(self, headers: Iterable[tuple[bytes, bytes]], name: str, begun_s: float) -> "Trace":
+        """Begin the span of a request that came with these headers, whose names are in lower case."""
+        carrier: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
+        for name_sent, value in headers:
+            if (found := carrier.get(name_sent.decode("latin-1"))) is not None:
+                found.append(value.decode("latin-1"))
+        is_clear = len(carrier["traceparent"]) == 1  # given twice, it says nothing
+        parent = _PROPAGATOR.extract(carrier) if is_clear else Context()
+        return Trace(self._tracer, name, parent, begun_s)
+
+    def close(self) -> None:
+        """Send what is left, for a moment; blocks that long. A collector that hangs must not hold up the end."""
+        thread = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
 
 
-def open_tracer(telemetry: Telemetry, service: str) -> Tracer:
+class Trace:
+    """A request's own span, and what stands below it."""
+
+    __slots__ = ("_context", "_shift_ns", "_tracer", "span")
+
+    def __init__(self, tracer: Tracer, name: str, parent: Context, begun_s: float) -> None:
+        self._tracer = tracer
+        self._shift_ns = time.time_ns() - time.monotonic_ns()
+        self.span = tracer.start_span(name, parent, SpanKind.SERVER, start_time=self._wall_ns(begun_s))
+        self._context = set_span_in_context(self.span, Context())
+
+    @property
+    def trace_id(self) -> str:
+        return format_trace_id(self.span.get_span_context().trace_id)
+
+    @property
+    def is_recorded(self) -> bool:
+        return self.span.is_recording()
+
+    def begin(self, name: str, begun_s: float, kind: SpanKind = SpanKind.INTERNAL) -> Span:
+        """Begin a span within the request's own."""
+        return self._tracer.start_span(name, self._context, kind, start_time=self._wall_ns(begun_s))
+
+    def record(self, name: str, begun_s: float, ended_s: float, attributes: Mapping[str, Value]) -> None:
+        """Add a span within the request's own that has ended."""
+        self.end(self.begin(name, begun_s), max(begun_s, ended_s), attributes)
+
+    def end(self, span: Span, ended_s: float, attributes: Mapping[str, Value], is_failed: bool = False) -> None:
+        """End the request's own span or one within it; attributes that are None are left out."""
+        span.set_attributes({key: value for key, value in attributes.items() if value is not None})
+        if is_failed:
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(self._wall_ns(ended_s))
+
+    def _wall_ns(self, at_s: float) -> int:
+        return self._shift_ns + int(at_s * 1e9)
+
+
+def context_headers(span: Span) -> dict[str, str]:
+    """Return the headers that pass a trace on with `span` as the parent, also where it is not recorded."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
+    return carrier
+
+
+def open_exporter(telemetry: Telemetry) -> SpanExporter:
     assert telemetry.otlp_traces_endpoint is not None
-    collector = Collector(telemetry.otlp_traces_endpoint, service, os.environ)
-    return Tracer(Exporter(collector), 1.0 if telemetry.trace_share is None else telemetry.trace_share)
+    return OTLPSpanExporter(traces_url(telemetry.otlp_traces_endpoint))
 
 
-def new_id() -> str:
-    return secrets.token_hex(8)
-
-
-def parent_of(headers: list[bytes]) -> tuple[str, str, bool] | None:
-    """Trace, span and whether it is recorded; None where there is no such header, or not one that can be read."""
-    match = _PARENT.fullmatch(headers[0]) if len(headers) == 1 else None
-    if match is None or match[1] == b"ff" or (match[1] == b"00" and match[5]):
-        return None
-    trace_id, span_id = match[2].decode(), match[3].decode()
-    if not int(trace_id, 16) or not int(span_id, 16):
-        return None
-    return trace_id, span_id, bool(int(match[4], 16) & 1)
-
-
-def _value(value: Value) -> dict[str, Any]:
-    if isinstance(value, bool):
-        return {"boolValue": value}
-    if isinstance(value, int):
-        return {"intValue": str(value)}
-    if isinstance(value, float):
-        return {"doubleValue": value}
-    if isinstance(value, list):
-        return {"arrayValue": {"values": [{"stringValue": each} for each in value]}}
-    return {"stringValue": value}
+def _resource(service: str) -> Resource:
+    """Return what describes this process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come first."""
+    own: dict[str, str | int] = {
+        "service.name": service,
+        "service.version": penstock.__version__,
+        "service.instance.id": secrets.token_hex(8),  # tells several processes of one name apart
+        "process.pid": os.getpid(),
+    }
+    return Resource.create(Resource(own).merge(OTELResourceDetector().detect()).attributes)

@@ -45,7 +45,7 @@ async def serve(
     stopping = Stopping()
     with stop_signals(stopping.take), contextlib.ExitStack() as at_the_end:
         if app.service.spans is not None:
-            at_the_end.callback(app.service.spans.exporter.close)  # no request is left that would wait for it
+            at_the_end.callback(app.service.spans.close)  # no request is left that would wait for it
         listener = Listener(app, sockets, config.limits, app.service.metrics.refused)
         async with published(app, config), listener:
             on_listening(url_of(sockets[0]))

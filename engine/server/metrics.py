@@ -10,7 +10,6 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -26,9 +25,6 @@ from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.distribution import Distribution, family
 from penstock.engine.messages import Outputs, Stats
 from penstock.executor.protocol import ExpertUpdate
-
-if TYPE_CHECKING:
-    from penstock.engine.server.spans import RequestSpans
 
 _VLLM_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 # vLLM's begin at 0.3: those before them show whether there is a queue. All of its bounds are there.
@@ -76,10 +72,9 @@ TIER_GAUGES = frozenset(
 
 
 class ServerMetrics(Collector):
-    def __init__(self, model_name: str, engine: AsyncEngine, spans: "RequestSpans | None" = None) -> None:
+    def __init__(self, model_name: str, engine: AsyncEngine) -> None:
         self.model_name = model_name
         self.engine = engine
-        self._spans = spans
         self.requests: Counter[tuple[str, int]] = Counter()  # (route template, status)
         self.refused: Counter[int] = Counter()  # status → connections that never became a request
         self.finished: Counter[str] = Counter()  # finish reason → sequences
@@ -146,10 +141,6 @@ class ServerMetrics(Collector):
         refused = [((str(status),), count) for status, count in sorted(self.refused.items())]
         text = "Connections refused before there was a request."
         yield family(CounterMetricFamily, "penstock:http_refused", text, ["status"], refused)
-        if self._spans is not None:
-            exporter = self._spans.exporter
-            spans = [(("sent",), exporter.num_sent), (("dropped",), exporter.num_dropped)]
-            yield family(CounterMetricFamily, "penstock:trace_spans", "Spans, by outcome.", ["outcome"], spans)
 
     def describe(self) -> Iterable[Metric]:
         return ()  # registering must not collect: the engine may not have said anything yet

@@ -56,7 +56,7 @@ class Service:
             from penstock.engine.server import spans
 
             self.spans = spans.RequestSpans(config.telemetry)
-        self.metrics = ServerMetrics(config.served_model_names[0], engine, self.spans)
+        self.metrics = ServerMetrics(config.served_model_names[0], engine)
         self.is_draining = False
         self.text_digest = ""  # see know_text_digest
         self.num_open_requests = 0  # being read, worked on or answered; probes and pages do not count

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.types import Scope
 
 from penstock.engine.http.telemetry import Telemetry
-from penstock.engine.http.tracing import SERVER, Trace, Value, open_tracer
+from penstock.engine.http.tracing import Trace, Tracing, Value
 
 if TYPE_CHECKING:
     from penstock.engine.front.answer import Answer
@@ -28,22 +28,22 @@ OPERATIONS = {
 
 class RequestSpans:
     def __init__(self, telemetry: Telemetry) -> None:
-        self._tracer = open_tracer(telemetry, "penstock")
-        self.exporter = self._tracer.exporter
+        self._tracing = Tracing(telemetry, "penstock")
+        self.close = self._tracing.close
 
     def begin(self, call: "Call", scope: Scope) -> None:
-        """Of what asks the engine for something: no probes, and no streams that last as long as the server."""
+        """Begin the span of a request to the engine; probes and streams that last as long as the server have none."""
         if scope["method"] == "POST":
-            call.trace = self._tracer.trace(scope["headers"])
+            call.trace = self._tracing.begin(scope["headers"], "POST", call.begun_s)
 
     def phases(self, call: "Call") -> None:
-        """When the answers are released."""
+        """Record the phases of every prompt, when the answers are released."""
         if call.trace is not None and call.trace.is_recorded:
             for place, answer in enumerate(call.answers[:MAX_PROMPTS]):
                 self._phases(call.trace, answer, place if len(call.answers) > 1 else None)
 
     def _phases(self, trace: Trace, answer: "Answer", place: int | None) -> None:
-        """Without a first token there are none: what kept the request is not known."""
+        """Record queue, prefill and decode; without a first token nothing, as what kept the request is not known."""
         times, begun_s = answer.metrics, answer.started_s
         if times.first_token_s is None and answer.embedding is None:
             return
@@ -59,13 +59,13 @@ class RequestSpans:
             "gen_ai.usage.output_tokens": answer.num_tokens,
             "penstock.preemptions": times.num_preemptions or None,
         }
-        self._tracer.record(trace, "queue", begun_s, queued_s, of)
-        self._tracer.record(trace, "prefill", queued_s, first_s, of | read)
+        trace.record("queue", begun_s, queued_s, of)
+        trace.record("prefill", queued_s, first_s, of | read)
         if times.first_token_s is not None:
-            self._tracer.record(trace, "decode", first_s, ended_s, of | written)
+            trace.record("decode", first_s, ended_s, of | written)
 
     def end(self, call: "Call", route: str, status: int) -> None:
-        """When all is sent, or the client is gone."""
+        """End the request's span, when all is sent or the client is gone."""
         trace = call.trace
         if trace is None or not trace.is_recorded:
             return
@@ -84,9 +84,8 @@ class RequestSpans:
         }
         if call.answers:
             attributes |= _of_answers(call)
-        name = f"{operation} {call.model}" if operation and call.model else f"POST {route}"
-        now_s, own = time.monotonic(), trace.span_id
-        self._tracer.record(trace, name, call.begun_s, now_s, attributes, kind=SERVER, span_id=own, is_failed=is_failed)
+        trace.span.update_name(f"{operation} {call.model}" if operation and call.model else f"POST {route}")
+        trace.end(trace.span, time.monotonic(), attributes, is_failed)
 
 
 def _of_answers(call: "Call") -> dict[str, Value]:

@@ -1,11 +1,14 @@
-"""A stand-in for a collector of OpenTelemetry spans: OTLP/HTTP in JSON. It keeps what it takes, and can refuse or hang."""
+"""A stand-in for a collector of OpenTelemetry spans: OTLP over HTTP. It keeps what it takes, and can refuse or hang."""
 
 import contextlib
-import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from penstock.engine.http.telemetry import Telemetry
 from tests.support.running_server import until
@@ -30,10 +33,8 @@ class SpanSeen(NamedTuple):
 class Collector:
     def __init__(self) -> None:
         self.spans: list[SpanSeen] = []
-        self.batches: list[int] = []
         self.headers: list[dict[str, str]] = []
         self.status = 200
-        self.answer: dict[str, Any] = {}
         self.num_asked = 0
         self.may_answer = threading.Event()
         self.may_answer.set()
@@ -47,12 +48,11 @@ class Collector:
                 collector.num_asked += 1
                 collector.may_answer.wait(60)
                 if collector.status == 200:
-                    collector.take(self.path, dict(self.headers.items()), json.loads(body))
-                answer = json.dumps(collector.answer).encode()
-                self.send_response(collector.status)
-                self.send_header("content-length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
+                    collector.take(self.path, dict(self.headers.items()), body)
+                with contextlib.suppress(OSError):  # the exporter may have given up
+                    self.send_response(collector.status)
+                    self.send_header("content-length", "0")
+                    self.end_headers()
 
             def log_message(self, *args: Any) -> None:
                 pass
@@ -61,15 +61,14 @@ class Collector:
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1/traces"
 
-    def take(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> None:
-        assert path == "/v1/traces" and headers["content-type"] == "application/json"
-        (resource,) = body["resourceSpans"]
-        (scope,) = resource["scopeSpans"]
-        assert scope["scope"]["name"] == "penstock"
-        service = plain(resource["resource"]["attributes"])["service.name"]
+    def take(self, path: str, headers: dict[str, str], body: bytes) -> None:
+        assert path == "/v1/traces"
         self.headers.append({name.lower(): value for name, value in headers.items()})
-        self.batches.append(len(scope["spans"]))
-        self.spans += [seen(service, span) for span in scope["spans"]]
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            service = plain(resource.resource.attributes)["service.name"]
+            for scope in resource.scope_spans:
+                assert scope.scope.name == "penstock"
+                self.spans += [seen(service, span) for span in scope.spans]
 
     def named(self, name: str, count: int = 1) -> list[SpanSeen]:
         """The spans of a name, once there are as many."""
@@ -81,37 +80,30 @@ class Collector:
         return span
 
 
-def seen(service: str, span: dict[str, Any]) -> SpanSeen:
-    assert len(span["traceId"]) == 32 and len(span["spanId"]) == 16
+def seen(service: str, span: Span) -> SpanSeen:
     return SpanSeen(
         service,
-        span["name"],
-        span["kind"],
-        span["traceId"],
-        span["spanId"],
-        span.get("parentSpanId", ""),
-        int(span["startTimeUnixNano"]),
-        int(span["endTimeUnixNano"]),
-        plain(span["attributes"]),
-        span.get("traceState", ""),
-        span.get("status") == {"code": 2},
+        span.name,
+        int(span.kind),
+        span.trace_id.hex(),
+        span.span_id.hex(),
+        span.parent_span_id.hex(),
+        span.start_time_unix_nano,
+        span.end_time_unix_nano,
+        plain(span.attributes),
+        span.trace_state,
+        span.status.code == Status.STATUS_CODE_ERROR,
     )
 
 
-def plain(attributes: list[dict[str, Any]]) -> dict[str, Any]:
-    return {each["key"]: value(each["value"]) for each in attributes}
+def plain(attributes: Iterable[KeyValue]) -> dict[str, Any]:
+    return {each.key: value(each.value) for each in attributes}
 
 
-def value(found: dict[str, Any]) -> Any:
-    ((kind, said),) = found.items()
-    if kind == "intValue":
-        assert isinstance(said, str)  # 64 bits are written as text
-        return int(said)
-    if kind == "arrayValue":
-        return [value(each) for each in said["values"]]
-    kinds: dict[str, type | tuple[type, ...]] = {"stringValue": str, "boolValue": bool, "doubleValue": (float, int)}
-    assert isinstance(said, kinds[kind])
-    return said
+def value(found: AnyValue) -> Any:
+    kind = found.WhichOneof("value")
+    assert kind is not None
+    return [value(each) for each in found.array_value.values] if kind == "array_value" else getattr(found, kind)
 
 
 def traced(collector: Collector, share: float | None = None) -> Telemetry:

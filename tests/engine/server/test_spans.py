@@ -1,4 +1,4 @@
-"""The spans of a server's requests, as a collector gets them, and what a collector that fails costs."""
+"""The spans of a server's requests, as a collector and the SDK's own exporter get them, and what a collector that fails costs."""
 
 import re
 import subprocess
@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
 
-from penstock.engine.http import otlp
-from penstock.engine.http.telemetry import HEADERS_VARIABLE, NAME_VARIABLE, Telemetry, check
-from penstock.engine.http.tracing import parent_of
+from penstock.engine.http import telemetry, tracing
+from penstock.engine.http.telemetry import Telemetry, check, traces_url
 from tests.support.collector import PARENT, TRACE, Collector, collecting, traced
 from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import MODEL, Running, running, until
@@ -20,8 +21,7 @@ TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "SEND_S", 0.02)
-    monkeypatch.setattr(otlp, "PAUSE_S", 0.02)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def collector() -> Iterator[Collector]:
 
 def finished(server: Running) -> None:
     assert server.app.service.spans is not None
-    server.app.service.spans.exporter.close()
+    server.app.service.spans.close()
 
 
 def test_a_request_is_a_span_with_queue_prefill_and_decode_one_after_the_other(collector: Collector) -> None:
@@ -185,84 +185,89 @@ def test_the_clients_flag_decides_and_the_share_does_where_there_is_none(collect
         f"00-{TRACE}-{'0' * 16}-01",
         f"00-{TRACE[1:]}-{PARENT}-01",
         TRACEPARENT.replace("-", "_"),
-        TRACEPARENT + "\n",
         "x" * 5000,
     ],
 )
 def test_a_traceparent_that_is_none_begins_another_trace(header: str) -> None:
-    assert parent_of([header.encode()]) is None
+    assert not joins([header])
 
 
 def test_a_traceparent_of_a_later_version_is_read_as_far_as_it_is_known() -> None:
-    assert parent_of([f"01-{TRACE}-{PARENT}-03-more".encode()]) == (TRACE, PARENT, True)
-    assert parent_of([TRACEPARENT.encode()] * 2) is None  # given twice
+    assert joins([f"01-{TRACE}-{PARENT}-03-more"])
+    assert not joins([TRACEPARENT] * 2)  # given twice
 
 
-def test_a_collector_that_is_gone_costs_spans_and_one_warning(
-    collector: Collector, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(otlp, "MAX_QUEUED", 10)
-    collector.status = 503
-    with running(telemetry=traced(collector)) as server:
-        exporter = server.app.service.spans.exporter  # type: ignore[union-attr]
-        for _ in range(5):
-            assert server.complete(max_tokens=1).status_code == 200
-        until(lambda: collector.num_asked >= 3)
-        assert 'penstock:trace_spans_total{outcome="dropped"} 10.0' in server.http.get("/metrics").text
-        collector.status = 200  # it is there again, and gets what still waits
-        until(lambda: exporter.num_sent == 10)
+def joins(headers: list[str]) -> bool:
+    """Whether a request with these `traceparent` headers becomes part of TRACE."""
+    spans = tracing.Tracing(Telemetry(otlp_traces_endpoint="http://127.0.0.1:9"), "penstock")
+    trace = spans.begin([(b"traceparent", header.encode()) for header in headers], "POST", 0.0)
+    spans.close()
+    return trace.trace_id == TRACE
+
+
+def test_the_sdks_own_exporter_sees_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = InMemorySpanExporter()
+    monkeypatch.setattr(tracing, "open_exporter", lambda _telemetry: exporter)
+    with running(telemetry=Telemetry(otlp_traces_endpoint="http://127.0.0.1:9")) as server:
+        answer = server.http.post(
+            "/v1/completions", json={"prompt": "abc", "max_tokens": 2}, headers={"traceparent": TRACEPARENT}
+        )
+        assert answer.status_code == 200
+        until(lambda: len(exporter.get_finished_spans()) == 4)
+        spans = {span.name: span for span in exporter.get_finished_spans()}
         finished(server)
-    assert len(collector.spans) == 10
-    warnings = [record.getMessage() for record in caplog.records if record.name == "penstock.engine.traces"]
-    assert len(warnings) == 1 and "503" in warnings[0]
+    assert set(spans) == {f"text_completion {MODEL}", "queue", "prefill", "decode"}
+    request = spans[f"text_completion {MODEL}"]
+    assert request.kind is SpanKind.SERVER and request.status.status_code is StatusCode.UNSET
+    assert request.parent is not None and format_span_id(request.parent.span_id) == PARENT
+    assert request.attributes is not None and request.attributes["gen_ai.usage.output_tokens"] == 2
+    assert request.resource.attributes["service.name"] == "penstock"
+    for name in ("queue", "prefill", "decode"):
+        parent = spans[name].parent
+        assert parent is not None and parent.span_id == request.context.span_id
+        assert format_trace_id(parent.trace_id) == TRACE
 
 
-def test_a_collector_that_hangs_holds_nothing_up(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "CLOSE_S", 0.05)
-    collector.may_answer.clear()
-    with running(telemetry=traced(collector)) as server:
-        server.complete(max_tokens=1)
-        until(lambda: collector.num_asked == 1)
-        assert server.complete(max_tokens=1).status_code == 200
-        finished(server)
-
-
-def test_what_a_collector_refuses_is_dropped_and_not_sent_again(
-    collector: Collector, caplog: pytest.LogCaptureFixture
-) -> None:
-    collector.answer = {"partialSuccess": {"rejectedSpans": "3", "errorMessage": "too old"}}
-    with running(telemetry=traced(collector)) as server:
-        exporter = server.app.service.spans.exporter  # type: ignore[union-attr]
-        server.complete(max_tokens=1)
-        until(lambda: exporter.num_sent + exporter.num_dropped == 4)
-        assert exporter.num_dropped >= 3
-        collector.status, collector.answer = 400, {}
-        server.complete(max_tokens=1)
-        until(lambda: exporter.num_sent + exporter.num_dropped == 8)
-        finished(server)
-    assert sum("refused" in record.getMessage() for record in caplog.records) == 1
-
-
-def test_spans_go_out_in_batches(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "SEND_S", 60.0)
-    monkeypatch.setattr(otlp, "MAX_BATCH", 8)
-    with running(telemetry=traced(collector)) as server:
-        for _ in range(5):
-            server.complete(max_tokens=1)
-        until(lambda: len(collector.spans) >= 8)
-        finished(server)  # and what is left goes out at the end
-    assert len(collector.spans) == 20 and max(collector.batches) <= 8
-
-
-def test_the_environment_names_the_service_and_adds_headers(
+def test_a_collector_that_is_gone_or_hangs_holds_nothing_up(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(NAME_VARIABLE, "chat-eu")
-    monkeypatch.setenv(HEADERS_VARIABLE, "authorization=Bearer%20token, x-tenant=7")
+    monkeypatch.setattr(tracing, "CLOSE_S", 0.05)
+    collector.status = 500
+    with running(telemetry=traced(collector)) as server:
+        assert server.complete(max_tokens=1).status_code == 200
+        until(lambda: collector.num_asked == 1)
+        collector.may_answer.clear()
+        assert server.complete(max_tokens=1).status_code == 200
+        until(lambda: collector.num_asked == 2)
+        assert server.complete(max_tokens=1).status_code == 200
+        finished(server)
+    assert collector.spans == []
+
+
+def test_what_is_left_at_the_end_is_sent(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "CLOSE_S", 60.0)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
     with running(telemetry=traced(collector)) as server:
         server.complete(max_tokens=1)
-        assert collector.one(f"text_completion {MODEL}").service == "chat-eu"
+        until(lambda: server.app.service.num_open_requests == 0)
+        assert collector.spans == []
         finished(server)
+    assert len(collector.spans) == 4
+
+
+def test_the_sdks_environment_names_the_service_adds_headers_and_samples(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-eu")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20token,x-tenant=7")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    with running(telemetry=traced(collector)) as server:
+        server.complete(max_tokens=1)
+        body = {"prompt": "abc", "max_tokens": 1}
+        server.http.post("/v1/completions", json=body, headers={"traceparent": TRACEPARENT})
+        request = collector.one(f"text_completion {MODEL}")
+        finished(server)
+    assert request.service == "chat-eu" and {span.trace_id for span in collector.spans} == {TRACE}
     assert collector.headers[0]["authorization"] == "Bearer token" and collector.headers[0]["x-tenant"] == "7"
 
 
@@ -284,10 +289,23 @@ def test_what_is_no_collector_is_refused_by_name(said: Telemetry, message: str) 
         check(said, {})
 
 
+def test_the_path_of_a_collector_may_be_left_out() -> None:
+    assert traces_url("http://c:4318") == traces_url("http://c:4318/") == "http://c:4318/v1/traces"
+    assert traces_url("https://c/otlp/?a=b") == "https://c/otlp?a=b"
+
+
+def test_without_the_sdk_the_flag_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = Telemetry(otlp_traces_endpoint="http://127.0.0.1:4318")
+    check(said, {})
+    monkeypatch.setattr(telemetry, "SDK_PACKAGES", ("opentelemetry.sdk", "no_such_package.http"))
+    with pytest.raises(ValueError, match=re.escape("run `pip install penstock[otel]`")):
+        check(said, {})
+
+
 def test_where_nothing_is_traced_nothing_of_it_is_loaded() -> None:
     code = (
         "import sys, penstock.engine.server.lifetime, penstock.router.serve;"
-        "print([name for name in sys.modules if name.endswith(('.spans', '.otlp'))])"
+        "print([name for name in sys.modules if 'opentelemetry' in name or name.endswith(('.spans', '.tracing'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "penstock" not in done.stdout
+    assert done.stdout == "[]\n"
