@@ -18,7 +18,6 @@ from penstock.engine.http.access_line import AccessLog
 from penstock.engine.http.auth import NO_KEY, Keys
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.http.page.document import document
 from penstock.engine.http.token_form import CONTENT_TYPE, REPORT_HEADER
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig
@@ -53,6 +52,8 @@ OPEN = frozenset({(b"GET", "/health"), (b"HEAD", "/health"), (b"GET", "/"), (b"H
 LOOK_S = 0.5  # how often running requests and the loop's lag are looked at
 JSON = [(b"content-type", b"application/json")]
 TEXT = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
+PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]
+ROOT = b"This is a Penstock router. The API is under /v1, the fleet at /replicas; every replica has a page of its own at /.\n"
 
 RESPONSES = "/v1/responses"
 ID = re.compile(r"[\w.-]{1,256}", re.ASCII)  # of a stored response
@@ -84,8 +85,6 @@ class RouterApp:
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
         self.probe_now: Callable[[Replica], None] = lambda _replica: None  # set by the owner of the probes
-        self._page, headers = document("fleet")
-        self._page_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._keys = Keys(config.api_keys)
         self._admin_keys = Keys(config.admin_api_keys)
         # What replicas get beside the client's headers.
@@ -370,7 +369,7 @@ class RouterApp:
         if path == "/metrics":
             return 200, TEXT, self.metrics.text()
         if path == "/":
-            return 200, self._page_headers, self._page
+            return 200, PLAIN, ROOT
         status, reply = self._status(path)
         return status, JSON, msgspec.json.encode(reply)
 

@@ -157,7 +157,7 @@ class Gets:
         if path == "/":
             from penstock.engine.http.page.document import document
 
-            found = document("live")
+            found = document()
             return HTMLResponse(found.body, headers=found.headers)
         from penstock.engine.server import pages
 

@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/page.md: the default model at work, and a fleet of mock replicas.
+"""Takes the pictures of docs/page.md: the default model at work.
 
 python -m tests.page.screenshots docs
 """
@@ -12,8 +12,6 @@ import httpx
 
 from tests.support.default_model import default_model
 from tests.support.page_browser import answer, say, set_fields, started, visit
-from tests.support.router_fleet import mock_replicas, running_router
-from tests.support.running_server import until
 
 SIZE = {"width": 1180, "height": 740}
 TALE = "Write a long story about a river, a bridge and the people who built it."
@@ -23,7 +21,6 @@ def main() -> None:
     folder = Path(sys.argv[1])
     with started() as browser:
         chat_and_live(browser, folder)
-        fleet(browser, folder)
 
 
 def chat_and_live(browser: Any, folder: Path) -> None:
@@ -46,20 +43,6 @@ def chat_and_live(browser: Any, folder: Path) -> None:
             page.screenshot(path=folder / "page-live.png")
             for thread in asking:
                 thread.join()
-
-
-def fleet(browser: Any, folder: Path) -> None:
-    with (
-        mock_replicas(3, prefill_tps=4000, inter_token_s=0.02) as replicas,
-        running_router(*(each.url for each in replicas), tokenizes=True) as router,
-        visit(browser, f"http://127.0.0.1:{router.port}", color_scheme="light", viewport=SIZE) as page,
-    ):
-        for number in range(40):
-            threading.Thread(target=ask, args=(f"http://127.0.0.1:{router.port}", number % 9)).start()
-            page.wait_for_timeout(150)
-        page.wait_for_timeout(1000)
-        page.screenshot(path=folder / "page-fleet.png")
-        until(lambda: router.fleet.num_in_flight == 0, 60)
 
 
 def ask(url: str, number: int) -> None:

@@ -24,8 +24,6 @@ from tests.support.page_browser import (
     visit,
     wait_for,
 )
-from tests.support.router_fleet import running_router
-from tests.support.router_stub import stub
 from tests.support.running_server import Running, running, until
 
 pytestmark = MARKS
@@ -215,25 +213,3 @@ def test_a_server_that_goes_away_is_said_and_found_again(browser: Any) -> None:
             page.wait_for_selector("#state .dot.good")
         page.wait_for_selector("#state .dot.bad")
         assert page.inner_text("#state-text") == "not reachable"
-
-
-def test_a_router_s_page_shows_its_fleet_and_chats_through_it(browser: Any) -> None:
-    with running(FakeEngine()) as server, stub() as other:
-        other.models = json.dumps({"object": "list", "data": [{"id": HOSTILE}]}).encode()
-        with (
-            running_router(server.url, other.url) as router,
-            visit(browser, f"http://127.0.0.1:{router.port}/") as page,
-        ):
-            page.wait_for_selector("#replicas tbody tr >> nth=1")
-            assert page.inner_text("#state-text") == "2 of 2 replicas take requests"
-            rows = page.locator("#replicas tbody tr").all_inner_texts()
-            assert server.url in rows[0] and "tiny" in rows[0] and "up" in rows[0]
-            assert HOSTILE in rows[1] and page.locator("#replicas img").count() == 0
-            page.click("nav a[href='#chat']")
-            set_fields(page, model="tiny")
-            say(page, "abc")
-            assert "user: abc" in answer(page)
-            page.click("nav a[href='#watch']")
-            wait_for(page, "document.querySelector('#replicas tbody tr').cells[6].textContent === '1'")
-            other.is_ready = False
-            wait_for(page, "document.querySelectorAll('#replicas .dot.good').length === 1")

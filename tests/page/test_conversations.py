@@ -1,4 +1,4 @@
-"""Conversations that the browser keeps: over a reload, beside other tabs, and where it keeps nothing."""
+"""Conversations that the browser keeps: over a reload, and where it keeps nothing."""
 
 import json
 from collections.abc import Iterator
@@ -119,7 +119,7 @@ def test_conversations_are_deleted_one_by_one_and_all_at_once_when_confirmed(bro
 
 def test_the_newest_fifty_are_kept_and_no_more_text_than_there_is_room_for(browser: Any, server: Running) -> None:
     fill = """([count, size]) => { for (let i = 0; i < count; i++) {
-      const talk = { id: `t${i}`, version: 1, at: i + 1, turns: [{ role: "user", content: `talk ${i} ` + "x".repeat(size) }] };
+      const talk = { id: `t${i}`, at: i + 1, turns: [{ role: "user", content: `talk ${i} ` + "x".repeat(size) }] };
       localStorage.setItem(`penstock-chat:t${i}`, JSON.stringify(talk));
     } }"""
     for count, size, left in ((60, 10, 50), (10, 300_000, 7)):
@@ -148,44 +148,6 @@ def test_what_another_page_left_under_these_keys_is_passed_over(browser: Any, se
         reply(page, "done")
         say(page, "abc")
         assert answer(page) == "done" and titles(page) == ["abc"]
-
-
-def test_two_tabs_see_what_the_other_keeps_and_deletes(browser: Any, server: Running) -> None:
-    with visit(browser, server.url) as page:
-        reply(page, "one", "two")
-        say(page, "abc")
-        answer(page)
-        other = page.context.new_page()
-        other.goto(server.url)
-        other.click(TITLES)
-        assert turns(other) == ["abc", "one"]
-        say(page, "more")
-        answer(page)
-        wait_for(other, "document.querySelectorAll('#talk > li').length === 4")
-        assert turns(other) == ["abc", "one", "more", "two"]
-        other.on("dialog", lambda dialog: dialog.accept())
-        other.click("#past-clear")
-        wait_for(page, "document.querySelectorAll('#talk > li').length === 0")
-        assert titles(page) == []
-
-
-def test_two_tabs_that_go_on_with_one_conversation_at_a_time_lose_neither(browser: Any, server: Running) -> None:
-    with visit(browser, server.url) as page:
-        reply(page, "one")
-        say(page, "abc")
-        answer(page)
-        other = page.context.new_page()
-        other.goto(server.url)
-        other.click(TITLES)
-        page.unroute("**/v1/chat/completions")
-        for each in (page, other):
-            say(each, "mine" if each is page else "other")
-            begun(each)
-        for each in (page, other):
-            each.click("#stop")
-            answer(each)
-        wait_for(page, "document.querySelectorAll('#past-list li').length === 2")
-        assert sorted(talk["turns"][2]["content"] for talk in kept(page)) == ["mine", "other"]
 
 
 def test_a_full_storage_is_said_and_the_chat_goes_on(browser: Any, server: Running) -> None:
@@ -238,27 +200,6 @@ def test_a_question_waits_for_the_key_and_is_kept_when_none_is_given(browser: An
         page.press("#key-value", "Enter")
         wait_for(page, "document.querySelector('#talk .error') === null")
         assert "user: abc" in answer(page) and turns(page)[0] == "abc"
-
-
-def test_an_edited_turn_replaces_itself_and_what_follows_and_can_be_left(browser: Any, server: Running) -> None:
-    with visit(browser, server.url) as page:
-        asked = reply(page, "one", "two", "three")
-        for text in ("abc", "def"):
-            say(page, text)
-            answer(page)
-        page.fill("#say", "a draft")
-        page.click("#talk > li:first-child [data-does=edit]")
-        assert page.input_value("#say") == "abc" and page.is_visible("#editing")
-        assert page.locator("#talk > li.replaced").count() == 4
-        page.keyboard.press("Escape")
-        assert page.input_value("#say") == "a draft" and page.is_hidden("#editing") and len(turns(page)) == 4
-        page.click("#talk > li:nth-child(3) [data-does=edit]")
-        say(page, "ghi")
-        wait_for(page, "document.querySelector('#talk > li:last-child .text').textContent === 'three'")
-        assert turns(page) == ["abc", "one", "ghi", "three"] and page.input_value("#say") == "a draft"
-        assert [message["content"] for message in asked[2]["messages"]] == ["abc", "one", "ghi"]
-        page.reload()
-        assert turns(page) == ["abc", "one", "ghi", "three"]
 
 
 def test_reasoning_and_calls_are_folded_and_results_go_back_to_the_model(browser: Any, server: Running) -> None:

@@ -8,34 +8,24 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from penstock.engine.http.page.document import NAMES, Kind, document
+from penstock.engine.http.page.document import document
 from penstock.engine.messages import Stats
 from penstock.executor.protocol import ExpertUpdate
-from penstock.router.app import OWN, PROXIED
 from tests.support.router_fleet import running_router
-from tests.support.router_stub import stub
 from tests.support.running_server import running
 
-KINDS = tuple(NAMES)
-
-
-def html(kind: Kind) -> str:
-    return document(kind).body.decode()
+HTML = document().body.decode()
 
 
 @pytest.fixture(scope="module")
-def answers() -> Iterator[dict[Kind, httpx.Response]]:
-    """`/` as the real server and the real router answer it, both with a key that no request carries."""
-    with running(api_keys=("sk-secret",)) as server, running_router(api_keys=("sk-secret",)) as router:
-        yield {"live": server.http.get("/"), "fleet": router.http.get("/")}
+def answer() -> Iterator[httpx.Response]:
+    """`/` as the real server answers it, with a key that the request does not carry."""
+    with running(api_keys=("sk-secret",)) as server:
+        yield server.http.get("/")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_sent_without_a_key_with_its_headers_and_never_stored(
-    answers: dict[Kind, httpx.Response], kind: Kind
-) -> None:
-    answer = answers[kind]
-    assert answer.status_code == 200 and answer.content == document(kind).body
+def test_it_is_sent_without_a_key_with_its_headers_and_never_stored(answer: httpx.Response) -> None:
+    assert answer.status_code == 200 and answer.content == document().body
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert answer.headers["cache-control"] == "no-store"
     assert answer.headers["x-content-type-options"] == "nosniff"
@@ -43,13 +33,10 @@ def test_it_is_sent_without_a_key_with_its_headers_and_never_stored(
     assert "sk-secret" not in answer.text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_policy_lets_only_this_script_and_style_run_and_only_this_origin_be_asked(
-    answers: dict[Kind, httpx.Response], kind: Kind
-) -> None:
-    policy = dict(part.split(" ", 1) for part in answers[kind].headers["content-security-policy"].split("; "))
+def test_the_policy_lets_only_this_script_and_style_run_and_only_this_origin_be_asked(answer: httpx.Response) -> None:
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
     for element in ("script", "style"):
-        (text,) = re.findall(rf"<{element}[^>]*>(.*?)</{element}>", html(kind), re.DOTALL)
+        (text,) = re.findall(rf"<{element}[^>]*>(.*?)</{element}>", HTML, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert policy.pop(f"{element}-src") == f"'sha256-{digest}'"
     assert policy == {
@@ -64,61 +51,58 @@ def test_the_policy_lets_only_this_script_and_style_run_and_only_this_origin_be_
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_comes_from_elsewhere(kind: Kind) -> None:
-    text = html(kind)
+def test_nothing_comes_from_elsewhere() -> None:
+    text = HTML
     assert [address for address in re.findall(r"https?://[^\"'\s]+", text) if "www.w3.org" not in address] == []
     assert re.findall(r"<(?:link|script|img|iframe)[^>]*(?:src|href)=\"(?!data:)", text) == []
     assert re.findall(r"@import|url\(|\bimport\s", text) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_makes_html_or_code_of_text_or_writes_the_key_where_it_stays(kind: Kind) -> None:
+def test_nothing_makes_html_or_code_of_text_or_writes_the_key_where_it_stays() -> None:
     forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|Function\(|\.cookie"
-    assert re.findall(forbidden, html(kind)) == []
-    assert re.findall(r"localStorage.|(?<=local\.setItem\()\w+|\w+(?=\.setItem\(\"key\")", html(kind)) == [
+    assert re.findall(forbidden, HTML) == []
+    assert re.findall(r"localStorage.|(?<=local\.setItem\()\w+|\w+(?=\.setItem\(\"key\")", HTML) == [
         *('localStorage"', "session", "name")  # the one place that has it; where the key goes; what `store` is given
     ]
-    assert set(re.findall(r"\bstore\((\w+)", html(kind))) == {"name", "SETTINGS", "KEPT"}
-    assert re.findall(r"\son\w+=|style=\"", re.sub(r"<(script|style).*?</\1>", "", html(kind), flags=re.DOTALL)) == []
+    assert set(re.findall(r"\bstore\((\w+)", HTML)) == {"name", "SETTINGS", "KEPT"}
+    assert re.findall(r"\son\w+=|style=\"", re.sub(r"<(script|style).*?</\1>", "", HTML, flags=re.DOTALL)) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_route_that_it_asks_for_is_there(kind: Kind) -> None:
-    asked = set(re.findall(r"\bask\(\s*\"(/[^\"]*)\"", html(kind)))
-    assert asked == {"/metrics", "/v1/models", "/v1/chat/completions"} | ({"/replicas"} if kind == "fleet" else set())
-    assert len(re.findall(r"\bfetch\(", html(kind))) == 1  # in `ask`
-    if kind == "fleet":
-        assert asked <= OWN | PROXIED
-    else:
-        with running() as server:
-            assert asked <= server.app.templates
+def test_every_route_that_it_asks_for_is_there() -> None:
+    asked = set(re.findall(r"\bask\(\s*\"(/[^\"]*)\"", HTML))
+    assert asked == {"/metrics", "/v1/models", "/v1/chat/completions"}
+    assert len(re.findall(r"\bfetch\(", HTML)) == 1  # in `ask`
+    with running() as server:
+        assert asked <= server.app.templates
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_metric_that_it_shows_is_one_that_is_said(kind: Kind) -> None:
-    if kind == "fleet":
-        with stub() as backend, running_router(backend.url) as router:
-            said = router.http.get("/metrics").text
-    else:
-        with running() as server:
-            tiers: dict[str, dict[str, float]] = {"host": {"used_blocks": 1, "capacity_blocks": 2}}
-            server.engine.stats = Stats(num_blocks=4, tiers=tiers, experts=ExpertUpdate(balance=1.0))
-            said = server.http.get("/metrics").text
+def test_every_metric_that_it_shows_is_one_that_is_said() -> None:
+    with running() as server:
+        tiers: dict[str, dict[str, float]] = {"host": {"used_blocks": 1, "capacity_blocks": 2}}
+        server.engine.stats = Stats(num_blocks=4, tiers=tiers, experts=ExpertUpdate(balance=1.0))
+        said = server.http.get("/metrics").text
     families = set(re.findall(r"^# TYPE (\S+)", said, re.MULTILINE))
-    named = set(re.findall(r"\"((?:vllm|penstock|process)[_:]\w+)\"", html(kind)))
+    named = set(re.findall(r"\"((?:vllm|penstock|process)[_:]\w+)\"", HTML))
     missing = {name for name in named if not families & {name, re.sub(r"_(sum|count|bucket)$", "", name)}}
     assert len(named) > 8 and missing == set()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_element_that_the_script_looks_up_is_there_once(kind: Kind) -> None:
-    wanted = set(re.findall(r"byId\(\"([\w-]+)\"\)", html(kind)))
-    there = re.findall(r"\sid=\"([\w-]+)\"", html(kind))
+def test_every_element_that_the_script_looks_up_is_there_once() -> None:
+    wanted = set(re.findall(r"byId\(\"([\w-]+)\"\)", HTML))
+    there = re.findall(r"\sid=\"([\w-]+)\"", HTML)
     assert len(there) == len(set(there)) and wanted - set(there) == set()
 
 
 def test_a_head_is_answered_like_a_get_and_nothing_else_is() -> None:
-    with running_router() as router:
-        assert router.http.head("/").headers["content-length"] == str(len(document("fleet").body))
+    with running() as server:
+        assert server.http.head("/").headers["content-length"] == str(len(document().body))
+        assert server.http.post("/").status_code == 405
+
+
+def test_a_router_has_no_page_and_says_where_to_look() -> None:
+    with running_router(api_keys=("sk-secret",)) as router:
+        answer = router.http.get("/")
+        assert answer.status_code == 200 and answer.headers["content-type"] == "text/plain; charset=utf-8"
+        assert "/replicas" in answer.text and "sk-secret" not in answer.text
+        assert router.http.head("/").headers["content-length"] == str(len(answer.content))
         assert router.http.post("/").status_code == 405

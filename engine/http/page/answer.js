@@ -118,7 +118,6 @@ class Answer {
     }
     const retry = button(error ? "Try again" : "Regenerate", again);
     retry.dataset.does = "again";
-    retry.setAttribute("aria-keyshortcuts", "Alt+R");
     this.foot.append(retry);
     if (content !== "") this.foot.append(copyButton(() => content));
   }

@@ -1,4 +1,211 @@
-// Figures as people read them, and the few shapes that the views are made of.
+// The live charts: /metrics once a second, read, compared with the looks of the last minute, and drawn anew.
+
+const LATENCIES = [
+  ["First token", "vllm:time_to_first_token_seconds"],
+  ["Between tokens", "vllm:inter_token_latency_seconds"],
+  ["Whole request", "vllm:e2e_request_latency_seconds"],
+  ["In the queue", "vllm:request_queue_time_seconds"],
+];
+
+/** Look at /metrics once a second, and draw what is visible. */
+function startWatch() {
+  const history = new History();
+  const redraw = () => byId("watch").hidden || drawLive(history);
+  byId("window").addEventListener("change", redraw);
+  keepLooking(async (mayAsk) => {
+    history.add(parseMetrics(await bodyOf(await ask("/metrics", {}, mayAsk), "text")));
+    setState("good", history.now.get("vllm:num_requests_running")?.[0]?.labels.model_name ?? "connected");
+    redraw();
+  });
+}
+
+function drawLive(history) {
+  const now = history.now;
+  byId("tiles").replaceChildren(...liveTiles(history));
+  byId("tiers").replaceChildren(...tierMeters(now));
+  const isWhole = byId("window").value === "start";
+  const latencies = LATENCIES.map(([label, name]) => chart(label, history.histogram(name, isWhole)));
+  byId("latency").replaceChildren(...latencies);
+  drawExperts(now);
+}
+
+function liveTiles(history) {
+  const gauge = (label, name) => tile(label, [figure(total(history.now, name)), ""], history.values(name));
+  const speed = (label, name) => tile(label, [figure(history.rate(name)), "tok/s"], history.rates(name));
+  const steps = ["penstock:step_seconds_sum", "penstock:step_seconds_count"];
+  const [seconds, counts] = steps.map((name) => history.rates(name));
+  const hits = ["vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"];
+  return [
+    gauge("Running", "vllm:num_requests_running"),
+    gauge("Waiting", "vllm:num_requests_waiting"),
+    speed("Generated", "vllm:generation_tokens_total"),
+    speed("Prompts", "vllm:prompt_tokens_total"),
+    tile("Prefix hits", [percent(history.ratio(...hits)), "%"], history.rates(hits[0])),
+    tile("Step", duration(history.ratio(...steps)), counts.map((rate, i) => (rate > 0 ? seconds[i] / rate : 0))),
+  ];
+}
+
+function tierMeters(series) {
+  const blocks = byLabel(series, "penstock:kv_device_blocks", "state");
+  const all = blocks.get("all") || 1;
+  const [held, cached] = [blocks.get("held"), blocks.get("cached")];
+  const words = `${figure(held)} held, ${figure(cached)} cached of ${figure(all)}`;
+  const rows = [meter("Device", held / all, words, cached / all)];
+  const used = byLabel(series, "penstock:kv_tier_used_blocks", "tier");
+  const capacity = byLabel(series, "penstock:kv_tier_capacity_blocks", "tier");
+  for (const [tier, count] of used) {
+    const room = capacity.get(tier);
+    const full = room ? `${figure(count)} of ${figure(room)}` : `${figure(count)} blocks`;
+    rows.push(meter(tier[0].toUpperCase() + tier.slice(1), room ? count / room : 0, full));
+  }
+  return rows;
+}
+
+function drawExperts(series) {
+  const balance = total(series, "penstock:expert_balance");
+  byId("experts").hidden = balance === undefined;
+  if (balance === undefined) return;
+  const ranks = byLabel(series, "penstock:expert_rank_load", "rank");
+  byId("ranks").replaceChildren(
+    ...[...ranks].map(([rank, share]) =>
+      meter(`Rank ${rank}`, share / Math.max(...ranks.values()), `${percent(share)} % of the tokens`),
+    ),
+  );
+  const experts = byLabel(series, "penstock:expert_load", "expert");
+  const highest = Math.max(...experts.values(), 1e-9);
+  byId("expert-load").replaceChildren(
+    ...[...experts].map(([expert, share]) => {
+      const cell = make("i");
+      cell.style.opacity = 0.08 + (0.92 * share) / highest;
+      cell.title = `Expert ${expert}: ${figure(100 * share, 2)} % of the tokens`;
+      return cell;
+    }),
+  );
+  byId("expert-facts").replaceChildren(
+    ...facts([
+      ["Balance of the ranks", `${percent(balance)} %`],
+      ["Plans carried out", figure(total(series, "penstock:expert_rebalances_total"))],
+      ["Experts moved", figure(total(series, "penstock:expert_moved_total"))],
+      ["Steps waited for moves", brief(total(series, "penstock:expert_stall_seconds_total"))],
+    ]),
+  );
+}
+
+// The Prometheus text format, and what has changed between two looks.
+
+/** The text → Map of sample name → [{labels, value}]. */
+function parseMetrics(text) {
+  const series = new Map();
+  for (const line of text.split("\n")) {
+    const found = /^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)/.exec(line);
+    if (found === null) continue;
+    const labels = {};
+    for (const [, name, value] of (found[2] ?? "").matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)) {
+      labels[name] = value.replace(/\\(.)/g, (_, escaped) => (escaped === "n" ? "\n" : escaped));
+    }
+    const value = found[3] === "+Inf" ? Infinity : Number(found[3]);
+    if (!series.has(found[1])) series.set(found[1], []);
+    series.get(found[1]).push({ labels, value });
+  }
+  return series;
+}
+
+/** The sum of a name's samples; undefined where there are none. */
+function total(series, name) {
+  return series.get(name)?.reduce((sum, { value }) => sum + value, 0);
+}
+
+/** A name's samples by the value of one label. */
+function byLabel(series, name, label) {
+  const found = new Map();
+  for (const { labels, value } of series.get(name) ?? []) {
+    found.set(labels[label], (found.get(labels[label]) ?? 0) + value);
+  }
+  return found;
+}
+
+/** The last minute of looks, a second apart while the tab is visible. */
+class History {
+  constructor() {
+    this.looks = []; // {at, series}, oldest first
+  }
+
+  add(series) {
+    const last = this.looks.at(-1);
+    const started = "process_start_time_seconds";
+    // A server that was started again counts from nothing.
+    if (last && total(last.series, started) !== total(series, started)) this.looks = [];
+    this.looks.push({ at: performance.now() / 1000, series });
+    while (this.looks.at(-1).at - this.looks[0].at > 60 && this.looks.length > 2) this.looks.shift();
+  }
+
+  get now() {
+    return this.looks.at(-1).series;
+  }
+
+  /** How much a counter grew per second over the last looks; undefined with one look alone. */
+  rate(name) {
+    return between(this.looks.at(-4) ?? this.looks[0], this.looks.at(-1), name);
+  }
+
+  /** The same between all neighbouring looks, for a line. */
+  rates(name) {
+    return this.looks.slice(1).map((look, i) => between(this.looks[i], look, name) ?? 0);
+  }
+
+  /** How much `top` grew for each that `bottom` grew: in the last minute, else since the start; undefined for none. */
+  ratio(top, bottom) {
+    const grown = (name) => (total(this.now, name) ?? 0) - (total(this.looks[0].series, name) ?? 0);
+    if (grown(bottom) > 0) return grown(top) / grown(bottom);
+    return total(this.now, bottom) ? total(this.now, top) / total(this.now, bottom) : undefined;
+  }
+
+  values(name) {
+    return this.looks.map(({ series }) => total(series, name) ?? 0);
+  }
+
+  /** A histogram as [{upTo, count}], not cumulated: of the last minute, or of all time. */
+  histogram(name, isWhole) {
+    const read = (series) => byLabel(series, `${name}_bucket`, "le");
+    const now = read(this.now);
+    const before = isWhole ? new Map() : read(this.looks[0].series);
+    let seen = 0;
+    return [...now].map(([le, value]) => {
+      const cumulated = value - (before.get(le) ?? 0);
+      const count = cumulated - seen;
+      seen = cumulated;
+      return { upTo: le === "+Inf" ? Infinity : Number(le), count };
+    });
+  }
+}
+
+function between(first, last, name) {
+  const seconds = last.at - first.at;
+  const now = total(last.series, name);
+  if (seconds <= 0 || now === undefined) return undefined;
+  return (now - (total(first.series, name) ?? 0)) / seconds;
+}
+
+/**
+ * A quantile as [sign, value]: evenly spread within its bucket, as Prometheus estimates it. The first and the last
+ * bucket say no more than their bound.
+ */
+function quantile(buckets, share) {
+  let left = share * buckets.reduce((sum, bucket) => sum + bucket.count, 0);
+  if (left === 0) return ["", undefined];
+  let from = null;
+  for (const { upTo, count } of buckets) {
+    if (left <= count) {
+      if (from === null) return ["< ", upTo];
+      return upTo === Infinity ? ["> ", from] : ["", from + ((upTo - from) * left) / count];
+    }
+    left -= count;
+    from = upTo;
+  }
+  return ["> ", from];
+}
+
+// Figures as people read them, and the shapes that the view is made of.
 
 function figure(value, digits = 0) {
   if (value === undefined || Number.isNaN(value)) return "–";
@@ -16,11 +223,6 @@ function duration(seconds) {
 }
 
 const brief = (seconds) => duration(seconds).join(" ").trim();
-
-function bytes(value) {
-  const power = value >= 2 ** 30 ? 3 : 2;
-  return `${figure(value / 1024 ** power, power === 3 ? 1 : 0)} ${["MiB", "GiB"][power - 2]}`;
-}
 
 function draw(tag, attributes, ...children) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -99,11 +301,6 @@ function chart(label, buckets) {
     make("div", "ends", ...ends.map((end) => make("span", "", end))),
     make("div", "quantiles", ...quantiles),
   );
-}
-
-function drawLatencies(history, names) {
-  const isWhole = byId("window").value === "start";
-  byId("latency").replaceChildren(...names.map(([label, name]) => chart(label, history.histogram(name, isWhole))));
 }
 
 /** [term, value] pairs as a list of facts. */

@@ -27,14 +27,11 @@ class Chat {
     this.talk = newTalk();
     this.inFlight = null; // the AbortController of the answer that is being written
     this.answer = null; // that answer
-    this.editing = null; // the index of the turn that the message box will replace
-    this.draft = ""; // what stood in the box before
   }
 
   /** Show a conversation from its beginning. */
   open(talk) {
     this.talk = talk;
-    this.edit(null);
     this.show();
     if (byId("past").matches(":popover-open")) byId("past").hidePopover();
     byId("say").focus();
@@ -43,7 +40,7 @@ class Chat {
   show() {
     byId("talk").replaceChildren();
     byId("empty").hidden = this.talk.turns.length > 0;
-    this.talk.turns.forEach((turn, index) => this.add(turn, index));
+    this.talk.turns.forEach((turn) => this.add(turn));
     this.list();
   }
 
@@ -55,7 +52,7 @@ class Chat {
   }
 
   /** One more turn at the end of what is shown. */
-  add(turn, index) {
+  add(turn) {
     const names = { user: "You", tool: `Result of ${turn.name}`, assistant: turn.model };
     const item = make("li", turn.role, make("div", "who", names[turn.role] ?? turn.role));
     byId("empty").hidden = true;
@@ -66,10 +63,7 @@ class Chat {
       if (turn.figures) answer.close(() => this.regenerate());
       return answer;
     }
-    const edit = button("Edit", () => this.edit(index));
-    edit.dataset.does = "edit";
-    edit.setAttribute("aria-keyshortcuts", "Alt+E");
-    item.append(make("div", "prose", turn.content), make("div", "foot", edit));
+    item.append(make("div", "prose", turn.content));
   }
 
   setBusy(isBusy) {
@@ -78,31 +72,16 @@ class Chat {
     byId("new").disabled = byId("past").inert = isBusy;
   }
 
-  /** Take a turn into the message box: sending replaces it and all behind it. Null takes it back. */
-  edit(index) {
-    if (this.inFlight) return;
-    if (this.editing === null) this.draft = byId("say").value;
-    byId("say").value = index === null ? this.draft : this.talk.turns[index].content;
-    this.editing = index;
-    byId("editing").hidden = index === null;
-    byId("talk").childNodes.forEach((item, i) => item.classList.toggle("replaced", index !== null && i >= index));
-    byId("say").focus();
-  }
-
   send() {
     const text = byId("say").value.trim();
     const fields = this.inFlight || text === "" ? null : readSettings();
     if (fields === null) return;
     const { turns } = this.talk;
-    const edited = this.editing === null ? null : turns[this.editing];
-    if (edited) turns.length = this.editing;
     const [call] = openCalls(turns);
     byId("say").value = "";
-    this.edit(null);
     const result = call && { role: "tool", name: call.function.name, callId: call.id, content: text };
     turns.push(result ?? { role: "user", content: text });
-    if (edited) this.show();
-    else this.add(turns.at(-1), turns.length - 1);
+    this.add(turns.at(-1));
     if (openCalls(turns).length) this.keep(); // a result for each of them, before the model goes on
     else this.write(fields);
   }
@@ -110,7 +89,6 @@ class Chat {
   regenerate() {
     const fields = this.inFlight ? null : readSettings();
     if (fields === null) return;
-    this.edit(null);
     this.talk.turns.pop();
     byId("talk").lastElementChild.remove();
     byId("say").focus();
@@ -175,17 +153,6 @@ class Chat {
     if (ids.includes(this.talk.id)) this.open(newTalk());
     else this.list();
   }
-
-  /** Another tab wrote or deleted conversations. */
-  follow(key) {
-    if (this.inFlight || (key !== null && !key.startsWith(KEPT))) return;
-    const there = readTalk(this.talk.id);
-    if (this.talk.version > 0 && there?.version !== this.talk.version) {
-      this.edit(null);
-      this.talk = there ?? newTalk();
-      this.show();
-    } else this.list();
-  }
 }
 
 function startChat() {
@@ -205,12 +172,10 @@ function startChat() {
   });
   addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || document.querySelector("dialog[open], :popover-open")) return;
-    if (chat.inFlight) chat.inFlight.abort();
-    else if (chat.editing !== null) chat.edit(null);
+    chat.inFlight?.abort();
   });
   byId("new").addEventListener("click", () => chat.open(newTalk()));
   byId("past-clear").addEventListener("click", () => chat.drop(readTalks().map(({ id }) => id)));
-  addEventListener("storage", (event) => chat.follow(event.key));
   addEventListener("pagehide", () => {
     if (chat.answer === null) return;
     chat.answer.finish = "left";

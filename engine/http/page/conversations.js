@@ -1,14 +1,14 @@
 // The conversations that this browser keeps, in its local storage and nowhere else.
 //
-// Each has a key of its own, so that two tabs write beside each other. A conversation is {id, version, at, turns}; a
-// turn is {role, content} and what is shown with it. What is read back may be from another version of this page.
+// Each has a key of its own. A conversation is {id, at, turns}; a turn is {role, content} and what is shown with it. What
+// is read back may be from another version of this page. Two tabs do not see each other: the last to write is kept.
 
 const KEPT = "penstock-chat:"; // begins the keys
 const MOST_KEPT = 50; // conversations
 const MOST_CHARACTERS = 2_000_000; // of them all as JSON, less than half of what browsers give
 
 const newId = () => `${Date.now().toString(36)}${Math.random().toString(36).slice(2)}`;
-const newTalk = () => ({ id: newId(), version: 0, at: 0, turns: [] });
+const newTalk = () => ({ id: newId(), at: 0, turns: [] });
 const titleOf = (talk) => talk.turns.find((turn) => turn.role === "user")?.content.trim().slice(0, 80) || "Untitled";
 
 /** What local storage has under a key; null where there is nothing that can be read. */
@@ -32,33 +32,29 @@ function readTalks() {
   return ids.map(readTalk).filter((talk) => talk !== null).sort((a, b) => b.at - a.at);
 }
 
-/** Keep it as it now stands; the oldest others make room. Where another tab went on with it, it becomes one more. */
+/** Keep it as it now stands; the oldest others make room. */
 function keepTalk(talk) {
-  const there = readTalk(talk.id);
-  if (there && there.version !== talk.version) talk.id = newId();
-  const next = { version: talk.version + 1, at: Date.now() };
-  const text = JSON.stringify({ ...talk, ...next });
+  talk.at = Date.now();
+  const text = JSON.stringify(talk);
   let room = MOST_CHARACTERS - text.length;
-  if (room < 0) return noteKeeping("This conversation is too long to be kept.");
+  if (room < 0) return void noteKeeping("This conversation is too long to be kept.");
   const others = readTalks().filter((other) => other.id !== talk.id);
   others.forEach((other, i) => {
     room -= local.getItem(KEPT + other.id).length;
     if (room < 0 || i >= MOST_KEPT - 1) dropTalk(other.id);
   });
-  return store(KEPT + talk.id, text) && Object.assign(talk, next);
+  store(KEPT + talk.id, text);
 }
 
 const dropTalk = (id) => local.removeItem(KEPT + id);
 
-/** Write to local storage and return whether it was written; where the browser refuses, say so. */
+/** Write to local storage; where the browser refuses, say so. */
 function store(name, text) {
   try {
     local.setItem(name, text);
     noteKeeping(local instanceof Storage ? "" : "This browser allows no storage: all of it ends with the page.");
-    return true;
   } catch {
     noteKeeping("The browser's storage is full: what is new is not kept. Delete conversations to make room.");
-    return false;
   }
 }
 

@@ -1,4 +1,4 @@
-"""The page at `/` of a server and of a router: one HTML document, with its style and script within it.
+"""The page at `/` of a server: one HTML document, with its style and script within it.
 
 One document because `/` is the one route beside the liveness probe that is open without a key; it carries no data,
 and its script asks the other routes with the key that the user gives. The policy names the style and the script by
@@ -8,21 +8,12 @@ their digests and forbids HTML made from text, so nothing that a model or a user
 import base64
 import hashlib
 from importlib import resources
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Kind = Literal["live", "fleet"]
-
-COMMON = (
-    "page.js",
-    "metrics.js",
-    "charts.js",
-    "markdown.js",
-    "conversations.js",
-    "settings.js",
-    "answer.js",
-    "chat.js",
+SCRIPTS = (
+    *("page.js", "markdown.js", "conversations.js", "settings.js", "answer.js", "chat.js", "charts.js"),
+    "start.js",  # all before it are definitions
 )
-NAMES: dict[Kind, tuple[str, str]] = {"live": ("Live", "chat"), "fleet": ("Fleet", "watch")}  # and what is shown first
 
 
 class Page(NamedTuple):
@@ -30,18 +21,13 @@ class Page(NamedTuple):
     headers: dict[str, str]  # all but its length
 
 
-def document(kind: Kind) -> Page:
-    """The page of a server (`live`) or of a router (`fleet`)."""
+def document() -> Page:
+    """Return the page and the headers that lock it down."""
     style = _read("page.css")
-    script = "\n".join(map(_read, (*COMMON, f"{kind}.js", "start.js")))
+    script = "\n".join(map(_read, SCRIPTS))
     assert "</" not in style and "</script" not in script  # either would end its element
-    name, first = NAMES[kind]
     html = _read("shell.html")
     for place, content in (
-        ("<body>", f'<body data-first="{first}">'),
-        ("<!-- name of the second view -->", name),
-        ("<!-- the second view -->\n", _read(f"{kind}.html")),
-        ("<!-- latency -->\n", _read("latency.html")),
         ("<style></style>", f"<style>{style}</style>"),
         ('<script type="module"></script>', f'<script type="module">{script}</script>'),
     ):

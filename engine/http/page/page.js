@@ -1,4 +1,4 @@
-// What all views share: making elements, asking the server, the key, shortcuts, and which view is shown.
+// What all views share: making elements, asking the server, the key, and which view is shown.
 //
 // Text that a model or a user wrote only ever becomes a text node. The key stays in this tab's session storage and
 // leaves it only in the header of requests to this origin.
@@ -147,44 +147,19 @@ async function keepLooking(look) {
   }
 }
 
-/** Look at /metrics, and `learn` what else there is to know, once a second; `draw` what is visible. */
-function watch(draw, learn) {
-  const history = new History();
-  const redraw = () => byId("watch").hidden || draw(history);
-  byId("window").addEventListener("change", redraw);
-  keepLooking(async (mayAsk) => {
-    history.add(parseMetrics(await bodyOf(await ask("/metrics", {}, mayAsk), "text")));
-    await learn(history, mayAsk);
-    redraw();
-  });
-}
-
 function showView() {
-  const name = location.hash === "#watch" ? "watch" : location.hash === "#chat" ? "chat" : document.body.dataset.first;
+  const name = location.hash === "#watch" ? "watch" : "chat";
   for (const view of ["chat", "watch"]) byId(view).hidden = view !== name;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  if (name === "chat") learnModels(); // a router's may have changed
+  if (name === "chat") learnModels();
   if (name === "chat" && matchMedia("(min-width: 781px)").matches) byId("say").focus();
 }
 
-/**
- * Alt and a letter press, or go to, what names them in `aria-keyshortcuts` and can be seen; the last of several. A
- * drawer that opens takes the focus, and the browser gives it back when it is closed.
- */
-function startKeyboard() {
-  addEventListener("keydown", (event) => {
-    if (!event.altKey || event.ctrlKey || event.metaKey || document.querySelector("dialog[open]")) return;
-    const name = `Alt+${event.code.replace(/^Key/, "")}`;
-    const named = [...document.querySelectorAll("[aria-keyshortcuts]")].filter((each) => each.ariaKeyShortcuts === name);
-    const target = named.findLast((each) => each.checkVisibility() && !each.disabled);
-    if (!target) return;
-    event.preventDefault();
-    target.focus();
-    target.click();
-  });
+/** A drawer that opens takes the focus, and the browser gives it back when it is closed. */
+function startDrawers() {
   for (const drawer of document.querySelectorAll("[popover]")) {
     drawer.addEventListener("toggle", ({ newState }) => newState === "open" && drawer.querySelector("button")?.focus());
   }

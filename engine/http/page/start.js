@@ -2,7 +2,7 @@
 
 startKey();
 startViews();
-startKeyboard();
+startDrawers();
 startSettings();
 startChat();
 startWatch();
