@@ -148,8 +148,17 @@ class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True)
     line: str
 
 
+class StartCost(msgspec.Struct, frozen=True, array_like=True):
+    """What the start of the core has cost beyond an ordinary one."""
+
+    num_compiled: int = 0  # Python files whose bytecode is kept for the next start
+    compile_s: float = 0.0
+    read_bytes: int = 0  # that came from a disk and not from memory
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     info: ModelInfo
+    cost: StartCost = StartCost()
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", array_like=True):
