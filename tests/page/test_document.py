@@ -105,4 +105,5 @@ def test_a_router_has_no_page_and_says_where_to_look() -> None:
         assert answer.status_code == 200 and answer.headers["content-type"] == "text/plain; charset=utf-8"
         assert "/replicas" in answer.text and "sk-secret" not in answer.text
         assert router.http.head("/").headers["content-length"] == str(len(answer.content))
+    with running_router() as router:
         assert router.http.post("/").status_code == 405
