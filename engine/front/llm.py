@@ -235,9 +235,11 @@ class LLM:
             return self._running().reset_prefix_cache()
 
     def update_weights(self, weights: "str | PathLike[str] | Mapping[str, Any]") -> int:
-        """Compute with other weights of the same model from now on: of a folder, a .gguf or a .safetensors file, tensors by
-        their names, or a trainer's address. Returns how many updates there were. WeightsError says why they cannot be
-        used; nothing has changed then."""
+        """Compute with other weights of the same model from now on; return how many updates there were.
+
+        The weights are a folder, a .gguf or a .safetensors file, or tensors by their names. WeightsError says why they
+        cannot be used; nothing has changed then.
+        """
         if isinstance(weights, Mapping):
             from penstock.executor.shared_tensors import SharedTensors
 
