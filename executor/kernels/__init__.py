@@ -1,4 +1,4 @@
-"""The operations a model is built from, behind one set of signatures: plain torch, C for CPU, Triton for CUDA.
+"""The operations a model is built from, behind one set of signatures: C for CPU, Triton for CUDA.
 
 A model receives an `Ops` when it is built and calls nothing else that is not a plain tensor operation.
 """
@@ -313,25 +313,19 @@ class InputOps(Protocol):
 
 
 def select_ops(device: torch.device, dtype: torch.dtype, head_dim: int, is_invariant: bool = False) -> Ops:
-    """The fastest set there is for a model of this kind; if it has to be `batch_invariant`, of those that are."""
+    """Return the kernels for a model of this kind; with `is_invariant`, those whose sums do not depend on the batch."""
     if device.type == "cpu":
         from penstock.executor.kernels.cpu_ops import make_ops
 
         return make_ops(dtype, head_dim)
-    if _has_triton_kernels(device):
-        from penstock.executor.kernels.cuda.ops import choose_ops
+    from penstock.executor.kernels.cuda.ops import choose_ops
 
-        return choose_ops(_card(device), is_invariant)
-    if is_invariant:
-        raise ExecutorError(f"batch_invariant: given; it needs a CPU, or a GPU of compute capability {FIXED_ON}")
-    from penstock.executor.kernels import torch_ops
-
-    return torch_ops
+    return choose_ops(check_card(device), is_invariant)
 
 
 def select_sampling_ops(device: torch.device) -> SamplingOps | None:
-    """None where the sampler does with plain torch."""
-    if not _has_triton_kernels(device):
+    """Return the kernels that sample on a GPU. None on a CPU, where the sampler computes in plain torch."""
+    if device.type == "cpu":
         return None
     from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
 
@@ -339,23 +333,21 @@ def select_sampling_ops(device: torch.device) -> SamplingOps | None:
 
 
 def select_input_ops(device: torch.device) -> InputOps:
-    if _has_triton_kernels(device):
-        from penstock.executor.kernels.cuda import step_inputs
+    if device.type == "cpu":
+        from penstock.executor.kernels import torch_inputs
 
-        return step_inputs
-    from penstock.executor.kernels import torch_inputs
+        return torch_inputs
+    from penstock.executor.kernels.cuda import step_inputs
 
-    return torch_inputs
-
-
-def has_expert_products(device: torch.device) -> bool:
-    """Whether experts of few bits are computed as they are stored."""
-    return _has_triton_kernels(device)
+    return step_inputs
 
 
-def _has_triton_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and _card(device).has_kernels
-
-
-def _card(device: torch.device) -> Card:
-    return card_of(torch.cuda.current_device() if device.index is None else device.index)
+def check_card(device: torch.device) -> Card:
+    """Return what the GPU is. Raise ExecutorError if it is too old for the kernels."""
+    card = card_of(torch.cuda.current_device() if device.index is None else device.index)
+    if card.capability < (8, 0):
+        raise ExecutorError(
+            f"device: this GPU has compute capability {'.'.join(map(str, card.capability))}; 8.0 (Ampere) or later is "
+            "needed. Use device 'cpu' on this machine"
+        )
+    return card

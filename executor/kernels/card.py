@@ -1,7 +1,7 @@
 """What a GPU is and can do: the one place that knows which of our kernels need what.
 
-A feature that a card lacks falls back by itself: a kernel takes a smaller tile, a twin takes a kernel's place, and the rest
-of the model keeps its kernels.
+GPUs before compute capability 8.0 are refused. What a newer card lacks is left out: a kernel takes a smaller tile, weights
+of eight bits are dequantized, and the rest of the model keeps its kernels.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,6 @@ class Card:
     capability: tuple[int, int]
     num_processors: int
     shared_bytes: int  # of shared memory, that one block of threads may have
-
-    @property
-    def has_kernels(self) -> bool:
-        """Products and copies as Triton makes them of bfloat16; before, plain torch computes."""
-        return self.capability >= (8, 0)
 
     @property
     def has_eight_bits(self) -> bool:

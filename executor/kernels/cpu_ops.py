@@ -2,9 +2,9 @@
 
 They run on torch's own OpenMP threads, on whatever vector instructions the CPU has. A token's result is the same
 bits whatever else is in the batch, however its prompt is cut into chunks, and with any number of threads.
-`make_ops` decides once, from dtype and head dimension, between these and their plain-torch twins.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ from penstock.executor.kernels import (
     Pages,
     Scaled,
     ScoreExtras,
-    torch_ops,
 )
 from penstock.executor.kernels.cpu_recurrent import CpuRecurrent
+from penstock.executor.moe_spec import MoeSpec
+from penstock.executor.protocol import ExecutorError
 
 DTYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish", "sigmoid")  # as the C side counts them
@@ -37,11 +38,12 @@ ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish", "sigmoid")  # as the C side
 def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, level: str | None = None) -> Ops:
     """Kernels for a model in `dtype` with heads of `head_dim`, on at most `num_threads` threads (None: torch's).
 
-    The C kernels are for float32 and bfloat16 and an even head_dim; anything else gets the plain-torch twins.
     `level` names the vector instructions to use (see `levels`); None is the best that the CPU has.
     """
     if dtype not in DTYPES or head_dim % 2:
-        return torch_ops
+        raise ExecutorError(
+            f"a CPU computes in float32 and bfloat16, with heads of an even size; this model has {dtype} and {head_dim}"
+        )
     return CpuOps(dtype, describe_cpu(dtype, num_threads, level))
 
 
@@ -69,7 +71,6 @@ def describe_cpu(dtype: torch.dtype, num_threads: int | None, level: str | None)
 class CpuOps:
     """The calls, 2 to 3 µs of Python each. What they assert is our own contract; sizes were checked at start."""
 
-    choose_experts = staticmethod(torch_ops.choose_experts)
     expanded_attention: ExpandedAttention | None = None
     fused_experts: FusedExperts[Scaled] | None = None
     blocks: BlockOps | None = None
@@ -117,6 +118,31 @@ class CpuOps:
     def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
         return self.gate(F.linear(x, weight), activation)
 
+    @staticmethod
+    def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared: int = 0) -> tuple[Tensor, Tensor]:
+        scores = logits[:, : moe.num_experts]
+        # torch's sigmoid computes the last numbers of a tensor otherwise than those before, so bits would depend on the batch.
+        scores = scores.softmax(-1) if moe.scoring == "softmax" else (1 + (-scores).exp()).reciprocal()
+        wanted = scores if bias is None else scores + bias  # the bias steers the choice, never the share
+        if moe.num_groups > 1:
+            grouped = wanted.unflatten(-1, (moe.num_groups, -1))
+            # A group is as good as its best expert, or (with a bias) its best two together.
+            best = grouped.amax(-1) if bias is None else grouped.topk(2, dim=-1).values.sum(-1)
+            chosen = best.topk(moe.top_groups, dim=-1).indices
+            outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+            wanted = grouped.masked_fill(outside[..., None], -torch.inf).flatten(1)
+        ids = wanted.topk(moe.top_k, dim=-1).indices
+        shares = scores.gather(1, ids)
+        if moe.renormalize:
+            shares = shares / (shares.sum(-1, keepdim=True) + moe.renormalize_eps)
+        shares = shares * moe.scale
+        if num_shared:
+            always = moe.num_experts + torch.arange(num_shared, device=ids.device)
+            share = logits[:, moe.num_experts :].sigmoid() if moe.has_shared_gate else shares.new_ones(1, 1)
+            ids = torch.cat((ids, always.expand(len(ids), -1)), dim=1)
+            shares = torch.cat((shares, share.expand(len(ids), num_shared)), dim=1)
+        return ids.int(), shares
+
     def rope_and_store(self, q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> Tensor:
         tokens, q_heads, head_dim = q.shape
         (cos, sin, positions), (k_pages, v_pages), kv_slots, (q_weight, k_weight, eps) = store
@@ -150,7 +176,7 @@ class CpuOps:
         """There is no attention here that asks for whole queries."""
         rope_dim = 2 * store.rotation.cos.shape[1]
         assert len(goal) == len(q) and first == 0 and not is_whole
-        rotating, key = torch_ops.latent_parts(self.rms_norm, q, down, store)
+        rotating, key = latent_parts(self.rms_norm, q, down, store)
         given = KeyStore(store.rotation, (store.pages, store.pages), store.kv_slots)
         self.rope_and_store(key[:, :0], key, None, given)
         goal[..., :rope_dim] = self.rope_and_store(rotating, rotating[:, :0], None, given)
@@ -212,3 +238,21 @@ def _heads(x: Tensor | None) -> tuple[int, int]:
     token, head, element = x.stride()
     assert element == 1 and (head == x.shape[2] or x.shape[1] == 1)
     return x.data_ptr(), token
+
+
+def latent_parts(
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor], q: Tensor, down: Tensor, store: LatentStore
+) -> tuple[Tensor, Tensor]:
+    """Return what of the queries rotates [T, H, rope], and the keys [T, 1, rope + rank], neither rotated yet.
+
+    The checkpoint rotates neighbours (2i, 2i + 1), our kernels (i, i + half): queries and keys move alike.
+    """
+    rope_dim = 2 * store.rotation.cos.shape[1]
+    latent, rotating = down[:, :-rope_dim], down[:, -rope_dim:]
+    key = torch.cat((_pairs_apart(rotating), rms_norm(latent, *store.norm)), dim=-1)
+    return _pairs_apart(q[..., -rope_dim:]), key[:, None]
+
+
+def _pairs_apart(x: Tensor) -> Tensor:
+    apart: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return apart

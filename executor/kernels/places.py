@@ -18,25 +18,12 @@ ROWS = 16  # of a tile: what a product of tensor cores takes at least
 Shape = tuple[int, list[int]]  # of a product: inputs, and outputs of each part
 
 
-def add_low_rank(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, widths: Sequence[int]) -> None:
-    """The twin of cuda/adapter_products.py. Add to y [T, width] what x [T, depth] gives for the rows of each tile.
-
-    tiles [n, 3] int32: the first row, how many, and the place; down [places, parts, R, depth]; up [places, width, R], whose
-    columns fall into parts of these widths.
-    """
-    for first, num_rows, place in tiles.tolist():
-        rows = slice(first, first + num_rows)
-        inner = torch.einsum("td,prd->tpr", x[rows].float(), down[place].float()).to(x.dtype)
-        sums = [inner[:, part].float() @ each.float().T for part, each in enumerate(up[place].split(list(widths)))]
-        y[rows] = (y[rows].float() + torch.cat(sums, 1)).to(y.dtype)
-
-
 class AdapterPlaces:
     def __init__(
         self, shapes: Sequence[Shape], most: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         size = max(16, 1 << (max_rank - 1).bit_length())
-        self._device, self._add, self._shapes = device, _choose(device), shapes
+        self._device, self._add, self._shapes = device, _load_kernel(), shapes
         given: dict[str, Any] = {"dtype": dtype, "device": device}
         self._down = [torch.zeros(most, len(widths), size, depth, **given) for depth, widths in shapes]
         self._up = [torch.zeros(most, sum(widths), size, **given) for _, widths in shapes]
@@ -116,11 +103,7 @@ class PlacedRuns:
             self._of.add(product, x, y, self._tiles)
 
 
-def _choose(device: torch.device) -> Callable[..., Any]:
-    from penstock.executor.kernels import has_expert_products
+def _load_kernel() -> Callable[..., None]:
+    from penstock.executor.kernels.cuda.adapter_products import add_low_rank
 
-    if not has_expert_products(device):
-        return add_low_rank
-    from penstock.executor.kernels.cuda import adapter_products
-
-    return adapter_products.add_low_rank
+    return add_low_rank

@@ -1,4 +1,4 @@
-"""`InputOps` in plain torch, as this module is one: the oracle of the Triton kernels, and their fallback."""
+"""`InputOps` in plain torch, as this module is one: for a CPU, and the reference of the Triton kernels."""
 # ruff: noqa: ARG001, as a kernel's grid needs to know `longest`
 
 import torch

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock.executor.code_types import is_computed
-from penstock.executor.kernels import Ops, has_expert_products, select_ops
+from penstock.executor.kernels import Ops, select_ops
 from penstock.executor.kernels.cpu_linear import is_repacked
 from penstock.executor.loading.arrangement import AS_LLAMA, Arranged
 from penstock.executor.loading.checkpoint import Checkpoint, open_checkpoint, open_tensors
@@ -206,7 +206,7 @@ def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.de
         return None
     if device.type == "cpu":
         return "all" if is_computed() else None
-    return "four bits" if has_expert_products(device) else None
+    return "four bits"
 
 
 def _memory(weights: Weights, dtype: torch.dtype, narrow: str) -> dict[str, int]:

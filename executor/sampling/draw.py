@@ -74,8 +74,6 @@ def filter_weights(
 
 def _nucleus(weights: Tensor, scratch: Tensor, largest: Tensor, wanted: Tensor, is_on: Tensor) -> Tensor:
     """The largest threshold at which the kept weights reach `wanted`, [R, 1]; 0 where the filter is off."""
-    if weights.is_cuda:  # looking whether the candidates suffice would make the host wait
-        return torch.where(is_on, _bisect(weights, scratch, wanted), 0.0)
     sums = largest.double().cumsum(-1)
     index = (sums < wanted).sum(-1, keepdim=True)
     threshold = torch.where(is_on, largest.gather(1, index.clamp(max=largest.shape[1] - 1)), 0.0)

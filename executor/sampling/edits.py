@@ -20,7 +20,6 @@ from penstock.executor.staging import send, send_list
 MINUS_INFINITY = {torch.float32: 0xFF800000, torch.bfloat16: 0xFF80, torch.float16: 0xFC00}  # as bits
 _IN_PROMPT = 1 << 30  # beside the number of times a token was sampled
 _MIN_HISTORY = 1024
-MASK_BYTES = 32 << 20  # at once, of masks spread out, on a GPU without kernels
 
 
 def is_edited(sampling: Sampling) -> bool:
@@ -43,11 +42,10 @@ class RowMasks(NamedTuple):
         """logits [S, V]; what a row may not sample becomes minus infinity, in place."""
         if not self.rows:
             return
-        if ops is None and logits.device.type == "cpu":
+        if ops is None:
             self._apply_on_cpu(logits)
-            return
-        mask = _mask if ops is None else ops.mask
-        mask(logits, send_list(self.rows, torch.int64, logits.device), send(self.masks, logits.device))
+        else:
+            ops.mask(logits, send_list(self.rows, torch.int64, logits.device), send(self.masks, logits.device))
 
     def _apply_on_cpu(self, logits: Tensor) -> None:
         """10 to 15 µs for a row of 49,152 in bfloat16; numpy's unpackbits with torch's masked_fill_ took 75."""
@@ -63,16 +61,6 @@ class RowMasks(NamedTuple):
             *self.masks.shape,
             logits.shape[1],
         )
-
-
-def _mask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """`SamplingOps.mask` on a GPU that has no kernel for it."""
-    token = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
-    word, shift = (token // 32).long(), token % 32
-    step = max(1, MASK_BYTES // (4 * len(token)))
-    for some, masked in zip(rows.split(step), masks.split(step), strict=True):
-        banned = (masked[:, word] >> shift) & 1 == 0
-        logits.index_copy_(0, some, logits[some].masked_fill_(banned, -torch.inf))
 
 
 class Seen:

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from penstock import _csrc
-from penstock.executor.kernels import NO_EXTRAS, Activation, KeyStore, Ops, Rotation, ScoreExtras, cpu_ops, torch_ops
+from penstock.executor.kernels import NO_EXTRAS, Activation, KeyStore, Ops, Rotation, ScoreExtras, cpu_ops
+from penstock.executor.protocol import ExecutorError
 from tests.support.paged import Cache, attend, latent_step, random
+from tests.support.twins import torch_ops
 
 DTYPES = [torch.float32, torch.bfloat16]
 # bfloat16 keeps 8 bits: one rounding at the end, and in attention one of the weights.
@@ -254,10 +256,10 @@ def test_a_token_gets_the_same_bits_from_the_other_kernels_in_any_batch(level: s
             assert torch.equal(run(two, rows), whole[rows])
 
 
-def test_unsupported_tensors_get_the_twins_when_the_kernels_are_chosen() -> None:
-    assert cpu_ops.make_ops(torch.float16, 64) is torch_ops
-    assert cpu_ops.make_ops(torch.float32, 7) is torch_ops
-    assert cpu_ops.make_ops(torch.bfloat16, 64) is not torch_ops
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 64), (torch.float32, 7)])
+def test_what_the_kernels_do_not_compute_in_is_refused(dtype: torch.dtype, head_dim: int) -> None:
+    with pytest.raises(ExecutorError, match="a CPU computes in float32 and bfloat16, with heads of an even size"):
+        cpu_ops.make_ops(dtype, head_dim)
 
 
 def test_an_unknown_level_is_refused_by_name() -> None:

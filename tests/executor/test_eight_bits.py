@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.executor.kernels import FusedExperts, KeyStore, Rotation, Scaled, torch_ops
+from penstock.executor.kernels import FusedExperts, KeyStore, Rotation, Scaled
 from penstock.executor.kernels.eight_bits import pad_scales
 from penstock.executor.kernels.linear import BlockLinear, multiply_each
 from penstock.executor.loading.block_scales import WeightPart, whole_blocks
@@ -23,7 +23,7 @@ from tests.executor.test_models import prompts
 from tests.support.driver import Driver
 from tests.support.eight_bits import CASES, QUANTIZATION, WEIGHTS, dequantize, folders, greedy, quantize
 from tests.support.paged import random
-from tests.support.twins import changed
+from tests.support.twins import changed, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins.experts import fused_experts
 

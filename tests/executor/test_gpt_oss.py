@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.executor.kernels import torch_ops
 from penstock.executor.loading.arrangement import Arranged
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.gpt_oss import ARRANGEMENT
@@ -17,7 +16,7 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
 from tests.support.small_models import folder, reference
-from tests.support.twins import changed
+from tests.support.twins import changed, torch_ops
 from tests.support.twins import experts as experts_twin
 
 PROMPT = [5, 17, 3, 99, 42, 8, 71, 150, 20, 11, 90, 64, 33]

@@ -6,13 +6,11 @@ import torch
 
 from penstock.executor.outbox import Outbox
 from penstock.executor.protocol import NOTHING_LEFT, ExecutorConfig, Sampling, Step, TokenLogprobs
-from penstock.executor.sampling import edits
 from penstock.executor.sampling.edits import RowMasks
 from penstock.executor.sampling.sampler import Sampler
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
 from tests.support.small_models import folder, greedy
-from tests.support.twins import sampling as sampling_twin
 
 CASE = "llama"
 PROMPT = [(5 * i * i + 3 * i) % 160 for i in range(30)]
@@ -122,15 +120,3 @@ def test_a_step_is_not_collected_before_its_masks_came(driver: Driver) -> None:
     driver.executor.submit(Step(1, driver._admissions, [row]))
     with pytest.raises(AssertionError, match="before its masks"):
         driver.executor.collect()
-
-
-def test_masks_without_a_kernel_are_spread_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does that is too old for ours."""
-    monkeypatch.setattr(edits, "MASK_BYTES", 3 * 4 * 100)  # three rows at once
-    rng = np.random.default_rng(0)
-    masks = torch.from_numpy(rng.integers(-(2**31), 2**31, (8, 4)).astype(np.int32))
-    logits, rows = torch.zeros(9, 100), torch.tensor([3, 0, 8, 1, 2, 7, 6, 5])
-    edits._mask(logits, rows, masks)
-    expected = torch.zeros(9, 100)
-    sampling_twin.mask(expected, rows, masks)
-    assert torch.equal(logits, expected) and logits[4].eq(0).all() and logits[3].isinf().any()

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from penstock.engine.front.submit import Pooling
-from penstock.executor.kernels import torch_ops
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
 from tests.support.small_models import CASES, RECURRENT, folder, greedy, reference
+from tests.support.twins import torch_ops
 
 LATENT = ["deepseek-v2-lite", "deepseek-v2-yarn", "deepseek-v3"]
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from benchmarks.gpu.shapes import MODELS, config_of
 
-from penstock.executor.kernels import KeyStore, Ops, ScoreExtras, torch_ops
+from penstock.executor.kernels import KeyStore, Ops, ScoreExtras
 from penstock.executor.loading import dummy
 from penstock.executor.protocol import Device, DType, ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver, Sequence
 from tests.support.small_models import folder
-from tests.support.twins import changed
+from tests.support.twins import changed, torch_ops
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 LAYERS = {"num_hidden_layers": 2, "max_position_embeddings": 1024}

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.executor.code_types import is_computed
-from penstock.executor.kernels import torch_ops
 from penstock.executor.kernels.codes import CodedLinear
 from penstock.executor.kernels.grouped import Grouped
 from penstock.executor.kernels.linear import Linear, Reordered, make_linear, multiply_each
@@ -24,7 +23,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_models import prompts
 from tests.support.driver import Driver
 from tests.support.packed_models import CASES, WEIGHTS, folders, greedy, quantize
-from tests.support.twins import changed
+from tests.support.twins import changed, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins import grouped as grouped_twin
 

@@ -4,9 +4,10 @@ themselves: whole and in chunks, alone and in a batch, on one thread and on two,
 import pytest
 import torch
 
-from penstock.executor.kernels import cpu_ops, torch_ops
+from penstock.executor.kernels import cpu_ops
 from tests.support.paged import random
 from tests.support.recurrent import Layer, States, batch_of
+from tests.support.twins import torch_ops
 
 every_level = pytest.mark.parametrize("level", cpu_ops.levels())
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -31,6 +32,7 @@ from tests.executor.test_multiproc import config_of, running
 from tests.support.adapters import EVERYWHERE, Adapter
 from tests.support.driver import Driver
 from tests.support.small_models import folder
+from tests.support.twins.low_rank import add_low_rank
 
 COUNT = 8
 Tensors = dict[str, torch.Tensor]
@@ -218,7 +220,8 @@ def adapters_of(case: str, path: Path) -> list[str]:
 def on_places(executor: UniprocExecutor) -> UniprocExecutor:
     """As on a GPU, where adapters are copied to few places of one size; layer by layer, as there."""
     rank, device = executor._rank, torch.device("cpu")
-    rank.adapters._weights = _open_places(rank._config, rank.adapters._shapes, rank._loaded.dtype, device)
+    with mock.patch("penstock.executor.kernels.places._load_kernel", lambda: add_low_rank):
+        rank.adapters._weights = _open_places(rank._config, rank.adapters._shapes, rank._loaded.dtype, device)
     return executor
 
 

@@ -22,9 +22,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.executor import kernels
+from penstock.executor.kernels import torch_inputs
 from tests.support.pretended_memory import CPU, Block, PinnedPool, Pool
 from tests.support.races import Clock, Place, Races, cells, here, runs
+from tests.support.twins import low_rank, sampling, torch_ops
 
 aten = torch.ops.aten
 
@@ -249,7 +250,11 @@ class PretendedGpu(TorchDispatchMode):
             "mem_get_info": lambda *_: (80 << 30, 80 << 30),
         }.items():
             self._patches.setattr(torch.cuda, name, value)
-        self._patches.setattr(kernels, "_has_triton_kernels", lambda _: False)  # but their twins
+        # In place of the kernels, which need a real GPU, their plain-torch twins.
+        self._patches.setattr("penstock.executor.models.load.select_ops", lambda *_: torch_ops)
+        self._patches.setattr("penstock.executor.ranks.rank.select_sampling_ops", lambda _: sampling)
+        self._patches.setattr("penstock.executor.ranks.rank.select_input_ops", lambda _: torch_inputs)
+        self._patches.setattr("penstock.executor.kernels.places._load_kernel", lambda: low_rank.add_low_rank)
         tensor = torch.tensor
         self._patches.setattr(torch, "tensor", lambda data, device=CPU, **kwargs: tensor(data, **kwargs).to(device))
         self._patches.setattr(torch.Tensor, "pin_memory", lambda tensor: self._pin(tensor))
@@ -529,4 +534,5 @@ def here_name() -> str:
 
 def is_kernel() -> bool:
     """Whether this is the twin of a kernel, which looks at numbers of the device's as the kernel does: there."""
-    return "/kernels/torch_" in here()[0][0].co_filename
+    name = here()[0][0].co_filename
+    return "/twins/" in name or name.endswith("/kernels/torch_inputs.py")

@@ -20,7 +20,11 @@ COLUMNS = 64  # of the outer one
 
 
 def add_low_rank(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, widths: Sequence[int]) -> None:
-    """As kernels/places.py explains."""
+    """Add to y [T, width] what x [T, depth] gives for the rows of each tile.
+
+    tiles [n, 3] int32: the first row, how many, and the place; down [places, parts, R, depth]; up [places, width, R], whose
+    columns fall into parts of these widths.
+    """
     _, num_parts, rank, depth = down.shape
     width = up.shape[1]
     assert x.is_contiguous() and y.is_contiguous() and x.dtype is y.dtype is down.dtype is up.dtype

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.kernels import FIXED_ON, BlockOps, GroupOps, Ops, torch_ops
+from penstock.executor.kernels import FIXED_ON, BlockOps, GroupOps, Ops
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import (
     convolution,
@@ -39,7 +39,6 @@ class CudaOps:
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)
     gate = staticmethod(rows.gate)
-    weigh = staticmethod(torch_ops.weigh)
     gated_linear = staticmethod(gated_linear.gated_linear)
     rope_and_store = staticmethod(rope_and_store.rope_and_store)
     latent_rope_and_store = staticmethod(latent_rope.latent_rope_and_store)
@@ -52,6 +51,10 @@ class CudaOps:
 
     def __init__(self, blocks: BlockOps | None) -> None:
         self.blocks = blocks
+
+    @staticmethod
+    def weigh(x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
 
 
 class CudaSampling:

@@ -14,12 +14,11 @@ from penstock.executor.kernels.cuda import work
 @pytest.mark.parametrize(
     ("card", "features"),
     [
-        (Card((7, 5), 40, 64 << 10), ()),
-        (A100, ("has_kernels",)),
-        (L40S, ("has_kernels", "has_eight_bits")),
-        (H200, ("has_kernels", "has_eight_bits", "has_dependent_launch", "has_wide_products", "has_scaled_mm")),
-        (B200, ("has_kernels", "has_eight_bits", "has_dependent_launch", "has_wide_products")),
-        (RTX_PRO, ("has_kernels", "has_eight_bits", "has_dependent_launch")),
+        (A100, ()),
+        (L40S, ("has_eight_bits")),
+        (H200, ("has_eight_bits", "has_dependent_launch", "has_wide_products", "has_scaled_mm")),
+        (B200, ("has_eight_bits", "has_dependent_launch", "has_wide_products")),
+        (RTX_PRO, ("has_eight_bits", "has_dependent_launch")),
     ],
 )
 def test_each_card_has_its_features(card: Card, features: tuple[str, ...]) -> None:

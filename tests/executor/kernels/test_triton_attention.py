@@ -9,11 +9,12 @@ import pytest
 import torch
 import triton
 
-from penstock.executor.kernels import KeyStore, Rotation, ScoreExtras, torch_ops
+from penstock.executor.kernels import KeyStore, Rotation, ScoreExtras
 from penstock.executor.kernels.cuda import expanded, tiles, work
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import Cache, attend, random
+from tests.support.twins import torch_ops
 
 # (row of the cache, queries, context). Rows 0 … 3 have one token; 70 queries of 3 heads fill more than one tile.
 ROWS = [(0, 1, 1), (1, 1, 150), (2, 1, 64), (3, 1, 65), (4, 5, 5), (5, 70, 133), (6, 2, 130)]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from triton.runtime import interpreter
 
-from penstock.executor.kernels import NO_EXTRAS, ScoreExtras, select_ops, torch_ops
+from penstock.executor.kernels import NO_EXTRAS, ScoreExtras, select_ops
 from penstock.executor.kernels import card as cards
 from penstock.executor.kernels.cuda import fixed_attention, fixed_product, tiles
 from penstock.executor.kernels.cuda.invariant import InvariantOps
@@ -31,6 +31,7 @@ from tests.support.kernel_cases import close
 from tests.support.paged import Cache, attend, random
 from tests.support.recurrent import Layer, States, batch_of
 from tests.support.small_models import folder
+from tests.support.twins import torch_ops
 
 OPS = InvariantOps(has_eight_bits=True)
 CPU = torch.device("cpu")

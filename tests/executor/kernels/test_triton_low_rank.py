@@ -11,7 +11,6 @@ from penstock.executor.kernels.cuda.adapter_products import add_low_rank
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.kernels.low_rank import LowRankPart
 from penstock.executor.kernels.places import AdapterPlaces
-from penstock.executor.kernels.places import add_low_rank as twin
 from penstock.executor.models.adapters import _open_places
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
@@ -20,6 +19,7 @@ from tests.support.driver import Driver
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import random
 from tests.support.small_models import folder, greedy
+from tests.support.twins.low_rank import add_low_rank as twin
 
 SHAPES = [(64, [32]), (200, [48, 20, 20]), (128, [130, 64])]
 
@@ -49,7 +49,7 @@ def on_places(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, 
     """As on a GPU: through places, and products of the Triton kernels."""
     monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: OPS)
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
-    monkeypatch.setattr("penstock.executor.kernels.places._choose", lambda _: add_low_rank)
+    monkeypatch.setattr("penstock.executor.kernels.places._load_kernel", lambda: add_low_rank)
     config = ExecutorConfig(
         model=str(folder(case)), device="cuda" if device.type == "cuda" else "cpu", dtype="float32",
         kv_cache_bytes=2**19, block_size=4, max_num_seqs=4, enable_lora=True, max_loras=2, max_lora_rank=8, **options,

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from penstock.executor.kernels import Ops, card, select_ops, torch_ops
+from penstock.executor.kernels import Ops, card, select_ops
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.models.spec import LatentSpec
-from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
 from tests.support.eight_bits import folders
 from tests.support.small_models import folder, greedy
-from tests.support.twins import changed, operations
+from tests.support.twins import changed, operations, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21]]
@@ -109,7 +109,8 @@ def test_what_a_gpu_lacks_is_left_out_and_the_rest_is_kernels(monkeypatch: pytes
     assert ops.blocks is (OPS.blocks if card.capability >= (8, 9) else None)
 
 
-def test_a_gpu_before_all_of_these_computes_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_too_old_for_the_kernels_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     turing = Card((7, 5), 40, 64 << 10)
     monkeypatch.setattr("penstock.executor.kernels.card_of", lambda _: turing)
-    assert select_ops(torch.device("cuda", 0), torch.float16, 128) is torch_ops
+    with pytest.raises(ExecutorError, match="this GPU has compute capability 7.5; 8.0 .* or later is needed"):
+        select_ops(torch.device("cuda", 0), torch.bfloat16, 128)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from penstock.executor.kernels import Activation, torch_ops
+from penstock.executor.kernels import Activation
 from penstock.executor.kernels.cuda import expert_products as moe
 from penstock.executor.kernels.cuda import tiles
 from penstock.executor.kernels.cuda.launch import Kernel
@@ -20,7 +20,7 @@ from tests.support.eight_bits import quantize
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import random
 from tests.support.small_models import folder, greedy
-from tests.support.twins import changed
+from tests.support.twins import changed, torch_ops
 from tests.support.twins import experts as experts_twin
 from tests.support.twins.experts import fused_experts
 

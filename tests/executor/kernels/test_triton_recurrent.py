@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from penstock.executor.kernels import torch_ops
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.support.kernel_cases import every_dtype
 from tests.support.recurrent import Layer, States, batch_of
+from tests.support.twins import torch_ops
 
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 

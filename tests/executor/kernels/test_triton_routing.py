@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.executor.kernels import torch_ops
 from penstock.executor.kernels.cuda import routing
 from penstock.executor.moe_spec import MoeSpec
 from tests.support.kernel_cases import close
 from tests.support.paged import random
+from tests.support.twins import torch_ops
 
 QWEN3 = MoeSpec(num_experts=128, top_k=8, intermediate_size=768, renormalize=True)
 V2 = MoeSpec(

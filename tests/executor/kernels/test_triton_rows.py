@@ -5,11 +5,12 @@ from typing import get_args
 import pytest
 import torch
 
-from penstock.executor.kernels import Activation, KeyStore, Rotation, torch_ops
+from penstock.executor.kernels import Activation, KeyStore, Rotation
 from penstock.executor.kernels.cuda.gated_linear import FEW_ROWS
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import latent_step, random
+from tests.support.twins import torch_ops
 
 
 @every_dtype

@@ -18,7 +18,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.engine.front.submit import Pooling
 from penstock.executor.cache_layout import CacheLayout
-from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps, torch_inputs, torch_ops
+from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps, torch_inputs
 from penstock.executor.kernels.cuda import step_inputs
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.cuda.tiles import sizes
@@ -31,7 +31,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.support import eight_bits, small_models
 from tests.support.driver import Driver, Sequence
-from tests.support.twins import changed, operations
+from tests.support.twins import changed, operations, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins import sampling as sampling_twin
 from tests.support.twins.experts import fused_experts

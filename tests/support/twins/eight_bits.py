@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.kernels import Quantized, torch_ops
+from penstock.executor.kernels import Quantized
 from penstock.executor.kernels.eight_bits import BLOCK, FP8_MAX, TINY, make_quantized
+from tests.support.twins import torch_ops
 
 
 def quantize(x: Tensor) -> Quantized:

@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.kernels import Activation, Scaled, four_bits, torch_ops
+from penstock.executor.kernels import Activation, Scaled, four_bits
 from penstock.executor.kernels.eight_bits import are_quantized
+from tests.support.twins import torch_ops
 from tests.support.twins.eight_bits import quantize, widen, widen_rows
 
 

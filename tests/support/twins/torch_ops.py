@@ -1,10 +1,7 @@
-"""`Ops` in plain torch, as this module is one: the oracle that the C and Triton versions are tested against, and their
-fallback. Twins that nothing falls back on are in tests/support/twins.
+"""`Ops` in plain torch, as this module is one: the reference that the kernels in C and in Triton are tested against.
 
 Arithmetic is float32 inside each operation and rounded once at its end, whatever the tensors' dtype.
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +19,17 @@ from penstock.executor.kernels import (
     Pages,
     Scaled,
     ScoreExtras,
-    torch_recurrent,
 )
+from penstock.executor.kernels.cpu_ops import CpuOps, latent_parts
 from penstock.executor.kernels.recurrent import RecurrentOps
-from penstock.executor.moe_spec import MoeSpec
+from tests.support.twins import recurrent as recurrent_twin
 
 fused_experts: FusedExperts[Scaled] | None = None
 blocks: BlockOps | None = None
 groups: GroupOps | None = None
-recurrent: RecurrentOps = torch_recurrent
+recurrent: RecurrentOps = recurrent_twin
 linear = F.linear
+choose_experts = CpuOps.choose_experts  # plain torch
 
 # Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
 GATHER_ELEMENTS = 2**23
@@ -73,24 +71,6 @@ def latent_rope_and_store(
     goal[..., :rope_dim] = rope_and_store(rotating, key, None, KeyStore(rotation, (store.pages,) * 2, kv_slots))
     if is_whole:
         goal[..., rope_dim:] = q[tokens, :, :-rope_dim]
-
-
-def latent_parts(
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor], q: Tensor, down: Tensor, store: LatentStore
-) -> tuple[Tensor, Tensor]:
-    """What of the queries rotates [T, H, rope], and the keys [T, 1, rope + rank], neither rotated yet.
-
-    The checkpoint rotates neighbours (2i, 2i + 1), our kernels (i, i + half): queries and keys move alike.
-    """
-    rope_dim = 2 * store.rotation.cos.shape[1]
-    latent, rotating = down[:, :-rope_dim], down[:, -rope_dim:]
-    key = torch.cat((_pairs_apart(rotating), rms_norm(latent, *store.norm)), dim=-1)
-    return _pairs_apart(q[..., -rope_dim:]), key[:, None]
-
-
-def _pairs_apart(x: Tensor) -> Tensor:
-    apart: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return apart
 
 
 def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -241,28 +221,3 @@ def weigh(x: Tensor, gate: Tensor) -> Tensor:
 
 def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
     return gate(F.linear(x, weight), activation)
-
-
-def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared: int = 0) -> tuple[Tensor, Tensor]:
-    scores = logits[:, : moe.num_experts]
-    # torch's sigmoid computes the last numbers of a tensor otherwise than those before, so bits would depend on the batch.
-    scores = scores.softmax(-1) if moe.scoring == "softmax" else (1 + (-scores).exp()).reciprocal()
-    wanted = scores if bias is None else scores + bias  # the bias steers the choice, never the share
-    if moe.num_groups > 1:
-        grouped = wanted.unflatten(-1, (moe.num_groups, -1))
-        # A group is as good as its best expert, or (with a bias) its best two together.
-        best = grouped.amax(-1) if bias is None else grouped.topk(2, dim=-1).values.sum(-1)
-        chosen = best.topk(moe.top_groups, dim=-1).indices
-        outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
-        wanted = grouped.masked_fill(outside[..., None], -torch.inf).flatten(1)
-    ids = wanted.topk(moe.top_k, dim=-1).indices
-    shares = scores.gather(1, ids)
-    if moe.renormalize:
-        shares = shares / (shares.sum(-1, keepdim=True) + moe.renormalize_eps)
-    shares = shares * moe.scale
-    if num_shared:
-        always = moe.num_experts + torch.arange(num_shared, device=ids.device)
-        share = logits[:, moe.num_experts :].sigmoid() if moe.has_shared_gate else shares.new_ones(1, 1)
-        ids = torch.cat((ids, always.expand(len(ids), -1)), dim=1)
-        shares = torch.cat((shares, share.expand(len(ids), num_shared)), dim=1)
-    return ids.int(), shares

@@ -1,4 +1,4 @@
-"""`RecurrentOps` in plain torch, as this module is one: the oracle for the C and Triton versions, and their fallback."""
+"""`RecurrentOps` in plain torch, as this module is one: the reference of the kernels in C and in Triton."""
 
 from itertools import pairwise
 
