@@ -30,8 +30,6 @@ class AdapterPlaces:
         self._held: dict[int, Sequence[LowRank]] = {}
         self._at: dict[int, int] = {}  # the place of each adapter that has one, the last used one last
         self._free = list(range(most))
-        for product in {(depth, *widths): product for product, (depth, widths) in enumerate(shapes)}.values():
-            self._warm_up(product)
 
     def __len__(self) -> int:
         return len(self._at) + len(self._free)
@@ -82,14 +80,6 @@ class AdapterPlaces:
 
     def add(self, product: int, x: Tensor, y: Tensor, tiles: Tensor) -> None:
         self._add(x, y, tiles, self._down[product], self._up[product], self._shapes[product][1])
-
-    def _warm_up(self, product: int) -> None:
-        """Compile the kernels for this shape before requests wait for them; all places still hold zeros."""
-        x, y = (
-            self._down[product].new_zeros(1, size)
-            for size in (self._down[product].shape[-1], self._up[product].shape[1])
-        )
-        self.add(product, x, y, send_list([(0, 1, 0)], torch.int32, self._device))
 
 
 class PlacedRuns:

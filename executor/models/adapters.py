@@ -7,6 +7,7 @@ step's own are copied to places on the device before it runs, over those that no
 from collections.abc import Callable, Iterable
 from copy import copy
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -24,6 +25,9 @@ from penstock.executor.protocol import AdapterError, AdapterInfo, ExecutorConfig
 
 if TYPE_CHECKING:
     from penstock.executor.kernels.places import AdapterPlaces, Shape
+
+
+ZEROS = "zeros"  # a key that no adapter of a file has, which is a digest
 
 
 class Runs(Protocol):
@@ -114,6 +118,24 @@ class AdapterStore:
         self._weights.hold(number, products)
         self._held[key] = Held(AdapterInfo(key, folder.rank, folder.num_bytes), number)
         return self._held[key].info
+
+    def load_zeros(self) -> str:
+        """Hold an adapter that adds zeros to every product and return its key: the warm-up runs steps with it."""
+        products: list[LowRank] = []
+        for product in self._products:
+            depth, widths = product.shape(self._group)
+            columns = accumulate(widths[:-1], initial=0)
+            down = torch.zeros(1, depth)
+            products.append(
+                [
+                    LowRankPart(torch.zeros(1, width), down, column)
+                    for width, column in zip(widths, columns, strict=True)
+                ]
+            )
+        number = len(self._held) + 1  # none is unloaded before the warm-up
+        self._weights.hold(number, products)
+        self._held[ZEROS] = Held(AdapterInfo(ZEROS, 1, 0), number)
+        return ZEROS
 
     def unload(self, key: str) -> None:
         """After the last step that needs it was submitted. Another rank may have failed to load it, or this one."""

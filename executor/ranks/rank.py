@@ -242,15 +242,19 @@ class Rank:
             return self._open_runner(self._allocate(KV_BLOCKS), longest)
 
         def run(runner: ModelRunner) -> None:
-            warm_up(runner, self._config, longest, vocab_size, self._progress)
+            warm_up(runner, self._config, longest, vocab_size, self._progress, adapter)
 
         def run_as_graph(runner: ModelRunner) -> None:
             rows = min(max(buckets), self._config.max_num_batched_tokens)
             run_step(runner, widest_step(rows, longest), longest, vocab_size)
 
+        adapters = self._loaded.adapters
+        adapter = None if adapters is None else adapters.load_zeros()
         what = f"a step of {self._config.max_num_batched_tokens} tokens"
         with naming_options(what, "lower max_num_batched_tokens or max_num_seqs"):
             use = measure(open_runner, run, meter, run_as_graph if buckets else None)
+        if adapters is not None and adapter is not None:
+            adapters.unload(adapter)
         self._progress(f"Kernels compiled and run in {time.monotonic() - started_s:.1f} s")
         return use
 

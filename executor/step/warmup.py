@@ -38,19 +38,30 @@ class Share(NamedTuple):
     pooling: Literal["last", "mean"] | None = None
     samples: bool = True
     is_masked: bool = False
+    is_adapted: bool = False
 
 
 def warm_up(
-    runner: ModelRunner, config: ExecutorConfig, longest: int, vocab_size: int, progress: Callable[[str], None]
+    runner: ModelRunner,
+    config: ExecutorConfig,
+    longest: int,
+    vocab_size: int,
+    progress: Callable[[str], None],
+    adapter: str | None = None,
 ) -> None:
-    """Run whatever requests of up to `longest` positions may bring. Several ranks do it side by side."""
+    """Run whatever requests of up to `longest` positions may bring, also with the adapter of this key. Several ranks do
+    it side by side."""
     planned = plan_steps(config.max_num_seqs, config.max_num_batched_tokens, longest)
+    if adapter is not None:
+        planned += plan_adapted_steps(config.max_num_seqs, config.max_num_batched_tokens, longest)
     for parts in quarters(planned, len(planned), "Warmed up by {} of {} steps", progress):
-        run_step(runner, parts, longest, vocab_size)
+        run_step(runner, parts, longest, vocab_size, adapter)
 
 
-def run_step(runner: ModelRunner, parts: list[Share], longest: int, vocab_size: int) -> None:
-    launched = runner.launch(_make_step(parts, longest))
+def run_step(
+    runner: ModelRunner, parts: list[Share], longest: int, vocab_size: int, adapter: str | None = None
+) -> None:
+    launched = runner.launch(_make_step(parts, longest, adapter))
     if launched.unsampled is not None:
         rows = np.array([row for row, part in enumerate(parts) if part.is_masked], dtype=np.int32)
         words = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)  # everything is allowed
@@ -91,12 +102,23 @@ def plan_steps(max_rows: int, max_tokens: int, longest: int) -> list[list[Share]
     ]
 
 
+def plan_adapted_steps(max_rows: int, max_tokens: int, longest: int) -> list[list[Share]]:
+    """Return steps of every size that kernels are chosen by, with an adapter in every row: what is fused otherwise is
+    computed by other kernels then. What comes after the layers is as without adapters."""
+    max_tokens = min(max_tokens, max_rows * longest)
+    single = Share(1, 1, is_adapted=True)
+    return [
+        *([Share(n, n, is_adapted=True) for n in _split(tokens, longest)] for tokens in sizes(max_tokens)),
+        *([single] * rows for rows in sizes(min(max_rows, max_tokens))),
+    ]
+
+
 def _split(total: int, most: int) -> list[int]:
     """`total` in parts of `most`, the last one being what is left."""
     return [min(most, total - first) for first in range(0, total, most)]
 
 
-def _make_step(parts: list[Share], longest: int) -> Step:
+def _make_step(parts: list[Share], longest: int, adapter: str | None) -> Step:
     admissions, rows = [], []
     for slot, part in enumerate(parts):
         # Every position that is computed has a next token of the prompt, as far as a request may be that long.
@@ -110,6 +132,7 @@ def _make_step(parts: list[Share], longest: int) -> Step:
                 num_prompt=num_prompt,
                 sampling=part.sampling,
                 pooling=part.pooling,
+                adapter=adapter if part.is_adapted else None,
             )
         )
         sample = part.samples and part.pooling is None

@@ -19,10 +19,11 @@ from triton.runtime.interpreter import InterpretedFunction
 from penstock.engine.front.submit import Pooling
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps, torch_inputs
-from penstock.executor.kernels.cuda import step_inputs
+from penstock.executor.kernels.cuda import adapter_products, step_inputs
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.cuda.tiles import sizes
 from penstock.executor.kernels.recurrent import RecurrentOps
+from penstock.executor.models.adapters import AdapterStore, _open_places
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Row, Sampling
 from penstock.executor.ranks import rank
@@ -30,11 +31,13 @@ from penstock.executor.step.inputs import DeviceInputs
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.support import eight_bits, small_models
+from tests.support.adapters import Adapter
 from tests.support.driver import Driver, Sequence
 from tests.support.twins import changed, operations, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins import sampling as sampling_twin
 from tests.support.twins.experts import fused_experts
+from tests.support.twins.low_rank import add_low_rank as low_rank_twin
 from tests.support.variants import variants
 
 pytestmark = pytest.mark.skipif(
@@ -43,6 +46,7 @@ pytestmark = pytest.mark.skipif(
 TWINS = changed(torch_ops, blocks=eight_bits_twin, fused_experts=fused_experts)
 ROWS, TOKENS, LONGEST = 20, 256, 256
 Noted = set[tuple[Any, ...]]
+SomeAdapters = tuple[str | None, ...]
 NESTED = {"blocks": BlockOps, "recurrent": RecurrentOps}
 
 
@@ -128,11 +132,18 @@ def release(driver: Driver, sequence: Sequence) -> None:
     driver.free = [*sequence.blocks, *chain(*sequence.others, *sequence.state), *driver.free]
 
 
-def traffic(driver: Driver, rng: np.random.Generator, num_steps: int) -> None:
+def traffic(
+    driver: Driver,
+    rng: np.random.Generator,
+    num_steps: int,
+    adapters: SomeAdapters = (None,),
+    max_rows: int = ROWS,
+    max_tokens: int = TOKENS,
+) -> None:
     """Requests of every kind come and go, alone and mixed, in chunks of any size, some behind a cached prefix."""
     sequences: dict[int, Sequence] = {}
     for _ in range(num_steps):
-        wanted = int(rng.choice([1, 2, 3, ROWS // 2, ROWS]))
+        wanted = int(rng.choice([1, 2, 3, max_rows // 2, max_rows]))
         for slot in range(wanted):
             old = sequences.get(slot)
             if old is None or (old.pooling and old.computed == old.num_prompt) or len(old.tokens) > LONGEST - 8:
@@ -142,9 +153,10 @@ def traffic(driver: Driver, rng: np.random.Generator, num_steps: int) -> None:
                 pooling = choices[rng.integers(6)]
                 prompt = rng.integers(0, 160, int(rng.choice([1, 2, 5, 40, 180]))).tolist()
                 sequences[slot] = Sequence(slot, prompt, len(prompt), sampling=any_sampling(rng), pooling=pooling)
+                sequences[slot].adapter = adapters[rng.integers(len(adapters))]
                 driver._announce(sequences[slot])
         parts: list[tuple[Sequence, Row]] = []
-        room = int(rng.integers(1, TOKENS + 1))
+        room = int(rng.integers(1, max_tokens + 1))
         for slot in rng.permutation(wanted).tolist():
             sequence = sequences[slot]
             left = min(room, len(sequence.tokens) - sequence.computed)
@@ -207,6 +219,45 @@ def check_nothing_is_new(
 def test_no_request_compiles_or_captures_anything(monkeypatch: pytest.MonkeyPatch, noted: Noted, case: str) -> None:
     lengths = [near for size in sizes(TOKENS - 2) for near in (size - 1, size, size + 1) if near]
     check_nothing_is_new(monkeypatch, noted, case, case == "qwen3", lengths, 25)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe"])
+def test_no_request_with_an_adapter_compiles_anything(
+    monkeypatch: pytest.MonkeyPatch, noted: Noted, case: str, tmp_path: Path
+) -> None:
+    """What is fused without adapters is computed by other kernels with them."""
+
+    def open_on_places(self: AdapterStore, config: ExecutorConfig, *given: Any) -> None:
+        open_store(self, config, *given)
+        self._weights = _open_places(config, self._shapes, torch.bfloat16, torch.device("cpu"))
+
+    def add(*arguments: Any, **given: Any) -> None:
+        adapter_products.add_low_rank(*arguments, **given)
+        low_rank_twin(*arguments, **given)
+
+    open_store = AdapterStore.__init__
+    monkeypatch.setattr(AdapterStore, "__init__", open_on_places)
+    monkeypatch.setattr("penstock.executor.kernels.places._load_kernel", lambda: add)
+    noting = (
+        beside(Ops, OPS, TWINS),
+        beside(SamplingOps, SAMPLING_OPS, sampling_twin),
+        beside(InputOps, step_inputs, torch_inputs),
+    )
+    limits = {"dtype": "bfloat16", "max_num_seqs": 6, "max_num_batched_tokens": 64, "max_model_len": LONGEST}
+    options = limits | {"enforce_eager": True, "enable_lora": True, "max_loras": 2}
+    driver = open_on_kernels(monkeypatch, small_models.folder(case), Recorder(), noting, **options)
+    warm = noted.copy()
+    path = Adapter(case, tmp_path, 0).path
+    key = driver.executor.load_adapter(str(path)).key
+    for length in (1, 2, 17, 33, 64):
+        sequence = Sequence(0, [length] * length, length, adapter=key)
+        driver._announce(sequence)
+        driver.advance(sequence)
+        driver.advance(sequence)
+        release(driver, sequence)
+    traffic(driver, np.random.default_rng(0), 6, (key, None), 6, 64)
+    assert {"_inner", "_outer"} <= {kernel for kernel, *_ in warm}
+    assert noted - warm == set()
 
 
 @pytest.mark.slow
