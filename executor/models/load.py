@@ -122,6 +122,9 @@ def load_model(
     dtype = choose_dtype(config.dtype, stored, device) if before is None else before.dtype
     if config.dtype == "auto" and stored == "float32" and dtype is torch.bfloat16:
         progress("The weights are stored in float32 and computed in bfloat16 (dtype float32 computes them as stored)")
+    if config.dtype == "auto" and stored == "float16" and dtype is not torch.float16:
+        name_of = str(dtype).removeprefix("torch.")
+        progress(f"The weights are stored in float16, in which a CPU does not compute, and are computed in {name_of}")
     ops = select_ops(device, dtype, spec.head_dim, config.batch_invariant)
     group_ops = ops.groups if (is_packed or checkpoint.has_codes) and config.load_format != "dummy" else None
     fixed = ["fixed sums"] if config.batch_invariant and device.type != "cpu" else []

@@ -271,6 +271,17 @@ def test_computing_float32_weights_in_bfloat16_is_said(model: Path, monkeypatch:
     assert any("stored in float32 and computed in bfloat16" in line for line in lines)
 
 
+def test_computing_float16_weights_in_another_dtype_is_said(model: Path) -> None:
+    edit_weights(model, lambda tensors: tensors.update({name: each.half() for name, each in tensors.items()}))
+    edit_config(model, dtype="float16")
+    lines: list[str] = []
+    info = UniprocExecutor(ExecutorConfig(model=str(model), kv_cache_bytes=2**20), lines.append).info
+    assert info.dtype != "float16"
+    assert any(
+        f"in float16, in which a CPU does not compute, and are computed in {info.dtype}" in line for line in lines
+    )
+
+
 def test_shards_load_like_one_file_with_the_same_fingerprint(model: Path, tmp_path: Path) -> None:
     reference("llama").save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
