@@ -15,7 +15,7 @@ from penstock.executor.kernels.cuda import work
     ("card", "features"),
     [
         (A100, ()),
-        (L40S, ("has_eight_bits")),
+        (L40S, ("has_eight_bits",)),
         (H200, ("has_eight_bits", "has_dependent_launch", "has_wide_products", "has_scaled_mm")),
         (B200, ("has_eight_bits", "has_dependent_launch", "has_wide_products")),
         (RTX_PRO, ("has_eight_bits", "has_dependent_launch")),

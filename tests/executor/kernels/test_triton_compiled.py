@@ -151,9 +151,7 @@ def test_kernels_that_start_early_touch_nothing_before_their_turn(compiled: Foun
 def test_what_is_narrowed_to_eight_bits_keeps_nan(everywhere: Found) -> None:
     """A GPU's plain minimum and maximum drop NaN, which would become -448. The interpreter's keep it."""
     narrowing = [kernel for kernel in everywhere if kernel["narrows"]]
-    assert {"_quantize_rows", "_norm_quantize", "_gate_quantize", "_rope_and_store"} <= {
-        kernel["kernel"] for kernel in narrowing
-    }
+    assert "_rope_and_store" in {kernel["kernel"] for kernel in narrowing}
     for kernel in narrowing:
         assert kernel["keeps_nan"] > 0, kernel
 
