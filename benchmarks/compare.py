@@ -1,14 +1,12 @@
-"""One workload on several servers in turn, with ratios and their spread; and results against earlier ones.
+"""Runs one workload on several servers by turns and prints the ratios with their spread.
 
-    python benchmarks/compare.py servers --side ours=penstock --side theirs=vllm:PYTHON --model DIR
-    python benchmarks/compare.py servers --side a=http://10.0.0.1:8000 --side b=http://10.0.0.2:8000
-    python benchmarks/compare.py servers --side old='PYTHON -m penstock.cli serve --port {port}' --side new=penstock
-    python benchmarks/compare.py against OLD.jsonl NEW.jsonl [--tolerance 0.05]
+    python benchmarks/compare.py --side ours=penstock --side theirs=vllm:PYTHON --model DIR
+    python benchmarks/compare.py --side a=http://10.0.0.1:8000 --side b=http://10.0.0.2:8000
+    python benchmarks/compare.py --side old='PYTHON -m penstock.cli serve --port {port}' --side new=penstock
 
 A side is an address, a command with {port} in it, or one of the kinds below with what it is run by. The sides that are
 started here are stopped (SIGSTOP) while it is another one's turn. Options after `--` go to `penstock bench serve`; the
-ratios are those of the first side over each other one, the medians over the rounds. `against` compares the last line
-of each benchmark in two files of results, figure by figure, and ends with 1 if one is worse beyond the tolerance.
+ratios are those of the first side over each other one, the medians over the rounds.
 
     penstock                this checkout              vllm:PYTHON           vLLM of that environment
     transformers:PYTHON     `transformers serve`       llama.cpp:BINARY      llama-server, with a .gguf as --model
@@ -17,7 +15,6 @@ of each benchmark in two files of results, figure by figure, and ends with 1 if 
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import shlex
 import signal
@@ -45,10 +42,6 @@ FIGURES = {  # of the result → whether more is better
     "median_tpot_ms": False,
     "p99_itl_ms": False,
 }
-# A figure's direction by the end of its name; what has none is not compared.
-HIGHER = ("per_s", "_throughput", "ratio", "tok_s", "per_cpu_second", "_hit", "speedup")
-LOWER = ("_ms", "_us", "_s", "seconds")
-NOT_FIGURES = ("machine", "date", "command", "commit", "options", "workload")
 
 
 class Side(NamedTuple):
@@ -155,64 +148,16 @@ def servers(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- results against earlier ones --------------------------------------------------------------------------------
-
-
-def last_results(path: Path) -> dict[str, dict[str, float]]:
-    """benchmark → figure → value, of the last line of each benchmark."""
-    try:
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{path}: no file of results: {error}") from None
-    return {line["bench"]: dict(figures_of(line)) for line in lines}
-
-
-def figures_of(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Every number in a result with its path, but for what describes the run."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if key not in NOT_FIGURES:
-                yield from figures_of(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield name, float(value)
-
-
-def against(args: argparse.Namespace) -> int:
-    old, new = last_results(args.old), last_results(args.new)
-    num_compared = num_worse = 0
-    for bench in sorted(old.keys() & new.keys()):
-        for name in sorted(old[bench].keys() & new[bench].keys()):
-            before, after = old[bench][name], new[bench][name]
-            is_higher, is_lower = name.endswith(HIGHER), name.endswith(LOWER)
-            if not (is_higher or is_lower) or min(before, after) <= 0:
-                continue
-            num_compared += 1
-            gain = after / before if is_higher else before / after
-            if abs(gain - 1) > args.tolerance:
-                num_worse += gain < 1
-                word = "worse" if gain < 1 else "better"
-                print(f"{bench}: {name} {before:.4g} → {after:.4g}, {gain:.3f} times as good: {word}")
-    print(f"{num_compared} figures compared, {num_worse} worse by more than {args.tolerance:.0%}")
-    return 1 if num_worse or not num_compared else 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     own, options = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    modes = parser.add_subparsers(required=True)
-    mode = modes.add_parser("servers", help="one workload on several servers")
-    mode.add_argument("--side", action="append", default=[], metavar="NAME=WHAT")
-    mode.add_argument("--model", metavar="DIR", help="for the sides that are started here")
-    mode.add_argument("--rounds", type=int, default=6)
-    mode.set_defaults(run=servers, bench=options or ["--num-prompts", "32", "--max-concurrency", "8"])
-    mode = modes.add_parser("against", help="results against earlier ones")
-    mode.add_argument("old", type=Path)
-    mode.add_argument("new", type=Path)
-    mode.add_argument("--tolerance", type=float, default=0.05)
-    mode.set_defaults(run=against)
+    parser.add_argument("--side", action="append", default=[], metavar="NAME=WHAT")
+    parser.add_argument("--model", metavar="DIR", help="for the sides that are started here")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.set_defaults(bench=options or ["--num-prompts", "32", "--max-concurrency", "8"])
     args = parser.parse_args(own)
-    return args.run(args)  # type: ignore[no-any-return]
+    return servers(args)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class Rung(NamedTuple):
 
 
 KERNEL_TESTS = ["tests/executor/kernels"]
+RACE_TESTS = ["tests/executor/test_races.py"]  # thousands of steps from graphs, beside copies, and without graphs
 DECODED = ["qwen3-0.6b", "llama-3.1-8b"]
 MODEL_TESTS = ["tests/executor/test_graphs.py", "tests/executor/test_on_a_gpu.py"]
 
@@ -43,7 +44,7 @@ RUNGS = (
     Rung("twins", 60, "twin_part", processes=8),
     Rung("memcheck", 60, "memcheck_part", processes=8),
     Rung("kernel tests", 90, "pytest_part", {"paths": KERNEL_TESTS, "marks": "gpu and not slow"}),
-    Rung("graphs", 70, "graph_part"),
+    Rung("graphs", 70, "pytest_part", {"paths": RACE_TESTS, "marks": "gpu"}),
     Rung("ceilings", 70, "kernel_part"),
     Rung("decoding", 140, "model_part", {"models": DECODED, "parts": ["startup", "decode", "profile"]}),
     Rung("models", 130, "pytest_part", {"paths": MODEL_TESTS, "marks": "gpu"}),

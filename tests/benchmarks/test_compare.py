@@ -49,7 +49,7 @@ def test_two_servers_take_turns_and_the_ratios_are_of_the_first(
 ) -> None:
     options = ["--num-prompts", "4", "--random-input-len", "8", "--random-output-len", "3"]
     sides = ["--side", f"a={urls[0]}", "--side", f"b={urls[1]}"]
-    assert compare.main(["servers", *sides, "--rounds", "3", "--", *options]) == 0
+    assert compare.main([*sides, "--rounds", "3", "--", *options]) == 0
     said = capsys.readouterr().out
     order = [line.split(":")[0].strip() for line in said.partition("3 rounds")[2].splitlines() if "tok/s" in line]
     assert order == ["a", "b", "b", "a", "a", "b"]
@@ -87,19 +87,3 @@ def test_a_server_that_ends_is_reported_with_its_last_words() -> None:
         compare.started("b", command, None),
     ):
         pass
-
-
-def test_results_against_earlier_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def write(name: str, **figures: Any) -> str:
-        path = tmp_path / name
-        lines = [{"bench": "x", "old": 1}, {"bench": "x", "machine": {"load_s": 9}, **figures}]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return str(path)
-
-    old = write("old", tok_s=100.0, inner={"p99_ms": 10.0}, count=5)
-    assert compare.main(["against", old, write("same", tok_s=97.0, inner={"p99_ms": 10.2}, count=9)]) == 0
-    assert "2 figures compared, 0 worse" in capsys.readouterr().out
-    assert compare.main(["against", old, write("slow", tok_s=120.0, inner={"p99_ms": 20.0})]) == 1
-    said = capsys.readouterr().out
-    assert "x: inner.p99_ms 10 → 20, 0.500 times as good: worse" in said and "tok_s 100 → 120, 1.200" in said
-    assert compare.main(["against", old, write("other", nothing=1)]) == 1
