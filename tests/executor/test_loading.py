@@ -154,7 +154,8 @@ def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path
     """`python -O` removes assertions: a check that is one would be gone."""
     edit_config(model, architectures=["EvilLM"], auto_map={"AutoModel": "modeling.EvilLM"})
     code = (
-        "from penstock.executor.protocol import *\n"
+        "from penstock.executor.protocol import ExecutorConfig, ExecutorError\n"
+        "from penstock.executors import open_executor\n"
         f"try: open_executor(ExecutorConfig(model={str(model)!r}))\n"
         "except ExecutorError as error: print(error)"
     )
