@@ -1,6 +1,6 @@
 """Measures what one more token of a long answer costs the browser: the script that draws it, and the layout after it.
 
-python -m tests.page.stream_cost
+python -m benchmarks.bench_page
 """
 
 from importlib import resources
