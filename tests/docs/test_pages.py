@@ -46,6 +46,8 @@ def test_every_page_is_linked_from_another_one() -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_files_that_are_named_exist(path: Path) -> None:
+    if path.name == "log.md":
+        return  # history: it names files that are gone
     named = set(
         re.findall(r"`((?:engine|executor|cache|router|eplb|csrc|tests|benchmarks)/[\w/.]+\.\w+)", path.read_text())
     )
