@@ -4,16 +4,13 @@ Attributes are named as OpenTelemetry's conventions for GenAI and HTTP do; none 
 """
 
 import time
-from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
+from penstock.engine.front.answer import Answer
 from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.http.tracing import Trace, Tracing, Value
-
-if TYPE_CHECKING:
-    from penstock.engine.front.answer import Answer
-    from penstock.engine.server.call import Call
+from penstock.engine.server.call import Call
 
 MAX_PROMPTS = 16  # of one request that have spans of their own
 # By route: what is done, and what stands before our id in the answer's.
@@ -31,18 +28,18 @@ class RequestSpans:
         self._tracing = Tracing(telemetry, "penstock")
         self.close = self._tracing.close
 
-    def begin(self, call: "Call", scope: Scope) -> None:
+    def begin(self, call: Call, scope: Scope) -> None:
         """Begin the span of a request to the engine; probes and streams that last as long as the server have none."""
         if scope["method"] == "POST":
             call.trace = self._tracing.begin(scope["headers"], "POST", call.begun_s)
 
-    def phases(self, call: "Call") -> None:
+    def phases(self, call: Call) -> None:
         """Record the phases of every prompt, when the answers are released."""
         if call.trace is not None and call.trace.is_recorded:
             for place, answer in enumerate(call.answers[:MAX_PROMPTS]):
                 self._phases(call.trace, answer, place if len(call.answers) > 1 else None)
 
-    def _phases(self, trace: Trace, answer: "Answer", place: int | None) -> None:
+    def _phases(self, trace: Trace, answer: Answer, place: int | None) -> None:
         """Record queue, prefill and decode; without a first token nothing, as what kept the request is not known."""
         times, begun_s = answer.metrics, answer.started_s
         if times.first_token_s is None and answer.embedding is None:
@@ -64,7 +61,7 @@ class RequestSpans:
         if times.first_token_s is not None:
             trace.record("decode", first_s, ended_s, of | written)
 
-    def end(self, call: "Call", route: str, status: int) -> None:
+    def end(self, call: Call, route: str, status: int) -> None:
         """End the request's span, when all is sent or the client is gone."""
         trace = call.trace
         if trace is None or not trace.is_recorded:
@@ -88,7 +85,7 @@ class RequestSpans:
         trace.end(trace.span, time.monotonic(), attributes, is_failed)
 
 
-def _of_answers(call: "Call") -> dict[str, Value]:
+def _of_answers(call: Call) -> dict[str, Value]:
     first, asked = call.answers[0], call.answers[0].messages[0]
     found: dict[str, Value] = {
         "gen_ai.response.model": call.model,

@@ -45,20 +45,6 @@ async def complete(endpoint: Endpoint) -> MeasuredAnswer:
     return reply
 
 
-def test_an_answer_that_comes_byte_by_byte_is_read_whole() -> None:
-    async def dribble(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        for byte in completion(num_tokens=3):
-            writer.write(bytes([byte]))
-            await writer.drain()
-            await asyncio.sleep(0)
-
-    async def use(endpoint: Endpoint) -> None:
-        outcome = (await complete(endpoint)).outcome(200, 1)
-        assert (outcome.error, outcome.text, outcome.output_len) == ("", " t0 t1 t2", 3)
-
-    run(dribble, use)
-
-
 def test_an_answer_cut_anywhere_in_two_is_read_whole() -> None:
     data = completion(num_tokens=2)
     cuts = iter(range(1, len(data)))
@@ -96,21 +82,6 @@ def test_one_after_the_other_shares_a_connection_and_at_a_time_does_not() -> Non
         assert endpoint.num_connections == 4
 
     run(speak_openai, use)
-
-
-def test_a_connection_the_server_has_closed_meanwhile_is_replaced() -> None:
-    async def close_after(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        writer.write(completion(1))
-        await writer.drain()
-        writer.close()
-
-    async def use(endpoint: Endpoint) -> None:
-        await complete(endpoint)
-        await asyncio.sleep(0.02)
-        assert (await complete(endpoint)).outcome(200, 1).error == ""
-        assert endpoint.num_connections == 2
-
-    run(close_after, use)
 
 
 def test_a_reused_connection_that_ends_without_an_answer_is_tried_once_more() -> None:

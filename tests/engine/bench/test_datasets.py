@@ -50,12 +50,6 @@ def test_token_ids_stay_inside_the_vocabulary(vocab_size: int) -> None:
         assert min(sample.prompt) >= 0 and max(sample.prompt) < vocab_size
 
 
-def test_a_chat_gets_as_many_words() -> None:
-    for sample in samples("--random-input-len", "12", source=PromptSource(1000, is_text=True), count=5):
-        assert isinstance(sample.prompt, str)
-        assert len(sample.prompt.split()) == 12
-
-
 def test_a_seed_gives_the_same_prompts_and_asking_for_more_keeps_the_first() -> None:
     assert samples(seed=4, count=20) == samples(seed=4, count=25)[:20]
     assert samples(seed=4) != samples(seed=5)
@@ -168,10 +162,3 @@ def test_a_file_that_cannot_be_used_is_named_with_the_place(
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=message):
         samples("--dataset-name", name, "--dataset-path", str(path), count=count)
-
-
-def test_a_file_that_is_not_there_or_not_named_is_said() -> None:
-    with pytest.raises(ConfigError, match="dataset_path: none given"):
-        samples("--dataset-name", "timed_trace")
-    with pytest.raises(ConfigError, match="dataset_path: /no/file given; there is no such file"):
-        samples("--dataset-name", "sharegpt", "--dataset-path", "/no/file")

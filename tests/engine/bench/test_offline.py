@@ -98,12 +98,6 @@ def test_latency_reports_the_measured_iterations_only(
     assert printed[3] == f"50% percentile latency: {saved['percentiles']['50']} seconds"
 
 
-def test_latency_never_repeats_a_prompt(counting: type[CountingLLM]) -> None:
-    run(latency, "--num-iters-warmup", "1", "--num-iters", "3", "--batch-size", "2")
-    prompts = [tuple(prompt) for batch, _ in counting.made[0].batches for prompt in batch]
-    assert len(set(prompts)) == len(prompts) == 8
-
-
 @pytest.mark.parametrize(
     ("module", "option", "value", "least"),
     [

@@ -3,9 +3,6 @@
 import argparse
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +181,6 @@ def test_a_saved_result_leaves_out_the_lists_unless_asked(tmp_path: Path) -> Non
     assert len(detailed["ttfts"]) == len(detailed["itls"]) == 6 and detailed["generated_texts"][0] == " t0 t1 t2"
 
 
-def test_results_can_be_collected_in_one_file(tmp_path: Path) -> None:
-    args = parse("--result-dir", str(tmp_path), "--result-filename", "all.jsonl", "--append-result")
-    result, _ = bench()
-    for _ in range(2):
-        path = serve.save(result, args)
-    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 2
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -226,17 +215,6 @@ def test_a_missing_server_is_reported_and_not_traced() -> None:
         ConfigError, match=r"no server answers at 127.0.0.1:1 .* in 0.2 s \(--ready-check-timeout-sec\)"
     ):
         asyncio.run(serve.measure(parse("--port", "1", "--ready-check-timeout-sec", "0.2")))
-
-
-def test_the_benchmarks_options_are_there_without_torch() -> None:
-    """A load generator on a small machine must not wait for a tensor library."""
-    check = (
-        "import argparse, sys; from penstock.engine.commands import bench; bench.add_arguments(argparse.ArgumentParser());"
-        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
-    )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, env=env)
-    assert done.stdout.strip() == "[]"
 
 
 def test_a_trace_is_replayed_at_its_own_times_and_no_rate_may_be_given_beside(tmp_path: Path) -> None:
