@@ -2,14 +2,11 @@
 
 import re
 import time
-from typing import TYPE_CHECKING
 
 from penstock.engine.http.access_line import AccessLine
 from penstock.engine.http.errors import clean_id
+from penstock.router.exchange import Exchange
 from penstock.router.http.heads import ClientRequest
-
-if TYPE_CHECKING:
-    from penstock.router.exchange import Exchange
 
 _REQUEST_ID = re.compile(rb"^x-request-id:[ \t]*([^\r]*)\r\n", re.MULTILINE)
 

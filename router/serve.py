@@ -5,6 +5,7 @@ The first SIGTERM drains: `/ready` and new requests answer 503, those in flight 
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -16,7 +17,7 @@ from dataclasses import replace
 from penstock import __version__
 from penstock.engine.http.limits import MAX_REFUSALS, allow_open_files
 from penstock.engine.http.listen import BACKLOG, bind_sockets, url_of
-from penstock.engine.options import Option, add_options, built, options_of
+from penstock.engine.options import add_options, built
 from penstock.engine.text.model_text import load_text
 from penstock.executor.process_life import Stopping, log_to_stderr, stop_signals, wait_for
 from penstock.router.app import RouterApp
@@ -58,10 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(prefill_threshold=None)  # given without --prefill, it is a mistake
 
 
-def options() -> list[Option]:
-    return [*options_of(RouterConfig)]
-
-
 def run(args: argparse.Namespace) -> int:
     """RouteError is the user's to mend, and one line on stderr."""
     try:
@@ -76,7 +73,10 @@ def run(args: argparse.Namespace) -> int:
         sockets = bind_sockets(config.host, config.port)
     except OSError as error:
         raise RouteError(f"port: {error.strerror or error}") from None
-    return uvloop.run(serve_alone(config, sockets))
+    with contextlib.ExitStack() as stack:
+        for sock in sockets:
+            stack.enter_context(sock)  # closed as well where the router does not come up
+        return uvloop.run(serve_alone(config, sockets))
 
 
 def _say_if_empty(config: RouterConfig) -> None:

@@ -6,19 +6,16 @@ else decide anew.
 
 import re
 import time
-from typing import TYPE_CHECKING
 
 from opentelemetry.trace import SpanKind
 
 from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.http.tracing import Trace, Tracing, Value, context_headers
+from penstock.router.exchange import Exchange
 from penstock.router.fleet.replica import Outcome
 from penstock.router.http.heads import ClientRequest
 from penstock.router.metrics import route_of
 from penstock.router.placement.load import Charge
-
-if TYPE_CHECKING:
-    from penstock.router.exchange import Exchange
 
 _CONTEXT = re.compile(rb"^(traceparent|tracestate):[ \t]*([^\r]*?)[ \t]*\r\n", re.MULTILINE)
 
@@ -44,7 +41,7 @@ class ExchangeTrace:
     def attempt(self, charge: Charge, name: str = "attempt") -> "AttemptSpan":
         return AttemptSpan(self.trace, charge, name)
 
-    def end(self, exchange: "Exchange", status: int) -> None:
+    def end(self, exchange: Exchange, status: int) -> None:
         """End the exchange's span, when the last byte is relayed or there is nothing more to relay."""
         if not self.trace.is_recorded:
             return

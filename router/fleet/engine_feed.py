@@ -3,7 +3,7 @@
 Messages are (topic, number, batch). The number has 8 bytes, big-endian, and rises by one. A message that is published while
 the subscriber is not connected is lost without notice. So every connection begins with all batches that the engine's replay
 endpoint still has, and a gap ends it: the feed (kv_feed.py) then connects again. An engine without a replay endpoint is
-known only by what it publishes from the connection on.
+known only by what it publishes from the connection on, or from the last gap on.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class EngineSource:
     async def _published(
         self, events: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket
     ) -> AsyncGenerator[Sequence[Frame], None]:
-        """Yield what is published, until the connection ends or a batch is missing."""
+        """Yield what is published, until the connection ends or a batch is missing that a replay may bring."""
         poller = zmq.asyncio.Poller()
         poller.register(events, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
@@ -99,7 +99,8 @@ class EngineSource:
                 number = int.from_bytes(message[-2], "big")
                 if self.last is not None and number > self.last + 1:
                     self.counts["gaps"] += 1
-                    return
+                    if self._backend.replay is not None:
+                        return
                 if self.last is None or number > self.last:
                     frames += self._apply(number, message[-1])
             yield [*frames, Alive(self.blocks.seq)]
@@ -127,12 +128,13 @@ class EngineSource:
         """Take in a batch and return what it changes. Where batches before it are missing, or it is not understood, removals
         may be lost, so everything is forgotten: a block that is wrongly believed to be cached would draw requests for as
         long as the replica lives."""
-        if self.last is not None and number > self.last + 1:
+        if has_gap := self.last is not None and number > self.last + 1:
             self._forget()
         self.last = number
         self.counts["batches"] += 1
         try:
-            return self.blocks.take(batch)
+            changes = self.blocks.take(batch)
+            return list(self.blocks.snapshot()) if has_gap else changes
         except BadEvents as error:
             log.warning("%s: its cache events are not understood: %s", self._backend.url, error)
         self._forget()

@@ -218,7 +218,6 @@ def test_a_removed_replicas_charges_may_still_be_released_and_its_row_serves_the
         ({"block_size": 0}, "block_size: 0 given; expected `int` >= 1"),
         ({"num_blocks": -1}, "num_blocks: -1 given; expected `int` >= 0"),
         ({"prefill_tokens_per_s": 0.0}, "prefill_tokens_per_s: 0.0 given; expected `float` > 0"),
-        ({"hash": "md5"}, "hash: 'md5' given; invalid enum value"),
     ],
 )
 def test_a_replica_that_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) -> None:

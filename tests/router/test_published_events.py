@@ -62,7 +62,7 @@ def test_what_is_published_and_what_is_streamed_are_the_same(tmp_path: Path, kv_
             assert count > 100
             until(lambda: held(streamed) == held(read))
             metrics = read.http.get("/replicas").json()["replicas"][0]["events"]
-            assert metrics["lost"] == 0 and not metrics["unplaced"]
+            assert metrics["gaps"] == 0 and not metrics["unplaced"]
         with running_router(backend, tokenizes=True) as late:  # by the replay alone
             until(lambda: brain(late)["cached_blocks"]["device"] == count)
 

@@ -90,7 +90,10 @@ def test_the_second_signal_ends_it_at_once() -> None:
         (["--backend", "http://x:1", "--backend", "http://x:1/"], "given more than once"),
         (["--port", "70000"], "port: 70000 given; expected `int` <= 65535"),
         (["--backend", "http://x:1", "--retry-share", "2"], "retry_share: 2.0 given; expected `float` <= 1.0"),
-        (["--backend", "http://x:1", "--tokenizer", "/nowhere"], "model: there is no folder or .gguf file '/nowhere'"),
+        (
+            ["--backend", "http://x:1", "--port", "0", "--tokenizer", "/no"],
+            "model: there is no folder or .gguf file '/no'",
+        ),
     ],
 )
 def test_what_cannot_run_is_said_in_one_line(

@@ -90,7 +90,8 @@ def test_a_request_that_stores_nothing_is(path: str) -> None:
         first.answer = hang_up
         for _ in range(2):
             assert router.http.post(path, json={"input": "x", "prompt": "x", "store": False}).status_code == 200
-        assert len(first.seen) + len(second.seen) == 3
+        # A kept connection that breaks is replaced once by a fresh one before the other replica is asked.
+        assert first.seen and len(second.seen) == 2
 
 
 def test_a_request_that_changes_what_is_stored_does_not_move_when_its_replica_goes_down() -> None:

@@ -126,7 +126,7 @@ def test_answers_are_the_same_with_and_without_tokenizing(tokenizing: RunningRou
         {"prompt": [1, 2, 1000]},
         {"prompt": [-1]},
         {"prompt": []},
-        {"prompt": "abc", "nonsense": 1},
+        {"prompt": "abc", "max_tokens": 8, "temperature": 0, "nonsense": 1},
         {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"add_generation_prompt": False}},
     ]  # fmt: skip
     for body in bodies:
