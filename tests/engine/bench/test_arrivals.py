@@ -13,10 +13,6 @@ def gaps(rate: float, burstiness: float, count: int = 20_000) -> list[float]:
     return [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
 
 
-def test_an_infinite_rate_sends_all_at_once() -> None:
-    assert arrival_times(3, math.inf, 1.0, random.Random(0)) == [0.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("burstiness", [0.2, 1.0, 5.0, math.inf])
 def test_the_mean_rate_is_exact_and_time_never_goes_back(burstiness: float) -> None:
     times = arrival_times(500, 25.0, burstiness, random.Random(3))
