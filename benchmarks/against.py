@@ -69,7 +69,7 @@ def against(
             else:
                 found[name] = {"ours": rounded(statistics.median(values["ours"]))}
                 print(f"{name}: {found[name]['ours']:,.4g} {unit}", flush=True)
-    return {"against": revision or tree, "pairs": pairs, "figures": found}
+    return {"against": revision or (Path(tree).name if tree else None), "pairs": pairs, "figures": found}
 
 
 @contextlib.contextmanager
