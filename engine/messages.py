@@ -149,7 +149,7 @@ class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True)
 
 
 class StartCost(msgspec.Struct, frozen=True, array_like=True):
-    """What the start of the core has cost beyond an ordinary one."""
+    """The one-time costs in the start of the core."""
 
     num_compiled: int = 0  # Python files whose bytecode is kept for the next start
     compile_s: float = 0.0

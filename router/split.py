@@ -57,6 +57,6 @@ def with_hint(fields: Fields, hint: object) -> bytes:
 
 
 def form_with_hint(form: bytes, hint: object) -> bytes:
-    """As `with_hint`, for the form with ids."""
+    """Return what `with_hint` returns, for the form with ids."""
     text, ids = token_form.cut(form)
     return token_form.join(with_hint(split_object(text), hint), ids)

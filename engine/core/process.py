@@ -57,7 +57,7 @@ log = logging.getLogger("penstock.engine")
 TRANSFER_POLL_S = 0.005  # an idle core whose blocks are in flight to the tiers goes on with them this often
 TIER_STATS_S = 0.25  # between steps the tiers' figures are sent this often, and with the last step
 TURN = "a turn of its loop"
-# What may take longer than a step: the ranks read an adapter, or weights from a slow disk, and answer within a time of
+# Jobs that may take longer than a step: the ranks read an adapter, or weights from a slow disk, and answer within a time of
 # their own (executor/ranks/ranked.py), which is not longer.
 CONTROL_DEADLINES_S = {"load_adapter": 150.0, "update_weights": 3900.0, "sleep": 1900.0, "wake_up": 1900.0}
 IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once, and what may be needed is warmed
@@ -133,7 +133,7 @@ class CoreLink:
 
 
 class Duty:
-    """What the core's thread does besides steps, as the heartbeat's thread reads it.
+    """The work of the core's thread besides steps, as the heartbeat's thread reads it.
 
     A step has a deadline of its own. Everything else gets one here, so that a core that hangs in a file or a lock is
     noticed as one that hangs in a step.

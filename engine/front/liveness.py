@@ -26,7 +26,7 @@ Verdict = Literal["heard", "starved", "lost"]
 
 
 class ProcessLook(NamedTuple):
-    """What /proc says of a process at one moment."""
+    """The state of a process at one moment, read from /proc."""
 
     state: str  # of its main thread
     is_runnable: bool  # any of its threads

@@ -28,7 +28,7 @@ _OF_OTHERS = frozenset((
 ))  # fmt: skip
 # All keywords that llguidance holds an answer to; the rest of a schema are annotations and definitions.
 _KEYWORDS = _OF_STRINGS | _OF_OTHERS | {"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf"}
-# Those that llguidance does not hold an answer to.
+# Keywords that llguidance does not enforce.
 _UNHELD = frozenset((
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
     *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems"),

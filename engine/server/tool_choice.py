@@ -46,7 +46,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Loosened(NamedTuple):
-    """What is used in place of calls whose grammar was refused; None: they are held to no grammar."""
+    """Return the replacement for calls whose grammar was refused, or None to hold them to no grammar."""
 
     calls: Calls | None
 

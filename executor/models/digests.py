@@ -27,7 +27,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What one rank tells the others about the tensors that it has read."""
+    """A report from one rank to the others about the tensors that it has read."""
 
     digests: dict[str, bytes] = {}
     samples: dict[str, bytes] = {}  # of the first bytes of every tensor: ranks that read other files differ in some

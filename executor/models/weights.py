@@ -1,4 +1,4 @@
-"""What a model asks for while it is built: tensors by name and shape, checked, converted, digested, cut for a rank.
+"""The tensors that a model requests while it is built: tensors by name and shape, checked, converted, digested, cut for a rank.
 
 A model's constructor is the only list of its tensors: what it asks for must be there in the expected shape, and
 what it did not ask for must not be there.

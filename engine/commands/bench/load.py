@@ -24,7 +24,7 @@ class EncodedCall(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What came of all calls."""
+    """The results of all calls."""
 
     outcomes: list[Outcome]  # in the order of the calls
     duration_s: float

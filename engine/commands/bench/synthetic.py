@@ -56,7 +56,7 @@ def token_counter(model: str | None) -> Callable[[str], int]:
 
 
 class PromptSource(NamedTuple):
-    """What prompts are made of: token ids below `vocab_size`, or text."""
+    """Makes prompts from token ids below `vocab_size`, or from text."""
 
     vocab_size: int
     is_text: bool = False

@@ -31,7 +31,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 class Abilities(msgspec.Struct):
-    """What one server can do, and the material for its prompts."""
+    """The abilities of one server, and the material for its prompts."""
 
     model: str
     known: set[str] = set()

@@ -1,4 +1,4 @@
-// What all views share: making elements, asking the server, the key, and which view is shown.
+// Shared by all views: making elements, asking the server, the key, and which view is shown.
 //
 // Text that a model or a user wrote only ever becomes a text node. The key stays in this tab's session storage and
 // leaves it only in the header of requests to this origin.

@@ -124,7 +124,7 @@ def to_messages(items: Sequence[tuple[str, AnyItem]], instructions: str | None) 
 
 
 class _ToolType(msgspec.Struct):
-    """What of a tool is read first."""
+    """The fields of a tool that are read first."""
 
     type: Any = None
 

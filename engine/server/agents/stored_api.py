@@ -1,4 +1,4 @@
-"""What clients ask of responses that they made before: GET, DELETE and cancel. Says of removed routes that they are."""
+"""Serves GET, DELETE and cancel for stored responses. Says of removed routes that they are."""
 
 import asyncio
 from typing import Any
