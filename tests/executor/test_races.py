@@ -14,7 +14,6 @@ from penstock.executor import outbox
 from penstock.executor.models.weights import Weights
 from penstock.executor.outbox import Mail, Outbox
 from penstock.executor.protocol import ExecutorConfig
-from penstock.executor.ranks import rank
 from penstock.executor.sampling.sampler import SampledTokens
 from penstock.executor.step import inputs
 from penstock.executor.step.graphs import CudaGraphs
@@ -24,7 +23,6 @@ from tests.support.pretended_gpu import PretendedGpu
 from tests.support.pretended_memory import GPU
 from tests.support.races import Race
 from tests.support.small_models import folder, greedy
-from tests.support.twins import sampling as sampling_twin
 from tests.support.world import SAMPLINGS, World
 
 CASE = "qwen3"
@@ -34,7 +32,6 @@ REAL = pytest.param("cuda", marks=pytest.mark.gpu)
 def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: Any) -> UniprocExecutor:
     """On a GPU; the made-up one, if there is something to patch."""
     if monkeypatch is not None:
-        monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling_twin)
         monkeypatch.setattr(
             "penstock.executor.step.warmup.warm_up", lambda *_: None
         )  # takes as long as a test, and nothing is in flight yet
