@@ -95,7 +95,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """Raise InvalidRequest unless exactly one form is given and its size is bearable. `field` is what the user
         called the value, if not by its name here.
 
-        Whether it can be compiled is found out by engine/front/grammar_check.py, which takes longer.
+        Whether it can be compiled is found out by engine/grammar/compiler.py, which takes longer.
         """
         given = self._given()
         if len(given) != 1:

@@ -7,6 +7,7 @@ the mask filler (their masks) and the executor (which wants them before it sampl
 import contextlib
 import queue
 
+from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused, Job
 from penstock.engine.grammar.masks import MaskFiller
@@ -20,7 +21,8 @@ COMPILED_WAIT_S = 0.005  # how long a core with nothing else to do waits for a g
 class Constraints:
     def __init__(self, scheduler: Scheduler, executor: Executor, compiler: Compiler) -> None:
         self._scheduler, self._executor, self._compiler = scheduler, executor, compiler
-        self._compiled: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()
+        self._compiled: queue.SimpleQueue[str] = queue.SimpleQueue()  # ids of requests
+        self._jobs: dict[str, Job] = {}  # by the ids of the requests that wait for them
         self._filler: MaskFiller | None = None  # its threads start with the first constrained request
         self._is_filling = False  # masks were begun and not set yet
 
@@ -35,31 +37,50 @@ class Constraints:
             if self._filler is None:
                 self._filler = MaskFiller(self._scheduler.config.max_num_seqs)
             if matcher is None:
-                job = self._compiler.start(message.grammar)
-                job.result.add_done_callback(lambda _: self._compiled.put((message.request_id, job)))
+                job = self._jobs[message.request_id] = self._compiler.start(message.grammar)
+                job.result.add_done_callback(lambda _: self._compiled.put(message.request_id))
         except RuntimeError as error:  # a limit on threads or on memory: those without a grammar need none
             request = self._scheduler.requests[message.request_id]
             return self._scheduler.end(request, "error", f"the grammar cannot be compiled: {error}")
         return None
 
     def take_compiled(self) -> list[Output]:
-        """Let the requests go whose grammars are ready, and end those whose grammars failed."""
+        """Let the requests go whose grammars are ready, and end those whose grammars failed or take too long."""
         outputs: list[Output] = []
         while not self._compiled.empty():
-            self._take(*self._compiled.get(), outputs)
+            self._take(self._compiled.get(), outputs)
+        for request_id, job in [*self._jobs.items()] if self._jobs else ():
+            request, limit = self._waiting(request_id, job), job.limit_passed()
+            if request is not None and limit is None:
+                continue
+            del self._jobs[request_id]
+            self._compiler.give_up(job)
+            if request is not None:
+                outputs.append(
+                    self._scheduler.end(
+                        request, "error", f"the grammar cannot be compiled: it {limit}", is_refusal=True
+                    )
+                )
         return outputs
 
     def wait_for_compiled(self) -> list[Output]:
         """The same, a moment later: for a core whose only requests wait for their grammars."""
         outputs: list[Output] = []
         with contextlib.suppress(queue.Empty):
-            self._take(*self._compiled.get(timeout=COMPILED_WAIT_S), outputs)
+            self._take(self._compiled.get(timeout=COMPILED_WAIT_S), outputs)
         return outputs
 
-    def _take(self, request_id: str, job: Job, outputs: list[Output]) -> None:
+    def _waiting(self, request_id: str, job: Job) -> Request | None:
+        """Return the request that waits for this job, unless it has ended."""
         request = self._scheduler.requests.get(request_id)
-        if request is None or request not in self._scheduler.held or request.message.grammar != job.source:
-            return  # it has ended
+        is_held = request is not None and request in self._scheduler.held and request.message.grammar == job.source
+        return request if is_held else None
+
+    def _take(self, request_id: str, outputs: list[Output]) -> None:
+        job = self._jobs.pop(request_id, None)
+        request = None if job is None else self._waiting(request_id, job)
+        if job is None or request is None:
+            return
         error = job.result.exception()
         if error is None:
             self._scheduler.release(request, job.result.result())

@@ -151,6 +151,7 @@ class Answer:
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.embedding: bytes | None = None
         self.error: str | None = None  # of the choice that failed first
+        self.is_refused = False  # the error is the request's own fault
         self.metrics = RequestMetrics()
         self.started_s = time.monotonic()
         # What has been read:
@@ -191,7 +192,8 @@ class Answer:
             self.num_cached_tokens = found if known is None else min(known, found)
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.embedding = output.embedding or self.embedding
-        self.error = self.error or output.error
+        if self.error is None:
+            self.error, self.is_refused = output.error, output.is_refusal
         metrics, now_s = self.metrics, time.monotonic() - self.started_s
         metrics.num_preemptions = max(metrics.num_preemptions, output.num_preemptions)
         if metrics.queued_s is None:
@@ -221,12 +223,16 @@ class Answer:
         return self
 
     async def __anext__(self) -> list[Update]:
-        while not self._unread:
-            if self.is_finished:
-                raise StopAsyncIteration
+        await self.begun()
+        if not self._unread:
+            raise StopAsyncIteration
+        return self.updates()
+
+    async def begun(self) -> None:
+        """Wait until there is an update to read, or none will come."""
+        while not self._unread and not self.is_finished:
             self._arrived.clear()
             await self._arrived.wait()
-        return self.updates()
 
     def abort(self) -> None:
         """End what still runs; the end comes as an update like any other."""

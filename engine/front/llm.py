@@ -45,8 +45,8 @@ from penstock.executor.protocol import ModelInfo, Part, Pooled, SleepLevel
 from penstock.executors import open_executor
 
 if TYPE_CHECKING:
-    from penstock.engine.front.grammar_check import GrammarCheck
     from penstock.engine.front.hf_interface import FamiliarTokenizer
+    from penstock.engine.grammar.compiler import Compiler
     from penstock.engine.text.template import ChatTemplate
 
 
@@ -55,7 +55,7 @@ class LLM:
     threads."""
 
     _core: EngineCore | None = None  # of the class: `__del__` comes even where `__init__` refused its arguments
-    _grammars: "GrammarCheck | None" = None
+    _compiler: "Compiler | None" = None
     _open_executor = staticmethod(open_executor)
 
     def __init__(
@@ -281,8 +281,6 @@ class LLM:
                 core, self._core = self._core, None
                 if core is not None:  # no other thread was faster
                     core.close()
-        if self._grammars is not None:
-            self._grammars.close()
 
     def __enter__(self) -> Self:
         return self
@@ -295,13 +293,11 @@ class LLM:
         if tokenizer is None:
             self._core = EngineCore(config, executor)
             return
-        from penstock.engine.front.grammar_check import GrammarCheck
         from penstock.engine.grammar.compiler import Compiler
         from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
         vocab_size = executor.info.vocab_size
-        compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
-        self._grammars = GrammarCheck(compiler, tokenizer.special_texts)
+        compiler = self._compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
         self._core = EngineCore(config, executor, lambda: compiler)
 
     def _running(self) -> EngineCore:
@@ -384,11 +380,21 @@ class LLM:
         return _Begun(text, answer)
 
     def _grammar(self, params: SamplingParams) -> str | None:
-        if params.structured_outputs is None:
+        """Return the request's grammar. It is compiled here, so that one that cannot be is refused before anything runs."""
+        wanted = params.structured_outputs
+        if wanted is None:
             return None
-        if self._grammars is None:
+        if self.tokenizer is None or self._compiler is None:
             raise InvalidRequest("structured_outputs", "needs a tokenizer, but skip_tokenizer=True")
-        return self._grammars.now(params.structured_outputs)
+        from penstock.engine.grammar.compiler import GrammarRefused
+        from penstock.engine.grammar.source import grammar_source
+
+        source = grammar_source(wanted, self.tokenizer.special_texts)
+        try:
+            self._compiler.wait(source)
+        except GrammarRefused as error:
+            raise InvalidRequest(wanted.field, str(error)) from None
+        return source
 
     def _run(self, begun: "list[_Begun]", use_tqdm: Bar, show: "Callable[[_Begun], Result]") -> list[Result]:
         """What `show` makes of them when all are finished."""

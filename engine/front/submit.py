@@ -99,7 +99,7 @@ def submissions(
     """One message per choice, named `request_id.index`. The choices find each other's prompt in the prefix cache.
     `sampling`: what `params` come to, but for the seed."""
     has_grammar = fields.get("grammar") is not None
-    assert (params.structured_outputs is None) != has_grammar, "engine/front/grammar_check.py makes one of the other"
+    assert (params.structured_outputs is None) != has_grammar, "a grammar is made of structured_outputs"
     given = kv_transfer or KvTransfer()
     peer = None if given.peer is None else peer_name(given.peer)
     if given.peer is not None and peer not in info.stores:  # the operator alone says with whom this engine connects
@@ -140,7 +140,7 @@ def begin_answer(
     `is_continuation`: the text goes on where the prompt's text ended (a completion), it is no answer of its own: some
     vocabularies mark the first word of a text with a space that only the former wants.
     `shown_ids`: special tokens that stand in the text whatever the request says.
-    `grammar`: what GrammarCheck made of `params.structured_outputs`; it may be stricter, never absent.
+    `grammar`: what was made of `params.structured_outputs`; it may be stricter, never absent.
     `kv_transfer`: the other engine that has the prompt's blocks, or will have them soon.
     `like`: an answer to the same `params` but for seed and length: lists of thousands of ids take milliseconds to check
     and to sort, and a call may have a thousand prompts.

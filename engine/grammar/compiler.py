@@ -6,6 +6,7 @@ threads have their large stack (pages that are never touched cost nothing). Noth
 at a grammar that every caller has given up, another takes its place.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -24,6 +25,9 @@ MAX_GIVEN_UP = 6  # threads beside them, at grammars that no request waits for a
 STACK_BYTES = 512 << 20  # 20,000 rules in a chain, as many as fit the limit of 256 KiB of text, take a third of it
 # After so many a kept grammar makes room for a fresh one: 11 states of its lexer for each were seen.
 RECYCLE_TOKENS = 16_384
+COMPILE_LIMIT_S = 2.0  # of the compiling thread's own work, so that a busy machine takes what an idle one does
+WAIT_LIMIT_S = 20.0  # from when a thread takes it up
+LOOK_S = 0.05  # between two looks at what was spent
 MAX_KEPT = 256
 MAX_REFUSED = 32
 REFUSED_S = 60.0  # how long a refusal is remembered
@@ -72,6 +76,17 @@ class Job(NamedTuple):
     began: Future[Work]  # done when a thread takes it up, with the vocabulary at hand
     result: Future[Matcher]  # a fresh matcher, or GrammarRefused
 
+    def limit_passed(self) -> str | None:
+        """Return the limit that the compiling has passed, or None."""
+        if self.result.done() or not self.began.done():
+            return None
+        work = self.began.result()
+        if work.spent_s() > COMPILE_LIMIT_S:
+            return f"takes longer than {COMPILE_LIMIT_S:g} s of one core to compile, which is the limit"
+        if work.waited_s() > WAIT_LIMIT_S:
+            return f"was not compiled within {WAIT_LIMIT_S:g} s, which is the limit; the machine is busy"
+        return None
+
 
 class Compiler:
     """`load` makes the vocabulary, once, in the first thread that needs it."""
@@ -117,6 +132,19 @@ class Compiler:
             self._num_threads += 1
         self._jobs.put(job)
         return job
+
+    def wait(self, source: str) -> None:
+        """Wait until the grammar is compiled. Raises GrammarRefused, also where that takes longer than the limits."""
+        if self.cached(source) is not None:
+            return
+        job = self.start(source)
+        while not job.result.done():
+            with contextlib.suppress(TimeoutError):
+                job.result.exception(LOOK_S)
+            if limit := job.limit_passed():
+                self.give_up(job)
+                raise GrammarRefused(limit)
+        job.result.result()
 
     def give_up(self, job: Job) -> None:
         """No request waits for it any more. If no thread has taken it up, none will; else that thread ends with it."""

@@ -13,7 +13,7 @@ from penstock.engine.server.call import Call
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import Conversation, conversation_of, given_ids, render, to_ids
 from penstock.engine.server.requests import ChatRequest
-from penstock.engine.server.response_format import Wanted, wanted_outputs
+from penstock.engine.server.response_format import wanted_outputs
 from penstock.engine.server.responses import (
     Chat,
     ChatChoice,
@@ -25,7 +25,6 @@ from penstock.engine.server.responses import (
 )
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import ReadingPlan
-from penstock.engine.text.tools.formats import Calls
 
 if TYPE_CHECKING:
     from penstock.engine.server.reading import Reading
@@ -63,7 +62,10 @@ async def _ask(
     if max_tokens == 0:
         raise InvalidRequest("max_tokens", "0 is out of range; it must be at least 1")
     wanted = wanted_outputs(request, service.config.coerce_one_of)
-    calls = service.tools.calls(request)
+    tools = service.tools
+    calls = tools.calls(request)
+    if calls is not None:
+        tools.check_together(calls, wanted.outputs)
     special: dict[str, Any] = {"structured_outputs": wanted.outputs}
     special["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     if max_tokens is not None or "max_tokens" not in service.config.default_sampling:
@@ -80,57 +82,37 @@ async def _ask(
         (prompt,) = await to_ids(
             "messages", [given], service, request.add_special_tokens, request.truncate_prompt_tokens
         )
-        plan, wanted, grammar = await _planned(service, request, begun, calls, prompt, wanted)
-        service.generate(
-            call,
-            request,
-            [prompt],
-            msgspec.structs.replace(params, structured_outputs=wanted.outputs),
-            is_length_asked=max_tokens is not None,
-            kv_transfer=request.kv_transfer_params,
-            grammar=grammar,
-            shown_ids=frozenset() if plan.is_plain else service.tools.shown_ids,
-        )
-    return plan
 
+    async def begin(holds_optional: bool) -> ReadingPlan:
+        plan, held = tools.plan(request, begun, calls, prompt, wanted, holds_optional=holds_optional)
+        with service.admit(params.n):
+            service.generate(
+                call,
+                request,
+                [prompt],
+                msgspec.structs.replace(params, structured_outputs=held.outputs),
+                is_length_asked=max_tokens is not None,
+                kv_transfer=request.kv_transfer_params,
+                grammar=service.grammar(held),
+                shown_ids=frozenset() if plan.is_plain else tools.shown_ids,
+            )
+        await service.compiled(call, held)
+        return plan
 
-async def _planned(
-    service: Service, request: ChatRequest, begun: str, calls: Calls | None, prompt: list[int], asked: Wanted
-) -> tuple[ReadingPlan, Wanted, str | None]:
-    """Plan how the answer is read and held, and compile its grammar.
-
-    Where a grammar is refused that the client did not ask for (optional calls without `strict`), the answer is held to
-    less instead: arguments to any object, or calls to nothing.
-    """
-    tools = service.tools
-
-    async def compiled(calls: Calls | None, *, holds_optional: bool = True) -> tuple[ReadingPlan, Wanted, str | None]:
-        plan, wanted = tools.plan(request, begun, calls, prompt, asked, holds_optional=holds_optional)
-        return plan, wanted, await service.grammar(wanted)
-
-    if calls is None:
-        return await compiled(None)
-    tools.check_together(calls, asked.outputs)
-    key = tools.key(calls, asked.outputs)
-    if (found := tools.loosened.get(key)) is not None:
-        return await compiled(found.calls or calls, holds_optional=found.calls is not None)
-    try:
-        return await compiled(calls)
-    except InvalidRequest as error:
-        refusal = error
-    is_asked = calls.must or asked.outputs is not None or any(function.is_strict for function in calls.functions)
-    looser = await tools.looser(calls, service.grammar)
-    try:
-        if looser is None:
-            raise refusal
-        planned = await compiled(looser)
-    except InvalidRequest:
-        if is_asked:
-            raise
-        looser = None
-        planned = await compiled(calls, holds_optional=False)
-    tools.remember(key, calls, looser, refusal)
-    return planned
+    if calls is None or calls.must or wanted.outputs is not None or any(each.is_strict for each in calls.functions):
+        return await begin(holds_optional=True)
+    # The client asked for no grammar here: where it is refused, optional calls are held to nothing.
+    key = tools.key(calls)
+    if key not in tools.unheld:
+        try:
+            return await begin(holds_optional=True)
+        except InvalidRequest as refusal:
+            if refusal.field != "tools":
+                raise
+            tools.remember_unheld(key, calls, refusal)
+            service.forget(call)
+            call.answers = []
+    return await begin(holds_optional=False)
 
 
 class ChatReply:

@@ -37,7 +37,6 @@ async def completions(service: Service, call: Call, body: bytes) -> msgspec.Stru
         what = f"{len(inputs)} prompts × {params.n} choices; at most {MAX_SEQUENCES} are allowed"
         raise InvalidRequest("n", what)
     with service.admit(num_sequences):
-        grammar = await service.grammar(wanted)
         prompts = await to_ids(
             "prompt",
             inputs,
@@ -54,8 +53,9 @@ async def completions(service: Service, call: Call, body: bytes) -> msgspec.Stru
             is_length_asked=request.max_tokens is not None,
             is_continuation=True,
             kv_transfer=request.kv_transfer_params,
-            grammar=grammar,
+            grammar=service.grammar(wanted),
         )
+    await service.compiled(call, wanted)
     return await respond(service, call, request, CompletionReply(service, call, request, inputs))
 
 

@@ -21,8 +21,6 @@ from penstock.executor.process_life import Stopping, stop_signals, wait_for
 
 log = logging.getLogger("penstock.engine")
 
-WATCH_S = 0.1
-QUIET_S = 1.0
 LAST_WORDS_S = 2.0  # for answers that were just aborted, or have failed, to say so
 
 
@@ -49,9 +47,7 @@ async def serve(
         listener = Listener(app, sockets, config.limits, app.service.metrics.refused)
         async with published(app, config), listener:
             on_listening(url_of(sockets[0]))
-            warming = asyncio.create_task(_warm_when_quiet(app.service))
             await wait_for(lambda: not engine.health().alive, stopping.drain)
-            warming.cancel()
             if not stopping.drain.is_set():
                 return await _leave_dead(engine, app.service)
             await _drain(app.service, config.drain_timeout_s, stopping.stop)
@@ -72,16 +68,6 @@ async def published(app: ServerApp, config: ServerConfig) -> AsyncIterator[None]
         yield
     finally:
         await publisher.close()
-
-
-async def _warm_when_quiet(service: Service) -> None:
-    """What constrained requests need, after the first second without requests, as the core does: a part of the work
-    holds the interpreter's lock, and the first plain request should not wait for it."""
-    quiet_s = 0.0
-    while quiet_s < QUIET_S:
-        await asyncio.sleep(WATCH_S)
-        quiet_s = 0.0 if service.num_open_requests else quiet_s + WATCH_S
-    service.grammars.warm()
 
 
 async def _drain(service: Service, timeout_s: float, stop: asyncio.Event) -> None:

@@ -15,9 +15,6 @@ import msgspec
 
 from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
-from penstock.engine.front.grammar_check import GrammarCheck
-from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.http.errors import HttpError, clean_id, clip
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, Unserved
 from penstock.engine.server.adapters import Adapters
@@ -60,8 +57,6 @@ class Service:
         self.is_draining = False
         self.text_digest = ""  # see know_text_digest
         self.num_open_requests = 0  # being read, worked on or answered; probes and pages do not count
-        compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, engine.info.vocab_size))
-        self.grammars = GrammarCheck(compiler, tokenizer.special_texts)
         self._seeds = None if config.seed is None else random.Random(config.seed)
         self._num_preparing = 0  # sequences admitted but not yet with the engine
         self._answers: set[Answer] = set()
@@ -118,9 +113,23 @@ class Service:
             call.client_id = clean_id(request.request_id)
         return request
 
-    async def grammar(self, wanted: Wanted) -> str | None:
-        """The grammar of what a request wants, for `generate`; raises InvalidRequest where there can be none."""
-        return None if wanted.outputs is None else await self.grammars.soon(wanted.outputs, wanted.field)
+    def grammar(self, wanted: Wanted) -> str | None:
+        """Return the grammar of what a request wants, for `generate`. The core compiles it: see `compiled`."""
+        if wanted.outputs is None:
+            return None
+        # Most servers never need it, and reading it takes a while.
+        from penstock.engine.grammar.source import grammar_source
+
+        return grammar_source(wanted.outputs, self.tokenizer.special_texts, wanted.field)
+
+    async def compiled(self, call: Call, wanted: Wanted) -> None:
+        """Wait for the first tokens of a call with a grammar. The core may refuse the grammar, which is a 400 only as long
+        as nothing is sent."""
+        for answer in call.answers if wanted.outputs is not None else ():
+            await answer.begun()
+            if answer.is_refused:
+                assert wanted.outputs is not None and answer.error is not None
+                raise InvalidRequest(wanted.field or wanted.outputs.field, answer.error)
 
     @contextlib.contextmanager
     def admit(self, num_sequences: int) -> Iterator[None]:
@@ -179,6 +188,10 @@ class Service:
         """Free what the call's answers still hold; without effect on those that have ended."""
         if self.spans is not None:
             self.spans.phases(call)
+        self.forget(call)
+
+    def forget(self, call: Call) -> None:
+        """End the call's answers."""
         for answer in call.answers:
             answer.abort()
             self.metrics.end(answer)

@@ -4,13 +4,12 @@ Which format of calls and which marks of reasoning the model uses is found once,
 the operator names them.
 """
 
-import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -35,20 +34,12 @@ log = logging.getLogger("penstock.engine")
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024  # of one function's parameters, as JSON
 MAX_PAST_CALLS = 128  # in one message
-LOOSER_LIMIT_S = 3.0  # for finding out which functions of a refused grammar are at fault
-MAX_LOOSENED = 256  # sets of tools whose outcome is remembered
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
+MAX_UNHELD = 256
 END_TOKENS = 16  # of a prompt: enough for a mark and the blanks behind it
 
 _OFF = "the server was started without them (--tool-call-parser none)"
 _UNKNOWN = "how this model's chat template writes calls is not known here; --tool-call-parser can name a format"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-
-class Loosened(NamedTuple):
-    """Return the replacement for calls whose grammar was refused, or None to hold them to no grammar."""
-
-    calls: Calls | None
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,7 @@ class Tools:
                 "%s: the chat template knows no tools, so the model is shown calls in the form of hermes", named
             )
         self._is_off = named == "none"
-        self.loosened: dict[bytes, Loosened] = {}
+        self.unheld: dict[bytes, None] = {}  # sets of optional tools whose grammar was refused
         parser = config.reasoning_parser
         self.marks = thinking.detect(source) if parser == "auto" else thinking.NAMES.get(parser)
         self._constrains_auto = config.constrain_auto_tools
@@ -151,54 +142,21 @@ class Tools:
         shows = request.include_reasoning is not False
         return ReadingPlan(calls, thought, is_held, shows), Wanted(outputs, "tools" if is_held else wanted.field)
 
-    def key(self, calls: Calls, answer: StructuredOutputs | None) -> bytes:
-        """Return what `loosened` knows these calls by."""
-        said = [calls.form.name, calls.must, calls.many, answer is None, calls.functions]
-        return hashlib.sha256(msgspec.json.encode(said)).digest()
+    def key(self, calls: Calls) -> bytes:
+        """Return what `unheld` knows these calls by."""
+        return hashlib.sha256(msgspec.json.encode([calls.form.name, calls.many, calls.functions])).digest()
 
-    def remember(self, key: bytes, calls: Calls, looser: Calls | None, refusal: InvalidRequest) -> None:
-        """Keep what these calls are held to (None: nothing), so that it is found out and logged once."""
-        self.loosened[key] = Loosened(looser)
-        if len(self.loosened) > MAX_LOOSENED:
-            del self.loosened[next(iter(self.loosened))]
-        names = [
-            function.name
-            for function, given in zip((looser or calls).functions, calls.functions, strict=True)
-            if looser is None or function != given
-        ]
-        what = "optional calls are held to no grammar" if looser is None else "arguments are held to no schema"
-        log.warning("tools %s: %s: %s", clip(", ".join(names)), what, refusal.message)
+    def remember_unheld(self, key: bytes, calls: Calls, refusal: InvalidRequest) -> None:
+        """Keep that no grammar holds these calls, so that it is found out and logged once."""
+        self.unheld[key] = None
+        if len(self.unheld) > MAX_UNHELD:
+            del self.unheld[next(iter(self.unheld))]
+        names = clip(", ".join(function.name for function in calls.functions))
+        log.warning("tools %s: optional calls are held to no grammar: %s", names, refusal.message)
 
     def check_together(self, calls: Calls, answer: StructuredOutputs | None) -> None:
         if not calls.must and answer is not None and answer.kind == "structural_tag":
             raise InvalidRequest("tools", "cannot be combined with a structural tag")
-
-    async def looser(self, calls: Calls, compiled: Callable[[Wanted], Awaitable[object]]) -> Calls | None:
-        """Loosen calls whose joint grammar was refused: functions that are refused alone take any object as arguments. If
-        none is, or finding out takes longer than LOOSER_LIMIT_S, all do that are not strict.
-
-        Raises InvalidRequest for a strict function that is refused alone. None: there is nothing to loosen.
-        """
-        from penstock.engine.grammar.tool_calls import grammar
-
-        functions = list(calls.functions)
-        until = asyncio.get_running_loop().time() + LOOSER_LIMIT_S
-        is_over = False
-        for place, function in enumerate(calls.functions):
-            try:
-                async with asyncio.timeout_at(until):
-                    alone = grammar({}, Calls(calls.form, [function], must=True, many=False))
-                    await compiled(Wanted(StructuredOutputs(grammar=alone), "tools"))
-            except TimeoutError:
-                is_over = True
-                break
-            except InvalidRequest as why:
-                if function.is_strict:
-                    raise InvalidRequest("tools", f"{function.name}: {why}") from None
-                functions[place] = function._replace(parameters=ANY_OBJECT)
-        if is_over or functions == list(calls.functions):
-            functions = [each if each.is_strict else each._replace(parameters=ANY_OBJECT) for each in functions]
-        return None if functions == list(calls.functions) else calls._replace(functions=functions)
 
     def _thinking(self, marks: thinking.Marks, prompt: list[int], begun: str) -> Thinking:
         num_tokens = END_TOKENS + len(begun.encode())
@@ -217,11 +175,10 @@ class Tools:
         # The text before a structural tag is free anyway, so reasoning fits into it.
         if calls is None and (answer is None or thought is None or answer.kind == "structural_tag"):
             return answer
-        from penstock.engine.grammar import message_grammar
-        from penstock.engine.grammar.tool_calls import grammar
+        from penstock.engine.grammar.tool_calls import grammar, messages_grammar
 
         if is_harmony(calls, thought):
-            return StructuredOutputs(grammar=message_grammar.grammar(self._special_ids, calls, answer))
+            return StructuredOutputs(grammar=messages_grammar(self._special_ids, calls, answer))
         return StructuredOutputs(grammar=grammar(self._special_ids, calls, answer, thought))
 
 

@@ -67,8 +67,12 @@ def _kimi(calls: Sequence[Call]) -> str:
     return "<|tool_calls_section_begin|>" + "".join(each) + "<|tool_calls_section_end|>"
 
 
-def _python(name: str, given: dict[str, Any]) -> str:
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+def _python(literal: Callable[[Any], str]) -> Callable[[str, dict[str, Any]], str]:
+    return lambda name, given: f"{name}({', '.join(f'{key}={literal(value)}' for key, value in given.items())})"
+
+
+def _literal(value: Any) -> str:
+    return str(value) if value is None or isinstance(value, bool) else _json(value)
 
 
 def _gemma_value(value: Any, quote: str) -> str:
@@ -112,13 +116,15 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "minimax_m2": _each(_minimax, "<minimax:tool_call>\n", "\n</minimax:tool_call>", "\n"),
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
-    "lfm2": _each(_python, "<|tool_call_start|>[", "]<|tool_call_end|>", ", "),
-    "olmo3": _each(_python, "<function_calls>\n", "\n</function_calls>", "\n"),
+    "lfm2": _each(_python(_literal), "<|tool_call_start|>[", "]<|tool_call_end|>", ", "),
+    "olmo3": _each(_python(_literal), "<function_calls>\n", "\n</function_calls>", "\n"),
     "granite": _objects("<|tool_call|>[", "]", ", "),
     "phi4_mini_json": _objects("functools[", "]", ", "),
     "hunyuan_a13b": _objects("<tool_calls>[", "]</tool_calls>", ", "),
     "xlam": _objects("[", "]", ", "),
 }
+# The same with values as Python prints them, which is read, but forced of no model.
+PRINTED = _each(_python(repr), "<|tool_call_start|>[", "]<|tool_call_end|>", ", ")
 FORMS: dict[str, Format] = {
     name: named(
         name.split()[0],

@@ -16,6 +16,8 @@ from penstock.engine.config import engine_config
 from penstock.engine.front.answer import Answer
 from penstock.engine.front.client import EngineDead, EngineHealth, QueueFull
 from penstock.engine.front.submit import begin_answer, check_room
+from penstock.engine.grammar.compiler import Compiler, GrammarRefused
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import CacheUpdate, FinishReason, Output, Stats, Submit
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import byte_alphabet
@@ -88,6 +90,7 @@ class FakeEngine:
         self._open: dict[str, asyncio.Task[None]] = {}
         self._count = 0
         self._tokenizer = tokenizer or byte_tokenizer()
+        self.compiler = Compiler(lambda: GrammarVocabulary.of(self._tokenizer, info.vocab_size))
 
     @property
     def num_open(self) -> int:
@@ -166,6 +169,10 @@ class FakeEngine:
             if max_tokens == 0:
                 answer.take(index, Output(name, [], finish_reason="length"))
                 return
+            if (refusal := await self._refusal(options.get("grammar"))) is not None:
+                self.submitted = [each for each in self.submitted if each[2] is not options]
+                answer.take(index, Output(name, [], finish_reason="error", error=refusal, is_refusal=True))
+                return
             for position in range(max_tokens):
                 await self._step()
                 if self.fail_next is not None:
@@ -180,6 +187,15 @@ class FakeEngine:
             answer.take(index, Output(name, [], finish_reason=reason, error=self._death))
         finally:
             del self._open[name]
+
+    async def _refusal(self, grammar: str | None) -> str | None:
+        """Compile the grammar as the core does; return why it is refused."""
+        if grammar is not None and self.compiler.cached(grammar) is None:
+            try:
+                await asyncio.to_thread(self.compiler.wait, grammar)
+            except GrammarRefused as error:
+                return f"the grammar cannot be compiled: {error}"
+        return None
 
     async def _step(self) -> None:
         await asyncio.sleep(self.delay_s)

@@ -17,7 +17,8 @@ class AnswerReader:
         if calls is not None:
             functions = {function.name: function.parameters for function in calls.functions}
             limit = MAX_CALLS if calls.many else 1
-            self._calls = CallReader(calls.form, functions, is_certain=is_certain, max_calls=limit)
+            held = ("", *calls.form.marks) if calls.must else calls.form.triggers
+            self._calls = CallReader(calls.form, functions, held if is_certain else (), max_calls=limit)
         self._is_thinking = self._has_reasoned = False
         self._text = ""  # what may be the beginning of a mark
         self._blanks: list[str] = []  # before that

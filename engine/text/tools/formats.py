@@ -5,8 +5,8 @@
     tagged text    <function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>        qwen3_coder, glm45, minimax_m2 …
     literals       [f(a=1, b='x')]     call:f{a:1,b:<|"|>x<|"|>}                     lfm2, olmo3, gemma4 …
 
-A format is an entry of FORMATS and nothing else: reader.py and arguments.py read it, engine/grammar/tool_calls.py and
-parameters.py make a model write it.
+A format is an entry of FORMATS and nothing else: reader.py and arguments.py read it, engine/grammar makes a model write
+it.
 
 Behind a mark of calls every spelling of an object that says which function is called, with which arguments, is read.
 Where there is none, a call might as well be quoted: it must be a paragraph of its own (or stand in a fence, where the
@@ -87,6 +87,14 @@ class Format:
         return tuple(self.closers)
 
     @cached_property
+    def triggers(self) -> tuple[str, ...]:
+        """The marks behind which a grammar holds optional calls: those that need nothing else to open or to close a call."""
+        written = self.written.start + self.written.before_name
+        return tuple(
+            mark for mark in self.marks if mark not in self.fences and (mark in written or not self.closers[mark])
+        )
+
+    @cached_property
     def tokens(self) -> tuple[str, ...]:
         """All texts that may be tokens."""
         return tokens_in(
@@ -97,10 +105,11 @@ class Format:
         """What closes calls that began with this mark, or without one."""
         return re.findall(r"\]|[^\]]+", self.closers.get(mark, self.written.end).strip())
 
-    def opening(self, mark: str) -> list[str]:
-        """What stands between a mark and the name of the first call, without blanks."""
+    def opening(self, mark: str) -> str:
+        """Return what stands between a mark and the name of the first call."""
         whole = self.written.start + self.written.before_name
-        return (whole.partition(mark)[2] if mark and mark in whole else whole).split()
+        _, found, rest = whole.partition(mark if mark in whole else self.marks[0])
+        return rest if found else whole
 
 
 class ToolSpec(NamedTuple):

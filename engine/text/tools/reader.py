@@ -1,13 +1,13 @@
 """A model's answer as it comes, taken apart into text and calls.
 
 The result does not depend on how the text is cut. A call is announced when its name and the brace that opens its
-arguments are there, and only then: what is no call is content, to the letter. Where a grammar holds the model
-(`is_certain`), arguments are passed on as they come; elsewhere they are kept until the call is complete and valid,
+arguments are there, and only then: what is no call is content, to the letter. Where a grammar holds the
+call, arguments are passed on as they come; elsewhere they are kept until the call is complete and valid,
 since a stream cannot take back what it has said. Blanks around calls are dropped.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -55,17 +55,19 @@ Piece = Reasoning | Content | CallStart | Arguments
 
 
 class CallReader:
-    """The state of one answer: `feed` it piece by piece, then `finish`. `functions`: names with their schemas."""
+    """The state of one answer: `feed` it piece by piece, then `finish`. `functions` are names with their schemas. `held`
+    are the marks behind which a grammar holds calls ("" for calls without a mark)."""
 
     def __init__(
-        self, form: Format, functions: Mapping[str, Any], *, is_certain: bool = False, max_calls: int = MAX_CALLS
+        self, form: Format, functions: Mapping[str, Any], held: Collection[str] = (), *, max_calls: int = MAX_CALLS
     ) -> None:
         self.num_calls = 0
         self.is_within_call = False  # the text so far ends within a call that has been announced
         self._num_false = 0
         self._form, self._marks = form, form.marks
         self._functions = functions
-        self._is_certain = is_certain
+        self._held = held
+        self._is_certain = False  # a grammar holds the call that is being read
         self._max_calls = max_calls
         # What a call without a mark begins with.
         self._bare = "{[" if form.is_bare else ""
@@ -113,7 +115,7 @@ class CallReader:
             is_call = self._source.text[self._at] in self._bare
         while True:
             mark = "" if is_call else (yield from self._read_text())
-            is_call = False
+            is_call, self._is_certain = False, mark in self._held
             try:
                 yield from self._read_frames(mark) if self._form.is_framed else self._read_calls(mark)
             except Malformed as error:
@@ -199,7 +201,7 @@ class CallReader:
 
     def _read_frames(self, mark: str) -> Wait[None]:
         """Calls that are a name and its arguments, up to what closes them."""
-        form, words = self._form, self._form.opening(mark)
+        form, words = self._form, self._form.opening(mark).split()
         while True:
             head = yield from self._read_frame_head(words)
             yield from self._read_call(head, arguments_reader(form, self._functions[head.name or ""], mark))

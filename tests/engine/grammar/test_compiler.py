@@ -1,6 +1,5 @@
 """Compiling in threads: what is kept, what is refused, and that no grammar brings the process down."""
 
-import asyncio
 import threading
 import time
 from typing import Any
@@ -8,8 +7,6 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from penstock.engine.front import grammar_check as check_module
-from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.grammar import compiler as compiler_module
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused
 from penstock.engine.grammar.matcher import Matcher
@@ -18,7 +15,10 @@ from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest, StructuredOutputs
 from tests.support.grammar_rig import accepts, vocabulary
 
-CHECK = GrammarCheck(Compiler(vocabulary))
+COMPILER = Compiler(vocabulary)
+
+
+SOURCE = grammar_source(StructuredOutputs(regex="a+"))
 
 
 def any_of(number: int) -> dict[str, Any]:
@@ -60,11 +60,10 @@ BOMBS: dict[str, dict[str, Any]] = {
 def test_a_bomb_is_refused_or_harmless(name: str) -> None:
     """Compiled or not: the process lives, the next grammar is served, and the answer is bounded."""
     try:
-        CHECK.now(StructuredOutputs(**BOMBS[name]))
-    except InvalidRequest as error:
+        COMPILER.wait(grammar_source(StructuredOutputs(**BOMBS[name])))
+    except (InvalidRequest, GrammarRefused) as error:
         assert len(str(error)) < 1000
-        assert error.field == f"structured_outputs.{next(iter(BOMBS[name]))}"
-    assert CHECK.now(StructuredOutputs(regex="a+"))
+    COMPILER.wait(SOURCE)
 
 
 def test_the_longest_chain_of_optional_parts_is_refused_before_it_is_worked_on() -> None:
@@ -72,6 +71,10 @@ def test_the_longest_chain_of_optional_parts_is_refused_before_it_is_worked_on()
     job = compiler.start(grammar_source(StructuredOutputs(regex="x*" * (MAX_GRAMMAR_CHARS // 2))))
     assert isinstance(job.result.exception(60), GrammarRefused)  # without the limit it takes a quarter of an hour
     compiler.close()
+
+
+def source_of(regex: str) -> str:
+    return grammar_source(StructuredOutputs(regex=regex))
 
 
 def test_grammars_that_were_given_up_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,17 +86,17 @@ def test_grammars_that_were_given_up_hold_up_nobody(monkeypatch: pytest.MonkeyPa
             return super()._compile(source)
 
     compiler = Slow(vocabulary)
-    check = GrammarCheck(compiler)
-    monkeypatch.setattr(check_module, "WAIT_LIMIT_S", 0.05)
+    monkeypatch.setattr(compiler_module, "WAIT_LIMIT_S", 0.05)
     for number in range(compiler_module.NUM_THREADS + 1):
-        with pytest.raises(InvalidRequest, match="not compiled within"):
-            check.now(StructuredOutputs(regex=f"slow{number}"))
-    monkeypatch.setattr(check_module, "WAIT_LIMIT_S", 30)
-    assert check.now(StructuredOutputs(regex="fast"))
+        with pytest.raises(GrammarRefused, match="not compiled within"):
+            compiler.wait(source_of(f"slow{number}"))
+    monkeypatch.setattr(compiler_module, "WAIT_LIMIT_S", 30)
+    compiler.wait(source_of("fast"))
     before = {thread for thread in threading.enumerate() if thread.name == "grammars"}
     gate.set()
-    assert check.now(StructuredOutputs(regex="slow0")) and len(before) > compiler_module.NUM_THREADS
-    check.close()
+    compiler.wait(source_of("slow0"))
+    assert len(before) > compiler_module.NUM_THREADS
+    compiler.close()
 
 
 def test_a_grammar_that_takes_too_long_is_refused_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,17 +109,14 @@ def test_a_grammar_that_takes_too_long_is_refused_with_the_limit(monkeypatch: py
                 pass
             return super()._compile(source)
 
-    monkeypatch.setattr(check_module, "COMPILE_LIMIT_S", 0.05)
-    check = GrammarCheck(Slow(vocabulary))
-    wanted = StructuredOutputs(regex="a")
-    with pytest.raises(InvalidRequest, match=r"structured_outputs.regex: takes longer than 0.05 s"):
-        check.now(wanted)
-    with pytest.raises(InvalidRequest, match=r"some.field: takes longer than 0.05 s"):
-        asyncio.run(check.soon(wanted, "some.field"))
+    monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 0.05)
+    compiler = Slow(vocabulary)
+    with pytest.raises(GrammarRefused, match=r"takes longer than 0.05 s"):
+        compiler.wait(SOURCE)
     is_working.clear()
-    monkeypatch.setattr(check_module, "COMPILE_LIMIT_S", 10)
-    assert asyncio.run(check.soon(wanted)) == check.now(wanted) == grammar_source(wanted)
-    check.close()
+    monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 10)
+    compiler.wait(SOURCE)
+    compiler.close()
 
 
 def test_a_busy_machine_refuses_no_grammar_that_an_idle_one_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,60 +125,22 @@ def test_a_busy_machine_refuses_no_grammar_that_an_idle_one_takes(monkeypatch: p
             time.sleep(0.5)
             return super()._compile(source)
 
-    monkeypatch.setattr(check_module, "COMPILE_LIMIT_S", 0.3)
-    check = GrammarCheck(Waiting(vocabulary))
-    assert check.now(StructuredOutputs(regex="ab"))
-    assert asyncio.run(check.soon(StructuredOutputs(regex="abc")))
-    monkeypatch.setattr(check_module, "WAIT_LIMIT_S", 0.1)
-    with pytest.raises(InvalidRequest, match=r"structured_outputs.regex: was not compiled within 0.1 s"):
-        asyncio.run(check.soon(StructuredOutputs(regex="abcd")))
-    check.close()
+    monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 0.3)
+    compiler = Waiting(vocabulary)
+    compiler.wait(SOURCE)
+    monkeypatch.setattr(compiler_module, "WAIT_LIMIT_S", 0.1)
+    with pytest.raises(GrammarRefused, match=r"was not compiled within 0.1 s"):
+        compiler.wait(source_of("abcd"))
+    compiler.close()
 
 
-def test_waiting_for_others_and_for_the_vocabulary_does_not_count_against_a_grammar(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gate = threading.Event()
-
+def test_waiting_for_the_vocabulary_does_not_count_against_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> GrammarVocabulary:
-        gate.wait(10)
+        time.sleep(0.5)
         return vocabulary()
 
-    monkeypatch.setattr(check_module, "COMPILE_LIMIT_S", 0.3)
-    check = GrammarCheck(Compiler(load))
-
-    async def ask() -> list[str]:
-        asking = [asyncio.ensure_future(check.soon(StructuredOutputs(regex=f"a{{{n}}}"))) for n in range(1, 6)]
-        await asyncio.sleep(0.5)
-        gate.set()
-        return await asyncio.gather(*asking)
-
-    assert len(asyncio.run(ask())) == 5
-
-
-def test_the_event_loop_goes_on_while_a_grammar_is_compiled() -> None:
-    async def ask() -> int:
-        asking = asyncio.ensure_future(CHECK.soon(StructuredOutputs(json=any_of(5))))
-        ticks = 0
-        while not asking.done():
-            await asyncio.sleep(0)
-            ticks += 1
-        asking.exception()
-        return ticks
-
-    assert asyncio.run(ask()) > 3
-
-
-def test_a_client_that_leaves_while_its_grammar_compiles_disturbs_nobody() -> None:
-    async def ask() -> str:
-        leaving = [asyncio.ensure_future(CHECK.soon(StructuredOutputs(regex=f"b{{{n}}}"))) for n in range(1, 9)]
-        await asyncio.sleep(0)
-        for task in leaving:
-            task.cancel()
-        await asyncio.gather(*leaving, return_exceptions=True)
-        return await CHECK.soon(StructuredOutputs(regex="b{9}"))
-
-    assert asyncio.run(ask())
+    monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 0.3)
+    Compiler(load).wait(SOURCE)
 
 
 def test_what_was_compiled_is_kept_and_every_user_gets_a_matcher_of_its_own() -> None:
@@ -250,10 +212,10 @@ def test_threads_end_when_the_compiler_is_closed() -> None:
 
 def test_a_refusal_carries_llguidance_s_own_words() -> None:
     with pytest.raises(GrammarRefused, match="Unsatisfiable schema"):
-        CHECK._compiler.start(grammar_source(StructuredOutputs(json={"enum": ["a"], "type": "null"}))).result.result(10)
+        COMPILER.start(grammar_source(StructuredOutputs(json={"enum": ["a"], "type": "null"}))).result.result(10)
 
 
 def test_a_grammar_that_no_text_keeps_to_is_refused_in_words() -> None:
     for grammar in ("start: a\na: a", "start: A\nA: /a/ & /b/"):
-        with pytest.raises(InvalidRequest, match="structured_outputs.grammar: no text at all can keep to it"):
-            CHECK.now(StructuredOutputs(grammar=grammar))
+        with pytest.raises(GrammarRefused, match="no text at all can keep to it"):
+            COMPILER.wait(grammar_source(StructuredOutputs(grammar=grammar)))

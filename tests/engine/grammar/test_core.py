@@ -12,6 +12,7 @@ from llguidance import LLParserLimits
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core import process as core_process
 from penstock.engine.grammar.compiler import Compiler
+from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Shutdown
 from penstock.engine.sampling_params import StructuredOutputs
@@ -137,6 +138,24 @@ def test_a_grammar_that_fails_in_the_core_fails_its_request_alone() -> None:
     world.run()
     assert world.last("bad").finish_reason == "error" and "unclosed group" in str(world.last("bad").error)
     assert world.last("bad").is_refusal
+    assert world.last("good").finish_reason == "stop"
+
+
+def test_a_grammar_that_takes_too_long_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    class Slow(Compiler):
+        def _compile(self, source: str) -> Matcher:
+            assert "slow" not in source or gate.wait(60)
+            return super()._compile(source)
+
+    monkeypatch.setattr("penstock.engine.grammar.compiler.WAIT_LIMIT_S", 0.05)
+    world = Core(compiler=Slow(vocabulary))
+    world.submit(submit("slow", [2], StructuredOutputs(regex="slow")))
+    world.submit(submit("good", [1], LETTERS))
+    world.run()
+    gate.set()
+    assert world.last("slow").is_refusal and "not compiled within 0.05 s" in str(world.last("slow").error)
     assert world.last("good").finish_reason == "stop"
 
 

@@ -1,6 +1,5 @@
 """The server's life, as a process of its own: signals, drain, the engine's death, exit codes."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -18,7 +17,6 @@ import pytest
 
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import bind_sockets
-from penstock.engine.server import lifetime as life
 from penstock.engine.server.server_config import ServerConfig, resolve
 from tests.support.running_server import running, until
 
@@ -253,28 +251,3 @@ def test_a_port_that_is_taken_at_the_second_address_is_an_error(two_addresses: t
 def test_settings_that_cannot_run_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(ServerConfig(**settings), {})
-
-
-def test_a_server_warms_what_constrained_requests_need_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Grammars:
-        is_warm = False
-
-        def warm(self) -> None:
-            self.is_warm = True
-
-    class Service:
-        num_open_requests = 1
-        grammars = Grammars()
-
-    async def run() -> None:
-        service = Service()
-        warming = asyncio.create_task(life._warm_when_quiet(service))  # type: ignore[arg-type]
-        await asyncio.sleep(0.02)
-        assert not service.grammars.is_warm
-        service.num_open_requests = 0
-        await warming
-        assert service.grammars.is_warm
-
-    monkeypatch.setattr(life, "WATCH_S", 0.001)
-    monkeypatch.setattr(life, "QUIET_S", 0.003)
-    asyncio.run(run())

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -21,7 +22,7 @@ from penstock.engine.text.tools.arguments import kinds, typed
 from penstock.engine.text.tools.formats import Calls, Format, ToolSpec
 from penstock.engine.text.tools.reader import Arguments, CallStart
 from penstock.engine.text.tools.thinking import GEMMA, IMPLIED, SEED, THINK, Marks, Thinking
-from tests.support.call_writers import FORMS, WRITERS, Call
+from tests.support.call_writers import FORMS, PRINTED, WRITERS, Call
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.tool_samples import read
 
@@ -174,8 +175,8 @@ def schema_at_random(choose: random.Random, depth: int) -> dict[str, Any]:
     return {"type": kind}
 
 
-@BY_FORMAT
-def test_random_calls_come_back_as_they_were_written(name: str) -> None:
+@pytest.mark.parametrize(("name", "write"), [*WRITERS.items(), ("lfm2", PRINTED)])
+def test_random_calls_come_back_as_they_were_written(name: str, write: Callable[[Sequence[Call]], str]) -> None:
     choose = random.Random(name)
     for _ in range(15):
         tools, calls = [], []
@@ -187,7 +188,7 @@ def test_random_calls_come_back_as_they_were_written(name: str) -> None:
             tools.append(ToolSpec(f"f{number}", parameters))
             calls.append((f"f{number}", value(choose, parameters)))
         calls = calls[: None if FORMS[name].has_many else 1]
-        text = WRITERS[name](calls)
+        text = write(calls)
         places = [0, *accumulate(choose.choices(range(1, 9), k=len(text))), len(text)]
         for certain in (False, True):
             for pieces in ([text], [text[a:b] for a, b in pairwise(places)]):

@@ -7,8 +7,8 @@ import random
 import pytest
 from llguidance import LLMatcher
 
-from penstock.engine.grammar.message_grammar import grammar
 from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.tool_calls import messages_grammar
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
@@ -136,7 +136,7 @@ def tokenizer(special: bool) -> Tokenizer:
 def verdict(special: bool, given: Calls | None, answer: StructuredOutputs | None, text: str) -> str:
     """accepted · unfinished: it may go on · the text up to which it is followed"""
     ids = {mark: tokenizer(special).backend.token_to_id(mark) or 0 for mark in TOKENS} if special else {}
-    source = grammar_source(StructuredOutputs(grammar=grammar(ids, given, answer)))
+    source = grammar_source(StructuredOutputs(grammar=messages_grammar(ids, given, answer)))
     vocabulary = GrammarVocabulary.of(tokenizer(special), tokenizer(special).vocab_size)
     matcher = LLMatcher(vocabulary.backend, source)
     assert not matcher.is_error(), matcher.get_error()

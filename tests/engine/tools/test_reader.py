@@ -154,7 +154,7 @@ def test_random_texts_lose_nothing_and_do_not_depend_on_the_cut() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_arguments_stream_as_they_come_where_a_grammar_holds_the_model(name: str) -> None:
-    reader = CallReader(FORMATS[name], {"weather": {}}, is_certain=True)
+    reader = CallReader(FORMATS[name], {"weather": {}}, ("", *FORMATS[name].marks))
     seen = [reader.feed(character) for character in CALL[name]]
     starts = [place for place, pieces in enumerate(seen) if any(isinstance(piece, CallStart) for piece in pieces)]
     fragments = [piece.text for pieces in seen for piece in pieces if not isinstance(piece, CallStart)]

@@ -1,4 +1,4 @@
-"""Calls as models write them: read, however they are cut, and inside the grammar that holds optional calls."""
+"""Calls as models write them: read, however they are cut. What a grammar of optional calls lets through is held to it."""
 
 import json
 import random
@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 from llguidance import LLMatcher
 
-from tests.engine.tools.test_lark import SPECIAL, lark, verdict, vocabulary
+from tests.engine.tools.test_lark import lark, vocabulary
 from tests.engine.tools.test_reader import GOOD
 from tests.support.tool_samples import FORMATS, calls_of, read
 from tests.support.written import NO_CALLS, QUOTED, WRITTEN, C, P, Sample, W
@@ -53,26 +53,6 @@ def test_steps_that_bring_several_tokens_change_nothing(name: str, certain: bool
         assert read(pieces, calls_of(name), certain=certain) == read([text], calls_of(name), certain=certain)
 
 
-@BY_FORMAT
-@SPECIAL
-def test_optional_calls_may_be_written_as_models_do(name: str, special: bool) -> None:
-    """Arguments in a string are the exception: a grammar cannot hold them to a schema, so it asks for an object."""
-    source = lark(special, calls_of(name))
-    for text, _, _ in WRITTEN[name]:
-        assert verdict(special, source, text) == "accepted", text
-    for text, _, _ in QUOTED.get(name, []):
-        assert verdict(special, source, text) not in ("accepted", "unfinished"), text
-
-
-@BY_FORMAT
-@SPECIAL
-def test_one_call_at_most_may_be_written_as_models_do(name: str, special: bool) -> None:
-    source = lark(special, calls_of(name, many=False))
-    for text, content, calls in WRITTEN[name]:
-        is_right = len(calls) == 1 and (not content or text.endswith(("}", "]", "```", "</tool_call>")))
-        assert (verdict(special, source, text) == "accepted") == is_right, text
-
-
 NUM_WALKS = 200
 # What a walk through a grammar tries to write, besides single bytes.
 PIECES = [
@@ -83,7 +63,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@BY_FORMAT
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.triggers])
 def test_whatever_is_read_was_held_to_its_schema(name: str) -> None:
     """Walks at random: the reader takes nothing for a call that the grammar took for free text, and whether it knows
     that there was a grammar makes no difference."""

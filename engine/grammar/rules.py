@@ -1,0 +1,106 @@
+"""Collects the rules of one grammar in llguidance's dialect of Lark.
+
+Fixed text that contains a special token of the model is matched as that token (`<[id]>`), any other text as text. A lazy
+rule ends free text at the first place where a mark stands.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+
+from penstock.engine.grammar.json_schema import WHITESPACE, lark_json
+from penstock.engine.grammar.source import parsed
+from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from penstock.engine.text.tools.thinking import Thinking
+
+ANY = r"(.|\n)*"
+BLANK = r"[ \t\r\n]*"
+
+
+class Rules:
+    def __init__(self, special_ids: Mapping[str, int]) -> None:
+        self.lines: list[str] = []
+        self._shared: dict[str, str] = {}  # the names of rules by their bodies
+        self._special_ids = special_ids
+        longest = sorted(special_ids, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
+
+    def lark(self, start: str) -> str:
+        return "\n".join(["%llguidance {}", f"start: {start}", *self.lines, f"TEXT: /{ANY}/", f"BLANK: /{BLANK}/"])
+
+    def shared(self, body: str, *, is_terminal: bool = False, is_lazy: bool = False) -> str:
+        """Return the name of a rule with this body. Functions share equal rules: with a hundred functions, separate
+        terminals would exceed what llguidance's lexer may cost."""
+        key = f"{is_terminal} {is_lazy} {body}"
+        if key not in self._shared:
+            name = f"{'SHARED' if is_terminal else 'shared'}_{len(self._shared)}"
+            self.lines.append(f"{name}{'[lazy]' if is_lazy else ''}: {body}")
+            self._shared[key] = name
+        return self._shared[key]
+
+    def text(self, text: str) -> str:
+        """Return fixed text as Lark, its special tokens as tokens."""
+        ids = self._special_ids
+        return " ".join(
+            f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in self._parts(text)
+        )
+
+    def until(self, rule: str, mark: str, text: str = "TEXT") -> None:
+        """Add a rule: free text up to a mark, and the mark."""
+        before, *rest = self._parts(mark)
+        if not rest and before not in self._special_ids:
+            self.lines.append(f"{rule}[lazy]: {text} {json.dumps(mark)}")
+            return
+        if before not in self._special_ids:
+            self.lines.append(f"{rule.upper()}_UP_TO: {text} {json.dumps(before)}")
+            text, mark = f"{rule.upper()}_UP_TO", mark.removeprefix(before)
+        self.lines.append(f"{rule}: {text} {self.text(mark)}")
+
+    def has_tokens(self, text: str) -> bool:
+        return any(part in self._special_ids for part in self._parts(text))
+
+    def thinking(self, thinking: Thinking | None) -> str:
+        """Return what stands before the answer: reasoning, where there may be some."""
+        if thinking is None:
+            return ""
+        marks = thinking.marks
+        self.until("thoughts", marks.close)
+        opening = self.text(marks.open)
+        if marks.is_implied and not thinking.is_open:
+            return f"({opening})? thoughts "
+        return "thoughts " if thinking.is_open else f"({opening} thoughts)? "
+
+    def answer(self, wanted: StructuredOutputs, thinking: Thinking | None = None) -> str:
+        """Return the name of a rule for an answer in the form that the request asks for."""
+        kind = wanted.kind
+        value = getattr(wanted, kind)
+        if kind in ("json", "json_object"):
+            field = "structured_outputs.json"
+            schema = {"type": "object"} if kind == "json_object" else parsed(value, field)
+            body = lark_json(schema, field, coerce_one_of=wanted.coerce_one_of, whitespace_pattern=WHITESPACE)
+        elif kind == "regex":
+            body = f"/{slashed(value)}/"
+            if thinking is not None and not (thinking.is_open or thinking.marks.is_implied):
+                body += f" & ~/(?s:{BLANK}{re.escape(thinking.marks.open)}.*)/"  # this is reasoning, not the answer
+        elif kind == "choice":
+            body = " | ".join(json.dumps(text) for text in dict.fromkeys(value))
+        elif kind == "grammar":
+            body = f"%lark {{\n{value}\n}}"
+        else:
+            raise InvalidRequest("structured_outputs.structural_tag", "cannot be combined with tools")
+        name = "ANSWER" if kind == "regex" else "answer"
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def _parts(self, text: str) -> list[str]:
+        return [part for part in (self._special.split(text) if self._special else [text]) if part]
+
+
+def slashed(pattern: str) -> str:
+    """Return a regular expression with its slashes escaped, as it must be between two slashes."""
+    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern)
+
+
+def escaped(text: str) -> str:
+    """Return fixed text as a regular expression between two slashes."""
+    return re.sub(r"([\\/.+*?()|\[\]{}^$#&~-])", r"\\\1", text).replace("\n", "\\n")
