@@ -78,8 +78,24 @@ class ForwardBatch:
     states: StateBatch | None = None
     adapters: AdaptedRows | None = None  # None: no row has one
     chains: Chains | None = None  # None: there are no drafts, or no states
+    # Of a graph for steps with prompts, [R] int32: the context of each row of one token, 0 of all others. Only the device
+    # knows the rows then: `query_lens` has all tokens in its first place, and contexts are the longest there may be.
+    single_contexts: torch.Tensor | None = None
     # What the kernels of one layer found out about the rows, for those of the next (kernels/cuda/work.py).
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def singles(self) -> "ForwardBatch":
+        """As much as attention over the rows of one token asks of the batch."""
+        if self.single_contexts is None:
+            return self
+        return replace(
+            self,
+            context_lens=self.single_contexts,
+            num_single_rows=len(self.single_contexts),
+            query_lens=(),
+            query_contexts=(),
+        )
 
     def by_layer(self, num_layers: int) -> "Sequence[ForwardBatch]":
         """For each layer the batch with the block tables of its group."""

@@ -120,7 +120,7 @@ def climb(number: int, rung: Rung, args: argparse.Namespace, hear: Any) -> dict[
     limit_s = rung.limit_s * (CPU_PATIENCE if args.device == "cpu" else 1)
     hear(f"== {number} {rung.name}: at most {limit_s:.0f} s")
     started_s = time.monotonic()
-    common = {"device": args.device, "tiny": args.tiny, "dependent": False}
+    common = {"device": args.device, "tiny": args.tiny, "dependent": True}
     common |= {"output": str(args.output.resolve()), "suite": shlex.split(args.suite)}
     count = rung.processes if args.device == "cuda" else 1
     figures, problem = run_shares(rung.module, {**common, **rung.argument}, count, limit_s, hear)

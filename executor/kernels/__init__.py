@@ -103,6 +103,21 @@ class LatentStore(NamedTuple):
     kv_slots: Tensor
 
 
+class NormedRows(NamedTuple):
+    """Rows on their way into a product that computes their sum and norm itself: rms_norm(update + residual). It writes the
+    sum to `total`."""
+
+    update: Tensor  # [T, H]
+    residual: Tensor
+    total: Tensor
+    weight: Tensor  # [H] float32
+    eps: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.update.dtype
+
+
 class Ops(Protocol):
     """Norm weights are float32 whatever the dtype of x. q, k and v may be views of one merged projection."""
 
@@ -166,6 +181,10 @@ class Ops(Protocol):
         """Of layers that carry a state along instead of keys and values."""
 
     @property
+    def norming(self) -> "NormingOps | None":
+        """None: every product reads rows that are normed already."""
+
+    @property
     def groups(self) -> "GroupOps | None":
         """Weights as codes of four or eight bits; None: they are numbers of the model's dtype, or C's (`codes`)."""
 
@@ -207,6 +226,18 @@ class FusedExperts(Protocol[Weight]):
         """What the experts in slots first … first + S - 1 add up to, each by its share, and `added`: hidden [T, H], slots
         and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. An entry of another rank's slot adds nothing.
         Biases are those of the two products, [S, 2 I] and [S, H]. Weights of MXFP4 are bytes (`four_bits`)."""
+
+
+class NormingOps(Protocol):
+    """Products of few rows, which add and norm them as well."""
+
+    max_rows: int
+
+    def linear(self, x: NormedRows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As in `Ops`."""
+
+    def gated_linear(self, x: NormedRows, weight: Tensor, activation: Activation) -> Tensor:
+        """As in `Ops`."""
 
 
 class BlockOps(Protocol):

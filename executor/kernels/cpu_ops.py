@@ -22,6 +22,7 @@ from penstock.executor.kernels import (
     GroupOps,
     KeyStore,
     LatentStore,
+    NormingOps,
     Ops,
     Pages,
     Scaled,
@@ -75,6 +76,7 @@ class CpuOps:
     fused_experts: FusedExperts[Scaled] | None = None
     blocks: BlockOps | None = None
     groups: GroupOps | None = None
+    norming: NormingOps | None = None
 
     def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
         self.dtype, self.cpu = dtype, cpu

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels import BlockOps, Ops
+from penstock.executor.kernels import BlockOps, NormedRows, Ops
 from penstock.executor.kernels.codes import CodedLinear
 from penstock.executor.kernels.cpu_linear import CpuLinear, is_repacked
 from penstock.executor.kernels.grouped import GroupedLinear
@@ -30,8 +30,14 @@ class Narrow(NamedTuple):
     dtype: torch.dtype  # that the rows had, and that the products have
 
 
-def multiply(linear: Linear, x: Tensor | Narrow) -> Tensor:
+Rows = Tensor | Narrow | NormedRows  # what a layer's first products take
+
+
+def multiply(linear: Linear, x: Rows) -> Tensor:
     """[T, in] -> [T, out]"""
+    if isinstance(x, NormedRows):
+        assert isinstance(linear, Plain), "rows without their norm for a layer that does not take them"
+        return linear.multiply(x)
     if isinstance(x, Narrow):
         assert isinstance(linear, BlockLinear), "rows of eight bits for a layer that does not take them"
         return linear.multiply(x)
@@ -77,10 +83,14 @@ def tied(table: Tensor | CodedLinear | GroupedLinear, ops: Ops) -> tuple[Linear,
 
 class Plain:
     def __init__(self, weight: Tensor, bias: Tensor | None, ops: Ops) -> None:
-        self.weight, self.bias, self._multiply = weight, bias, ops.linear
+        self.weight, self.bias, self._ops = weight, bias, ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x, self.weight, self.bias)
+        return self._ops.linear(x, self.weight, self.bias)
+
+    def multiply(self, x: NormedRows) -> Tensor:
+        assert self._ops.norming is not None
+        return self._ops.norming.linear(x, self.weight, self.bias)
 
     def tensors(self) -> list[Tensor]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.protocol import ExecutorError, Sampling
 
+MAX_SEVERAL = 8  # rows of several tokens in a step with prompts that is a graph
 HEADER = 4  # numbers of a step's block before the rows' own; the first says how many rows there are
 OPTIONS = 8  # numbers per slot: temperature, min_p, top_p as bits, top_k, the seed's halves; two are spare
 MAX_RUN = 1 << 16  # longer runs are cut, so that each fits into a copy

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import NO_NORMS, KeyStore, Ops, Pages, Rotation, ScoreExtras
-from penstock.executor.kernels.linear import Narrow, multiply, take_narrow
+from penstock.executor.kernels.linear import Plain, Rows, multiply, take_narrow
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
@@ -39,7 +39,7 @@ class GroupedAttention:
         self.qkv = weights.linear(
             names, rows, spec.hidden_size, spec.qkv_bias, split="rows", units=heads, pieces=pieces
         )
-        self.takes_narrow = take_narrow(self.qkv)
+        self.takes_narrow, self.takes_normed = take_narrow(self.qkv), isinstance(self.qkv, Plain)
         self.output = weights.linear(
             (f"{prefix}o_proj",), (spec.hidden_size,), heads[0] * spec.head_dim, spec.output_bias, split="columns"
         )
@@ -49,7 +49,7 @@ class GroupedAttention:
         """Whether it is a product, `rope_and_store`, `paged_attention`, perhaps a gate, and a product."""
         return self._wide_norms is None and not (self._spec.rotates_first or self._spec.query_growth)
 
-    def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> Tensor:
+    def attend(self, hidden: Rows, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
         projected = multiply(self.qkv, hidden)
         if batch.adapters is not None:

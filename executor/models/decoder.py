@@ -11,9 +11,9 @@ from torch import Tensor
 
 from penstock.executor.batch import AdaptedRows, ForwardBatch, KvPages, LayerPages
 from penstock.executor.cache_layout import LayerCache
-from penstock.executor.kernels import Ops
+from penstock.executor.kernels import NormedRows, Ops
 from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
-from penstock.executor.kernels.linear import Linear, Narrow
+from penstock.executor.kernels.linear import Linear, Narrow, Rows
 from penstock.executor.models.attention import GroupedAttention, heads_of
 from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.mlp import Mlp, projections
@@ -107,8 +107,9 @@ class _Mixer(Protocol):
 
     output: Linear
     takes_narrow: bool
+    takes_normed: bool
 
-    def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Any) -> Tensor: ...
+    def attend(self, hidden: Rows, batch: ForwardBatch, pages: Any) -> Tensor: ...
 
 
 def _mixer_of(spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> _Mixer:
@@ -178,7 +179,7 @@ class _Layer:
         last layer's MLP computes for other tokens is never read.
         """
         ops, eps = self._ops, self._spec.norm_eps
-        hidden: Tensor | Narrow
+        hidden: Rows
         if update is None:
             hidden = residual if self._input_norm is None else ops.rms_norm(residual, self._input_norm, eps)
         else:
@@ -207,13 +208,18 @@ class _Layer:
         residual: Tensor,
         weight: Tensor | None,
         adapters: AdaptedRows | None,
-    ) -> tuple[Tensor | Narrow, Tensor]:
-        """What `part` reads, in eight bits if that is all it reads, and the sum of update and stream."""
+    ) -> tuple[Rows, Tensor]:
+        """What `part` reads, and the sum of update and stream: normed rows, in eight bits if that is all it reads, or few
+        rows whose norm its product computes."""
         if weight is None:
             residual = residual + update
             return residual, residual
         blocks, eps = self._ops.blocks, self._spec.norm_eps
+        norming = self._ops.norming
+        if norming is not None and part.takes_normed and 0 < len(update) <= norming.max_rows and adapters is None:
+            rows = NormedRows(update, residual, torch.empty_like(residual), weight, eps)
+            return rows, rows.total
         if blocks is None or not part.takes_narrow or adapters is not None:  # they read all of it
             return self._ops.add_rms_norm(update, residual, weight, eps)
-        rows, residual = blocks.add_rms_norm_quantize(update, residual, weight, eps)
-        return Narrow(rows, residual.dtype), residual
+        narrow, residual = blocks.add_rms_norm_quantize(update, residual, weight, eps)
+        return Narrow(narrow, residual.dtype), residual

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import LatentStore, Ops, Pages, Rotation
 from penstock.executor.kernels.cpu_linear import CpuLinear, is_repacked
-from penstock.executor.kernels.linear import Linear, Narrow, multiply, take_narrow
+from penstock.executor.kernels.linear import Linear, Rows, multiply, take_narrow
 from penstock.executor.models.attention import heads_of
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
@@ -46,6 +46,7 @@ class LatentAttention:
             self._q_norm = weights.norm(f"{prefix}q_a_layernorm.weight", sizes.q_rank)
             self._q = weights.linear((f"{prefix}q_b_proj",), (q_width,), sizes.q_rank, split="rows", units=(heads,))
         self.takes_narrow = take_narrow(self._down)
+        self.takes_normed = False
         self._kv_norm = weights.norm(f"{prefix}kv_a_layernorm.weight", sizes.kv_rank)
         expand_shape = (heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank)
         expand = weights.tensor(f"{prefix}kv_b_proj.weight", expand_shape, split="rows", units=heads)
@@ -59,7 +60,7 @@ class LatentAttention:
             (f"{prefix}o_proj",), (hidden,), heads * sizes.value_dim, spec.output_bias, split="columns", units=(heads,)
         )
 
-    def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> Tensor:
+    def attend(self, hidden: Rows, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * value]; the new latents are in their pages before any is read."""
         sizes, heads = self._sizes, self._num_heads
         rope_dim, width = sizes.rope_dim, sizes.kv_rank + sizes.rope_dim

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock.executor.batch import AdaptedRows
 from penstock.executor.kernels import Ops
-from penstock.executor.kernels.linear import Linear, Narrow, Plain, multiply, multiply_each, take_narrow
+from penstock.executor.kernels.linear import Linear, Narrow, Plain, Rows, multiply, multiply_each, take_narrow
 from penstock.executor.models.product import Split
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
@@ -31,9 +31,10 @@ class Mlp:
         self.down = weights.linear((down,), (spec.hidden_size,), size, spec.mlp_bias, split=columns)
         self._activation, self._ops = spec.activation, ops
         self.takes_narrow = take_narrow(self.gate_up)
+        self.takes_normed = isinstance(self.gate_up, Plain) and self.gate_up.bias is None
         self._quantize = None if ops.blocks is None or spec.activation != "silu" else ops.blocks.silu_mul_quantize
 
-    def __call__(self, hidden: Tensor | Narrow, adapters: AdaptedRows | None = None) -> Tensor:
+    def __call__(self, hidden: Rows, adapters: AdaptedRows | None = None) -> Tensor:
         """[T, hidden] -> [T, hidden]"""
         layer = self.gate_up
         if adapters is not None:
@@ -43,8 +44,11 @@ class Mlp:
             adapters.add(self.down, gated, out := self.down(gated))
             return out
         if isinstance(layer, Plain) and layer.bias is None:
-            assert isinstance(hidden, Tensor)
-            return self.down(self._ops.gated_linear(hidden, layer.weight, self._activation))
+            assert not isinstance(hidden, Narrow)
+            if isinstance(hidden, Tensor):
+                return self.down(self._ops.gated_linear(hidden, layer.weight, self._activation))
+            assert self._ops.norming is not None
+            return self.down(self._ops.norming.gated_linear(hidden, layer.weight, self._activation))
         gate_up = multiply(layer, hidden)
         if self._quantize is not None and take_narrow(self.down):
             return multiply(self.down, Narrow(self._quantize(gate_up), gate_up.dtype))

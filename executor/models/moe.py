@@ -19,7 +19,7 @@ from penstock.executor.kernels import Ops, Packed, Scaled
 from penstock.executor.kernels.eight_bits import BLOCK, pad_scales
 from penstock.executor.kernels.four_bits import FourBitLinear
 from penstock.executor.kernels.grouped import GroupedLinear
-from penstock.executor.kernels.linear import BlockLinear, Linear, Narrow, Plain, make_linear
+from penstock.executor.kernels.linear import BlockLinear, Linear, Plain, Rows, make_linear
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
@@ -31,6 +31,7 @@ U32 = 0xFFFF_FFFF
 
 class MoeMlp:
     takes_narrow = False  # the router reads the tokens in full
+    takes_normed = False
 
     def __init__(self, spec: DecoderSpec, moe: MoeSpec, index: int, weights: Weights, ops: Ops) -> None:
         prefix = f"model.layers.{index}.{moe.block}."
@@ -58,7 +59,7 @@ class MoeMlp:
         """The layers that adapters may change: those of the shared experts. The others take no adapters."""
         return [] if self._shared is None else self._shared.adapted()
 
-    def __call__(self, hidden: Tensor | Narrow, adapters: AdaptedRows | None = None) -> Tensor:
+    def __call__(self, hidden: Rows, adapters: AdaptedRows | None = None) -> Tensor:
         """[T, hidden] -> [T, hidden]; a rank's part of the sum."""
         assert isinstance(hidden, Tensor)
         logits = self._router(hidden.float())

@@ -223,6 +223,16 @@ class Rank:
 
         return choose_buckets(config.max_num_seqs)
 
+    def _chunk_buckets(self) -> tuple[int, ...]:
+        """Return the numbers of tokens to capture steps with prompts for. None where a layer plans on the host, where sums
+        have one order, or where padding would be counted as what experts have to do."""
+        model, config = self._loaded.model, self._config
+        if model.kv_parts == 1 or model.unit_bytes > 0 or config.batch_invariant or config.enable_eplb:
+            return ()
+        from penstock.executor.step.graphs import CHUNK_BUCKETS
+
+        return tuple(tokens for tokens in CHUNK_BUCKETS if tokens <= config.max_num_batched_tokens)
+
     def _plan_kv(self, use: GpuUse | None) -> KvPlan:
         longest, groups = self._loaded.num_positions, self._layout.groups
         return plan_kv(self._config, self._block_bytes, longest, self._group, use, groups)
@@ -232,7 +242,7 @@ class Rank:
 
         A request is taken to be at most as long as fits if nothing but the weights took memory: the tables of all slots
         are as wide, and some models' longest context is many times what the memory holds."""
-        from penstock.executor.step.warmup import KV_BLOCKS, run_step, warm_up, widest_step
+        from penstock.executor.step.warmup import KV_BLOCKS, Share, run_step, warm_up, widest_step
 
         started_s, vocab_size = time.monotonic(), self._loaded.spec.vocab_size
         longest = self._plan_kv(GpuUse(meter.allocated(), 0, 0, 0, CONTEXT_BYTES, *meter.device())).max_model_len
@@ -247,6 +257,8 @@ class Rank:
         def run_as_graph(runner: ModelRunner) -> None:
             rows = min(max(buckets), self._config.max_num_batched_tokens)
             run_step(runner, widest_step(rows, longest), longest, vocab_size)
+            for tokens in self._chunk_buckets()[-1:]:
+                run_step(runner, [Share(min(tokens, longest), longest)], longest, vocab_size)
 
         adapters = self._loaded.adapters
         adapter = None if adapters is None else adapters.load_zeros()
@@ -287,15 +299,17 @@ class Rank:
             sampler = Sampler(self._loaded.spec.vocab_size, config.max_num_seqs, device, ops)
         inputs = open_inputs(config, max_model_len, device, self._layout)
         pages = layer_pages(kv, self._layout)
-        graphs, adapters = None, self._loaded.adapters
+        graphs, chunks, adapters = None, None, self._loaded.adapters
         if buckets:
-            from penstock.executor.step.graphs import CudaGraphs, DecodeGraphs
+            from penstock.executor.step.graphs import ChunkGraphs, CudaGraphs, DecodeGraphs
 
             assert ops is not None and isinstance(inputs, DeviceInputs)
             graphs = DecodeGraphs(inputs, model, pages, ops, buckets, CudaGraphs, self._group)
+            if tokens := self._chunk_buckets():
+                chunks = ChunkGraphs(inputs, model, pages, tokens, graphs.forward_pool)
         head = self._loaded.label_head
         return ModelRunner(
-            model, pages, sampler, inputs, device, self._group, transfers, rebalancer, graphs, head, adapters
+            model, pages, sampler, inputs, device, self._group, transfers, rebalancer, graphs, chunks, head, adapters
         )
 
     def _allocate(self, num_blocks: int) -> torch.Tensor:

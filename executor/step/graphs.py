@@ -1,4 +1,5 @@
-"""Steps in which every row computes one token, as CUDA graphs: captured once per number of rows, replayed from then on.
+"""Steps as CUDA graphs: those in which every row computes one token, captured once per number of rows, and those with a
+part of a prompt, captured once per number of tokens; replayed from then on.
 
 Launching a step's few hundred kernels one by one takes the host longer than small models take to compute it. A graph
 has fixed shapes, so the rows are filled up to one of a few *buckets* with rows that see nothing and write to places
@@ -16,6 +17,7 @@ made its connections.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,10 +26,11 @@ from torch import Tensor
 
 from penstock.executor.batch import KvPages
 from penstock.executor.kernels import RowTensors, SamplingOps
+from penstock.executor.kernels.state import MAX_SEVERAL
 from penstock.executor.models.registry import CausalModel
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
-from penstock.executor.step.inputs import DeviceInputs
+from penstock.executor.step.inputs import DeviceInputs, Ends
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.memory import naming_options
 
@@ -35,6 +38,10 @@ Made = TypeVar("Made")
 
 # Up to 32 rows a step is bound by reading weights, and padding costs little; beyond it every row is paid for.
 SMALL_BUCKETS, BUCKET_STEP, LARGEST_BUCKET = (1, 2, 4, 8, 16, 24, 32), 16, 512
+
+
+# Numbers of tokens, each at most a fifth more than a step may have from 256 on.
+CHUNK_BUCKETS = (*range(64, 513, 64), *range(640, 1025, 128))
 
 
 def choose_buckets(max_num_seqs: int) -> tuple[int, ...]:
@@ -78,7 +85,7 @@ class DecodeGraphs:
     ) -> None:
         self._inputs, self._model, self._pages, self._choose = inputs, model, pages, sampling.choose
         self._tokens, self._max_context, self._group = inputs.tokens.view(-1), inputs.width - 1, group
-        self._forward_pool, self._draw_pool = open_pool(), open_pool()
+        self.forward_pool, self._draw_pool = open_pool(), open_pool()
         self._buckets = np.array(buckets)
         self._captured: dict[int, _Captured] = {}
         self._last: _Captured | None = None  # whose forward pass was replayed last
@@ -124,7 +131,7 @@ class DecodeGraphs:
         """Every row is padding, which reads nothing and writes to places that are never read."""
         self._inputs.send_singles(Layout([]), bucket)
         self._draw(*self._compute(bucket))  # what happens only at a first call is no part of a graph
-        forward, made = self._forward_pool.capture(lambda: self._compute(bucket))
+        forward, made = self.forward_pool.capture(lambda: self._compute(bucket))
         forward.replay()  # the first replay brings a graph to the device; and the draw reads what it made
         draw, drawn = self._draw_pool.capture(lambda: self._draw(*made))
         draw.replay()
@@ -132,10 +139,7 @@ class DecodeGraphs:
 
     def _compute(self, bucket: int) -> tuple[Tensor, RowTensors]:
         batch, made = self._inputs.compute_singles(bucket, self._max_context)
-        # What only the forward pass reads may make room for others.
-        nothing = made.tokens[:0]
-        kept = made._replace(tokens=nothing, positions=nothing, kv_slots=nothing, block_tables=nothing)
-        return self._model.forward(batch, self._pages), kept
+        return self._model.forward(batch, self._pages), without_tokens(made)
 
     def _draw(self, hidden: Tensor, made: RowTensors) -> tuple[Tensor, Tensor]:
         logits = self._model.logits(hidden)
@@ -146,6 +150,62 @@ class DecodeGraphs:
         self._group.broadcast(tokens)
         self._tokens.index_copy_(0, made.targets, tokens.to(torch.int32))
         return tokens, largest
+
+
+class ChunkGraphs:
+    """Of steps with parts of prompts, perhaps beside rows of one token: the forward pass, filled up to one of a few numbers
+    of tokens. Which rows there are only the device knows; a few of them may have several tokens.
+
+    Such a step is short on the device, and launching it takes the host longer. Models whose layers plan on the host,
+    with latents or states, have none."""
+
+    def __init__(
+        self, inputs: DeviceInputs, model: CausalModel, pages: KvPages, buckets: Sequence[int], pool: CudaGraphs
+    ) -> None:
+        self._inputs, self._model, self._pages, self._pool = inputs, model, pages, pool
+        self._max_context = inputs.width - 1
+        self._buckets = np.array(buckets)
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Tensor, RowTensors]]] = {}
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[str], None]) -> None:
+        largest_first = self._buckets[::-1].tolist()
+        for tokens in quarters(largest_first, len(largest_first), "Captured {} of {} graphs of prompts", progress):
+            self._inputs.send_padded(Layout([]), self._rows(tokens), tokens)
+            self._compute(tokens)
+            graph, made = self._pool.capture(partial(self._compute, tokens))
+            graph.replay()
+            self._captured[tokens] = graph, made
+
+    def takes(self, layout: Layout) -> bool:
+        return (
+            layout.num_tokens <= self._buckets[-1]
+            and 0 < len(layout.slots) - layout.num_single_rows <= MAX_SEVERAL
+            and not layout.has_drafts
+        )
+
+    def forward(self, layout: Layout) -> tuple[Tensor, Ends]:
+        """Hidden states of the rows that sample. The next call of this or of another graph overwrites what they came from."""
+        tokens = int(self._buckets[np.searchsorted(self._buckets, layout.num_tokens)])
+        rows = self._rows(tokens)
+        self._inputs.send_padded(layout, rows, tokens)
+        graph, (hidden, made) = self._captured[tokens]
+        graph.replay()
+        return self._inputs.ends_of(rows, int(layout.samples.sum()), hidden, made)
+
+    def _rows(self, tokens: int) -> int:
+        """One more than there are slots, for what is left of the tokens; rows without any need none."""
+        return min(self._inputs.num_slots + 1, tokens)
+
+    def _compute(self, tokens: int) -> tuple[Tensor, RowTensors]:
+        batch, made = self._inputs.compute_padded(self._rows(tokens), tokens, self._max_context)
+        return self._model.forward(batch, self._pages), without_tokens(made)
+
+
+def without_tokens(made: RowTensors) -> RowTensors:
+    """What only the forward pass reads may make room for others."""
+    nothing = made.tokens[:0]
+    return made._replace(tokens=nothing, positions=nothing, kv_slots=nothing, block_tables=nothing)
 
 
 class _Captured(NamedTuple):

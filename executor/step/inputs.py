@@ -205,6 +205,41 @@ class DeviceInputs:
         )
         return batch, made
 
+    def send_padded(self, layout: Layout, rows: int, tokens: int) -> None:
+        """Rows filled up to `rows`, of `tokens` in all: the first row that the header excludes has what is left of them.
+        Behind them, for `ends_of`: the rows that sample, and their last tokens."""
+        real, spare = len(layout.slots), np.zeros(rows - len(layout.slots), dtype=np.int64)
+        samples = np.flatnonzero(layout.samples)
+        starts = np.append(layout.query_starts, np.full(rows - real, tokens))
+        columns = [part for column in (layout.slots, layout.starts, layout.write_from) for part in (column, spare)]
+        self._send([[real, 0, 0, 0], starts, *columns, samples, layout.query_starts[samples + 1] - 1])
+
+    def compute_padded(self, rows: int, tokens: int, max_context: int) -> tuple[ForwardBatch, RowTensors]:
+        """From the last block sent, a batch of whatever rows there are. What pads it has a context of 0, and writes to
+        block 0."""
+        made, others = self._prepare(rows, tokens, tokens, self._state.places.max_blocks)
+        tensors = self._tensors(made)
+        starts, contexts = tensors[3], made.context_lens
+        batch = ForwardBatch(
+            *tensors,
+            wanted=None,
+            num_single_rows=0,
+            query_lens=(tokens, *(0,) * (rows - 1)),
+            query_contexts=(max_context,) * rows,
+            max_single_context=max_context,
+            other_groups=others,
+            group_of=self._group_of,
+            single_contexts=torch.where(starts.diff() == 1, contexts, 0),
+        )
+        return batch, made
+
+    def ends_of(self, rows: int, num_samples: int, hidden: Tensor, made: RowTensors) -> tuple[Tensor, Ends]:
+        """Of what was computed from the last block that `send_padded` sent: the hidden states that are sampled from."""
+        end = HEADER + 1 + 4 * rows
+        sampled, last = self._packed[end : end + 2 * num_samples].long().view(2, num_samples)
+        drawn = tuple(tensor.index_select(0, sampled) for tensor in made.draw())
+        return hidden.index_select(0, last), Ends(made.targets.index_select(0, sampled), drawn)
+
     def _prepare(self, rows: int, tokens: int, longest: int, table_width: int) -> tuple[RowTensors, GroupTensors]:
         """One call for each attention group; of those after the first only what concerns their blocks is kept."""
         sizes = rows, tokens, longest, table_width

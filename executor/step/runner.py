@@ -29,7 +29,7 @@ from penstock.executor.tiers.transfers import RankTransfers
 
 if TYPE_CHECKING:
     from penstock.executor.models.adapters import AdapterStore
-    from penstock.executor.step.graphs import DecodeGraphs
+    from penstock.executor.step.graphs import ChunkGraphs, DecodeGraphs
     from penstock.executor.step.rebalance import Rebalancer
 
 STEP_OPTIONS = "lower gpu_memory_utilization, kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
@@ -61,13 +61,14 @@ class ModelRunner:
         transfers: RankTransfers | None = None,
         rebalancer: "Rebalancer | None" = None,
         graphs: "DecodeGraphs | None" = None,
+        chunks: "ChunkGraphs | None" = None,
         label_head: torch.Tensor | None = None,  # [labels, hidden], float32
         adapters: "AdapterStore | None" = None,
     ) -> None:
         self._model, self._pages, self._sampler, self._device = model, pages, sampler, device
         self._inputs = inputs
         self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
-        self._graphs, self._label_head, self._adapters = graphs, label_head, adapters
+        self._graphs, self._chunks, self._label_head, self._adapters = graphs, chunks, label_head, adapters
         # By slot, as the store numbers them.
         self._adapter_of = None if adapters is None else np.zeros(inputs.num_slots, dtype=np.int64)
         self._pooler, self._outbox = Pooler(), Outbox(device)
@@ -78,6 +79,8 @@ class ModelRunner:
 
     def capture_graphs(self, progress: Callable[[str], None]) -> bool:
         """Before the first step. False if there are none to capture."""
+        if self._chunks is not None:  # the larger ones first: they share a pool
+            self._chunks.capture(progress)
         if self._graphs is not None:
             self._graphs.capture(progress)
         return self._graphs is not None
@@ -179,6 +182,11 @@ class ModelRunner:
         adapts = numbers is not None and numbers.any()
         if self._graphs is not None and not asks and not adapts and self._graphs.takes(layout):
             self._replay(self._graphs, layout, launched)
+            return
+        if self._chunks is not None and not asks and not adapts and self._chunks.takes(layout):
+            hidden, ends = self._chunks.forward(layout)
+            if layout.samples.any():
+                self._sample(layout, ends, hidden, launched)
             return
         last = layout.query_starts[1:] - 1
         wanted = self._wanted(layout) if asks else last[layout.samples]

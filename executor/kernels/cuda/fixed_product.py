@@ -79,10 +79,12 @@ def _linear(
     steps: tl.constexpr = (DEPTH + STEP - 1) // STEP
     part: tl.constexpr = (steps + SPLITS - 1) // SPLITS * STEP
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    split = tl.program_id(1)
-    for _ in range(1 if CUT else SPLITS):
+    first_split = tl.program_id(1)
+    # Triton 3.6 loses a number that the outer loop carries into the bounds of the inner one, so they use the loop's own.
+    for later in range(1 if CUT else SPLITS):
+        begin = (first_split + later) * part
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(split * part, tl.minimum(split * part + part, DEPTH), STEP):
+        for start in range(begin, tl.minimum(begin + part, DEPTH), STEP):
             is_deep = start + k < DEPTH
             is_x = is_row
             if not whole:
@@ -91,7 +93,6 @@ def _linear(
             weight = load_inside(weight_ptrs + start, is_deep[:, None] & (column < WIDTH), whole)
             acc = tl.dot(x, weight, acc, input_precision="ieee")
         total += acc
-        split += 1
     out_row = row.to(tl.int64)
     if CUT:
         out_row += tl.program_id(1).to(tl.int64) * rows

@@ -4,7 +4,7 @@ from functools import partial
 
 from torch import Tensor
 
-from penstock.executor.kernels import Activation, GroupOps
+from penstock.executor.kernels import Activation, GroupOps, NormingOps
 from penstock.executor.kernels.cuda import (
     convolution,
     delta_rule,
@@ -39,6 +39,7 @@ class _FixedRecurrent:
 class InvariantOps(CudaOps):
     """What is not here works row by row in `CudaOps` too."""
 
+    norming: NormingOps | None = None
     linear = staticmethod(fixed_product.linear)
     paged_attention = staticmethod(fixed_attention.paged_attention)
     fused_experts = staticmethod(partial(expert_products.fused_experts, is_fixed=True))

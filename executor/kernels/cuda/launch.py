@@ -37,7 +37,7 @@ class Kernel:
         numbers = self._names[self.num_pointers :]
         assert self._names == pointers + numbers, f"{self.name}: a number stands before a pointer"
         self._jit = triton.jit(function, do_not_specialize=numbers)
-        self._takes_turns = "take_turn" in function.__code__.co_names
+        self._takes_turns = not {"take_turn", "wait_turn"}.isdisjoint(function.__code__.co_names)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)

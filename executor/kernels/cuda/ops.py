@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.kernels import FIXED_ON, BlockOps, GroupOps, Ops
+from penstock.executor.kernels import FIXED_ON, Activation, BlockOps, GroupOps, NormingOps, Ops
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import (
     convolution,
@@ -13,8 +12,8 @@ from penstock.executor.kernels.cuda import (
     draw_tokens,
     expanded,
     expert_products,
+    few_rows,
     fp8,
-    gated_linear,
     latent_attention,
     latent_rope,
     logit_edits,
@@ -33,13 +32,20 @@ class _Recurrent:
     delta_rule = staticmethod(delta_rule.delta_rule)
 
 
+class _Norming:
+    max_rows = few_rows.MAX_ROWS
+    linear = staticmethod(few_rows.linear)
+    gated_linear = staticmethod(few_rows.gated_linear)
+
+
 class CudaOps:
     recurrent: RecurrentOps = _Recurrent()
-    linear: Callable[..., Tensor] = staticmethod(F.linear)
+    norming: NormingOps | None = _Norming()
+    linear: Callable[..., Tensor] = staticmethod(few_rows.linear)
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)
     gate = staticmethod(rows.gate)
-    gated_linear = staticmethod(gated_linear.gated_linear)
+    gated_linear: Callable[[Tensor, Tensor, Activation], Tensor] = staticmethod(few_rows.gated_linear)
     rope_and_store = staticmethod(rope_and_store.rope_and_store)
     latent_rope_and_store = staticmethod(latent_rope.latent_rope_and_store)
     paged_attention = staticmethod(paged_attention.paged_attention)

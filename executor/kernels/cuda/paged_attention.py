@@ -38,10 +38,13 @@ def paged_attention(
     q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, extras: ScoreExtras = NO_EXTRAS
 ) -> Tensor:
     sizes, read, out, numbers, constants = prepare(q, pages, batch, scale, extras)
-    if batch.num_single_rows:
-        tile = decode_tile(sizes.group, sizes.dim, q.element_size(), pages[0].element_size())
-        shares = share_singles(batch, sizes.kv_heads, extras.window, tile, sizes.group, sizes.dim)
-        _decode[(len(shares.plan),)](*read, batch.context_lens, out, *shares, *numbers, **constants, **tile.constants())
+    singles = batch.singles
+    if singles.num_single_rows:
+        tile = decode_tile(singles.num_single_rows, sizes.group, sizes.dim, q.element_size(), pages[0].element_size())
+        shares = share_singles(singles, sizes.kv_heads, extras.window, tile, sizes.group, sizes.dim)
+        _decode[(len(shares.plan),)](
+            *read, singles.context_lens, out, *shares, *numbers, **constants, **tile.constants()
+        )
     if batch.query_lens:
         tile = prefill_tile(sizes.dim, q.element_size())
         order = order_tiles(batch, batch.num_single_rows, len(batch.context_lens), sizes.group, tile)
@@ -57,7 +60,9 @@ def prepare(
     """What all launches are given: what they read, the output, numbers, constants."""
     (k_pages, v_pages), (cap, sinks, window), (num_heads, dim) = pages, extras, q.shape[1:]
     kv_heads = k_pages.shape[2] // dim
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # What pads a graph has a result, and what is made of it must be numbers.
+    make = torch.empty if batch.single_contexts is None else torch.zeros
+    out = make(q.shape, dtype=q.dtype, device=q.device)
     assert q.is_contiguous() and len(q) == batch.num_single_rows + sum(batch.query_lens)
     assert k_pages.stride() == v_pages.stride() and k_pages.dtype is v_pages.dtype
     assert k_pages.shape[2] % dim == 0 and num_heads % kv_heads == 0
@@ -159,6 +164,8 @@ def _prefill(
 ):
     """One program per key-value head and tile of ROWS (token, head of the group) pairs of one row."""
     kv_head = tl.program_id(0)
+    if tl.load(order_ptr + 2 * tl.program_id(1)) < 0:  # a graph has as many tiles as there may be
+        return
     row, tile, begin, count = take_tile(order_ptr, tl.program_id(1), starts_ptr)
     pair = tile * ROWS + tl.arange(0, ROWS)
     token = pair // SIZES.group

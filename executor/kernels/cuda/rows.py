@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels import Activation
+from penstock.executor.kernels import Activation, NormedRows
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.tiles import gate_tile, power_of_2, row_warps
@@ -28,6 +28,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     total = torch.empty_like(y)
     _launch_norm(x, residual, weight, y, total, eps, adds=True)
     return y, total
+
+
+def add_rms_norm_to(rows: NormedRows) -> Tensor:
+    """As `add_rms_norm`, with the sum to `rows.total`."""
+    y = torch.empty_like(rows.update)
+    _launch_norm(rows.update, rows.residual, rows.weight, y, rows.total, rows.eps, adds=True)
+    return y
 
 
 def _launch_norm(x, residual, weight, y, total, eps: float, adds: bool) -> None:

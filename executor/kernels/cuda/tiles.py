@@ -31,8 +31,8 @@ class Tile(NamedTuple):
         return {"ROWS": self.rows, "COLUMNS": self.columns, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def decode_tile(group: int, head_dim: int, itemsize: int, page_itemsize: int) -> Tile:
-    """rows: the query heads that share a key-value head; columns: positions at a time."""
+def decode_tile(num_rows: int, group: int, head_dim: int, itemsize: int, page_itemsize: int) -> Tile:
+    """rows: the query heads that share a key-value head; columns: positions at a time. `num_rows`: of the batch."""
     rows = max(16, power_of_2(group))
     if head_dim > 256:
         return Tile(rows, 16, 4, 1, 1) if itemsize == 4 else Tile(rows, 16, 8, 2, 1)
@@ -42,6 +42,11 @@ def decode_tile(group: int, head_dim: int, itemsize: int, page_itemsize: int) ->
         return Tile(rows, 32, 4, 2, 3) if head_dim <= 128 else Tile(rows, 16, 8, 2, 2)
     if head_dim > 128:
         return Tile(rows, 32, 4, 3, 2)
+    # On an H100, at 1,024 positions of 8 heads: 8.2 µs rather than 9.7 for one row, 52 rather than 56 for 32.
+    if num_rows <= 2 and page_itemsize > 1:
+        return Tile(rows, 128, 4, 3, 1)
+    if num_rows <= 64 and page_itemsize > 1:
+        return Tile(rows, 32, 2, 4, 4)
     return Tile(rows, 64, 4, 3, 2 if page_itemsize == 1 else 3)
 
 
@@ -177,13 +182,16 @@ def gate_tile(width: int) -> Tile:
     return Tile(1024 // columns, columns, 4, 1)
 
 
-def few_rows_tile(rows: int, width: int, itemsize: int) -> Tile:
-    """rows: all there are, at most 32; columns: of the gate, and as many of up. Bound by reading the weight once: there
-    are two programs or more for each processor, and each has some 30 KB of the weight on their way."""
-    num_rows = 16 if rows <= 16 else 32
-    if itemsize == 4:
-        return Tile(num_rows, 16, 4, 2)
-    return Tile(num_rows, 32, 4, 4) if width >= 64 * current_card().num_processors else Tile(num_rows, 16, 4, 5)
+class FewRowsTile(NamedTuple):
+    columns: int  # rows of the weight that a program has
+    depth: int  # of each, at a time
+    unroll: int  # such pieces whose loads are in flight together
+    num_warps: int
+
+
+def few_rows_tile(width: int) -> FewRowsTile:
+    """The fastest of eleven that were measured on an H100 at the shapes of Qwen3-0.6B."""
+    return FewRowsTile(4 if width >= 2048 else 2, 1024, 4, 4)
 
 
 def row_warps(width: int) -> int:

@@ -19,6 +19,7 @@ from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.softmax import LOWEST, unseen
 from penstock.executor.kernels.cuda.tiles import Tile
+from penstock.executor.kernels.state import MAX_SEVERAL
 
 LEAST_SHARE = 128  # positions of one head: below this, joining parts costs more than sharing gains
 SHARE = tl.constexpr(8)  # numbers per program, of which six are used
@@ -87,9 +88,10 @@ def order_tiles(batch: ForwardBatch, first_row: int, end_row: int, per_token: in
         passed = first_row - batch.num_single_rows
         lens = batch.query_lens[passed : end_row - batch.num_single_rows]
         device = batch.query_starts.device
-        order = torch.empty(
-            (sum(-(-count * per_token // tile.rows) for count in lens), 2), dtype=torch.int32, device=device
-        )
+        tiles, is_padded = sum(-(-count * per_token // tile.rows) for count in lens), batch.single_contexts is not None
+        if is_padded:  # each of its rows may leave one unfilled
+            tiles += MAX_SEVERAL
+        order = torch.full((tiles, 2), -1, dtype=torch.int32, device=device)
         # Every row may leave one tile unfilled.
         _order[(sum(lens) * per_token // tile.rows + len(lens),)](
             batch.query_starts,
@@ -99,6 +101,7 @@ def order_tiles(batch: ForwardBatch, first_row: int, end_row: int, per_token: in
             len(lens),
             PER_TOKEN=per_token,
             ROWS=tile.rows,
+            IS_PADDED=is_padded,
             num_warps=4,
         )
         return order
@@ -324,21 +327,30 @@ def _order(
     num_rows,
     PER_TOKEN: tl.constexpr,
     ROWS: tl.constexpr,
+    IS_PADDED: tl.constexpr,
 ):
     """One program per tile, which counts those that come before it. A tile costs what its last pair sees, in pairs, as
-    if it were full: within a row each costs ROWS more than the one before it, so none needs to be looked at."""
+    if it were full: within a row each costs ROWS more than the one before it, so none needs to be looked at. Of a padded
+    batch, rows of one token and those without a context have none."""
     row, tile = find_row(tl.program_id(0), starts_ptr, first_row, num_rows, PER_TOKEN, ROWS)
     count = tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row)
+    context = tl.load(contexts_ptr + row)
     if tile * ROWS >= count * PER_TOKEN:
         return
-    cost = (tl.load(contexts_ptr + row) - count) * PER_TOKEN + (tile + 1) * ROWS
+    if IS_PADDED:
+        if (count == 1) | (context == 0):
+            return
+    cost = (context - count) * PER_TOKEN + (tile + 1) * ROWS
     rank = 0
     for start in range(0, num_rows, CHUNK):
         other = first_row + start + tl.arange(0, CHUNK)
         inside = other < first_row + num_rows
         begins = tl.load(starts_ptr + other, mask=inside, other=0)
         counts = tl.load(starts_ptr + other + 1, mask=inside, other=0) - begins
-        least = (tl.load(contexts_ptr + other, mask=inside, other=0) - counts) * PER_TOKEN
+        contexts = tl.load(contexts_ptr + other, mask=inside, other=0)
+        if IS_PADDED:
+            inside &= (counts > 1) & (contexts > 0)
+        least = (contexts - counts) * PER_TOKEN
         tiles = tl.cdiv(counts * PER_TOKEN, ROWS)
         # Those of cost `least + ROWS`, … up to and with `cost` do not come before.
         cheaper = tl.maximum(0, cost - least)

@@ -160,7 +160,7 @@ def test_every_position_is_somebodys_and_nobody_has_much_more_than_others(
     contexts = [1024] * (num_short // 2) + [context, 0] + [1000] * (num_short // 2)
     batch = Cache([0] * len(contexts), 1, 16, 16, torch.float32).batch([(row, 1, 0) for row in range(len(contexts))])
     batch.context_lens.copy_(torch.tensor(contexts))
-    heads, tile = 8, tiles.decode_tile(2, 128, 2, 2)
+    heads, tile = 8, tiles.decode_tile(256, 2, 128, 2, 2)
     plan = work.share_singles(batch, heads, window, tile, 2, 128).plan.tolist()
     seen = [min(length, window or length) for length in contexts]
     blocks = [max(1, -(-length // tile.columns)) for length in seen]

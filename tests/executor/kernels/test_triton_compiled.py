@@ -137,7 +137,7 @@ def test_other_cards_have_tensor_cores_too(everywhere: Found) -> None:
 @pytest.mark.timeout(3600)
 def test_kernels_that_start_early_touch_nothing_before_their_turn(compiled: Found) -> None:
     early = [kernel for kernel in compiled if kernel["is_dependent"]]
-    assert {"_decode", "_share", "_rope_and_store", "_norm", "_gate_rows", "_gated_linear"} <= {
+    assert {"_decode", "_share", "_rope_and_store", "_norm", "_gate_rows", "_few_rows"} <= {
         kernel["kernel"] for kernel in early
     }
     for kernel in compiled:

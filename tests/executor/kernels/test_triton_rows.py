@@ -5,8 +5,8 @@ from typing import get_args
 import pytest
 import torch
 
-from penstock.executor.kernels import Activation, KeyStore, Rotation
-from penstock.executor.kernels.cuda.gated_linear import FEW_ROWS
+from penstock.executor.kernels import Activation, KeyStore, NormedRows, Rotation
+from penstock.executor.kernels.cuda import few_rows
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import latent_step, random
@@ -41,11 +41,43 @@ def test_products_with_their_activation_equal_the_twin(
     device: torch.device, dtype: torch.dtype, activation: Activation
 ) -> None:
     """Few rows and many, widths and depths that are whole tiles and that are not."""
-    for rows, depth, width in ((0, 64, 32), (1, 128, 32), (5, 200, 20), (17, 256, 48), (FEW_ROWS + 1, 64, 32)):
+    for rows, depth, width in ((0, 64, 32), (1, 1024, 32), (2, 200, 20), (3, 1100, 9), (few_rows.MAX_ROWS + 1, 64, 32)):
         x = random(rows, depth, dtype=dtype).to(device)
         weight = random(2 * width, depth, dtype=dtype, seed=1).to(device) / depth**0.5
         actual = OPS.gated_linear(x, weight, activation)
         close(actual, torch_ops.gated_linear(x, weight, activation))
+
+
+@every_dtype
+def test_products_of_few_rows_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
+    for rows, depth, width, has_bias in (
+        (1, 1024, 32, False),
+        (1, 300, 30, True),
+        (2, 640, 17, True),
+        (2, 2100, 8, False),
+    ):
+        x = random(rows, depth, dtype=dtype).to(device)
+        weight = random(width, depth, dtype=dtype, seed=1).to(device) / depth**0.5
+        bias = random(width, dtype=dtype, seed=2).to(device) if has_bias else None
+        close(OPS.linear(x, weight, bias), torch_ops.linear(x, weight, bias))
+
+
+@every_dtype
+def test_products_of_few_rows_add_and_normalize_them(device: torch.device, dtype: torch.dtype) -> None:
+    """The sum is the twin's bit for bit. The product rounds once less: the norm's scale is applied to its result."""
+    for rows, depth, width in ((1, 1024, 32), (2, 700, 20), (2, 96, 33)):
+        update, residual = (random(rows, depth, dtype=dtype, seed=seed).to(device) for seed in (1, 2))
+        norm = 1 + 0.1 * random(depth, seed=3).to(device)
+        weight = random(2 * width, depth, dtype=dtype, seed=4).to(device) / depth**0.5
+        bias = random(2 * width, dtype=dtype, seed=5).to(device)
+        normed, total = torch_ops.add_rms_norm(update, residual, norm, 1e-5)
+        for has_gate in (False, True):
+            given = NormedRows(update, residual, torch.empty_like(residual), norm, 1e-5)
+            if has_gate:
+                close(few_rows.gated_linear(given, weight, "silu"), torch_ops.gated_linear(normed, weight, "silu"))
+            else:
+                close(few_rows.linear(given, weight, bias), torch_ops.linear(normed, weight, bias))
+            assert torch.equal(given.total, total)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

@@ -3,6 +3,8 @@
 Arithmetic is float32 inside each operation and rounded once at its end, whatever the tensors' dtype.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,7 @@ from penstock.executor.kernels import (
     GroupOps,
     KeyStore,
     LatentStore,
+    NormingOps,
     Pages,
     Scaled,
     ScoreExtras,
@@ -27,6 +30,7 @@ from tests.support.twins import recurrent as recurrent_twin
 fused_experts: FusedExperts[Scaled] | None = None
 blocks: BlockOps | None = None
 groups: GroupOps | None = None
+norming: NormingOps | None = None
 recurrent: RecurrentOps = recurrent_twin
 linear = F.linear
 choose_experts = CpuOps.choose_experts  # plain torch
@@ -95,6 +99,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def paged_attention(
     q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, extras: ScoreExtras = NO_EXTRAS
 ) -> Tensor:
+    if batch.single_contexts is not None:
+        batch = _known(batch)
+        real = int(batch.query_starts[-1])
+        padding = q.new_zeros((len(q) - real, *q.shape[1:]))
+        return torch.cat((paged_attention(q[:real], pages, batch, scale, extras), padding))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _attend_single(q, pages, batch, scale, extras, out)
     first = batch.num_single_rows  # of tokens and of rows alike: each of these rows has one token
@@ -134,6 +143,24 @@ def expanded_attention(
             out[first : first + count, heads] = attended[0].transpose(0, 1)
         first += count
     return out
+
+
+def _known(batch: ForwardBatch) -> ForwardBatch:
+    """A padded batch without its padding, as the host could have made it."""
+    counts, contexts = batch.query_starts.diff().tolist(), batch.context_lens.tolist()
+    rows = sum(context > 0 for context in contexts)
+    singles = sum(count == 1 for count in counts[:rows])
+    return replace(
+        batch,
+        query_starts=batch.query_starts[: rows + 1],
+        context_lens=batch.context_lens[:rows],
+        block_tables=batch.block_tables[:rows],
+        num_single_rows=singles,
+        query_lens=tuple(counts[singles:rows]),
+        query_contexts=tuple(contexts[singles:rows]),
+        max_single_context=max(contexts[:singles], default=0),
+        single_contexts=None,
+    )
 
 
 def _attend_single(
