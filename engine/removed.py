@@ -22,6 +22,7 @@ REMOVED = {
     "ramp_up_strategy": "it was removed; run the benchmark once for each --request-rate",
     "structured_ratio": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
     "structured_schema": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
+    "tokenize_at_replica": "it was removed; give the replicas' model as --tokenizer",
     "verify_blocks": "it was removed; `penstock prove` compares answers from outside, and every record on a disk and "
     "every block from a peer carries a checksum",
     "response_store": _STORE,

@@ -1,4 +1,4 @@
-"""Runs the router's endless background tasks: probes, event links, discovery."""
+"""Tasks on the router's event loop."""
 
 import asyncio
 import logging
@@ -21,3 +21,28 @@ async def keep_running(name: str, work: Callable[[], Coroutine[Any, Any, None]])
             await asyncio.sleep(RESTART_S)
         else:
             return
+
+
+class Tasks:
+    """The tasks of one owner. Keeps each until it is done, and logs the exception of one that fails."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a request failed in the router", exc_info=error)
+
+    async def close(self) -> None:
+        """Cancel all tasks and wait until they have ended."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

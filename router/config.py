@@ -73,7 +73,6 @@ class RouterConfig:
     policy: PolicyName = flag("default: %(default)s", default="predicted-ttft")
     # None: no tokens, byte prefixes.
     tokenizer: str | None = flag("the replicas' model, for its tokenizer: hub name, folder or .gguf file", "MODEL")
-    tokenize_at_replica: bool = flag("ask a replica's /tokenize in place of --tokenizer", default=False)
     chat_template: str | None = flag("as the replicas were given, if they were", "FILE")
     api_keys: tuple[str, ...] = flag("ask clients for this key; repeat for several", "KEY", default=())
     admin_api_keys: tuple[str, ...] = flag("a client with this key may change the fleet", "KEY", default=())

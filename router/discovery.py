@@ -14,11 +14,12 @@ import os
 import re
 import socket
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 
 from penstock.engine.http.errors import HttpError
 from penstock.router.backend import Backend, RouteError
-from penstock.router.background import keep_running
+from penstock.router.background import Tasks, keep_running
 
 log = logging.getLogger("penstock.router")
 
@@ -52,18 +53,12 @@ class Discovery:
         self._apply = apply
         self._found: dict[str, dict[str, str]] = {source: {} for source in sources}  # by URL: how it is written
         self._added: set[str] = set()  # of their URLs, those that were not there before
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks()
+        self.close = self._tasks.close
 
     def start(self) -> None:
-        self._tasks = [asyncio.get_running_loop().create_task(self._keep_following(each)) for each in self._sources]
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _keep_following(self, source: str) -> None:
-        await keep_running(f"discovery by {source}", lambda: self._follow(source))
+        for source in self._sources:
+            self._tasks.spawn(keep_running(f"discovery by {source}", partial(self._follow, source)))
 
     async def _follow(self, source: str) -> None:
         said = ""

@@ -16,12 +16,12 @@ REPLACED = (b"content-length:", b"content-type:")
 CODED = (b"content-encoding:",)  # bytes that are not read here
 
 
-def in_openais_form(head: AnswerHead, body: bytes, is_chunked: bool) -> tuple[bytes, bytes] | None:
-    """Of a whole answer the headers and the body that the client gets in its place; None: it passes as it came."""
+def in_openais_form(head: AnswerHead, body: bytes) -> tuple[bytes, bytes] | None:
+    """Return the headers and the body that the client gets in place of a whole answer; None if it passes as it came."""
     lines = head.lines.splitlines(keepends=True)
     if any(line.lower().startswith(CODED) for line in lines):
         return None
-    text = Dechunker().feed(body) if is_chunked else body
+    text = Dechunker().feed(body) if head.is_chunked else body
     try:
         said: Any = msgspec.json.decode(text)
         message = message_of(said)
@@ -35,7 +35,7 @@ def in_openais_form(head: AnswerHead, body: bytes, is_chunked: bool) -> tuple[by
 
 
 def message_of(said: Any) -> str:
-    """The text in it, wherever it stands."""
+    """Return the text of an error, wherever it stands in `said`."""
     if isinstance(said, dict):
         found = next((said[name] for name in ("message", "error", "detail", "msg") if said.get(name)), None)
         where = ".".join(map(str, said["loc"])) if isinstance(said.get("loc"), list) else ""

@@ -12,6 +12,7 @@ from penstock.engine.http.distribution import Distribution, family
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import State
 from penstock.router.http.heads import ClientRequest
+from penstock.router.routes import route_of
 
 FIRST_BYTE_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
 LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
@@ -24,7 +25,6 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "not_retried": ("Failures passed on for want of budget, by reason.", ("reason",)),
     "split_requests": ("Answers in a fleet with prefill replicas, by where the prompt was computed.", ("path",)),
     "prefills": ("Prompts sent to a prefill replica, by what came of it.", ("outcome",)),
-    "tokenized": ("Prompts given to a replica's /tokenize, by whether it said.", ("answered",)),
     "client_gone": ("Clients that left before the end.", ()),
     "broken_streams": ("Answers that broke after their first byte.", ()),
     "replica_requests": ("Requests sent to a replica.", ("replica",)),
@@ -32,7 +32,6 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "replica_ejections": ("Times that a replica was ejected for its conduct.", ("replica",)),
 }
 PREFIX = "penstock:router_"
-STORED = "/v1/responses/"  # before the id of a response that a replica stores
 
 
 class RouterMetrics(Collector):
@@ -94,9 +93,3 @@ class RouterMetrics(Collector):
         yield family(GaugeMetricFamily, f"{PREFIX}replica_state", "1: its state.", ("replica", "state"), states)
         in_flight = [((each.url,), each.num_in_flight) for each in replicas]
         yield family(GaugeMetricFamily, f"{PREFIX}under_way", "Requests in flight.", ("replica",), in_flight)
-
-
-def route_of(request: ClientRequest) -> str:
-    """Return the request's route for the metrics. The request has passed admission, so its path is one of the router's own
-    or proxied ones, or that of a stored response, whose id is left out."""
-    return STORED if request.path.startswith(STORED) else request.path

@@ -100,13 +100,11 @@ def check(args: argparse.Namespace) -> RouterConfig:
 
 
 def check_tokens(config: RouterConfig) -> None:
-    if config.tokenizer is not None and config.tokenize_at_replica:
-        raise RouteError("tokenize_at_replica: not with --tokenizer, which makes the tokens here; give one of them")
     for each in map(Backend.of, config.backends):
-        if each.events is not None and config.tokenizer is None and not config.tokenize_at_replica:
+        if each.events is not None and config.tokenizer is None:
             raise RouteError(
-                f"backend: {each.url} has events=…, which name blocks by their tokens; --tokenizer MODEL or "
-                "--tokenize-at-replica is needed to know a prompt's"
+                f"backend: {each.url} has events=…, which name blocks by their tokens; --tokenizer MODEL is needed to know "
+                "a prompt's"
             )
 
 
@@ -145,7 +143,7 @@ class RouterProcess:
         self.prober = Prober(self.fleet, config, self._on_info)
         self.feeds = KvFeeds(self.fleet)
         self.discovery = Discovery(config.discover, lambda method, text: self.app.apply(method, text, None))
-        self.app.probe_now = self.prober.watch
+        self.fleet.probe_now = self.prober.watch
         self._servers: list[asyncio.Server] = []
 
     async def start(self, sockets: list[socket.socket]) -> None:
@@ -179,6 +177,7 @@ class RouterProcess:
         await self.feeds.close()
         await self.prober.close()
         self.app.close()
+        await self.fleet.tasks.close()
         if self.app.spans is not None:
             await asyncio.to_thread(self.app.spans.close)
         for replica in (*self.fleet.replicas.values(), *self.fleet.detached):
@@ -196,12 +195,12 @@ class RouterProcess:
         if replica.backend.events is None:
             self.feeds.watch(replica)
         else:
-            self.app.spawn(self._follow_engine(replica))
+            self.fleet.tasks.spawn(self._follow_engine(replica))
 
     async def _follow_engine(self, replica: Replica) -> None:
-        """Its events name blocks by their tokens: they serve where the router makes the same ones."""
-        is_same: bool | None = self.texts.tokenizer is not None or self.config.tokenize_at_replica
-        if is_same and not self.config.tokenize_at_replica:
+        """Follow its events if the router makes the tokens that it makes, because they name blocks by their tokens."""
+        is_same: bool | None = False
+        if self.texts.tokenizer is not None:
             is_same = await agrees(replica, self.texts, self.config.patience.response_s)
         if is_same is False:
             log.warning(

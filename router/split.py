@@ -1,8 +1,8 @@
 """The bodies of a request that is split: one token of the prompt for a prefill replica, and for the decode replica the
-client's own with the place of the prompt's blocks in it.
+client's own body with the address of the prompt's blocks in it.
 
-The client's body is the truth about what is answered. The prefill replica's is built from the fields that make the
-prompt, and no others: one that is missing here costs a hit in the cache, for blocks are found by their content.
+The client's body decides what is answered. The prefill replica's body is built from those fields alone that make the prompt. A
+field that is missing there costs a hit in the cache and nothing else, because blocks are found by their content.
 """
 
 import msgspec
@@ -24,8 +24,8 @@ Fields = dict[str, Raw]  # of a request's body
 
 
 def splittable(path: str, body: bytes, fields: Fields | None) -> Fields | None:
-    """Return the request's fields if it matters only that its prompt is computed, and not where; else None. `fields`: as they
-    were split before, if they were."""
+    """Return the request's fields if another replica may compute its prompt, else None. `fields`: as they were split before,
+    if they were."""
     if path not in (CHAT, COMPLETIONS):
         return None
     try:
@@ -37,26 +37,26 @@ def splittable(path: str, body: bytes, fields: Fields | None) -> Fields | None:
 
 
 def prompt_of(fields: Fields) -> bytes:
-    """Return a request for the prompt alone, in the client's words."""
+    """Return a request for the prompt alone, as text."""
     kept = {name: raw for name, raw in fields.items() if name in MAKES_THE_PROMPT}
-    if bytes(fields.get("tool_choice", ABSENT)) == b'"none"':  # then the template hears of no tools
+    if bytes(fields.get("tool_choice", ABSENT)) == b'"none"':  # then the template is given no tools
         kept.pop("tools", None)
     return msgspec.json.encode({**kept, **ONE_TOKEN})
 
 
 def ids_of(form: bytes) -> bytes:
-    """A completion of the ids in `form`, in that form."""
+    """Return a request for the prompt alone, as the token ids of `form`."""
     text, ids = token_form.cut(form)
     kept = {name: raw for name, raw in split_object(text).items() if name in BESIDE_THE_IDS}
     return token_form.join(msgspec.json.encode({**kept, "prompt": None, **ONE_TOKEN}), ids)
 
 
 def with_hint(fields: Fields, hint: object) -> bytes:
-    """Return the client's request with the place of its prompt's blocks in it."""
+    """Return the client's request with the address of its prompt's blocks in it."""
     return msgspec.json.encode({**fields, HINT: hint})
 
 
 def form_with_hint(form: bytes, hint: object) -> bytes:
-    """Return what `with_hint` returns, for the form with ids."""
+    """Return what `with_hint` returns, for a body with ids."""
     text, ids = token_form.cut(form)
     return token_form.join(with_hint(split_object(text), hint), ids)

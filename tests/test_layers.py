@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "cache": {"cache", "_csrc"},
     "eplb": {"eplb"},
     "router": {
-        *("router", "cache.keys", "engine.options", "engine.text", "engine.http", "_csrc"),
+        *("router", "cache.keys", "cache.tiers.base", "engine.options", "engine.text", "engine.http", "_csrc"),
         "executor.process_life",
     },
     "__init__": {"engine"},
@@ -52,7 +52,7 @@ PARTS = {
                  "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc forward"),
     "router": ("backend background discovery config", "http", "placement", "fleet",
-               "split spans lines foreign_error attempt prefill exchange preview tokenizing app metrics serve"),
+               "routes question split foreign_error answer leg prefill metrics exchange lines spans tokenizing app serve"),
     "cache": ("keys pool", "tiers.base tiers.health tiers.memory", "tiers.index", "tiers.disk",
               "tiers.peer"),
 }  # fmt: skip

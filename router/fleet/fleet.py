@@ -1,12 +1,13 @@
-"""All replicas, grouped by the model they serve; who may be asked, and who is asked next.
+"""All replicas, grouped by the model they serve, and which of them may be asked.
 
-The placement of a group chooses; the fleet says who is available, and bounds what misbehaviour may do: of a group,
-at most a share may be out for their conduct, however badly they behave. The dead are always out. Replicas
-that only compute prompts are a group of their own beside the one that answers.
+The placement of a group chooses. The fleet decides which replicas are available, and bounds the effect of failures: at most a
+share of a group is taken out for failing while alive. Dead replicas are always out. Replicas that only compute prompts are a
+group of their own beside the group that answers.
 """
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,10 @@ import msgspec
 
 from penstock.engine.http.errors import HttpError, clip
 from penstock.router.backend import Backend, RouteError
+from penstock.router.background import Tasks
 from penstock.router.config import KEY_PREFIX, RouterConfig
 from penstock.router.fleet.budget import RetryBudget
-from penstock.router.fleet.replica import Replica, State
+from penstock.router.fleet.replica import Outcome, Replica, State
 from penstock.router.placement.placement import NO_NAMES, Placement, ReplicaInfo
 
 log = logging.getLogger("penstock.router")
@@ -64,7 +66,9 @@ class Fleet:
         self._by_name: dict[str, ReplicaGroup] = {}
         self.budget = RetryBudget(config.patience.retry_share)
         self.num_in_flight = 0
-        self.on_down: Callable[[Replica], None] = lambda _replica: None  # requests that wait there are moved
+        self.tasks = Tasks()  # of requests
+        self.on_down: Callable[[Replica], None] = lambda _replica: None  # moves the requests that wait there
+        self.probe_now: Callable[[Replica], None] = lambda _replica: None  # set by the owner of the probes
         self._new_placement = new_placement
         self._key_variables = config.key_variables
 
@@ -162,6 +166,26 @@ class Fleet:
         self.num_in_flight -= 1
         if was_full:
             self._count_full(replica)
+
+    def judge(self, replica: Replica, outcome: Outcome, status: int, reason: str) -> None:
+        """Draw the conclusions about a replica from how a request to it ended."""
+        is_well = outcome == "answered" and (status < 500 or status in (501, 505))
+        if is_well and replica.is_sound:
+            return
+        now_s = time.monotonic()
+        with self.observing(replica):
+            if is_well:
+                replica.answered()
+            elif outcome == "answered":
+                replica.failed(f"it answered {status}", now_s)
+            elif outcome in ("unreachable", "lost"):
+                replica.connection_broke(reason, now_s)
+            elif outcome == "late":
+                replica.failed(reason, now_s)
+            elif outcome == "busy" and status == 503:
+                replica.said_it_drains()
+        if outcome in ("unreachable", "lost") or (outcome == "busy" and status == 503):
+            self.probe_now(replica)
 
     def refusal(self, group: ReplicaGroup, model: str | None) -> HttpError:
         """Return the error that says why no replica was left to ask: all are full, or none is there."""

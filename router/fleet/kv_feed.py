@@ -11,18 +11,17 @@ import contextlib
 import logging
 import random
 from collections.abc import AsyncGenerator, Sequence
-from functools import partial
 
 import msgspec
 import zmq.asyncio
 
 from penstock.engine.http.kv_stream import ALIVE_S, Frame, FrameReader, Snapshot, StreamError
-from penstock.router.background import keep_running
+from penstock.router.background import Tasks, keep_running
 from penstock.router.fleet.engine_feed import EngineSource
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
-from penstock.router.http.heads import AnswerHead, question_head
-from penstock.router.http.upstream import ConnectFailed, Dechunker
+from penstock.router.http.heads import question_head
+from penstock.router.http.upstream import ConnectFailed, QueueSink
 from penstock.router.placement.engine_blocks import OtherBlockSize
 
 log = logging.getLogger("penstock.router")
@@ -45,25 +44,19 @@ class KvFeeds:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._context = zmq.asyncio.Context()  # starts no thread before its first socket
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks = Tasks()
+        self._by_url: dict[str, asyncio.Task[None]] = {}
 
     def watch(self, replica: Replica) -> None:
         """Follow the replica from now on; one that has come back is followed anew."""
-        old = self._tasks.pop(replica.url, None)
-        if old is not None:
+        if (old := self._by_url.get(replica.url)) is not None:
             old.cancel()
+        self._by_url = {url: task for url, task in self._by_url.items() if not task.done()}
         following = keep_running(f"the event feed of {replica.url}", lambda: self._follow(replica))
-        task = self._tasks[replica.url] = asyncio.get_running_loop().create_task(following)
-        task.add_done_callback(partial(self._ended, replica.url))
-
-    def _ended(self, url: str, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(url) is task:
-            del self._tasks[url]
+        self._by_url[replica.url] = self._tasks.spawn(following)
 
     async def close(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._tasks.close()
         self._context.destroy(0)
 
     async def _follow(self, replica: Replica) -> None:
@@ -125,37 +118,13 @@ class HttpSource:
 
     async def frames(self) -> AsyncGenerator[Sequence[Frame], None]:
         """Connect and yield frames until the stream ends. Raises ConnectFailed, NoEvents and StreamError."""
-        pool, leg, reader = self._replica.pool, _StreamLeg(), FrameReader()
+        pool, sink, reader = self._replica.pool, QueueSink(), FrameReader()
         upstream = await pool.connect()
-        upstream.send(question_head(PATH, pool.host_header, self._replica.key_line), b"", leg)
+        upstream.send(question_head(PATH, pool.host_header, self._replica.key_line), b"", sink)
         try:
-            while (data := await leg.pieces.get()) is not None:
+            while (data := await sink.pieces.get()) is not None and sink.status == 200:
                 yield reader.feed(data)
-            if leg.status in (401, 403, 404, 405):
-                raise NoEvents(leg.status)
+            if sink.status in (401, 403, 404, 405):
+                raise NoEvents(sink.status)
         finally:
-            upstream.drop(leg)
-
-
-class _StreamLeg:
-    """Puts the body of the answer into a queue; None at its end, or where the answer is an error."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._body: Dechunker | None = None
-
-    def head(self, head: AnswerHead) -> None:
-        self.status = head.status
-        self._body = Dechunker() if head.is_chunked else None
-        if head.status != 200:
-            self.pieces.put_nowait(None)
-
-    def data(self, data: bytes) -> None:
-        self.pieces.put_nowait(data if self._body is None else self._body.feed(data))
-
-    def ended(self) -> None:
-        self.pieces.put_nowait(None)
-
-    def lost(self, reason: str) -> None:  # noqa: ARG002  (a Leg)
-        self.pieces.put_nowait(None)
+            upstream.drop(sink)

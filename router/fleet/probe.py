@@ -1,7 +1,7 @@
-"""Asks every replica twice a second whether it is ready, and what it serves when it has come up.
+"""Probes every replica: twice a second whether it is ready, and what it serves when it has come up.
 
-One task per replica. Evidence from requests wakes it early: after a broken connection the question is whether the
-process is still there, and the answer takes a millisecond.
+One task per replica. Evidence from requests wakes it early: after a broken connection a probe shows within a millisecond
+whether the process is still there.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.router.background import keep_running
+from penstock.router.background import Tasks, keep_running
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.engine_load import LOOK_S, EngineLoad, ask_load
 from penstock.router.fleet.fleet import Fleet
@@ -51,31 +51,20 @@ class Prober:
         self._fleet = fleet
         self._config = config
         self._on_info = on_info
-        self._watched: dict[Replica, ProbeTask] = {}
+        self._watched: dict[Replica, ProbeState] = {}
+        self._tasks = Tasks()
+        self.close = self._tasks.close
 
     def watch(self, replica: Replica) -> None:
         """Probe it now, and from now on."""
         if replica in self._watched:
             self._watched[replica].wake.set()
             return
-        watched = self._watched[replica] = ProbeTask()
-        name = f"the probe of {replica.url}"
-        watching = keep_running(name, lambda: self._watch(replica, watched))
-        watched.task = asyncio.get_running_loop().create_task(watching)
-        watched.task.add_done_callback(lambda _: self._unwatch(replica, watched))
+        watched = self._watched[replica] = ProbeState()
+        watching = keep_running(f"the probe of {replica.url}", lambda: self._watch(replica, watched))
+        self._tasks.spawn(watching).add_done_callback(lambda _: self._watched.pop(replica))
 
-    def _unwatch(self, replica: Replica, watched: "ProbeTask") -> None:
-        if watched.looking is not None:
-            watched.looking.cancel()
-        del self._watched[replica]
-
-    async def close(self) -> None:
-        tasks = [each.task for each in self._watched.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _watch(self, replica: Replica, watched: "ProbeTask") -> None:
+    async def _watch(self, replica: Replica, watched: "ProbeState") -> None:
         while replica.state != "removing":
             watched.wake.clear()
             await self._probe(replica, watched)
@@ -86,7 +75,7 @@ class Prober:
             await asyncio.sleep(0.05)
         self._fleet.forget(replica)
 
-    async def _probe(self, replica: Replica, watched: "ProbeTask") -> None:
+    async def _probe(self, replica: Replica, watched: "ProbeState") -> None:
         try:
             status = await self._ask_ready(replica, watched)
             watched.num_probes += 1
@@ -105,25 +94,26 @@ class Prober:
         else:
             with self._fleet.observing(replica):
                 if status == 200:
-                    replica.probe_passed(time.monotonic())
-                    if replica.load is not None and (watched.looking is None or watched.looking.done()):
-                        looking = keep_running(f"the load of {replica.url}", lambda: self._keep_looking(replica))
-                        watched.looking = asyncio.get_running_loop().create_task(looking)
+                    now_s = time.monotonic()
+                    replica.probe_passed(now_s)
+                    if replica.load is not None and now_s >= watched.load_due_s:
+                        watched.load_due_s = now_s + LOOK_S
+                        self._fleet.tasks.spawn(self._look(replica))  # a probe must not wait for it
                 else:
                     replica.probe_refused(f"/ready answered {status}", is_draining=status == 503)
 
     async def _ask(self, replica: Replica, path: str) -> tuple[int, bytes]:
         return await fetch(replica.pool, path, replica.key_line, self._config.patience.probe_timeout_s)
 
-    async def _ask_ready(self, replica: Replica, watched: "ProbeTask") -> int:
+    async def _ask_ready(self, replica: Replica, watched: "ProbeState") -> int:
         status, _ = await self._ask(replica, watched.path)
         if status == 404 and watched.path == "/ready":
             watched.path = "/health"
             status, _ = await self._ask(replica, watched.path)
         return status
 
-    async def _introduce(self, replica: Replica, watched: "ProbeTask") -> None:
-        """Ask what it serves; a replica that has come back may serve something else."""
+    async def _introduce(self, replica: Replica, watched: "ProbeState") -> None:
+        """Ask what the replica serves; one that has come back may serve something else."""
         status, body = await self._ask(replica, "/v1/models")
         if status != 200:
             raise ValueError(f"/v1/models answered {status}")
@@ -146,7 +136,7 @@ class Prober:
             self._fleet.rename(replica, names, adapters)
 
     async def _look(self, replica: Replica) -> None:
-        """At the load of an engine of another kind, and how much of it is not ours."""
+        """Ask an engine of another kind for its load, and work out how much of it is not ours."""
         before = replica.num_in_flight
         timeout_s = self._config.patience.probe_timeout_s
         load = await ask_load(replica.pool, replica.key_line, timeout_s)
@@ -158,28 +148,20 @@ class Prober:
             others = load.running + load.waiting - max(before, replica.num_in_flight)
             group.placement.see_others(replica.url, max(others, 0.0))
 
-    async def _keep_looking(self, replica: Replica) -> None:
-        """Beside the probes, for these must not wait."""
-        while replica.state != "removing":
-            await asyncio.sleep(LOOK_S)
-            await self._look(replica)
 
-
-class ProbeTask:
-    """What is known of a replica that is probed."""
-
-    task: asyncio.Task[None]
+class ProbeState:
+    """What the probes of one replica remember."""
 
     def __init__(self) -> None:
         self.wake = asyncio.Event()
         self.path = "/ready"  # or /health of an engine that has no /ready
         self.said = ""  # of the first of its models
         self.num_probes = 0
-        self.looking: asyncio.Task[None] | None = None  # at its load
+        self.load_due_s = 0.0  # when an engine of another kind is asked for its load again
 
 
 def replica_info(model: ServedModel, load: EngineLoad | None = None) -> ReplicaInfo:
-    """What the placement works with. Of an engine that says nothing of its blocks the size is guessed at."""
+    """Return what the placement needs to know. If an engine says nothing of its blocks, their size is guessed."""
     if model.fingerprint is None or model.block_size is None:
         if load is None or not 1 <= load.block_size <= 2**20:
             return ReplicaInfo()

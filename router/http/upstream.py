@@ -1,8 +1,8 @@
-"""Connections to one replica, and the answer of one request as it comes in.
+"""Connections to one replica, and the answer to one request as it comes in.
 
-The parser runs over every byte, but only to find the end of the answer (0.2 µs a chunk): what is relayed is the
-replica's bytes with its own chunk framing. Bytes beyond the end of an answer are never passed on: they could
-only be taken for the answer to another client's request.
+The parser runs over every byte, but only to find the end of the answer (0.2 µs a chunk): the router relays the replica's bytes
+with their chunk framing. Bytes behind the end of an answer are never passed on, because they could only be taken for the answer
+to another client's request.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from penstock.router.http.deadline import within
 from penstock.router.http.heads import AnswerHead, Headers, Heads, question_head, request_head
 
 MAX_HEAD_BYTES = 64 * 1024
+MAX_ANSWER_BYTES = 16 * MAX_HEAD_BYTES  # to a question of the router; the rest is dropped
 IDLE_S = 30.0  # a kept connection; engines close theirs after 75 s
 MAX_IDLE = 256
 HIGH_WATER_BYTES = 1 << 20  # a body not yet written to a replica
@@ -37,8 +38,8 @@ class ConnectFailed(Exception):
         self.is_local = is_local
 
 
-class Leg(Protocol):
-    """What a request learns of its answer. After `lost` or `ended` nothing follows."""
+class Sink(Protocol):
+    """Receives an answer. Nothing follows `ended` or `lost`."""
 
     def head(self, head: AnswerHead) -> None: ...
 
@@ -56,7 +57,7 @@ class Upstream(asyncio.Protocol):
 
     def __init__(self, pool: "Pool") -> None:
         self.pool = pool
-        self.leg: Leg | None = None
+        self.sink: Sink | None = None
         self.idle_since_s = 0.0
         self.has_heard = False  # a byte of the current answer has come
         self.is_closed = False
@@ -69,8 +70,8 @@ class Upstream(asyncio.Protocol):
         self._wants_more = self._keep = False
         self._is_excess = False
 
-    def send(self, head: bytes, body: bytes, leg: Leg) -> None:
-        self.leg = leg
+    def send(self, head: bytes, body: bytes, sink: Sink) -> None:
+        self.sink = sink
         self.has_heard = False
         self.pool.busy.add(self)
         if len(body) < HIGH_WATER_BYTES // 8:
@@ -78,11 +79,11 @@ class Upstream(asyncio.Protocol):
         else:
             self.transport.writelines([head, body])
 
-    def drop(self, leg: Leg) -> None:
-        """`leg` does not wait any more: the replica sees us leave and aborts. Without effect when its answer is
-        complete, for then the connection may serve another already."""
-        if self.leg is leg:
-            self.leg = None
+    def drop(self, sink: Sink) -> None:
+        """Close the connection if `sink` still waits for its answer; the replica sees that and aborts. Once the answer is
+        complete this does nothing, for the connection may serve another request already."""
+        if self.sink is sink:
+            self.sink = None
             self._release(keep=False)
 
     # The transport.
@@ -93,18 +94,18 @@ class Upstream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_closed = True
-        leg, self.leg = self.leg, None
+        sink, self.sink = self.sink, None
         self.pool.forget(self)
-        if leg is not None:
+        if sink is not None:
             if self._in_body and not self._is_framed and exc is None:
-                leg.ended()  # this is how an unframed body ends
+                sink.ended()  # this is how an unframed body ends
             else:
-                leg.lost("the connection broke" if self.has_heard else "the connection was closed without an answer")
+                sink.lost("the connection broke" if self.has_heard else "the connection was closed without an answer")
 
     def data_received(self, data: bytes) -> None:
-        leg = self.leg
-        if leg is not None and not self.has_heard and (plain := self.pool.heads.answer(data)) is not None:
-            self._take_whole(leg, *plain)
+        sink = self.sink
+        if sink is not None and not self.has_heard and (plain := self.pool.heads.answer(data)) is not None:
+            self._take_whole(sink, *plain)
             return
         self.has_heard = True
         try:
@@ -112,26 +113,26 @@ class Upstream(asyncio.Protocol):
         except httptools.HttpParserError:
             self._fail("the answer is not valid HTTP")
             return
-        if leg is None or self._is_excess:
+        if sink is None or self._is_excess:
             self._fail("it sent more than was asked for")
             return
         if not self._in_body:
-            data = self._take_head(leg, data)
-        if data and self._in_body and self.leg is leg:
-            leg.data(data)
-        if self._is_complete and self.leg is leg:
-            self._finish(leg)
+            data = self._take_head(sink, data)
+        if data and self._in_body and self.sink is sink:
+            sink.data(data)
+        if self._is_complete and self.sink is sink:
+            self._finish(sink)
 
-    def _take_whole(self, leg: Leg, head: AnswerHead, body: bytes) -> None:
+    def _take_whole(self, sink: Sink, head: AnswerHead, body: bytes) -> None:
         self.has_heard = self._keep = True
-        leg.head(head)
-        if body and self.leg is leg:
-            leg.data(body)
-        if self.leg is leg:
-            self._finish(leg)
+        sink.head(head)
+        if body and self.sink is sink:
+            sink.data(body)
+        if self.sink is sink:
+            self._finish(sink)
 
-    def _take_head(self, leg: Leg, data: bytes) -> bytes:
-        """Collect the head; what follows it is the body's first piece."""
+    def _take_head(self, sink: Sink, data: bytes) -> bytes:
+        """Collect the head, and return what follows it: the first piece of the body."""
         self._head += data
         if not self._headers_done:
             if len(self._head) > MAX_HEAD_BYTES:
@@ -147,21 +148,21 @@ class Upstream(asyncio.Protocol):
         head = AnswerHead.of(status, self._headers)
         self._is_framed = head.is_framed
         self._keep = head.is_framed and self._wants_more
-        leg.head(head)
+        sink.head(head)
         return rest
 
-    def _finish(self, leg: Leg) -> None:
-        self.leg = None
+    def _finish(self, sink: Sink) -> None:
+        self.sink = None
         self._in_body = self._is_complete = self._headers_done = False
         self._headers = []
         self._release(self._keep)
-        leg.ended()
+        sink.ended()
 
     def _fail(self, reason: str) -> None:
-        leg, self.leg = self.leg, None
+        sink, self.sink = self.sink, None
         self._release(keep=False)
-        if leg is not None:
-            leg.lost(reason)
+        if sink is not None:
+            sink.lost(reason)
 
     def _release(self, keep: bool) -> None:
         if keep and not self.transport.is_closing():
@@ -171,10 +172,10 @@ class Upstream(asyncio.Protocol):
             self.pool.forget(self)
             self.transport.abort()
 
-    # What the parser finds. No on_body: the bytes are passed on as they are.
+    # The parser's callbacks. There is no on_body, since the bytes are passed on as they are.
 
     def on_message_begin(self) -> None:
-        if self.leg is None or self._is_complete or self._headers_done:
+        if self.sink is None or self._is_complete or self._headers_done:
             self._is_excess = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -253,51 +254,44 @@ class Pool:
             upstream.transport.abort()
 
     def close(self) -> None:
-        """Cut all connections; who waits on one hears of it."""
+        """Cut all connections. Their sinks are told."""
         idle, self._idle = self._idle, []
         for upstream in [*idle, *self.busy]:
             upstream.transport.abort()
 
     def check(self) -> None:
         assert not self.busy & set(self._idle), "a connection is busy and idle at once"
-        assert all(upstream.leg is None for upstream in self._idle), "an idle connection has a reader"
+        assert all(upstream.sink is None for upstream in self._idle), "an idle connection has a reader"
 
 
-class Collected:
-    """A whole small answer, for the router's own questions to replicas."""
+class QueueSink:
+    """Puts the body of an answer into a queue, without its chunk framing, and None at its end. For the router's own
+    questions to replicas."""
 
     def __init__(self) -> None:
         self.status = 0
-        self.is_chunked = False
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._parts: list[bytes] = []
-        self._size_bytes = 0
+        self.failure: str | None = None  # why the connection was lost before the end
+        self.pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._body: Dechunker | None = None
 
     def head(self, head: AnswerHead) -> None:
-        self.status, self.is_chunked = head.status, head.is_chunked
+        self.status = head.status
+        self._body = Dechunker() if head.is_chunked else None
 
     def data(self, data: bytes) -> None:
-        self._size_bytes += len(data)
-        if self._size_bytes <= MAX_HEAD_BYTES * 16:
-            self._parts.append(data)
+        self.pieces.put_nowait(data if self._body is None else self._body.feed(data))
 
     def ended(self) -> None:
-        if not self.future.done():
-            self.future.set_result(None)
+        self.pieces.put_nowait(None)
 
     def lost(self, reason: str) -> None:
-        if not self.future.done():
-            self.future.set_exception(ConnectFailed(reason))
-
-    @property
-    def body(self) -> bytes:
-        raw = b"".join(self._parts)
-        return Dechunker().feed(raw) if self.is_chunked else raw
+        self.failure = reason
+        self.pieces.put_nowait(None)
 
 
 async def fetch(pool: Pool, path: str, lines: bytes, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
-    """GET from a replica, or POST of a body in JSON: status and body of the answer; `lines` are headers, written. Raises
-    ConnectFailed or TimeoutError."""
+    """GET from a replica, or POST a body in JSON; return the status and the body of the answer. `lines` are headers,
+    written. Raises ConnectFailed or TimeoutError."""
     head = question_head(path, pool.host_header, lines)
     if body is not None:
         lines += b"content-type: application/json\r\n"
@@ -306,40 +300,32 @@ async def fetch(pool: Pool, path: str, lines: bytes, timeout_s: float, body: byt
         while True:
             kept = pool.take_idle()
             upstream = kept or await pool.connect()
-            answer = Collected()
-            upstream.send(head, body or b"", answer)
+            sink, answer = QueueSink(), bytearray()
+            upstream.send(head, body or b"", sink)
             try:
-                await answer.future
-                return answer.status, answer.body
-            except ConnectFailed as error:
-                if kept is None or upstream.has_heard:
-                    raise ConnectFailed(str(error), is_dead=not upstream.has_heard) from None
+                while (piece := await sink.pieces.get()) is not None:
+                    if len(answer) + len(piece) <= MAX_ANSWER_BYTES:
+                        answer += piece
             finally:
-                upstream.drop(answer)
+                upstream.drop(sink)
+            if sink.failure is None:
+                return sink.status, bytes(answer)
+            if kept is None or upstream.has_heard:
+                raise ConnectFailed(sink.failure, is_dead=not upstream.has_heard)
 
 
 class Dechunker:
-    """Takes the chunk framing off, piece by piece. The connection's parser has seen that the framing is right."""
+    """Removes the chunk framing, piece by piece. The connection's parser has checked the framing."""
 
     def __init__(self) -> None:
-        self._left = 0  # of the current chunk, its line end included
-        self._line = b""
-        self.is_over = False
+        self._parts: list[bytes] = []
+        self._parser = httptools.HttpResponseParser(self)
+        self._parser.feed_data(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
 
     def feed(self, data: bytes) -> bytes:
-        parts = []
-        while data and not self.is_over:
-            if self._left:
-                piece, data = data[: self._left], data[self._left :]
-                parts.append(piece[: max(self._left - 2, 0)])
-                self._left -= len(piece)
-                continue
-            line, found, data = data.partition(b"\n")
-            self._line += line + found
-            if found:
-                size = int(self._line.partition(b";")[0], 16)
-                self._line = b""
-                if size == 0:
-                    self.is_over = True
-                self._left = size + 2
+        self._parser.feed_data(data)
+        parts, self._parts = self._parts, []
         return b"".join(parts)

@@ -1,21 +1,22 @@
-"""Cache events as vLLM and SGLang publish them, turned into the frames that the placement knows.
+"""Turns cache events as vLLM and SGLang publish them into the frames that the placement knows.
 
-Such an engine names blocks by hashes of its own, whose function and seed are its affair. But an event carries the
-blocks' tokens and the hash of the block before them: so each of its hashes stands for a key of ours, and the map from
-one to the other is kept here for as long as the block is cached anywhere. It knows one replica, no sockets and no time.
+Such an engine names blocks by hashes of its own, with a function and a seed that we do not know. But an event carries the
+blocks' tokens and the hash of the block before them, so each hash stands for a key of ours. This keeps the map from hashes to
+keys for as long as the block is cached anywhere. It knows one replica, no sockets and no time.
 
 A batch is a msgpack array (time, events, rank). An event is a map with its name under "type" (vLLM since 2026), or an
 array that begins with its name (vLLM before, SGLang until 2026); fields that came later stand at the end, so one list
-serves all. SGLang names a salt in a field of its own, and of models with EAGLE drafts says each token with the next.
+serves all. SGLang puts a salt into a field of its own, and publishes each token of a model with EAGLE drafts with the next one.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from penstock.cache.keys import block_keys, namespace_root
+from penstock.cache.tiers.base import KeyChanges
 from penstock.engine.http.kv_stream import KEY_BYTES, Changes, Frame, Hello, snapshot
 
 Hash = bytes | int
@@ -76,7 +77,7 @@ class OtherBlockSize(Exception):
 
 
 def events_of(payload: bytes) -> list[Stored | Removed | Cleared]:
-    """Of a batch, those of a kind that is known."""
+    """Return the events of a batch that are of a known kind."""
     try:
         batch = msgspec.msgpack.decode(payload)
         events = batch["events"] if isinstance(batch, dict) else batch[1]
@@ -94,7 +95,7 @@ def _event(said: Any) -> Stored | Removed | Cleared | None:
 
 
 class EngineBlocks:
-    """What one engine has cached, by its names and by ours."""
+    """The blocks that one engine has cached, by its hashes ("names") and by our keys."""
 
     def __init__(self, fingerprint: bytes, block_size: int, engine: str) -> None:
         self.block_size = block_size
@@ -102,30 +103,36 @@ class EngineBlocks:
         self._fingerprint = fingerprint
         self._engine = engine
         self._keys: dict[Hash, bytes] = {}
-        self._held: dict[str, set[Hash]] = {}  # by tier
-        # Engines keep equal blocks twice where two requests computed them at once, and say so of each.
-        self._again: Counter[tuple[str, Hash]] = Counter()
-        self._group: int | None = None  # of layers; where there are several, one that needs every block speaks for all
+        # By tier, how many equal blocks there are: an engine keeps a block twice where two requests computed it at once, and
+        # publishes both.
+        self._held: defaultdict[str, Counter[Hash]] = defaultdict(Counter)
+        self._group: int | None = None  # of layers; of several groups one that needs every block stands for all
         self.seq = 0  # of the last frame of changes
 
     # -- frames --------------------------------------------------------------------------------------------
 
     def take(self, payload: bytes) -> list[Frame]:
-        """Raises BadEvents, and OtherBlockSize before anything was stored."""
-        changes: dict[str, dict[bytes, bool]] = {}  # tier → our key → whether it is there now
-        cleared: set[str] = set()
+        """Take in a batch and return what it changes. Raises BadEvents, and OtherBlockSize before anything was stored."""
+        changes: defaultdict[str, KeyChanges] = defaultdict(KeyChanges)  # by tier
+        is_cleared = False
         for event in events_of(payload):
             if isinstance(event, Stored):
-                self._store(event, changes)
+                self._store(event, changes[_tier(event.medium)])
             elif isinstance(event, Removed):
-                self._remove(event, changes)
+                self._remove(event, changes[_tier(event.medium)])
             else:
-                self._clear(changes)
-                cleared.add("device")
-        return [self._changes(tier, changes.get(tier, {}), tier in cleared) for tier in changes.keys() | cleared]
+                self._clear()
+                changes["device"], is_cleared = KeyChanges(), True
+        frames: list[Frame] = []
+        for tier, changed in changes.items():
+            stored, removed = map(b"".join, changed.take())
+            if stored or removed or is_cleared:
+                self.seq += 1
+                frames.append(Changes(self.seq, tier, stored, removed, is_cleared and tier == "device"))
+        return frames
 
     def snapshot(self) -> Iterator[Frame]:
-        """All that is known to be there, in place of what the placement has."""
+        """Return all that is known to be there, in place of what the placement has."""
         yield Hello(self._engine, "sha256", self._fingerprint, self.block_size, 0)
         runs = {tier: b"".join([self._keys[name][:KEY_BYTES] for name in held]) for tier, held in self._held.items()}
         yield from snapshot(self.seq, runs)
@@ -134,15 +141,9 @@ class EngineBlocks:
     def num_blocks(self) -> int:
         return len(self._keys)
 
-    def _changes(self, tier: str, changes: dict[bytes, bool], is_cleared: bool) -> Changes:
-        self.seq += 1
-        stored = b"".join([key for key, is_there in changes.items() if is_there])
-        removed = b"".join([key for key, is_there in changes.items() if not is_there])
-        return Changes(self.seq, tier, stored, removed, is_cleared)
-
     # -- events --------------------------------------------------------------------------------------------
 
-    def _store(self, event: Stored, changes: dict[str, dict[bytes, bool]]) -> None:
+    def _store(self, event: Stored, changes: KeyChanges) -> None:
         names, size = event.block_hashes, event.block_size
         if event.kv_cache_spec_kind not in WHOLE or not names or not self._is_ours(event):
             return
@@ -161,22 +162,19 @@ class EngineBlocks:
         names = names[: _num_plain(event)]
         if len(names) < len(event.block_hashes):
             self.counts["not_text"] += len(event.block_hashes) - len(names)
-        tier = _tier(event.medium)
-        held, changed = self._held.setdefault(tier, set()), changes.setdefault(tier, {})
+        held = self._held[_tier(event.medium)]
         try:
             keys = block_keys(event.tokens[: size * len(names)], size, root=root)
         except ValueError as error:  # no token ids
             raise BadEvents(str(error)) from None
         for name, key in zip(names, keys, strict=True):
-            if name in held:
-                self._again[tier, name] += 1
-            else:
-                held.add(name)
+            held[name] += 1
+            if held[name] == 1:
                 self._keys[name] = key
-                changed[key[:KEY_BYTES]] = True
+                changes.note(key[:KEY_BYTES], True)
 
     def _root(self, event: Stored) -> bytes | None:
-        """What the first block's key is chained to; None: it stands behind a block that we do not know."""
+        """Return what the first block's key is chained to; None if it stands behind an unknown block."""
         if event.parent_block_hash is not None:
             parent = self._keys.get(event.parent_block_hash)
             if parent is None:
@@ -186,28 +184,22 @@ class EngineBlocks:
         salt = words[0] if len(words) == 1 and isinstance(words[0], str) else event.cache_salt
         return namespace_root(model=self._fingerprint, adapter=event.lora_name, salt=salt)
 
-    def _remove(self, event: Removed, changes: dict[str, dict[bytes, bool]]) -> None:
-        if not self._is_ours(event):
-            return
-        tier = _tier(event.medium)
-        held, changed = self._held.setdefault(tier, set()), changes.setdefault(tier, {})
-        for name in event.block_hashes:
+    def _remove(self, event: Removed, changes: KeyChanges) -> None:
+        held = self._held[_tier(event.medium)]
+        for name in event.block_hashes if self._is_ours(event) else ():
             if name not in held:
                 continue
-            if self._again[tier, name] > 0:
-                self._again[tier, name] -= 1
+            held[name] -= 1
+            if held[name]:
                 continue
-            del self._again[tier, name]
-            held.remove(name)
-            changed[self._keys[name][:KEY_BYTES]] = False
+            del held[name]
+            changes.note(self._keys[name][:KEY_BYTES], False)
             if not any(name in others for others in self._held.values()):
                 del self._keys[name]
 
-    def _clear(self, changes: dict[str, dict[bytes, bool]]) -> None:
-        """The device has nothing any more; what lies deeper stays."""
-        changes.pop("device", None)
+    def _clear(self) -> None:
+        """Forget the device's blocks. Those of deeper tiers stay."""
         self._held.pop("device", None)
-        self._again.clear()
         kept: set[Hash] = set().union(*self._held.values())
         self._keys = {name: key for name, key in self._keys.items() if name in kept}
 
@@ -217,7 +209,7 @@ class EngineBlocks:
     def check(self) -> None:
         known: set[Hash] = set().union(*self._held.values())
         assert known == self._keys.keys(), "a block is held without a key, or the other way round"
-        assert all(count >= 0 and name in self._held[tier] for (tier, name), count in self._again.items() if count)
+        assert all(count > 0 for held in self._held.values() for count in held.values())
 
 
 def _tier(medium: str | None) -> str:
@@ -225,7 +217,7 @@ def _tier(medium: str | None) -> str:
 
 
 def _beside_adapter(event: Stored, index: int) -> Sequence[Any]:
-    """What beside tokens and adapter a block's name stands for: a salt, images."""
+    """Return what a block's name depends on besides tokens and adapter: a salt, images."""
     extra = event.extra_keys[index] if event.extra_keys and index < len(event.extra_keys) else None
     words = list(extra or ())
     if event.lora_name in words:
@@ -234,7 +226,7 @@ def _beside_adapter(event: Stored, index: int) -> Sequence[Any]:
 
 
 def _num_plain(event: Stored) -> int:
-    """How many of its blocks, from the first, are named by tokens, adapter and salt alone."""
+    """Return how many of its blocks, from the first, depend on tokens, adapter and salt alone."""
     for index in range(len(event.block_hashes)):
         words = _beside_adapter(event, index)
         is_salt = index == 0 and event.parent_block_hash is None and len(words) == 1 and isinstance(words[0], str)

@@ -1,7 +1,7 @@
-"""What each replica has been given to do: columns of numbers, and the charge that one request is.
+"""The load of each replica: columns of numbers, and the charge that each request is.
 
 A charge is made when a request is placed and released exactly once, whatever becomes of the request. Health checks,
-drains and restarts never touch these numbers. From the charges' first tokens the replica's prefill speed is learned.
+drains and restarts never change these numbers. The replica's prefill speed is learned from the charges' first tokens.
 """
 
 from collections.abc import Callable, Collection
@@ -49,7 +49,7 @@ class LoadTable:
         self._free: list[int] = []
         self._unknown: set[int] = set()  # rows whose speed was neither learned nor given: that of the others is assumed
         self.num_rows = 0
-        self._first_delay_s = policy.first_delay_s
+        self._first_delay_s, self._first_speed = policy.first_delay_s, policy.first_tokens_per_s
         self.c = ffi.new(
             "struct penstock_fleet *",
             {
@@ -63,7 +63,8 @@ class LoadTable:
         self._columns = np.zeros((len(COLUMNS), 8))
         self._name_columns()
 
-    def add(self, capacity: float, speed: float, is_known: bool) -> int:
+    def add(self, capacity: float, speed: float | None) -> int:
+        """Return a row. Until its speed was learned, a replica is taken to be like the mean of the others."""
         if self._free:
             row = self._free.pop()
         else:
@@ -73,10 +74,12 @@ class LoadTable:
                 self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
             self._name_columns()
         self._columns[:, row] = 0.0
+        if speed is None:
+            others = [self.speed[other] for other in range(self.num_rows) if other != row and other not in self._free]
+            self._unknown.add(row)
+            speed = sum(others) / len(others) if others else self._first_speed
         self.capacity[row], self.speed[row], self.delay[row] = capacity, speed, self._first_delay_s
         self.per_capacity[row] = 1.0 / (UNKNOWN_CAPACITY if np.isinf(capacity) else capacity)
-        if not is_known:
-            self._unknown.add(row)
         self._count_rows()
         return row
 
@@ -173,7 +176,6 @@ class ReplicaLoad:
 
     def place(self, charge: "Charge") -> None:
         self.num_active += 1
-        self.ledger.decisions_total += 1
         self._waiting[charge] = None
         lib.penstock_fleet_place(self.table.c, self.row, charge.own_tokens, charge.held_tokens, charge.placed_s)
 
@@ -200,10 +202,6 @@ class ReplicaLoad:
             self.num_others += change
             self._is_seen = True
             self.table.active[self.row] += change
-
-    def hold(self, num_tokens: int) -> None:
-        if not self.is_gone:
-            self.table.held[self.row] += num_tokens
 
     def leave(self, charge: "Charge") -> None:
         self.num_active -= 1
@@ -262,6 +260,7 @@ class Charge:
         self.is_answered = self.is_released = self.is_handed_over = False
         self._load = load
         self.placed_s = load.clock()
+        load.ledger.decisions_total += 1
         load.place(self)
 
     def hand_over(self, ttft_s: float) -> None:
@@ -291,9 +290,9 @@ class Charge:
 
     def tokens(self, count: int) -> None:
         """So many tokens of the answer have come; each holds a place in the replica's cache."""
-        if not self.is_released:
+        if not self.is_released and not self._load.is_gone:
             self.held_tokens += count
-            self._load.hold(count)
+            self._load.table.held[self._load.row] += count
 
     def streamed(self, num_tokens: int) -> None:
         """The answer was a stream of so many tokens, and has come to its end."""

@@ -84,8 +84,7 @@ class Placement:
         if space not in self._spaces:
             self._spaces = (*self._spaces, space)
         capacity = info.num_blocks * info.block_size or np.inf
-        given = info.prefill_tokens_per_s
-        row = self.loads.add(capacity, given or self._usual_speed(), is_known=given is not None)
+        row = self.loads.add(capacity, info.prefill_tokens_per_s)
         cache = self.knowledge.add(row, space, info.num_blocks or max(GUESSED_TOKENS // info.block_size, 1))
         replica = PlacedReplica(name, info, ReplicaLoad(self.loads, row, self.ledger, self._clock), cache)
         self._replicas[name] = self._rows[row] = replica
@@ -147,8 +146,9 @@ class Placement:
 
     def preview(
         self, prompt: Prompt | None, num_tokens: int, session: str | None, exclude: frozenset[str]
-    ) -> tuple[str | None, list[dict[str, Any]]]:
-        """What `choose` would do now, and what it goes by; nothing is charged, remembered or expected."""
+    ) -> dict[str, Any] | None:
+        """Return what `choose` would do now, and what it goes by; None where no replica may take the request. Nothing is
+        charged, remembered or expected."""
         fleet = self.loads.c
         kept = fleet.turn, fleet.random
         row = self._row(prompt, num_tokens, session, exclude)
@@ -165,7 +165,16 @@ class Placement:
                     "knowledge": replica.cache.kind,
                 }
             )
-        return (None if row < 0 else self._rows[row].name), rows
+        if row < 0:
+            return None
+        cached, _, ttft = self.loads.prediction(row)
+        return {
+            "replica": self._rows[row].name,
+            "prompt_tokens": num_tokens,
+            "matched_tokens": int(cached),
+            "predicted_first_token_s": round(ttft, 6),
+            "replicas": rows,
+        }
 
     def expect(self, charge: Charge, prompt: Prompt) -> None:
         """The prompt is in its replica's cache now, or about to be."""
@@ -263,11 +272,6 @@ class Placement:
             assert self._rows[replica.load.row] is replica and replica.name == name
             replica.load.check()
         assert len(self._rows) == len(self._replicas)
-
-    def _usual_speed(self) -> float:
-        """What a newcomer is taken to do until it has shown it: the mean of the others."""
-        speeds = [float(self.loads.speed[row]) for row in self._rows]
-        return float(np.mean(speeds)) if speeds else self.policy.first_tokens_per_s
 
     def _count_spaces(self) -> None:
         if len(self._space_of_row) < self.loads.num_rows:

@@ -100,9 +100,12 @@ _CHAT = msgspec.json.Decoder(ToRender)
 
 
 class Routable(msgspec.Struct, frozen=True, gc=False):
+    """What a request is routed by, and its body with token ids. `text_digest`: of the tokenizer and template that made them."""
+
     prompt: Prompt | None
     num_tokens: int
     body_with_ids: bytes | None = None
+    text_digest: str | None = None
     fields: dict[str, Raw] | None = None  # the body's, if it was split
 
 
@@ -151,7 +154,7 @@ class Texts:
             return Routable(placement.prepare(whole, asked.cache_salt, adapter), len(text) // BYTES_PER_TOKEN)
         prompt = placement.prepare(ids.packed, asked.cache_salt, adapter)
         form = token_form.pack(ids.fields, PROMPTS[path][0], ids.packed) if ids.is_exact else None
-        return Routable(prompt, len(ids.packed) // 4, form, ids.fields)
+        return Routable(prompt, len(ids.packed) // 4, form, self.digest, ids.fields)
 
     def ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
         """None: no tokenizer, several prompts, or something that only the replica can judge."""

@@ -1,9 +1,9 @@
-"""A tokenizer with a memory: a text is cut at its special tokens, and pieces seen before are not tokenized again.
+"""Tokenizes texts in segments between special tokens, and caches the token ids of each segment.
 
 A conversation sends its whole history with every turn. Tokenizers never merge text across a special token, so the ids
-of the whole text are the ids of its pieces, one after the other. At any other place this does not hold (every third
-text differed). Whether a tokenizer behaves so is checked when it is loaded, not assumed: special tokens that absorb
-neighbouring spaces, or that overlap another added token, are not used as cuts.
+of the whole text are the ids of its segments, one after the other. At any other place this does not hold (every third
+text differed). Whether a tokenizer behaves so is checked when it is loaded: special tokens that absorb neighbouring spaces, or
+that overlap another added token, are not used as cuts.
 """
 
 import re
@@ -29,7 +29,6 @@ class SegmentCache:
         self._size_bytes = 0
         self._known: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
-        self._frame = _frame(tokenizer)
         self._cuts = _cuts(tokenizer)
         words = sorted(self._cuts, key=len, reverse=True)  # the longest of several that begin at one place wins
         self._pattern = re.compile(f"({'|'.join(map(re.escape, words))})") if words else None
@@ -40,7 +39,7 @@ class SegmentCache:
         return self._pattern is not None
 
     def encode(self, text: str, add_special_tokens: bool) -> bytes:
-        if self._pattern is None or (add_special_tokens and self._frame is None):
+        if self._pattern is None or add_special_tokens:  # a chat's template has put its own there
             return _pack(self._tokenizer.encode(text, add_special_tokens))
         pieces = self._pattern.split(text)  # text, special, text, special, …, text
         found = [self._cuts.get(piece) if place % 2 else self._recall(piece) for place, piece in enumerate(pieces)]
@@ -50,10 +49,7 @@ class SegmentCache:
             for place, ids in zip(missing, encoded, strict=True):
                 found[place] = _pack(ids)
                 self._remember(pieces[place], found[place] or b"")
-        whole = b"".join(ids for ids in found if ids)
-        if add_special_tokens and self._frame is not None:
-            return self._frame[0] + whole + self._frame[1]
-        return whole
+        return b"".join(ids for ids in found if ids)
 
     def _recall(self, piece: str) -> bytes | None:
         if not piece:
@@ -118,19 +114,6 @@ def _is_cut_exactly(tokenizer: Tokenizer, word: str, ids: bytes) -> bool:
     return all(
         _pack(each) == apart[left] + ids + apart[right] for each, (left, right) in zip(whole, pairs, strict=True)
     )
-
-
-def _frame(tokenizer: Tokenizer) -> tuple[bytes, bytes] | None:
-    """What `add_special_tokens` puts before and behind any text; None if it does anything else."""
-    frame = None
-    for text in ("a", "Hello there", " x\n"):
-        framed, bare = _pack(tokenizer.encode(text, True)), _pack(tokenizer.encode(text, False))
-        place = framed.find(bare)
-        found = (framed[:place], framed[place + len(bare) :])
-        if place < 0 or place % 4 or frame not in (None, found):
-            return None
-        frame = found
-    return frame
 
 
 def _pack(ids: list[int]) -> bytes:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.router.app import OPEN, OWN, PROXIED
+from penstock.router.routes import OPEN, OWN, PROXIED
 from tests.support.raw_http import exchange, status
 from tests.support.router_fleet import RunningRouter, running_router, until
 from tests.support.router_stub import Stub, stub

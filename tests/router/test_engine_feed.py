@@ -112,9 +112,9 @@ def test_without_a_replay_endpoint_a_connection_begins_with_nothing() -> None:
 def test_an_engine_that_is_taken_out_is_not_listened_to_any_more() -> None:
     with stand_in() as engine, running_router(engine.backend, tokenizes=True) as router:
         until(lambda: is_followed(router, engine))
-        links = router.router.feeds._tasks
+        follower = router.router.feeds._by_url[engine.http.url]
         router.call(lambda: router.app.apply("DELETE", engine.http.url, None))
-        until(lambda: engine.http.url not in links)
+        until(follower.done)
 
 
 def test_requests_go_where_their_beginning_is_cached() -> None:

@@ -18,10 +18,10 @@ import pytest
 from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import Limits
 from penstock.engine.text.prompt import INLINE_CHARS
-from penstock.router.attempt import Attempt
 from penstock.router.fleet.budget import RetryBudget
 from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica, State
 from penstock.router.http.heads import ClientRequest
+from penstock.router.leg import Leg
 from tests.support.raw_http import connect, exchange, post, read_all, status
 from tests.support.router_fleet import QUICK, RunningRouter, mock_replicas, running_router, until
 from tests.support.router_stub import Answer, Seen, stub, whole
@@ -149,7 +149,7 @@ def test_a_bug_of_ours_is_a_500_and_the_request_does_not_count_for_ever(
         monkeypatch.setattr(RetryBudget, "deposit", lambda *_: 1 // 0)
         assert router.complete(prompt).status_code == 500
         monkeypatch.undo()
-        monkeypatch.setattr(Attempt, "start", lambda *_: 1 // 0)  # with its load charged
+        monkeypatch.setattr(Leg, "start", lambda *_: 1 // 0)  # with its load charged
         assert router.complete(prompt).status_code == 500
         monkeypatch.undo()
         assert router.call(lambda: len(router.app.exchanges)) == 0 and "ZeroDivisionError" in caplog.text

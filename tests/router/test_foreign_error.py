@@ -69,4 +69,4 @@ def test_a_busy_replicas_own_answer_is_put_into_form_too(router: RunningRouter, 
 
 def test_what_is_compressed_is_not_read() -> None:
     head = AnswerHead(400, b"Content-Encoding: gzip\r\n", None)
-    assert in_openais_form(head, b"\x1f\x8b", False) is None
+    assert in_openais_form(head, b"\x1f\x8b") is None

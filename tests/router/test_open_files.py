@@ -83,17 +83,20 @@ def test_without_a_descriptor_left_a_client_gets_a_503_and_the_replica_stays_up(
     class Loop:
         """A running loop whose process has no descriptor left."""
 
-        def create_future(self) -> "asyncio.Future[None]":
-            return asyncio.get_running_loop().create_future()
-
         async def create_connection(self, *_: object) -> None:
             failed.append(1)
             raise OSError(errno.EMFILE, "Too many open files")
 
     with stub() as backend, running_router(backend.url) as router:
         replica = router.fleet.replicas[backend.url]
-        monkeypatch.setattr(upstream, "asyncio", SimpleNamespace(get_running_loop=Loop))
-        router.call(replica.pool.close)
+        monkeypatch.setattr(upstream, "asyncio", SimpleNamespace(**vars(asyncio) | {"get_running_loop": Loop}))
+
+        def has_no_connection_left() -> bool:
+            """One may have been in the making."""
+            router.call(replica.pool.close)
+            return len(failed) > 2
+
+        until(has_no_connection_left)
         answers = [router.complete(model="m") for _ in range(6)]
         until(lambda: len(failed) > 12)  # the probes fail in the same way
         assert [answer.status_code for answer in answers] == [503] * 6

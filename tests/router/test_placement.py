@@ -129,7 +129,8 @@ def test_what_an_answer_in_flight_costs_is_learned_from_streams() -> None:
     placement.loads.waiting[:] = placement.loads.queued[:] = 0.0
     for speed, expected in ((1_000.0, "r0"), (10_000.0, "r1")):
         placement.loads.speed[:] = speed
-        assert placement.preview(placement.prepare(half_cached), 200, None, frozenset())[0] == expected
+        explained = placement.preview(placement.prepare(half_cached), 200, None, frozenset())
+        assert explained is not None and explained["replica"] == expected
 
 
 def test_requests_of_others_count_as_the_mean_of_what_is_seen() -> None:

@@ -39,8 +39,9 @@ def held(router: RunningRouter) -> set[bytes]:
         found = {}
         for text in TEXTS:
             prompt = placement.prepare(b"".join(byte.to_bytes(4, "little") for byte in text.encode()))
-            _, rows = placement.preview(prompt, len(text), None, frozenset())
-            found[text] = rows[0]["cached_tokens"]
+            explained = placement.preview(prompt, len(text), None, frozenset())
+            assert explained is not None
+            found[text] = explained["replicas"][0]["cached_tokens"]
         return found
 
     return {f"{text}{count}".encode() for text, count in router.call(matches).items()}

@@ -1,0 +1,80 @@
+"""Writes a replica's answer to the client, with the replica's own chunk framing where the client knows chunks.
+
+Nothing is written before `begin`, so that until then another replica's answer can take its place. Afterwards never, for half
+an answer cannot be taken back: a stream that breaks ends with an error event.
+"""
+
+from penstock.engine.http.errors import error_body
+from penstock.router.foreign_error import in_openais_form
+from penstock.router.http.edge import ClientConnection
+from penstock.router.http.heads import AnswerHead, ClientRequest, answer_head
+from penstock.router.http.upstream import Dechunker
+
+MAX_HELD_BYTES = 64 * 1024  # of an error's body, which another replica's answer may replace
+NO_ANSWER = AnswerHead(0, b"", None)
+
+
+class AnswerWriter:
+    __slots__ = ("_connection", "_held", "_plain", "_request", "head")
+
+    def __init__(self, request: ClientRequest, connection: ClientConnection) -> None:
+        self.head = NO_ANSWER
+        self._request, self._connection = request, connection
+        self._held: list[bytes] = []
+        self._plain: Dechunker | None = None  # a client of HTTP/1.0 does not know chunks
+
+    @property
+    def is_held(self) -> bool:
+        """An error's body has come, and nothing of it was written."""
+        return bool(self._held)
+
+    def expect(self, head: AnswerHead) -> None:
+        """An answer with this head follows, in place of any earlier one."""
+        self.head, self._held = head, []
+        self._plain = Dechunker() if head.is_chunked and self._request.is_http10 else None
+
+    def hold(self, data: bytes) -> bool:
+        """Keep a piece of an error's body, which may yet be replaced or put into another form. Return False for a piece
+        that has to be written."""
+        if self.head.status < 400 or self.head.is_stream or sum(map(len, self._held)) >= MAX_HELD_BYTES:
+            return False
+        self._held.append(data)
+        return True
+
+    def write(self, data: bytes) -> None:
+        if self._plain is not None:
+            data = self._plain.feed(data)
+        self._connection.transport.write(data)
+
+    def begin(self, data: bytes = b"", *, is_whole: bool = False) -> None:
+        """Write the head, what was held, and `data`. `is_whole`: this is all of the body."""
+        self._held.append(data)
+        body, lines = b"".join(self._held), self.head.lines
+        self._held = []
+        mapped = in_openais_form(self.head, body) if is_whole and self.head.status >= 400 else None
+        if mapped is not None:
+            lines, body = mapped
+        elif self._plain is not None:
+            body = self._plain.feed(body)
+        elif self.head.is_chunked:
+            lines += b"transfer-encoding: chunked\r\n"
+        self._connection.transport.write(answer_head(self.head.status, lines, self._keeps) + body)
+
+    def finish(self) -> None:
+        """The answer is complete."""
+        self._connection.finish(self._keeps)
+
+    def break_off(self, reason: str, *, is_at_boundary: bool) -> None:
+        """Half an answer is out. A stream can say so if the last chunk is complete; otherwise cut the connection."""
+        if is_at_boundary and self.head.is_stream and self._plain is None:
+            # Anthropic's clients look for the event's name; others read the data alone.
+            event = b"event: error\ndata: " + error_body(502, f"the replica failed: {reason}") + b"\n\ndata: [DONE]\n\n"
+            self._connection.transport.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event))
+            self._connection.finish(keep_alive=False)
+        else:
+            self._connection.transport.abort()
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether the connection stays open behind this answer."""
+        return self.head.is_framed and self._request.keep_alive and not self._connection.edge.is_closing

@@ -1,0 +1,56 @@
+"""A client's request as it is sent to replicas."""
+
+import msgspec
+
+from penstock.engine.http.token_form import CONTENT_TYPE, REPORT_HEADER
+from penstock.router.fleet.replica import Replica
+from penstock.router.http.heads import ClientRequest
+from penstock.router.placement.prompts import Asked, Routable
+from penstock.router.routes import PROXIED, RESPONSES, STORED
+
+_JSON = REPORT_HEADER + b": cached-tokens\r\ncontent-type: application/json\r\n"
+_WITH_IDS = REPORT_HEADER + b": cached-tokens\r\ncontent-type: %b\r\n" % CONTENT_TYPE
+
+
+class Question(msgspec.Struct, frozen=True, gc=False):
+    """The exchange drops it at the first byte of the answer, and the body with it."""
+
+    request: ClientRequest
+    asked: Asked
+    routable: Routable
+    client_key: bytes  # the header with the client's own key, for replicas that need none of ours
+
+    @property
+    def session(self) -> str | None:
+        given = self.request.session
+        return given.decode("latin-1")[:256] if given else self.asked.session
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the request may be sent again after it may have reached a replica. It may not where that would store
+        another response, or delete or cancel one twice."""
+        if self.request.path in PROXIED:
+            return self.request.path != RESPONSES or self.asked.store is False
+        return self.request.method == b"GET"
+
+    def has_ids_for(self, replica: Replica) -> bool:
+        """Whether the replica is sent token ids: it has to have the tokenizer and the template that made them."""
+        routable = self.routable
+        return routable.body_with_ids is not None and replica.text_digest == routable.text_digest
+
+    def lines_for(self, replica: Replica) -> bytes:
+        """Return the headers for the replica, written."""
+        kind = _WITH_IDS if self.has_ids_for(replica) else _JSON
+        return self.request.lines + kind + (replica.key_line or self.client_key)
+
+    def body_for(self, replica: Replica) -> bytes:
+        form = self.routable.body_with_ids
+        return form if form is not None and self.has_ids_for(replica) else self.request.body
+
+
+def stored_id(path: str, asked: Asked) -> str | None:
+    """Return the id of the stored response that a request names, in its path or as the one that it continues; else None."""
+    if path not in PROXIED:
+        return path.removeprefix(STORED).partition("/")[0]
+    given = asked.previous_response_id
+    return given if isinstance(given, str) else None

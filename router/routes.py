@@ -1,0 +1,29 @@
+"""The routes of a router: those that it answers itself, and those that it passes to a replica."""
+
+from penstock.router.http.heads import ClientRequest
+
+RESPONSES = "/v1/responses"
+STORED = "/v1/responses/"  # before the id of a response that a replica stores
+PROXIED = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize", RESPONSES),
+        *("/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+    }
+)
+OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/route", "/v1/models"})
+METHODS = {"/replicas": (b"GET", b"HEAD", b"POST", b"DELETE"), "/route": (b"POST",)}  # of the others: GET and HEAD
+PROBED = OWN - {"/", "/replicas", "/route", "/v1/models"}
+OPEN = frozenset({(b"GET", "/health"), (b"HEAD", "/health"), (b"GET", "/"), (b"HEAD", "/")})  # need no key
+
+
+def is_proxied(path: str) -> bool:
+    return path in PROXIED or path.startswith(STORED)
+
+
+def route_of(request: ClientRequest) -> str:
+    """Return the name of the request's route for metrics, lines and spans: one of a fixed set."""
+    path = request.path
+    if path in OWN or path in PROXIED:
+        return path
+    return STORED if path.startswith(STORED) else "unmatched"
