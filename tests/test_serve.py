@@ -36,8 +36,8 @@ pytestmark = pytest.mark.timeout(300)  # importing torch, several times
 class Server:
     """The process, with what it printed so far."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        environment = {**os.environ, "TMPDIR": str(folder.parent), "PYTHONPATH": os.pathsep.join(["src", *sys.path])}
+    def __init__(self, folder: Path, *options: str, **variables: str) -> None:
+        inherited = {**os.environ, "TMPDIR": str(folder.parent), "PYTHONPATH": os.pathsep.join(["src", *sys.path])}
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -54,7 +54,7 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment,
+            env=inherited | variables,
         )
         self.output = ""
         self._reader = threading.Thread(target=self._read)
@@ -143,3 +143,15 @@ def test_a_port_in_use_is_said_before_the_model_loads(server: Server, folder: Pa
     assert second.process.wait(60) == 2
     second.close()
     assert "Address already in use" in second.output and "Starting" not in second.output
+
+
+@pytest.mark.slow  # compiles all Python files of torch
+def test_a_first_start_says_what_it_compiled(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    server = Server(folder, PYTHONPYCACHEPREFIX=str(tmp_path_factory.mktemp("bytecode")))
+    try:
+        server.wait_for(r"Ready after .*\n  This start compiled [\d,]+ Python files in .* s")
+    finally:
+        server.close()

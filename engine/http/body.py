@@ -24,6 +24,7 @@ FIELDS = dict[str, msgspec.Raw]
 _decoder = cache(msgspec.json.Decoder[Any])  # of a type, made when it is first asked for
 _KEY = re.compile(rb'[\s{,]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+')
 _AFTER_VALUE = re.compile(rb"\s*[,}]")
+_MEDIA = re.compile(r"invalid value ('(?:image|document)')")  # msgspec's words for an unknown type of block
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -68,6 +69,8 @@ def decode(kind: type[T], source: bytes | msgspec.Raw, field: str = "") -> T:
         return found
     except msgspec.ValidationError as error:
         within, what = objection(error, kind)
+        if (media := _MEDIA.fullmatch(what)) is not None:
+            what = f"{media[1]} is not served; this model reads text only"
         place = (field + within).lstrip(".")
         raise HttpError(400, f"{clip(place)}: {what}" if place else what, param=place or None) from None
     except msgspec.DecodeError as error:

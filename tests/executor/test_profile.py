@@ -101,6 +101,24 @@ def test_the_largest_steps_are_run_and_measured(case: str, num_tokens: int, monk
     assert (info.memory["activations"], info.memory["requests"]) == (2 * GIB, GIB)
 
 
+def test_the_largest_step_with_an_adapter_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is fused without an adapter is computed in parts with one, which takes other memory."""
+    meter, forward = Meter(), ModelRunner.launch
+
+    def watched(self: ModelRunner, step: Step) -> Launched:
+        if step.rows and all(admission.adapter is not None for admission in step.admissions):
+            meter.said.append(f"{sum(row.count for row in step.rows)} tokens")
+        return forward(self, step)
+
+    pretend_a_gpu(monkeypatch, Recorder)
+    monkeypatch.setattr(rank, "CudaMeter", lambda _: meter)
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    limits: dict[str, Any] = {"max_num_batched_tokens": 40, "max_num_seqs": 3, "enforce_eager": True}
+    UniprocExecutor(ExecutorConfig(model=str(folder("qwen3")), dtype="float32", enable_lora=True, **limits))
+    assert meter.said[0] == "start" and meter.said[-1] == "peak"
+    assert "40 tokens" in meter.said
+
+
 def test_memory_is_set_aside_for_graphs_where_there_will_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_a_gpu(monkeypatch, Recorder)
     asked: list[bool] = []

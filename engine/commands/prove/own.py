@@ -16,18 +16,19 @@ from .faults import FAULTS, Scene
 from .options import ProveError, ProveOptions, request_headers
 from .own_server import END_SIGNALS, WORLDS, OwnServer
 from .proof import Proof
-from .session import prove
+from .session import NOT_ENOUGH, exit_code, prove
 
 ALL = "all"
 
 
 def run_own(options: ProveOptions) -> int:
-    """Prove one world or fault after the other; return 1 where any has a finding."""
+    """Prove one world or fault after the other; return 1 where any has a finding, else 3 where any has too few answers."""
     names = _named("world", options.worlds, WORLDS) + _named("fault", options.faults, FAULTS)
     try:
-        return max([int(bool(asyncio.run(prove_own(name, options))["findings"])) for name in names or ["uniproc"]])
+        codes = {exit_code(asyncio.run(prove_own(name, options))) for name in names or ["uniproc"]}
     except asyncio.CancelledError:
         return 130
+    return next((code for code in (1, NOT_ENOUGH) if code in codes), 0)
 
 
 async def prove_own(name: str, options: ProveOptions) -> dict[str, Any]:

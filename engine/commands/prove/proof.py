@@ -54,6 +54,7 @@ class Proof:
         num = max(8, min(64, options.requests // 4))
         self.questions = questions(self._rng, abilities, num)
         self.references: dict[int, Spoken] = {}
+        self.num_compared = 0  # whole answers that were compared with the answer to the same question alone
         self.counts: Counter[tuple[str, str, str]] = Counter()  # ("how" or "what", name, outcome) → answers
         self.findings: list[Finding] = []
         self.reached: dict[str, float] = {}  # events during the storm, from the metrics
@@ -67,14 +68,12 @@ class Proof:
     # -- the parts -----------------------------------------------------------------------------------------
 
     async def ask_alone(self) -> None:
-        """Ask every question once, one after the other."""
+        """Ask every question once, one after the other, as far as the time allows."""
         self.asker.until(0.4)
         for index in range(len(self.questions)):
             spoken = await self._ask_fresh(index, "alone")
             if spoken is not None:
                 self.references[index] = spoken
-        if not self.references:
-            self._found("error", "no question was answered alone, in two fifths of the time")
 
     async def measure_error(self) -> None:
         """Ask some questions beside each other, still without reuse, to measure the numerical error."""
@@ -216,6 +215,7 @@ class Proof:
         outcome = "ended" if self.is_struck and verdict.outcome in ("error", "no end") else verdict.outcome
         self.counts["how", ask.manner, outcome] += 1
         self.counts["what", kind, outcome] += 1
+        self.num_compared += answered.is_done and not is_fresh and ask.question in self.references
         if outcome not in FINE:
             self.findings.append(Finding(outcome, f"{kind}, {ask.manner}: {verdict.what}", ask, [*beside]))
 

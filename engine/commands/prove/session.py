@@ -15,6 +15,7 @@ from .proof import Proof
 from .repeat import write_scripts
 
 Strike = Callable[[Proof], Coroutine[Any, Any, None]]
+NOT_ENOUGH = 3  # exit code: too few answers came in the time to tell anything
 
 
 async def prove(url: str, name: str, options: ProveOptions, strike: Strike | None = None) -> dict[str, Any]:
@@ -44,6 +45,13 @@ async def prove(url: str, name: str, options: ProveOptions, strike: Strike | Non
     return result
 
 
+def exit_code(result: dict[str, Any]) -> int:
+    """Return 1 where there are findings, 3 where there were too few answers to tell, and 0 otherwise."""
+    if result["findings"]:
+        return 1
+    return 0 if result["compared"] else NOT_ENOUGH
+
+
 def _result(proof: Proof, name: str, seconds: float) -> dict[str, Any]:
     answers: Counter[str] = Counter()
     for (by, _, outcome), count in proof.counts.items():
@@ -55,6 +63,7 @@ def _result(proof: Proof, name: str, seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "bytes": proof.asker.num_bytes,
         "questions": len(proof.references),
+        "compared": proof.num_compared,
         "measured_error_nats": proof.measured,
         "allowed_error_nats": proof.error,
         "answers": answers,
@@ -80,5 +89,11 @@ def _table(proof: Proof, result: dict[str, Any]) -> str:
     if "logprobs" in proof.abilities.known:
         error = f"log-probabilities are exact to {proof.measured:.2g} nats; {proof.error:.2g} are allowed"
     lines += [error, *(f"{finding.kind}: {finding.what}" for finding in proof.findings[:20])]
+    if exit_code(result) == NOT_ENOUGH:
+        lines.append(
+            f"not enough answers: in {proof.options.duration:g} s {len(proof.references)} of {len(proof.questions)} "
+            "questions were answered alone, and no answer could be compared with one of those; raise --duration or "
+            "--max-bytes, or use a less busy machine"
+        )
     lines.append(f"{len(proof.findings) or 'no'} findings in {result['seconds']} s")
     return "\n".join(lines)

@@ -110,6 +110,24 @@ def test_a_server_that_falls_silent_costs_no_more_than_the_duration(num_answered
     assert result["seconds"] < 60 and result["answers"]["left out"] and "hang" not in result["findings"]
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 3600.0])
+def test_too_little_time_is_no_verdict(delay_s: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """A machine may be so busy that no question is answered alone in its share of the time."""
+
+    class Starved(WrongServer):
+        async def answer(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
+            if asked.path == "/v1/completions" and "prove-" in str(asked.json.get("cache_salt")):
+                await asyncio.sleep(delay_s)
+            await super().answer(asked, writer)
+
+    is_starved = delay_s > 0
+    result, _ = proven(Starved(), duration=4.0 if is_starved else 600.0, timeout=60.0, requests=20)
+    printed = capsys.readouterr().out
+    assert result["findings"] == {}
+    assert session.exit_code(result) == (3 if is_starved else 0)
+    assert ("not enough answers: in 4 s 0 of 8 questions were answered alone" in printed) == is_starved
+
+
 def test_a_server_that_takes_any_field_is_asked_for_no_reuse_by_one_that_it_honours() -> None:
     result, endpoint = proven(WrongServer(is_lax=True))
     assert result["findings"] == {} and result["answers"]["same"] > 200
