@@ -12,7 +12,6 @@ import time
 from array import array
 from typing import Any
 
-import numpy as np
 import pytest
 
 from penstock._csrc import ffi, lib
@@ -94,29 +93,16 @@ def test_a_changed_token_changes_its_block_and_every_later_one_and_no_earlier() 
 
 def test_every_form_of_tokens_gives_the_same_keys() -> None:
     ids = [RNG.randrange(2**31) for _ in range(100)]
-    expected = slow_block_keys(ids, 16, namespace_root())
     ints = array("i", ids)
-    raw = np.array(ids, "<i4").tobytes()
-    forms: list[Any] = [ids, tuple(ids), ints, memoryview(ints), array("q", ids), raw, bytearray(raw), memoryview(raw)]
-    forms += [np.array(ids, dtype) for dtype in ("<i4", ">i4", "u4", "i8", "u8")]
-    forms += [memoryview(array("i", [0, *ids]))[1:], np.array(ids).repeat(2)[::2], memoryview(array("q", ids))]
+    forms: list[Any] = [ids, tuple(ids), memoryview(ints), ints.tobytes(), memoryview(array("i", [0, *ids]))[1:]]
     for form in forms:
-        assert block_keys(form, 16) == expected
-    small = list(range(100))
-    others: list[Any] = [range(100), np.array(small, np.uint8), np.array(small, np.int16), [np.int64(i) for i in small]]
-    for form in others:
-        assert block_keys(form, 16) == slow_block_keys(small, 16, namespace_root())
-
-
-def test_no_tokens_have_no_keys() -> None:
-    forms: list[Any] = [[], (), b"", array("i"), np.zeros(0, np.int64)]
-    for empty in forms:
-        assert block_keys(empty, 16) == []
+        assert block_keys(form, 16) == slow_block_keys(ids, 16, namespace_root())
+    assert block_keys([], 16) == block_keys(b"", 16) == []
 
 
 def test_ids_up_to_the_last_u32_are_allowed() -> None:
     ids = [0, 2**31 - 1, 2**31, 2**32 - 1]
-    assert block_keys(ids, 4) == block_keys(np.array(ids, np.uint32), 4) == slow_block_keys(ids, 4, namespace_root())
+    assert block_keys(ids, 4) == slow_block_keys(ids, 4, namespace_root())
 
 
 @pytest.mark.parametrize("bad", [-1, -(2**31), 2**32, 2**63, 2**70])
@@ -124,58 +110,12 @@ def test_ids_up_to_the_last_u32_are_allowed() -> None:
 def test_an_id_outside_u32_is_refused_with_its_value_and_position(bad: int, position: int) -> None:
     ids = random_ids(39)
     ids[position] = bad
-    forms: list[Any] = [ids, tuple(ids)]
-    if -(2**63) <= bad < 2**63:
-        forms.append(np.array(ids, np.int64))
-    for form in forms:
-        with pytest.raises(ValueError, match=rf"tokens\[{position}\]: {bad} is outside 0 … 4294967295"):
-            block_keys(form, 16)
-
-
-def test_a_negative_int32_is_refused_in_every_form_and_in_a_partial_block_too() -> None:
-    for length, position in ((16, 3), (40, 39)):
-        ints = array("i", range(length))
-        ints[position] = -7
-        for form in (ints, memoryview(ints), ints.tobytes(), np.array(ints)):
-            with pytest.raises(ValueError, match=rf"tokens\[{position}\]: -7 is outside"):
-                block_keys(form, 16)
-
-
-@pytest.mark.parametrize(
-    "tokens", ["1234", None, 7, [1.0], [1, "2"], [None], [[1, 2]], np.ones(4), np.ones((2, 2), int)]
-)
-def test_what_is_no_sequence_of_ids_is_a_type_error(tokens: Any) -> None:
-    with pytest.raises(TypeError, match="expected"):
-        block_keys(tokens, 1)
-
-
-def test_bytes_that_are_no_whole_ids_are_refused() -> None:
-    with pytest.raises(ValueError, match="7 bytes are not a whole number of int32 ids"):
-        block_keys(b"1234567", 1)
-
-
-def test_a_wrong_block_size_is_refused_by_name() -> None:
-    for size in (0, -16):
-        with pytest.raises(ValueError, match=f"block_size: {size} is below 1"):
-            block_keys([1, 2, 3], size)
-    no_sizes: list[Any] = [True, 16.0, "16", None]
-    for no_size in no_sizes:
-        with pytest.raises(TypeError, match="block_size"):
-            block_keys([1, 2, 3], no_size)
+    with pytest.raises(ValueError, match=rf"tokens\[{position}\]: {bad} is outside 0 … 4294967295"):
+        block_keys(ids, 16)
 
 
 def test_a_block_larger_than_any_prompt_is_never_full() -> None:
     assert block_keys([1, 2, 3], 2**80) == []
-
-
-def test_a_wrong_root_is_refused_by_name() -> None:
-    for root in (b"", bytes(31), bytes(33)):
-        with pytest.raises(ValueError, match=f"root: .* got {len(root)}"):
-            block_keys([1], 1, root=root)
-    no_roots: list[Any] = [None, "0" * 32, bytearray(32)]
-    for no_root in no_roots:
-        with pytest.raises(TypeError, match="root"):
-            block_keys([1], 1, root=no_root)
 
 
 # -- namespaces --------------------------------------------------------------------------------------------------
@@ -200,19 +140,6 @@ def test_a_root_is_the_digest_of_version_kinds_lengths_and_contents() -> None:
         + "é".encode()
     )
     assert namespace_root(model=b"model", salt="é") == hashlib.sha256(b"penstock block keys 1" + fields).digest()
-
-
-@pytest.mark.parametrize("value", [1, True, False, 0, 1.0, ["a"], ("a",), bytearray(b"a")])
-def test_a_namespace_field_of_another_type_is_refused_by_name(value: Any) -> None:
-    for field in ("model", "adapter", "salt"):
-        with pytest.raises(TypeError, match=f"{field}: expected"):
-            namespace_root(**{field: value})
-
-
-def test_a_model_must_be_bytes() -> None:
-    for model in (None, "m"):
-        with pytest.raises(TypeError, match="model: expected bytes"):
-            namespace_root(model=model)  # type: ignore[arg-type]
 
 
 # -- what must never change ----------------------------------------------------------------------------------------

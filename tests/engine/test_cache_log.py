@@ -4,7 +4,6 @@ import random
 from array import array
 from itertools import takewhile
 
-import numpy as np
 import pytest
 
 from penstock.cache.keys import block_keys, namespace_root
@@ -162,7 +161,7 @@ def test_the_keys_are_those_of_the_requests_tokens() -> None:
     world.submit(submit("a", tokens, max_tokens=1, cache_salt="s"))
     world.run()
     root = namespace_root(model=world.executor.info.fingerprint, salt="s")
-    assert log.updates()[0].stored == shortened(block_keys(np.array(tokens, "<i4"), BLOCK_SIZE, root=root))
+    assert log.updates()[0].stored == shortened(block_keys(tokens, BLOCK_SIZE, root=root))
 
 
 def test_a_block_that_came_and_went_between_two_news_is_only_gone() -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from penstock.cache.keys import block_keys, namespace_root
@@ -47,7 +46,7 @@ def test_blocks_evicted_from_the_host_come_back_from_the_disk() -> None:
     assert cached(world, "cold") == 0
     churn(world)
     root = namespace_root(model=world.executor.info.fingerprint)
-    keys = block_keys(np.array(PROMPT, "<i4"), BLOCK_SIZE, root=root)
+    keys = block_keys(PROMPT, BLOCK_SIZE, root=root)
     assert len(keys) == 5 and not any(map(world.tiers.index.host.find, keys))
     assert cached(world, "warm") == 19
     tiers = world.scheduler.stats().tiers
