@@ -71,8 +71,11 @@ class Meter:
         return 80 << 30, 80 << 30
 
 
-def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], Recorder]) -> None:
-    """Whatever a rank opens from now on goes the ways that it would there."""
+def pretend_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], Recorder], chunks: tuple[int, ...] = ()
+) -> None:
+    """Whatever a rank opens from now on goes the ways that it would there. `chunks`: tokens of the graphs with prompts."""
+    monkeypatch.setattr(graphs, "CHUNK_BUCKETS", chunks)
     monkeypatch.setattr(rank, "_is_gpu", lambda _: True)
     monkeypatch.setattr(rank, "CudaMeter", Meter)
     monkeypatch.setattr(rank, "open_inputs", on_device)
@@ -83,10 +86,13 @@ def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], Recor
 
 
 def open_small(
-    monkeypatch: pytest.MonkeyPatch, case: str = "qwen3", recorder: Recorder | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    case: str = "qwen3",
+    recorder: Recorder | None = None,
+    chunks: tuple[int, ...] = (),
 ) -> UniprocExecutor:
     """A model with its inputs made "on the device", and with graphs if there is something to record them."""
-    pretend_a_gpu(monkeypatch, lambda: recorder or pytest.fail("a graph that was not asked for"))
+    pretend_a_gpu(monkeypatch, lambda: recorder or pytest.fail("a graph that was not asked for"), chunks)
     config = ExecutorConfig(
         model=str(folder(case)),
         dtype="float32",
@@ -115,6 +121,39 @@ def test_a_model_gives_the_tokens_of_transformers_from_graphs(monkeypatch: pytes
     got = driver.generate(*[driver.admit(prompt) for prompt in PROMPTS], count=9, chunk=5)
     assert got == [greedy(case, prompt, 9)[0] for prompt in PROMPTS]
     assert sum(graph.num_replays for graph in recorder.graphs) >= 10
+
+
+@pytest.mark.parametrize("case", ["qwen3", "gemma3", "qwen3-moe", "opt"])
+def test_steps_with_prompts_give_the_tokens_of_transformers_from_graphs(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Alone, several at once, and beside rows that decode; what pads a graph reads nothing and writes to block 0."""
+    recorder = Recorder()
+    executor = open_small(monkeypatch, case, recorder, chunks=(4, 16))
+    executor._rank.kv[1:].fill_(float("nan"))
+    driver = Driver(executor)
+    sequences = [driver.admit(PROMPTS[0])]
+    driver.advance(*sequences, chunk=3)
+    driver.advance(*sequences, chunk=5)
+    sequences += [driver.admit(prompt) for prompt in PROMPTS[1:]]
+    driver.advance(*sequences, chunk=5)
+    assert [graph.num_replays for graph in recorder.graphs[:2]] == [2, 1]  # of 16 tokens, of 4
+    while min(len(sequence.output) for sequence in sequences) < 9:
+        driver.advance(*sequences, chunk=5)
+    for sequence, prompt in zip(sequences, PROMPTS, strict=True):
+        assert sequence.output[:9] == greedy(case, prompt, 9)[0]
+
+
+def test_steps_that_no_graph_of_prompts_takes_are_launched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than the largest has, prompt log-probabilities, and too many rows of several tokens."""
+    recorder = Recorder()
+    executor = open_small(monkeypatch, recorder=recorder, chunks=(4, 8))
+    driver = Driver(executor)
+    driver.advance(driver.admit(PROMPTS[2]))
+    driver.advance(driver.admit(PROMPTS[1], Sampling(temperature=0.0, prompt_logprobs=1)))
+    monkeypatch.setattr(graphs, "MAX_SEVERAL", 1)
+    driver.advance(driver.admit(PROMPTS[1]), driver.admit(PROMPTS[1]))
+    assert not any(graph.num_replays for graph in recorder.graphs[:2])
 
 
 def test_whatever_requests_ask_for_they_get_the_same_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def decode_tile(num_rows: int, group: int, head_dim: int, itemsize: int, page_it
     if num_rows <= 2 and page_itemsize > 1:
         return Tile(rows, 128, 4, 3, 1)
     if num_rows <= 64 and page_itemsize > 1:
-        return Tile(rows, 32, 2, 4, 4)
+        return Tile(rows, 32, 2, 4, 3)
     return Tile(rows, 64, 4, 3, 2 if page_itemsize == 1 else 3)
 
 

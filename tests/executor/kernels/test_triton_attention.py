@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -91,6 +92,38 @@ def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(device: torch.dev
     out = OPS.paged_attention(q[0].to(device), pages, batch, 0.5, ScoreExtras(window=window))
     assert out[0].isfinite().all() and out[0].all()
     assert not out[1:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_padded_batch_gets_what_its_rows_get(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
+    """Only the device knows the rows, and three more have what is left of the tokens: they get zeros."""
+    cache, q = case(dtype, SHAPES[1])
+    moved = cache.to(device)
+    expected = attend(OPS, moved, q.to(device), ROWS, window)
+    batch, spare, tokens = moved.batch(ROWS), 3, len(expected) + 50
+    picked = torch.cat([q[row, context - count : context] for row, count, context in ROWS])
+    contexts = torch.cat((batch.context_lens, batch.context_lens.new_zeros(spare)))
+    ends = batch.query_starts.new_full((spare,), tokens)
+    singles = torch.arange(len(contexts), device=device) < batch.num_single_rows
+    padded = replace(
+        batch,
+        query_starts=torch.cat((batch.query_starts, ends)),
+        context_lens=contexts,
+        block_tables=torch.cat((batch.block_tables, batch.block_tables.new_zeros(spare, batch.block_tables.shape[1]))),
+        num_single_rows=0,
+        query_lens=(tokens, *(0,) * (len(contexts) - 1)),
+        query_contexts=(150,) * len(contexts),
+        max_single_context=150,
+        single_contexts=torch.where(singles, contexts, 0),
+        memo={},
+    )
+    pages, extras = (moved.k_pages, moved.v_pages), ScoreExtras(window=window)
+    for ops in (OPS, torch_ops):
+        given = torch.cat((picked, picked.new_zeros(50, *picked.shape[1:]))).to(device)
+        out = ops.paged_attention(given, pages, padded, q.shape[-1] ** -0.5, extras)
+        close(out[:-50], expected)
+        assert not out[-50:].any()
 
 
 def random_rows(rng: Random, num_rows: int, longest: int) -> list[tuple[int, int, int]]:
