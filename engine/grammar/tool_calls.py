@@ -11,7 +11,7 @@ spellings, for calls that no grammar holds.
 
 from collections.abc import Mapping
 
-from penstock.engine.grammar.arguments import argument_rules
+from penstock.engine.grammar.argument_rules import argument_rules
 from penstock.engine.grammar.rules import ANY, BLANK, Rules, escaped
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tools import harmony

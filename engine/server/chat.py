@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: one conversation, whole or streamed."""
 
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -12,9 +12,11 @@ from penstock.engine.server.answers import respond, sampling_params
 from penstock.engine.server.call import Call
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import Conversation, conversation_of, given_ids, render, to_ids
+from penstock.engine.server.reading import Reading
 from penstock.engine.server.requests import ChatRequest
 from penstock.engine.server.response_format import wanted_outputs
 from penstock.engine.server.responses import (
+    CalledFunction,
     Chat,
     ChatChoice,
     ChatChunk,
@@ -22,12 +24,13 @@ from penstock.engine.server.responses import (
     ChatLogprobs,
     ChatMessage,
     Delta,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
 )
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import ReadingPlan
-
-if TYPE_CHECKING:
-    from penstock.engine.server.reading import Reading
+from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 
 
 async def chat(service: Service, call: Call, body: bytes) -> msgspec.Struct | AsyncGenerator[bytes, None]:
@@ -121,7 +124,7 @@ class ChatReply:
     def __init__(self, service: Service, call: Call, request: ChatRequest, plan: ReadingPlan) -> None:
         self._tokenizer = service.tokenizer
         self._call, self._request, self._plan = call, request, plan
-        self._begun: dict[int, Reading | None] = {}  # choice → its reader, where there is something to look for
+        self._begun: dict[int, Reading] = {}  # by choice
 
     def whole(self, choices: list[list[Update]]) -> Chat:
         call, request, (answer,) = self._call, self._request, self._call.answers
@@ -136,9 +139,9 @@ class ChatReply:
         reading = self._plan.begin()
         return ChatChoice(
             update.index,
-            ChatMessage(update.text) if reading is None else reading.message(update.text),
+            _message(reading.pieces(update.text, is_last=True)),
             self._logprobs(update) if self._request.logprobs else None,
-            update.finish_reason if reading is None else reading.finish_reason(update.finish_reason),
+            reading.finish_reason(update.finish_reason),
             update.stop_reason,
             update.token_ids if self._request.return_token_ids else UNSET,
             (update.versions or UNSET) if self._request.return_token_ids else UNSET,
@@ -153,12 +156,11 @@ class ChatReply:
         if is_first:
             self._begun[update.index] = self._plan.begin()
         reading = self._begun[update.index]
-        deltas, reason = [Delta(content=update.text)] if update.text else [], update.finish_reason
-        if reading is not None:
-            deltas = reading.deltas(update.text, is_last=reason is not None)
+        reason = update.finish_reason
+        deltas = [*map(_delta, reading.pieces(update.text, is_last=reason is not None))]
         shows_tokens = request.return_token_ids or request.logprobs
         if not deltas and (is_first or reason or (shows_tokens and update.token_ids)):
-            deltas = [Delta(content="") if reading is None else Delta()]
+            deltas = [Delta(content="") if self._plan.is_plain else Delta()]
         if not deltas:
             return []  # held back: half a character, or what may become a stop string, a call or a mark
         chunks = [self._chunk([ChatChunkChoice(update.index, delta)]) for delta in deltas]
@@ -168,7 +170,7 @@ class ChatReply:
                 chunks[0].prompt_token_ids = self._call.answers[0].prompt_token_ids
         # What an update says beside its text stands in its last chunk.
         last = chunks[-1].choices[0]
-        last.finish_reason = reason if reading is None else reading.finish_reason(reason)
+        last.finish_reason = reading.finish_reason(reason)
         if request.logprobs:
             last.logprobs = self._logprobs(update)
         if reason is not None:
@@ -183,3 +185,26 @@ class ChatReply:
     def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         call = self._call
         return ChatChunk(id=f"chatcmpl-{call.id}", created=call.created, model=call.model, choices=choices)
+
+
+def _message(pieces: list[Piece]) -> ChatMessage:
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    calls = [ToolCall(piece.id, CalledFunction(piece.name, "")) for piece in pieces if isinstance(piece, CallStart)]
+    for place, call in enumerate(calls):
+        call.function.arguments = "".join(
+            piece.text for piece in pieces if isinstance(piece, Arguments) and piece.call == place
+        )
+    return ChatMessage(
+        content or (None if calls or reasoning else ""), reasoning_content=reasoning or UNSET, tool_calls=calls or UNSET
+    )
+
+
+def _delta(piece: Piece) -> Delta:
+    if isinstance(piece, Content):
+        return Delta(content=piece.text)
+    if isinstance(piece, Reasoning):
+        return Delta(reasoning_content=piece.text)
+    if isinstance(piece, Arguments):
+        return Delta(tool_calls=[ToolCallDelta(piece.call, FunctionDelta(arguments=piece.text))])
+    return Delta(tool_calls=[ToolCallDelta(piece.call, FunctionDelta(piece.name), id=piece.id, type="function")])

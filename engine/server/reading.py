@@ -1,82 +1,43 @@
-"""From what an answer's reader finds to OpenAI's objects: a whole message, or the deltas of a stream."""
+"""The pieces of an answer (text, reasoning, calls), as the writers of all chat APIs take them."""
 
 import secrets
-from collections.abc import Sequence
 
 from penstock.engine.messages import FinishReason
-from penstock.engine.server.responses import (
-    CalledFunction,
-    ChatFinish,
-    ChatMessage,
-    Delta,
-    FunctionDelta,
-    ToolCall,
-    ToolCallDelta,
-)
+from penstock.engine.server.responses import ChatFinish
 from penstock.engine.text.tools.answer_reader import AnswerReader
 from penstock.engine.text.tools.harmony_reader import HarmonyReader
-from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
+from penstock.engine.text.tools.reader import CallStart, Content, Piece, Reasoning
 
 SHORT_ID = 9  # an id of this length has no prefix: Mistral's templates allow nothing but letters and digits
 
 
 class Reading:
-    """One choice. Made by a ReadingPlan (tool_choice.py); either `message` once, or `deltas` until the last."""
+    """Reads one choice. Made by a ReadingPlan (tool_choice.py). Without a reader all of the answer is text."""
 
-    def __init__(self, reader: AnswerReader | HarmonyReader, id_length: int, shows_reasoning: bool) -> None:
+    def __init__(
+        self, reader: AnswerReader | HarmonyReader | None, id_length: int = 0, shows_reasoning: bool = True
+    ) -> None:
         self._reader = reader
         self._id_length = id_length
         self._shows_reasoning = shows_reasoning
 
-    def finish_reason(self, reason: FinishReason | None) -> ChatFinish | None:
-        """An answer that ended by itself and has called says so. To be asked after the last piece."""
-        return "tool_calls" if reason == "stop" and self._reader.has_called else reason
-
-    def message(self, text: str) -> ChatMessage:
-        pieces = self._pieces(text, is_last=True)
-        content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-        reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
-        calls: list[ToolCall] = []
-        arguments: list[list[str]] = []
-        for piece in pieces:
-            if isinstance(piece, CallStart):
-                calls.append(ToolCall(piece.id or self._new_id(), CalledFunction(piece.name, "")))
-                arguments.append([])
-            elif isinstance(piece, Arguments):
-                arguments[piece.call].append(piece.text)
-        for call, parts in zip(calls, arguments, strict=True):
-            call.function.arguments = "".join(parts)
-        message = ChatMessage(content or (None if calls or reasoning else ""))
-        if reasoning:
-            message.reasoning_content = reasoning
-        if calls:
-            message.tool_calls = calls
-        return message
-
-    def deltas(self, text: str, *, is_last: bool) -> list[Delta]:
-        """One delta for each change between text, reasoning and calls."""
-        return [self._delta(piece) for piece in self._pieces(text, is_last)]
-
-    def _pieces(self, text: str, is_last: bool) -> Sequence[Piece]:
-        pieces = self._reader.feed(text)
+    def pieces(self, text: str, *, is_last: bool) -> list[Piece]:
+        """Return what the next text of the answer makes certain. Every call has an id."""
+        if self._reader is None:
+            return [Content(text)] if text else []
+        found = self._reader.feed(text)
         if is_last:
-            pieces = pieces + self._reader.finish()
-        if self._shows_reasoning:
-            return pieces
-        return [piece for piece in pieces if not isinstance(piece, Reasoning)]
+            found = found + self._reader.finish()
+        return [
+            piece._replace(id=piece.id or self._new_id()) if isinstance(piece, CallStart) else piece
+            for piece in found
+            if self._shows_reasoning or not isinstance(piece, Reasoning)
+        ]
 
-    def _delta(self, piece: Piece) -> Delta:
-        if isinstance(piece, Content):
-            return Delta(content=piece.text)
-        if isinstance(piece, Reasoning):
-            return Delta(reasoning_content=piece.text)
-        if isinstance(piece, Arguments):
-            return Delta(tool_calls=[ToolCallDelta(piece.call, FunctionDelta(arguments=piece.text))])
-        return Delta(
-            tool_calls=[
-                ToolCallDelta(piece.call, FunctionDelta(piece.name), id=piece.id or self._new_id(), type="function")
-            ]
-        )
+    def finish_reason(self, reason: FinishReason | None) -> ChatFinish | None:
+        """Return why the answer ended: one that ended by itself and has called says so. To be asked after the last piece."""
+        has_called = self._reader is not None and self._reader.has_called
+        return "tool_calls" if reason == "stop" and has_called else reason
 
     def _new_id(self) -> str:
         if self._id_length == SHORT_ID:

@@ -9,23 +9,23 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from penstock.engine.http.errors import clip
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from penstock.engine.server.reading import Reading
 from penstock.engine.server.requests import ChatRequest, Message, NamedTool, Tool
 from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools import formats, harmony, thinking
+from penstock.engine.text.tools.answer_reader import AnswerReader
 from penstock.engine.text.tools.formats import Calls, ToolSpec
+from penstock.engine.text.tools.harmony_reader import HarmonyReader
 from penstock.engine.text.tools.thinking import Thinking
-
-if TYPE_CHECKING:
-    from penstock.engine.server.reading import Reading
 
 # What the `type` of a tool's arguments may not be; what is no type at all is refused with the schema.
 NOT_OBJECTS = ("null", "boolean", "integer", "number", "string", "array")
@@ -55,15 +55,10 @@ class ReadingPlan:
     def is_plain(self) -> bool:
         return self.calls is None and self.thinking is None
 
-    def begin(self) -> "Reading | None":
-        """The reader of one choice; None where there is nothing to look for."""
+    def begin(self) -> Reading:
+        """Return the reader of one choice."""
         if self.is_plain:
-            return None
-        # Most answers need none of this.
-        from penstock.engine.server.reading import Reading
-        from penstock.engine.text.tools.answer_reader import AnswerReader
-        from penstock.engine.text.tools.harmony_reader import HarmonyReader
-
+            return Reading(None)
         kind = HarmonyReader if is_harmony(self.calls, self.thinking) else AnswerReader
         reader = kind(self.calls, self.thinking, is_certain=self.is_certain)
         return Reading(reader, self.calls.form.id_length if self.calls is not None else 0, self.shows_reasoning)

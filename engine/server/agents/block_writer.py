@@ -7,8 +7,8 @@ import msgspec
 from penstock.engine.http.errors import HttpError, error_body
 from penstock.engine.server.agents.events import EventQueue, Kind
 from penstock.engine.server.call import Call
-from penstock.engine.server.responses import ChatFinish, ChatLogprobs, ToolCallDelta
-from penstock.engine.text.tools.reader import object_in
+from penstock.engine.server.responses import ChatFinish, ChatLogprobs
+from penstock.engine.text.tools.reader import CallStart, object_in
 
 UNSIGNED = "unsigned"  # in the place of a signature, which some clients insist on
 FIELDS = {"reasoning": "thinking", "text": "text"}  # of each kind of part the type of its block, and its field
@@ -45,12 +45,12 @@ class BlockWriter:
     def tokens(self, _logprobs: ChatLogprobs) -> None:
         raise AssertionError("log-probabilities cannot be asked for")
 
-    def start(self, kind: Kind, call: ToolCallDelta | None) -> None:
+    def start(self, kind: Kind, call: CallStart | None) -> None:
         self._close()
         self._kind, self._text = kind, []
         block: dict[str, Any]
         if call is not None:
-            block = {"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}}
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
         else:
             block = {"type": FIELDS[kind], FIELDS[kind]: "", **({"signature": ""} if kind == "reasoning" else {})}
         self.reply.content.append(block)

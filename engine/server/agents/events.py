@@ -1,25 +1,27 @@
-"""How an answer comes in the agents' APIs: the chunks of a chat, cut into parts of reasoning, text and calls.
+"""Hands the pieces of an answer to the Writer of an agents' API, which turns them into parts (reasoning, text, calls).
 
-A Writer turns the parts into another API's events and whole answer; it is given all of them in a stream and otherwise, so
-that both are one and the same. It begins with the first token, as only then it is known how much of the prompt was cached.
+A Writer makes an API's events and its whole answer. It is given all pieces in a stream and otherwise, so that both carry the
+same. It begins with the first token, since only then it is known how much of the prompt was cached.
 """
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any, Literal, Protocol
 
 import msgspec
-from msgspec import UNSET
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.call import Call
-from penstock.engine.server.chat import ChatReply
+from penstock.engine.server.logprobs import chat_logprobs
 from penstock.engine.server.prompts import Conversation, in_thread_if, render
 from penstock.engine.server.requests import ChatRequest
-from penstock.engine.server.responses import ChatFinish, ChatLogprobs, Delta, ToolCallDelta
+from penstock.engine.server.responses import ChatFinish, ChatLogprobs
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
+from penstock.engine.server.tool_choice import ReadingPlan
 from penstock.engine.text.prompt import INLINE_CHARS
+from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 
 Kind = Literal["reasoning", "text", "call"]
+KINDS: dict[type[Piece], Kind] = {Reasoning: "reasoning", Content: "text", CallStart: "call", Arguments: "call"}
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -51,7 +53,7 @@ class Writer(Protocol):
     def tokens(self, logprobs: ChatLogprobs, /) -> None:
         """Of what comes next."""
 
-    def start(self, kind: Kind, call: ToolCallDelta | None, /) -> None:
+    def start(self, kind: Kind, call: CallStart | None, /) -> None:
         """The part before it is complete."""
 
     def grow(self, text: str, /) -> None: ...
@@ -62,46 +64,39 @@ class Writer(Protocol):
 
 
 async def write(
-    service: Service, call: Call, reply: ChatReply, writer: Writer, *, raises: bool = False
+    service: Service, call: Call, plan: ReadingPlan, writer: Writer, *, raises: bool = False
 ) -> AsyncGenerator[bytes, None]:
-    """Everything to its end, in pieces of a stream. `raises`: what fails is the caller's to say."""
-    has_begun, kind = False, None
-    (answer,) = call.answers
+    """Write the whole answer, in pieces of a stream. `raises`: a failure is the caller's to report."""
+    has_begun = False
+    kind: Kind | None = None
+    reading, (answer,) = plan.begin(), call.answers
     try:
         async for updates in answer:
-            chunks = [chunk for update in service.seen(answer, updates) for chunk in reply.chunks(0, update)]
-            if chunks and not has_begun:
-                has_begun = True
-                writer.begin()
-            for choice in (chunk.choices[0] for chunk in chunks):
-                if choice.logprobs is not None:
-                    writer.tokens(choice.logprobs)
-                for next_kind, text, called in _parts(choice.delta):
-                    if next_kind != kind or called is not None:
-                        kind = next_kind
-                        writer.start(kind, called)
-                    if text:
-                        writer.grow(text)
-                if choice.finish_reason == "abort":
+            for update in service.seen(answer, updates):
+                if not has_begun:
+                    has_begun = True
+                    writer.begin()
+                if update.logprobs is not None:
+                    writer.tokens(chat_logprobs(service.tokenizer, update.logprobs, as_ids=False))
+                for piece in reading.pieces(update.text, is_last=update.finish_reason is not None):
+                    start = piece if isinstance(piece, CallStart) else None
+                    if KINDS[type(piece)] != kind or start is not None:
+                        kind = KINDS[type(piece)]
+                        writer.start(kind, start)
+                    if not isinstance(piece, CallStart):
+                        writer.grow(piece.text)
+                reason = reading.finish_reason(update.finish_reason)
+                if reason == "abort":
                     raise HttpError(503, "the answer was ended before it was complete")
-                if choice.finish_reason is not None:
-                    await writer.end(choice.finish_reason, choice.stop_reason or None)
-            if piece := writer.events.taken():
-                yield piece
+                if reason is not None:
+                    await writer.end(reason, update.stop_reason)
+            if written := writer.events.taken():
+                yield written
     except REFUSALS as error:
         if raises or (call.reports and not has_begun):  # of a router: it asks another engine
             raise
         await writer.fail(as_http_error(error))
         yield writer.events.taken()
-
-
-def _parts(delta: Delta) -> Iterator[tuple[Kind, str, ToolCallDelta | None]]:
-    if delta.reasoning_content:
-        yield "reasoning", delta.reasoning_content, None
-    if delta.content:
-        yield "text", delta.content, None
-    for call in delta.tool_calls or ():
-        yield "call", call.function.arguments, call if call.id is not UNSET else None
 
 
 async def num_prompt_tokens(service: Service, request: ChatRequest, conversation: Conversation) -> int:

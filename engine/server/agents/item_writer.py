@@ -10,10 +10,10 @@ from penstock.engine.http.errors import HttpError
 from penstock.engine.server.agents.events import EventQueue, Kind
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
-from penstock.engine.server.responses import ChatFinish, ChatLogprobs, ToolCallDelta
+from penstock.engine.server.responses import ChatFinish, ChatLogprobs
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.engine.text.tools.reader import object_in
+from penstock.engine.text.tools.reader import CallStart, object_in
 
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of the ids of items
 # For each kind of part: the type of its item, and the type of its text and of the text's events.
@@ -91,14 +91,14 @@ class ItemWriter:
     def tokens(self, logprobs: ChatLogprobs) -> None:
         self._waiting += logprobs.content
 
-    def start(self, kind: Kind, call: ToolCallDelta | None) -> None:
+    def start(self, kind: Kind, call: CallStart | None) -> None:
         self._close("completed")
         self._kind, self._text, self._logprobs = kind, [], []
         item_type = TYPES[kind][0]
         item_id = f"{PREFIXES[item_type]}_{self._call.id}{len(self.reply.output):04x}"
         item: dict[str, Any] = {"type": item_type, "id": item_id, "status": "in_progress"}
         if call is not None:
-            item |= {"call_id": call.id, "name": call.function.name, "arguments": ""}
+            item |= {"call_id": call.id, "name": call.name, "arguments": ""}
         else:
             item |= {"role": "assistant", "content": []} if kind == "text" else {"summary": [], "content": []}
         self.reply.output.append(item)

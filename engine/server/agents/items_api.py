@@ -37,7 +37,7 @@ from penstock.engine.server.agents.items_schema import (
 )
 from penstock.engine.server.agents.response_store import RunningResponse, StoredResponse
 from penstock.engine.server.call import Call
-from penstock.engine.server.chat import ChatReply, ask
+from penstock.engine.server.chat import ask
 from penstock.engine.server.prompts import Conversation
 from penstock.engine.server.service import Service
 
@@ -69,7 +69,7 @@ async def responses(service: Service, call: Call, body: bytes) -> ItemsReply | A
         plan = await ask(service, call, chat, len(body), conversation)
     keep = partial(_keep, service, call, request, given)
     writer = ItemWriter(call, reply, service.tokenizer, keep, is_stream=bool(request.stream))
-    pieces = write(service, call, ChatReply(service, call, chat, plan), writer, raises=not request.stream)
+    pieces = write(service, call, plan, writer, raises=not request.stream)
     if request.stream:
         return _cancellable(service, RunningResponse(owner_of(call), call, writer), pieces)
     async for _ in pieces:

@@ -25,7 +25,7 @@ from penstock.engine.server.agents.messages_schema import (
     ToolUseBlock,
 )
 from penstock.engine.server.call import Call
-from penstock.engine.server.chat import ChatReply, ask
+from penstock.engine.server.chat import ask
 from penstock.engine.server.prompts import Conversation, check_braces
 from penstock.engine.server.service import Service
 
@@ -52,7 +52,7 @@ async def messages(service: Service, call: Call, body: bytes) -> MessageReply | 
     with in_words_of(NAMES):
         plan = await ask(service, call, chat, len(body), conversation)
     writer = BlockWriter(call, is_stream=bool(request.stream))
-    pieces = write(service, call, ChatReply(service, call, chat, plan), writer, raises=not request.stream)
+    pieces = write(service, call, plan, writer, raises=not request.stream)
     if request.stream:
         return pieces
     async for _ in pieces:

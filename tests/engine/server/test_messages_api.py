@@ -9,7 +9,9 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from penstock.engine.front.answer import Update
 from penstock.engine.server.agents.events import EventQueue, write
+from penstock.engine.server.tool_choice import ReadingPlan
 from penstock.engine.text.template import ChatTemplate
 from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import byte_tokenizer
@@ -267,19 +269,17 @@ def test_what_is_held_back_sends_no_piece() -> None:
     """A router is answered with the first piece; one without anything in it would come before there is an answer."""
     calls = SimpleNamespace(reports=False, answers=[arriving()])
     service = SimpleNamespace(seen=lambda _answer, updates: updates)
-    reply = SimpleNamespace(chunks=lambda _place, _update: [])
-    writer = SimpleNamespace(events=EventQueue(is_stream=True))
+    writer = SimpleNamespace(events=EventQueue(is_stream=True), begin=lambda: None)
+    plan = ReadingPlan(None, None, is_certain=False, shows_reasoning=True)
 
     async def pieces() -> list[bytes]:
-        return [
-            piece async for piece in write(cast(Any, service), cast(Any, calls), cast(Any, reply), cast(Any, writer))
-        ]
+        return [piece async for piece in write(cast(Any, service), cast(Any, calls), plan, cast(Any, writer))]
 
     assert asyncio.run(pieces()) == []
 
 
-async def arriving() -> AsyncIterator[list[str]]:
-    yield ["half a character"]
+async def arriving() -> AsyncIterator[list[Update]]:
+    yield [Update(0, token_ids=[195])]  # half a character
 
 
 @pytest.mark.parametrize("content", ["", []])
