@@ -109,7 +109,7 @@ def linear_cases(kit: Kit) -> Iterator[Case]:
     """The four products of a layer of Qwen3-8B for few rows, as the device's library computes them."""
     for depth, width in [(32, 64)] if kit.is_tiny else [(4096, 6144), (4096, 4096), (4096, 24_576), (12_288, 4096)]:
         weight = kit.random(width, depth)
-        for rows in (1, 8, 32):
+        for rows in (1, 2, 4, 8, 16, 24, 32):
             x = kit.random(rows, depth)
             num_bytes = weight.nbytes + x.nbytes + rows * width * kit.dtype.itemsize
 

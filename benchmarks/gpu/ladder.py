@@ -47,8 +47,8 @@ RUNGS = (
     Rung("graphs", 70, "pytest_part", {"paths": RACE_TESTS, "marks": "gpu"}),
     Rung("ceilings", 70, "kernel_part"),
     Rung("decoding", 140, "model_part", {"models": DECODED, "parts": ["startup", "decode", "profile"]}),
-    Rung("models", 130, "pytest_part", {"paths": MODEL_TESTS, "marks": "gpu"}),
-    Rung("suite", 420, "suite_part"),
+    Rung("models", 180, "pytest_part", {"paths": MODEL_TESTS, "marks": "gpu"}),
+    Rung("suite", 400, "suite_part"),
 )
 CPU_PATIENCE = 10.0  # a rehearsal is slow, and may share its cores
 

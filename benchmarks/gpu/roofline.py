@@ -33,7 +33,7 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
         return []
     versions = ", ".join(f"{name} {device['versions'][name]}" for name in ("torch", "triton", "transformers"))
     return [
-        f"{device['device']['name']}, {rungs['suite']['date']}, {versions}; a copy moves {copy:,.0f} GB/s. Made-up weights.",
+        f"{device['device']['model']}, {rungs['suite']['date']}, {versions}; a copy moves {copy:,.0f} GB/s. Made-up weights.",
         "",
         "| model | requests at positions | GB to read | ms at the copy's speed | ms a step | share | tokens/s |",
         "|---|---|---|---|---|---|---|",

@@ -213,7 +213,13 @@ def test_a_model(monkeypatch: pytest.MonkeyPatch, device: torch.device, case: st
     where: Any = "cuda" if device.type == "cuda" else "cpu"
     dtype: DType = "bfloat16"
     config = ExecutorConfig(
-        model=str(folder(case)), device=where, dtype=dtype, kv_cache_bytes=2**18, block_size=4, max_num_seqs=4
+        model=str(folder(case)),
+        device=where,
+        dtype=dtype,
+        kv_cache_bytes=2**18,
+        block_size=4,
+        max_num_seqs=4,
+        batch_invariant=True,
     )
     prompt, sampling = [5, 17, 3, 99, 42, 8, 71, 150, 12, 60, 7], Sampling(temperature=0.0, logprobs=-1)
     traces = []
