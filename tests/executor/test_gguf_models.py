@@ -1,6 +1,7 @@
 """GGUF files of models with experts, latents, sinks or capped scores, every weight of another type, against transformers
 over the values that the gguf package reads."""
 
+import json
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
@@ -17,7 +18,7 @@ from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.ranks.multiproc import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.test_gguf import HEADS, HIDDEN, INNER, KV_HEADS, metadata, permute, write
+from tests.executor.test_gguf import HEADS, KV_HEADS, metadata, permute, write
 from tests.support.coded import FILE_TYPES, packed
 from tests.support.driver import Driver
 from tests.support.small_models import random_model
@@ -25,130 +26,17 @@ from tests.support.small_models import random_model
 pytestmark = pytest.mark.skipif(not is_computed(), reason="without AVX2 codes become numbers")
 PROMPT = [5, 17, 80, 3, 44, 9, 71, 30, 12, 66, 2, 51]
 COUNT = 16
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": 64,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
-LATENT = {
-    **SIZES,
-    "num_key_value_heads": HEADS,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 256,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 256,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 64,
-    "head_dim": 16,
-    "routed_scaling_factor": 1.5,
-}
-GROUPS = {"n_group": 4, "topk_group": 2}
-MSCALE = {"mscale": 0.8, "mscale_all_dim": 0.8}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, **MSCALE}
-PLAIN_YARN = {key: value for key, value in YARN.items() if key not in MSCALE}
-NO_GROWTH = {"rope.scaling.yarn_log_multiplier": None}
-USED = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 256}
-LATENT_KEYS = {
-    "rope.dimension_count": 16,
-    "expert_count": 8,
-    "expert_used_count": 3,
-    "expert_feed_forward_length": 256,
-    "expert_shared_count": 2,
-    "leading_dense_block_count": 1,
-    "attention.kv_lora_rank": 256,
-    "expert_weights_scale": 1.5,
-}
-NEW_LENGTHS = {
-    "attention.head_count_kv": 1,
-    "attention.key_length": 272,
-    "attention.value_length": 256,
-    "attention.key_length_mla": 48,
-    "attention.value_length_mla": 64,
-}
-OLD_LENGTHS = {"attention.head_count_kv": HEADS, "attention.key_length": 48, "attention.value_length": 64}
-GROUPED = {"expert_group_count": 4, "expert_group_used_count": 2}
-SCALED = {
-    "rope.scaling.type": "yarn",
-    "rope.scaling.factor": 4.0,
-    "rope.scaling.original_context_length": 64,
-    "rope.scaling.yarn_log_multiplier": 0.08,
-}
-SIGMOID = {"expert_gating_func": 2, "expert_weights_norm": True, "attention.q_lora_rank": 256}
+_DATA = json.loads(Path(__file__).with_name("gguf_models.json").read_text())
+
+
+def _fields(parts: list[str], own: dict[str, Any]) -> dict[str, Any]:
+    return {**{name: value for part in parts for name, value in _DATA["parts"][part].items()}, **own}
+
 
 # transformers' config class and fields, the file's architecture and keys
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
-    "mixtral": (
-        "MixtralConfig",
-        {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2},
-        "llama",
-        {"expert_count": 5, "expert_used_count": 2},
-    ),
-    "qwen2-moe": (
-        "Qwen2MoeConfig",
-        {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 512},
-        "qwen2moe",
-        {**USED, "expert_shared_feed_forward_length": 512},
-    ),
-    "qwen3-moe": ("Qwen3MoeConfig", {**SIZES, **EXPERTS, "norm_topk_prob": True}, "qwen3moe", USED),
-    "deepseek-v2-lite": (
-        "DeepseekV2Config",
-        {**LATENT, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
-        "deepseek2",
-        {**LATENT_KEYS, **NEW_LENGTHS},
-    ),
-    "deepseek-v2-old": (
-        "DeepseekV2Config",
-        {**LATENT, **GROUPS, "q_lora_rank": 256, "topk_method": "group_limited_greedy", "rope_parameters": YARN},
-        "deepseek2",
-        {**LATENT_KEYS, **OLD_LENGTHS, **GROUPED, **SCALED, "attention.q_lora_rank": 256},
-    ),
-    "deepseek-v3": (
-        "DeepseekV3Config",
-        {**LATENT, **GROUPS, "q_lora_rank": 256},
-        "deepseek2",
-        {**LATENT_KEYS, **NEW_LENGTHS, **GROUPED, **SIGMOID},
-    ),
-    "gpt-oss": (
-        "GptOssConfig",
-        {
-            **SIZES,
-            "num_local_experts": 6,
-            "num_experts_per_tok": 2,
-            "sliding_window": 9,
-            "rope_parameters": {**PLAIN_YARN, "truncate": False},
-            "_attn_implementation": "eager",
-        },
-        "gpt-oss",
-        {**USED, **SCALED, "attention.sliding_window": 9, "expert_feed_forward_length": INNER, **NO_GROWTH},
-    ),
-    "gemma2": (
-        "Gemma2Config",
-        {
-            **SIZES,
-            "sliding_window": 9,
-            "query_pre_attn_scalar": 64,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-            "_attn_implementation": "eager",
-            "tie_word_embeddings": True,
-        },
-        "gemma2",
-        {"attention.sliding_window": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    ),
+    case: (name, _fields(*fields), architecture, _fields(*keys))
+    for case, (name, fields, architecture, keys) in _DATA["cases"].items()
 }
 
 Set = Callable[[np.ndarray], None]

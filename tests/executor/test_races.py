@@ -66,7 +66,9 @@ KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 @pytest.mark.timeout(600)  # half a minute of watched work, on a machine that others may use as well
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["mixed", "eager", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("plain", "tiers"))]
+)
 def test_two_steps_in_flight_touch_nothing_at_the_same_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are finished by another thread, which may lag behind: this one waits for nothing that it does."""
     is_mixed, options = KINDS[kind]

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -47,108 +48,17 @@ def refused(answer: httpx.Response, code: int = 400, param: str | None = None) -
     return str(error["message"])
 
 
-# Sampling fields: (field, value). Those of one list are refused by completions and by chat.
+MESSAGE = {"role": "user", "content": "hello"}
 
-BAD_FIELDS = [
-    ("n", 0),
-    ("n", -1),
-    ("n", 16384),
-    ("n", 1.5),
-    ("n", True),
-    ("n", "1"),
-    ("n", 10**40),
-    ("max_tokens", -1),
-    ("max_tokens", 10**6),
-    ("max_tokens", 10**40),
-    ("max_tokens", "all"),
-    ("min_tokens", -1),
-    ("min_tokens", 10**40),
-    ("temperature", -0.1),
-    ("temperature", 2.1),
-    ("temperature", "hot"),
-    ("temperature", 1e308),
-    ("top_p", 0),
-    ("top_p", 1.01),
-    ("top_k", -2),
-    ("top_k", 1.0),
-    ("top_k", 10**40),
-    ("min_p", 2),
-    ("repetition_penalty", 0),
-    ("presence_penalty", 2.5),
-    ("frequency_penalty", -3),
-    ("seed", 2**64),
-    ("seed", 10**40),
-    ("seed", 1.5),
-    ("stop", 5),
-    ("stop", ""),
-    ("stop", [""]),
-    ("stop", ["x"] * 17),
-    ("stop", "x" * 1025),
-    ("stop", [["x"]]),
-    ("stop_token_ids", [-1]),
-    ("stop_token_ids", [300]),
-    ("stop_token_ids", [2**31]),
-    ("stop_token_ids", [2**63]),
-    ("stop_token_ids", [10**40]),
-    ("stop_token_ids", [1] * 5000),
-    ("stop_token_ids", ["1"]),
-    ("allowed_token_ids", []),
-    ("allowed_token_ids", [300]),
-    ("banned_token_ids", [-5]),
-    ("logit_bias", {"300": 1}),
-    ("logit_bias", {"1": 101}),
-    ("logit_bias", {"x": 1}),
-    ("logit_bias", {"1": "x"}),
-    ("logit_bias", [1]),
-    ("logit_bias", {str(i): 1 for i in range(5000)}),
-    ("prompt_logprobs", 21),
-    ("prompt_logprobs", -2),
-    ("stream", 1),
-    ("stream", "true"),
-    ("stream_options", {"include_usage": "yes"}),
-    ("stream_options", {"unknown": True}),
-    ("priority", 10**12),
-    ("priority", "high"),
-    ("cache_salt", ""),
-    ("cache_salt", "x" * 257),
-    ("cache_salt", 5),
-    ("truncate_prompt_tokens", 0),
-    ("truncate_prompt_tokens", -2),
-    ("truncate_prompt_tokens", 1000),
-    ("add_special_tokens", "no"),
-    ("ignore_eos", 1),
-    ("model", 5),
-    ("tools", "weather"),
-    ("tool_choice", "required"),
-    ("functions", [{}]),
-    ("response_format", {"type": "xml"}),
-    ("stream_options", {"include_usage": True}),  # without a stream
-    ("response_format.json_schema", {"type": "text", "json_schema": {"schema": {}}}),
-    ("response_format.triggers", {"type": "json_object", "triggers": ["<"]}),
-    ("response_format", {"type": "json_schema"}),
-    ("response_format", {"type": "json_schema", "json_schema": {}}),
-    ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "objct"}}}),
-    ("response_format", {"type": "structural_tag", "structures": [{}], "triggers": []}),
-    ("structured_outputs", {}),
-    ("structured_outputs", {"regex": "("}),
-    ("structured_outputs", {"regex": "a", "choice": ["a"]}),
-    ("structured_outputs", {"json": {"properties": {"a": {"properties": 3}}}}),
-    ("structured_outputs", {"grammar": "nothing: starts"}),
-    ("structured_outputs", {"lark": "x"}),
-    ("guided_json", {}),
-    ("guided_regex", "(a+)+$"),
-    ("guided_grammar", "root ::= root"),
-    ("best_of", 2),
-    ("use_beam_search", True),
-    ("bad_words", ["x"]),
-    ("prompt_embeds", "AAAA"),
-    ("kv_transfer_params", {"do_remote_prefill": True}),
-    ("chat_template", "{{ 1 }}"),
-    ("documents", [{}]),
-    ("modalities", ["audio"]),
-    ("return_tokens_as_token_ids", "yes"),
-    ("encoding_format", "float"),  # another endpoint's
-]
+
+def table(section: str) -> list[Any]:
+    """The cases of a section of refusals.txt, each a Python expression."""
+    text = Path(__file__).with_name("refusals.txt").read_text()
+    lines = text.partition(f"[{section}]\n")[2].partition("\n\n")[0].splitlines()
+    return [eval(line, {"MESSAGE": MESSAGE, "json": json}) for line in lines]
+
+
+BAD_FIELDS = table("fields")  # (field, value), refused by completions and by chat
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
@@ -166,64 +76,14 @@ def test_a_field_out_of_range_or_of_another_endpoint_is_refused_by_name(server: 
 
 
 def test_fields_that_change_nothing_are_accepted(server: Running) -> None:
-    for field, value in [
-        ("user", "someone"),
-        ("metadata", {"a": "b"}),
-        ("store", False),
-        ("service_tier", "auto"),
-        ("tools", []),
-        ("tools", None),
-        ("tool_choice", "none"),
-        ("response_format", {"type": "text"}),
-        ("response_format", None),
-        ("best_of", 1),
-        ("bad_words", []),
-        ("stream_options", None),
-        ("stop", None),
-        ("temperature", None),
-        ("n", None),
-        ("logit_bias", None),
-        ("request_id", "mine"),
-    ]:
+    for field, value in table("harmless"):
         for send in (server.complete, server.chat):
             assert send(max_tokens=2, **{field: value}).status_code == 200, (field, value)
 
 
 @pytest.mark.parametrize(
     "field, value, param",
-    [
-        ("suffix", "x", "suffix"),
-        ("logprobs", 21, "logprobs"),
-        ("logprobs", -1, "logprobs"),
-        ("logprobs", True, "logprobs"),
-        ("echo", "yes", "echo"),
-        ("messages", [], "messages"),
-        ("prompt", None, "prompt"),
-        ("prompt", 5, "prompt"),
-        ("prompt", {}, "prompt"),
-        ("prompt", [], "prompt"),
-        ("prompt", [[]], "prompt"),
-        ("prompt", [[1], []], "prompt"),
-        ("prompt", [1, "a"], "prompt"),
-        ("prompt", ["a", 1], "prompt"),
-        ("prompt", [[1], "a"], "prompt"),
-        ("prompt", [[[1]]], "prompt"),
-        ("prompt", [[1], [1.5]], "prompt"),
-        ("prompt", [True], "prompt"),
-        ("prompt", [1.5], "prompt"),
-        ("prompt", [-1], "prompt"),
-        ("prompt", [300], "prompt"),
-        ("prompt", [[300]], "prompt"),
-        ("prompt", [2**31], "prompt"),
-        ("prompt", [2**63], "prompt"),
-        ("prompt", [10**40], "prompt"),
-        ("prompt", "", "prompt"),
-        ("prompt", "x" * 1000, "prompt"),
-        ("prompt", [1] * 1000, "prompt"),
-        ("prompt", ["a"] * 1025, "prompt"),
-        ("prompt", [[1]] * 1025, "prompt"),
-        ("prompt", ["ok", "x" * 1000], "prompt"),
-    ],
+    table("prompts"),
 )
 def test_a_bad_prompt_or_completion_field_is_refused_by_name(
     server: Running, field: str, value: Any, param: str
@@ -233,46 +93,9 @@ def test_a_bad_prompt_or_completion_field_is_refused_by_name(
     assert (error["param"] or "").split("[")[0] == param
 
 
-MESSAGE = {"role": "user", "content": "hello"}
-
-
 @pytest.mark.parametrize(
     "fields, param",
-    [
-        ({"messages": None}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": "hello"}, "messages"),
-        ({"messages": [MESSAGE] * 3000}, "messages"),
-        ({"messages": [{}]}, "messages[0].role"),
-        ({"messages": [MESSAGE, {"role": 5}]}, "messages[1].role"),
-        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "x" * 65, "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0]"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0].type",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0].function"),
-        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
-        ({"max_tokens": 10**6}, "max_tokens"),
-        ({"logprobs": 5}, "logprobs"),
-        ({"top_logprobs": 5}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"x": json.loads("[" * 90 + "]" * 90)}}, "chat_template_kwargs"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"echo": True}, "echo"),
-        ({"prompt": "x"}, "prompt"),
-    ],
+    table("conversations"),
 )
 def test_a_bad_conversation_is_refused_by_place(server: Running, fields: dict[str, Any], param: str) -> None:
     answer = server.chat(**fields)
@@ -282,32 +105,7 @@ def test_a_bad_conversation_is_refused_by_place(server: Running, fields: dict[st
 
 @pytest.mark.parametrize(
     "path, body, param",
-    [
-        ("/v1/embeddings", {}, "input"),
-        ("/v1/embeddings", {"input": []}, "input"),
-        ("/v1/embeddings", {"input": ""}, "input"),
-        ("/v1/embeddings", {"input": ["a"] * 2049}, "input"),
-        ("/v1/embeddings", {"input": [300]}, "input"),
-        ("/v1/embeddings", {"input": "x" * 1001}, "input"),
-        ("/v1/embeddings", {"input": "x", "dimensions": 2}, "dimensions"),
-        ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format"),
-        ("/v1/embeddings", {"input": "x", "pooling": "max"}, "pooling"),
-        ("/v1/embeddings", {"input": "x", "temperature": 1}, "temperature"),
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": [MESSAGE]}, "prompt"),
-        ("/tokenize", {"prompt": ["a"]}, "prompt"),
-        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
-        ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
-        ("/tokenize", {"prompt": "x" * 200_000}, "prompt"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": "abc"}, "tokens"),
-        ("/detokenize", {"tokens": [[1]]}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": [300]}, "tokens"),
-        ("/detokenize", {"tokens": [2**31]}, "tokens"),
-        ("/detokenize", {"tokens": [10**40]}, "tokens"),
-        ("/detokenize", {"tokens": [1] * 5000}, "tokens"),
-    ],
+    table("endpoints"),
 )
 def test_the_other_endpoints_refuse_by_name_too(server: Running, path: str, body: dict[str, Any], param: str) -> None:
     answer = server.post(path, body)
@@ -320,44 +118,7 @@ def test_the_other_endpoints_refuse_by_name_too(server: Running, path: str, body
 
 @pytest.mark.parametrize(
     "body",
-    [
-        b"",
-        b"null",
-        b"[]",
-        b'"x"',
-        b"5",
-        b"{",
-        b'{"prompt": "a"',
-        b'{"prompt": "a"} x',
-        b'{"prompt": "a",}',
-        b"{'prompt': 'a'}",
-        b'{"prompt": "a", "temperature": NaN}',
-        b'{"prompt": "a", "temperature": Infinity}',
-        b'{"prompt": "a", "temperature": -Infinity}',
-        b'{"prompt": "a", "temperature": 1e999}',
-        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
-        b'{"prompt": "a", "temperature": ' + b"9" * 5000 + b"}",
-        b'{"prompt": [' + b"9" * 5000 + b"]}",
-        b'{"prompt": "\xff\xfe"}',
-        b'{"prompt": "\xed\xa0\x80"}',
-        b'{"prompt": "\\ud800"}',
-        b'{"prompt": "a", "user": "\xff"}',
-        b'{"prompt": "a", "tools": "\xff"}',
-        b'{"prompt": "a", "tools": "\\ud800"}',
-        b'{"prompt": "a", "\xff": 1}',
-        b'{"prompt": "a\x00b"}',
-        b'{"prompt": "a"}\x00',
-        b"\xef\xbb\xbf" + b'{"prompt": "a"}',
-        b"\xff\xfe{\x00}\x00",
-        b'{"prompt": "a", "prompt": "b"}',
-        b'{"prompt": "a", "prompt": "a"}',
-        b'{"prompt": "a", "n": 12, "n": 1}',
-        b'{"n": 1, "prompt": "a", "\\u006e": 1}',
-        b'{"prompt": "a", "user": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"prompt": "a", "logit_bias": ' + b'{"1":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
-        b"[" * 100_000,
-    ],
+    table("bodies"),
 )
 def test_a_body_that_is_not_a_proper_json_object_is_refused(server: Running, body: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"):

@@ -9,77 +9,16 @@ from penstock.engine.text.tools.reader import MAX_CALLS, MAX_FALSE, CallReader, 
 from penstock.engine.text.tools.scan import MAX_DEPTH, MAX_FRAME_CHARS
 from penstock.engine.text.tools.thinking import MISTRAL, THINK, Marks, Thinking
 from tests.support.tool_samples import CALL, CALLS, FORMATS, calls_of, read
+from tests.support.written import BROKEN, GOOD
 
 WEATHER = ("weather", '{"city": "Ulm"}')
 CLOCK = ("clock", "{}")
 HEAD = '<tool_call>{"name": "weather", "arguments": '
 
-# Text of a format → its content and its calls.
-GOOD = {
-    "hermes": [
-        ("", "", []),
-        (" hello \n", " hello \n", []),
-        ("One moment.\n\n" + CALL["hermes"], "One moment.", [WEATHER]),
-        (CALLS["hermes"] + "\n", "", [WEATHER, CLOCK]),
-        (CALL["hermes"] + " Done. ", " Done.", [WEATHER]),
-        (CALL["hermes"].removesuffix("\n</tool_call>"), "", [WEATHER]),
-        (CALL["hermes"].removesuffix("call>"), "", [WEATHER]),
-        ('<tool_call>{"name":"clock","arguments":{},"id":"a1", "type":"function"}</tool_call>', "", [CLOCK]),
-        (HEAD + '{"city": "</tool_call> \\" } <tool_call>\\\\"}}</tool_call>', "",
-         [("weather", '{"city": "</tool_call> \\" } <tool_call>\\\\"}')]),
-        (HEAD + '{"a": [{}, [[{"b": {}}], "]"], 1.5e-3, true, null]} }</tool_call>', "",
-         [("weather", '{"a": [{}, [[{"b": {}}], "]"], 1.5e-3, true, null]}')]),
-        (HEAD + '{"city": "Zürich 🏔 \u2028"}}</tool_call>', "", [("weather", '{"city": "Zürich 🏔 \u2028"}')]),
-        ("<tool_call><tool_call>" + CALL["hermes"], "<tool_call><tool_call>", [WEATHER]),
-        ("a < b <tool <tool_cal " + CALL["hermes"], "a < b <tool <tool_cal", [WEATHER]),
-    ],
-    "llama3_json": [
-        ('{"answer": 42}', '{"answer": 42}', []),
-        ('{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
-        ("\n" + CALL["llama3_json"], "", [WEATHER]),
-        ("<|python_tag|>" + CALL["llama3_json"], "", [WEATHER]),
-        ("So: <|python_tag|>" + CALLS["llama3_json"], "So:", [WEATHER, CLOCK]),
-        (CALLS["llama3_json"], "", [WEATHER, CLOCK]),
-        (CALL["llama3_json"] + "; then", "; then", [WEATHER]),
-        ("It is " + CALL["llama3_json"], "It is " + CALL["llama3_json"], []),
-        ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
-    ],
-    "mistral": [
-        (" [TOOL_CALLS] " + CALL["mistral"].removeprefix("[TOOL_CALLS]"), "", [WEATHER]),
-        ("Yes. " + CALLS["mistral"], "Yes.", [WEATHER, CLOCK]),
-        (CALLS["mistral"][:-2] + ', "id": "abcDEF123"}]', "", [WEATHER, CLOCK]),
-        (CALLS["mistral with args"], "", [WEATHER, CLOCK]),
-        ('[TOOL_CALLS]weather[CALL_ID]abcDEF123[ARGS]{"city": "Ulm"}', "", [WEATHER]),
-        ('[TOOL_CALLS] weather {"city": "Ulm"}', "", [WEATHER]),
-        ("[TOOL_CALLS][TOOL_CALLS]clock[ARGS]{}", "[TOOL_CALLS]", [CLOCK]),
-        ("[TOOL_CALLS][1, 2]", "[TOOL_CALLS][1, 2]", []),
-        ("see [TOOL] and [1]", "see [TOOL] and [1]", []),
-    ],
-}  # fmt: skip
-GOOD["mistral with args"] = GOOD["mistral"]
 # What is no call is content, to the letter. Behind it, reading goes on.
 BAD = [
-    "<tool_call>",
-    "<tool_call>\n\n",
-    "<tool_call>no</tool_call>",
-    '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
-    '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
-    '<tool_call>{"arguments": {}}</tool_call>',
-    '<tool_call>{"name": "clock", "arguments": []}</tool_call>',
-    '<tool_call>["name", "clock"]</tool_call>',
-    '<tool_call>{"name": "cl\\u006fck", "arguments": {}}</tool_call>',
+    *BROKEN,
     "<tool_call>" + " " * MAX_FRAME_CHARS + '{"name": "clock", "arguments": {}}</tool_call>',
-    HEAD + "{",
-    HEAD + '{"city": "Ulm',
-    HEAD + '{"city": "Ulm"}',
-    HEAD + '{"city": }}</tool_call>',
-    HEAD + '{"city": tru}}</tool_call>',
-    HEAD + '{"city": "a\nb"}}</tool_call>',
-    HEAD + '{"city": "Ulm"</tool_call>',
-    HEAD + '{"city": [}]}</tool_call>',
-    HEAD + "{'city': 'Ulm'}}</tool_call>",
-    HEAD + '{"city": "Ulm"}, "more": 1}</tool_call>',
-    HEAD + '{"city": "Ulm"}]</tool_call>',
     HEAD + '{"a": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}}</tool_call>",
 ]
 CASES = [(name, *case) for name, cases in GOOD.items() for case in cases]

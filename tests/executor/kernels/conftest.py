@@ -36,6 +36,16 @@ if HAS_TRITON and not HAS_GPU:
     interpreter.mend()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what takes long in the interpreter; a GPU runs it in milliseconds."""
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        is_on_gpu = spec is not None and spec.params.get("device") == "cuda"
+        if item.get_closest_marker("slow_in_interpreter") and not is_on_gpu:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every test with it is two: on the CPU, and with `-m gpu` the same on the GPU."""

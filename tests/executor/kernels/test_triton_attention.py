@@ -135,7 +135,9 @@ def random_rows(rng: Random, num_rows: int, longest: int) -> list[tuple[int, int
     return rows + [(num_rows + row, count, before + count) for row, (count, before) in enumerate(sorted(several))]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow_in_interpreter) for seed in range(3, 10))]
+)
 def test_whatever_the_batch_the_answer_is_the_twins(device: torch.device, seed: int) -> None:
     rng = Random(seed)
     dtype, page_dtype = rng.choice(
@@ -210,7 +212,7 @@ def test_every_position_is_somebodys_and_nobody_has_much_more_than_others(
 
 
 def test_tiles_that_see_most_begin_first(device: torch.device) -> None:
-    rows = [(0, 1, 9), (1, 40, 40), (2, 41, 3000), (3, 65, 700), (4, 300, 300), (5, 300, 640)]
+    rows = [(0, 1, 9), (1, 40, 40), (2, 41, 3000), (3, 65, 700), (4, 90, 90), (5, 90, 190)]
     batch = Cache([0] * 6, 1, 16, 16, torch.float32).to(device).batch([(row, count, 0) for row, count, _ in rows])
     batch.context_lens.copy_(torch.tensor([context for _, _, context in rows]))
     for first, end, per_token in ((1, 6, 1), (1, 6, 3), (2, 5, 8), (5, 6, 128)):

@@ -55,8 +55,9 @@ def test_runs_go_where_their_twin_puts_them(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the host's tensors are a CPU's, where kernels are interpreted")
-@pytest.mark.parametrize("layout", [test_inputs.ONE, test_inputs.MANY], ids=["one", "many"])
-@pytest.mark.parametrize("payload", [7, 1 << 10])
+@pytest.mark.parametrize(
+    ("payload", "layout"), [(7, test_inputs.MANY), (1 << 10, test_inputs.ONE)], ids=["many", "one"]
+)
 def test_any_step_is_what_the_host_makes(payload: int, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.executor.test_inputs.torch_inputs", step_inputs)
     test_inputs.test_a_device_makes_of_any_step_what_the_host_makes(5, payload, layout, monkeypatch)

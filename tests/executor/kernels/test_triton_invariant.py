@@ -205,7 +205,8 @@ def test_a_recurrent_layer_in_chunks(device: torch.device, erases: bool) -> None
     assert all(torch.equal(found[0], each) for each in found)
 
 
-@pytest.mark.parametrize("case", ["qwen3", pytest.param("gpt-oss", marks=pytest.mark.slow)])
+@pytest.mark.slow_in_interpreter
+@pytest.mark.parametrize("case", ["qwen3", "gpt-oss"])
 def test_a_model(monkeypatch: pytest.MonkeyPatch, device: torch.device, case: str) -> None:
     """Log-probabilities of the whole vocabulary: alone, in chunks beside others, and after a preemption."""
     monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: OPS)
