@@ -1,6 +1,7 @@
 """From what is asked for to a grammar: what is accepted, what each form accepts, and what objections name."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,43 +28,8 @@ TAGS = {
     "triggers": ["<f=", "["],
 }
 # form, what it accepts whole, what it does not
-CORPUS: list[tuple[dict[str, Any], list[str], list[str]]] = [
-    (
-        {"json": PERSON},
-        ['{"name": "Ann"}', '{"name":"Ann","age":3}', '{\n  "name": "Ann",\n  "age": 0\n}', '{"name": "é\\n\\""}'],
-        ['{"age": 3}', '{"name": 3}', '{"name": "Ann", "age": -1}', '{"name": "Ann", "x": 1}', '{"name": "Ann"', "[]", ""],
-    ),
-    ({"json": json.dumps(PERSON)}, ['{"name": "Ann"}'], ['{"name": null}']),
-    ({"json": True}, ["null", '{"a": [1, 2.5, "x", {}]}', "-3e5"], ["nul", "{a: 1}", "'x'"]),
-    ({"json": {}}, ["true", "[]"], ["True"]),
-    ({"json": {"enum": ["a", 2, None]}}, ['"a"', "2", "null"], ["a", "3"]),
-    ({"json": {"type": ["string", "null"], "maxLength": 3}}, ['"abc"', "null"], ['"abcd"', "1"]),
-    ({"json": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}},
-     ["[true]", "[true, false]"], ["[]", "[true,false,true]", "[1]"]),
-    ({"json": {"type": "integer", "minimum": -5, "maximum": 120}}, ["-5", "0", "120"], ["-6", "121", "1.5", "007"]),
-    ({"json": {"type": "string", "pattern": "^[a-f]{2}$"}}, ['"ab"'], ['"abc"', '"xy"', "ab"]),
-    ({"json": {"type": "string", "format": "date"}}, ['"2026-11-21"'], ['"2026-13-21"', '"today"']),
-    ({"json": {"anyOf": [{"type": "integer"}, {"const": "none"}]}}, ["7", '"none"'], ['"some"']),
-    (
-        {"json": {"$defs": {"tree": {"type": "object", "properties": {"l": {"$ref": "#/$defs/tree"}},
-         "additionalProperties": False}}, "$ref": "#/$defs/tree"}},
-        ["{}", '{"l": {"l": {}}}'],
-        ['{"r": {}}', '{"l": 1}'],
-    ),
-    ({"json_object": True}, ["{}", '{"any": ["thing"]}'], ["[]", "1", '"x"']),
-    ({"regex": r"[a-z]+@[a-z]+\.(com|org)"}, ["me@here.org"], ["me@here", "Me@here.org", "me@here.orgx"]),
-    ({"regex": "(a|b)*"}, ["", "abba"], ["abc"]),
-    ({"choice": ["yes", "no", "yes, but"]}, ["yes", "no", "yes, but"], ["y", "yes,", "maybe", ""]),
-    ({"choice": ['"quoted"', "back\\slash", "line\nbreak", "é😀"]}, ['"quoted"', "back\\slash", "line\nbreak", "é😀"], ["é"]),
-    ({"grammar": 'start: sum\nsum: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/'}, ["1", "12+3+4"], ["1+", "+1", "a"]),
-    ({"grammar": 'start: "(" start ")" | "x"'}, ["x", "((x))"], ["((x)", "()"]),
-    (
-        {"structural_tag": TAGS},
-        ["just text", 'a <f=add>{"x": 1}</f> b', '<f=now>null</f>[12]<f=add>{}</f>', ""],
-        ["a <f=sub>{}</f>", '<f=add>{"x": 3}</f>', "[x]", "[12"],
-    ),
-    ({"structural_tag": json.dumps(TAGS)}, ["[1]"], ["[1"]),
-]  # fmt: skip
+_DATA = json.loads(Path(__file__).with_name("source.json").read_text())
+CORPUS: list[Any] = _DATA["corpus"]
 
 
 @pytest.mark.parametrize(("form", "good", "bad"), CORPUS)
