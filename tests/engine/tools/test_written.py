@@ -8,9 +8,8 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.engine.tools.test_lark import lark, vocabulary
-from tests.engine.tools.test_reader import GOOD
 from tests.support.tool_samples import FORMATS, calls_of, read
-from tests.support.written import NO_CALLS, QUOTED, WRITTEN, C, P, Sample, W
+from tests.support.written import GOOD, NO_CALLS, QUOTED, WRITTEN, C, P, Sample, W
 
 READ = {name: [*GOOD.get(name, []), *WRITTEN[name], *QUOTED.get(name, [])] for name in FORMATS}
 BY_FORMAT = pytest.mark.parametrize("name", FORMATS)
