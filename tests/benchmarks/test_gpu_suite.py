@@ -43,7 +43,7 @@ def test_the_page_gets_the_decoding_steps_of_a_result_beside_a_copy(
     monkeypatch.setattr(roofline, "PAGE", page)
     step = {"step_ms": 0.5, "tokens_per_s": 64_000.0, "gb": 1.0}
     versions = dict.fromkeys(("torch", "triton", "transformers"), "9")
-    device = {"copy": {"gb_per_s": 4000.0}, "device": {"name": "a card"}, "versions": versions}
+    device = {"copy": {"gb_per_s": 4000.0}, "device": {"model": "a card"}, "versions": versions}
     first: dict[str, Any] = {"name": "device", "tiny": False, "figures": device}
     last = {
         "name": "suite",

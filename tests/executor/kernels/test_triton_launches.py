@@ -18,7 +18,7 @@ from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.launch_counts import launches
 
-MOST = {"qwen3-0.6b": 8, "qwen3-30b-a3b": 13, "deepseek-v2-lite": 15}
+MOST = {"qwen3-0.6b": 6, "qwen3-30b-a3b": 12, "deepseek-v2-lite": 15}
 ROWS, BLOCK_SIZE, LONGEST = 2, 16, 512
 
 
