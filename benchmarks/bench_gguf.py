@@ -9,7 +9,6 @@ run; Penstock by `LLM.generate`, greedy, which has all but the tokenizer. Neithe
 
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -17,9 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pairs import ROOT, main, rounds, summary
+from pairs import HERE, ROOT, Asked, main, rounds, summary
+from peers import Batch
 
 ROWS = (1, 8, 16)
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
 PROMPT, ANSWER, LONG_PROMPT = 32, 64, 512
 ONE_TOKEN = """
 import sys
@@ -28,39 +29,11 @@ LLM(sys.argv[1], skip_tokenizer=True).generate([[5, 6]], SamplingParams(max_toke
 """
 
 
-class Ours:
-    def __init__(self, model: str) -> None:
-        import penstock.executor.uniproc  # noqa: F401 (with torch: not memory that the model takes)
-        from penstock import LLM
-
-        self._model, self._rng = model, random.Random(0)
-        before = _resident_mib()
-        self._llm = LLM(
-            model, max_num_seqs=max(ROWS), max_model_len=1024, enable_prefix_caching=False, skip_tokenizer=True
-        )
-        self.memory_mib = _resident_mib() - before
-
-    def close(self) -> None:
-        self._llm.shutdown()
-
-    def decode(self, num_rows: int) -> float:
-        longer, first = self._seconds(num_rows, PROMPT, ANSWER + 1), self._seconds(num_rows, PROMPT, 1)
-        return num_rows * ANSWER / (longer - first)
-
-    def prefill(self) -> float:
-        return LONG_PROMPT / self._seconds(1, LONG_PROMPT, 1)
-
-    def start(self) -> float:
-        return _seconds_of([sys.executable, "-c", ONE_TOKEN, self._model], PYTHONPATH=str(ROOT / "src"))
-
-    def _seconds(self, num_rows: int, length: int, max_tokens: int) -> float:
-        from penstock import SamplingParams
-
-        prompts: list[Any] = [self._rng.choices(range(100, 10_000), k=length) for _ in range(num_rows)]
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        started = time.perf_counter()
-        self._llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - started
+def ours_of(model: str) -> Asked:
+    """Start a process that runs batches with Penstock."""
+    options = {"max_num_seqs": max(ROWS), "max_model_len": 1024, "enable_prefix_caching": False}
+    job = {"engine": "penstock", "model": model, "vocab_size": 10_000, "options": options}
+    return Asked(sys.executable, str(HERE / "offline_job.py"), json.dumps(job), env=ENVIRONMENT)
 
 
 class Llama:
@@ -94,29 +67,25 @@ class Llama:
 def gguf(programs: str = "", models: list[str] = ["MODEL.gguf"], pairs: int = 4, threads: int = 2) -> dict[str, Any]:  # noqa: B006
     figures = {}
     for file in models:
-        ours, llama = Ours(file), Llama(programs, file, threads)
-        size_mib = Path(file).stat().st_size / 2**20
-        print(f"{Path(file).name}: {size_mib:,.0f} MiB, in memory after load {ours.memory_mib:,.0f} MiB")
-        found = {}
-        for rows in ROWS:
-            sides = {"penstock": partial(ours.decode, rows), "llama.cpp": partial(llama.decode, rows)}
-            found[f"{rows} rows"] = summary(f"{rows} rows", rounds(sides, pairs), "tokens/s")
-        sides = {"penstock": ours.prefill, "llama.cpp": llama.prefill}
-        found["prompt"] = summary(f"a prompt of {LONG_PROMPT}", rounds(sides, pairs), "tokens/s")
-        sides = {"penstock": ours.start, "llama.cpp": llama.start}
+        llama, found = Llama(programs, file, threads), {}
+        print(f"{Path(file).name}: {Path(file).stat().st_size / 2**20:,.0f} MiB")
+        with ours_of(file) as ours:
+            for rows in ROWS:
+                batch = Batch(file, rows, PROMPT, ANSWER + 1, "decode")
+                sides = {"penstock": partial(batch.value, ours.ask), "llama.cpp": partial(llama.decode, rows)}
+                found[f"{rows} rows"] = summary(f"{rows} rows", rounds(sides, pairs), "tokens/s")
+            batch = Batch(file, 1, LONG_PROMPT, 1, "prefill")
+            sides = {"penstock": partial(batch.value, ours.ask), "llama.cpp": llama.prefill}
+            found["prompt"] = summary(f"a prompt of {LONG_PROMPT}", rounds(sides, pairs), "tokens/s")
+        sides = {"penstock": partial(_seconds_of, [sys.executable, "-c", ONE_TOKEN, file]), "llama.cpp": llama.start}
         found["start"] = summary("start to first token", rounds(sides, 2), "s")
-        figures[Path(file).name] = found | {"memory_mib": ours.memory_mib, "file_mib": size_mib}
-        ours.close()
+        figures[Path(file).name] = found
     return figures
 
 
-def _resident_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def _seconds_of(command: list[str], **environment: str) -> float:
+def _seconds_of(command: list[str]) -> float:
     started = time.perf_counter()
-    subprocess.run(command, capture_output=True, check=True, env=os.environ | environment)
+    subprocess.run(command, capture_output=True, check=True, env=ENVIRONMENT)
     return time.perf_counter() - started
 
 

@@ -1,6 +1,6 @@
 """What the host does for a decoding step of a GPU, with a device that takes no time. CPU time of the one thread that does it.
 
-    python benchmarks/bench_host.py [--batches 1 8 32 256] [--steps 2000] [--pairs 5] [--profile 256]
+    python benchmarks/bench_host.py [--batches 1 8 32 256] [--steps 2000] [--pairs 5]
 
 From the plan to the outputs everything is real but the device: the core's loop one step ahead, the scheduler, the packed
 copy of the step's inputs, the tokens' way back. Replaying a graph does nothing, and the runtime's own calls (a copy, two
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 from gpu.batches import PAGE
-from pairs import main, print_profile, rounded, rounds, table
+from pairs import main, rounded, rounds, table
 from tests.support.oracle import OracleExecutor
 from tests.support.twins import sampling as sampling_twin
 
@@ -118,11 +118,9 @@ def step_us(batch: int, sampling: Sampling, steps: int) -> float:
     return (time.thread_time() - started_s) / steps * 1e6
 
 
-def step(batches: list[int] = BATCHES, steps: int = 2000, pairs: int = 5, profile: int = 0) -> dict[str, Any] | None:
+def step(batches: list[int] = BATCHES, steps: int = 2000, pairs: int = 5) -> dict[str, Any]:
     if steps > LENGTH - PROMPT - 100:
         raise SystemExit(f"--steps: {steps} given; at most {LENGTH - PROMPT - 100} fit into a request")
-    if profile:
-        return print_profile(lambda: step_us(profile, SAMPLINGS["greedy"], steps))
     rows: list[dict[str, Any]] = []
     for batch in batches:
         sides = {name: partial(step_us, batch, sampling, steps) for name, sampling in SAMPLINGS.items()}

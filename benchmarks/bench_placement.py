@@ -15,6 +15,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,10 @@ def measure(call: Callable[..., Any], rounds: int, given: Iterable[tuple[Any, ..
 
 def decision(tokens: int = 39_000, replicas: int = 8, rounds: int = 1000) -> dict[str, Any]:
     ids = np.random.default_rng(0).integers(0, 150_000, tokens, dtype="<i4")
-    prompt, root = ids.tobytes(), bytes(32)
-    figures = {
-        "SHA-256 keys, block 32": measure(lambda: block_keys(prompt, 32, root=root), rounds),
-        "SHA-256 keys, block 16": measure(lambda: block_keys(prompt, 16, root=root), rounds),
-    }
+    prompt, figures = ids.tobytes(), {}
     for block_size in (32, 16):
+        keys = partial(block_keys, prompt, block_size)
+        figures[f"SHA-256 keys, block {block_size}"] = measure(keys, rounds)
         placement, _ = filled(replicas, BLOCKS_EACH - 2**13, block_size, PolicyConfig().max_facts)
         found = decisions(placement, prompt, rounds)
         figures |= {f"{name}, block {block_size}": each for name, each in found.items()}

@@ -166,25 +166,23 @@ def trips(peer_python: str | None = None, pairs: int = 10, readers: list[int] = 
                 kind: stack.enter_context(Asked(python, __file__, "side", "--kind", kind, "--num-readers", str(count)))
                 for kind, python in pythons.items()
             }
-            versus = {
-                kind: against(kind, sides["ours"], other, pairs) for kind, other in sides.items() if kind != "ours"
-            }
+            versus = against(sides["ours"], sides["theirs"], pairs)
             corrupted = {
                 kind: {name: each.ask(("corrupted", size, REFILLS)) for name, size in SIZES.items()}
                 for kind, each in sides.items()
             }
         print(f"  corrupted of {REFILLS} each: {corrupted}")
-        record("ring", {"readers": count, "pairs": pairs, "ours_against": versus, "corrupted": corrupted})
+        record("ring", {"readers": count, "pairs": pairs, "ours_against": {"theirs": versus}, "corrupted": corrupted})
 
 
-def against(kind: str, ours: Asked, other: Asked, pairs: int) -> dict[str, Any]:
+def against(ours: Asked, theirs: Asked, pairs: int) -> dict[str, Any]:
     """Microseconds at best, and the verdict over the pairs."""
     figures: dict[str, dict[str, float | None]] = {}
     for name, size in SIZES.items():
         question = "time", size, COUNTS[size]
-        found = rounds({"ours": partial(ours.ask, question), kind: partial(other.ask, question)}, pairs)
+        found = rounds({"ours": partial(ours.ask, question), "theirs": partial(theirs.ask, question)}, pairs)
         verdict, least = judge(*found.values(), higher_is_better=False), [min(times) for times in found.values()]
-        print(f"  {name:>6}: ours {least[0]:10.1f} µs, {kind} {least[1]:10.1f} µs at best; {verdict}", flush=True)
+        print(f"  {name:>6}: ours {least[0]:10.1f} µs, theirs {least[1]:10.1f} µs at best; {verdict}", flush=True)
         figures[name] = {"ours_us": round(least[0], 1), "other_us": round(least[1], 1)}
         figures[name] |= {key: rounded(value) for key, value in verdict._asdict().items()}
     return figures

@@ -35,6 +35,7 @@ from pairs import compare, main, quantile, rounded, rounds, serving, summary, wa
 from tests.support.peer_rig import free_addresses
 from tests.support.router_fleet import MockReplica, mock_replicas
 
+from penstock.engine.commands.bench.load import EncodedCall, drive
 from penstock.engine.commands.prove.http_client import Client, Target
 
 LOADS = f"{sys.path[0]}/route_load.py"
@@ -42,23 +43,23 @@ ROUTE = (sys.executable, "-m", "penstock.cli", "route", "--port", "0", "--max-re
 EVENTS = 200  # of a stream
 PEER_POLICIES = ("cache_aware", "round_robin")
 SETTLE_S = 1.0  # until the answers of `split` stream
+STREAMS, TOKEN_S = 16, 0.01  # of `split`
 
 
 class Answer(NamedTuple):
     status: int
-    sent_s: float
-    times_s: list[float]  # when each part of the body was read
+    seconds: float
 
 
 async def ask(client: Client, fields: dict[str, Any]) -> Answer:
-    content = client.target.request("POST", "/v1/completions", json.dumps(fields, separators=(",", ":")).encode(), {})
-    return await send(client, content)
+    """Send a request whose answer need not be a stream, and ignore the content of its answer."""
+    started_s = time.perf_counter()
+    status = await client.exchange(content_of(client, fields), lambda _status, _data, _now_s: None)
+    return Answer(status, time.perf_counter() - started_s)
 
 
-async def send(client: Client, content: bytes) -> Answer:
-    sent_s, times = time.perf_counter(), list[float]()
-    status = await client.exchange(content, lambda _status, _data, now_s: times.append(now_s))
-    return Answer(status, sent_s, times)
+def content_of(client: Client, fields: dict[str, Any]) -> bytes:
+    return client.target.request("POST", "/v1/completions", json.dumps(fields, separators=(",", ":")).encode(), {})
 
 
 @contextlib.contextmanager
@@ -101,7 +102,7 @@ async def paced(port: int, rate: float, seconds: float) -> list[float]:
                 due_s += 1 / rate
             await asyncio.sleep(0)
         answers = [await task for task in tasks]
-    return [1000 * (answer.times_s[-1] - answer.sent_s) for answer in answers]
+    return [1000 * answer.seconds for answer in answers]
 
 
 def cpu_s(pid: int) -> float:
@@ -121,8 +122,21 @@ def per_cpu_second(proxy: tuple[int, int], streams: bool, seconds: float, prompt
     return len(answers) * (EVENTS if streams else 1) / (cpu_s(pid) - begun_s)
 
 
-def cost(peer_python: str | None = None, pairs: int = 5, seconds: float = 4.0) -> dict[str, Any]:
+def beside(proxies: dict[str, tuple[int, int]], pairs: int, seconds: float, prompts: int = 1) -> dict[str, Any]:
+    """Compare the first proxy with each other one."""
     figures: dict[str, Any] = {}
+    first, *others = proxies
+    for what, streams in (("requests", False), ("chunks", True)):
+        sides = {name: partial(per_cpu_second, each, streams, seconds, prompts) for name, each in proxies.items()}
+        rounds(sides, 1)
+        found = rounds(sides, pairs)
+        figures[what] = {
+            name: summary(what, {first: found[first], name: found[name]}, "per CPU second") for name in others
+        }
+    return figures
+
+
+def cost(peer_python: str | None = None, pairs: int = 5, seconds: float = 4.0) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         backend, pid = stack.enter_context(serving(sys.executable, LOADS, "backend"))
         router = stack.enter_context(serving(*ROUTE, "--backend", f"http://127.0.0.1:{backend}"))
@@ -133,10 +147,7 @@ def cost(peer_python: str | None = None, pairs: int = 5, seconds: float = 4.0) -
         else:
             print("no --peer-python: beside the backend itself")
             proxies["backend"] = backend, pid
-        for what, streams in (("requests", False), ("chunks", True)):
-            sides = {name: partial(per_cpu_second, proxy, streams, seconds) for name, proxy in proxies.items()}
-            rounds(sides, 1)
-            figures[what] = compare(what, sides, pairs, "per CPU second")
+        figures = beside(proxies, pairs, seconds)
         rate = len(uvloop.run(repeat(router[0], 32, seconds, lambda: SMALL))) / seconds / 2
         added: dict[float, list[float]] = {0.5: [], 0.99: []}
         for _ in range(pairs):
@@ -155,21 +166,12 @@ def gateways(
         raise SystemExit("--programs: none given; the folder with the programs vllm-router and sglang-router")
     names = ["penstock", *(f"{each}-router:{policy}" for policy in PEER_POLICIES for each in ("vllm", "sglang"))]
     names += ["nginx"] if nginx else []
-    figures: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         backends = [stack.enter_context(serving(sys.executable, LOADS, "backend"))[0] for _ in range(2)]
         workers = [Worker(f"http://127.0.0.1:{port}") for port in backends]
         known = {"bin": programs, "nginx": nginx or ""}
         proxies = {name: stack.enter_context(gateway(name, workers, known)) for name in names}
-        for what, streams in (("requests", False), ("chunks", True)):
-            sides = {each: partial(per_cpu_second, proxies[each], streams, seconds, PROMPTS) for each in names}
-            rounds(sides, 1)
-            found = rounds(sides, pairs)
-            figures[what] = {
-                name: summary(what, {"penstock": found["penstock"], name: found[name]}, "per CPU second")
-                for name in names[1:]
-            }
-    return figures
+        return beside(proxies, pairs, seconds, PROMPTS)
 
 
 # -- failover ----------------------------------------------------------------------------------------------------
@@ -221,47 +223,33 @@ def failover(replicas: int = 8, pairs: int = 5, seconds: float = 4.0) -> dict[st
 async def gaps_and_first_tokens(
     port: int, prompt_tokens: int, every: float, seconds: float, rng: random.Random
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds between two tokens of 16 streams, and to the first tokens of the long prompts beside them."""
-
-    def prompt(num_tokens: int, max_tokens: int) -> dict[str, Any]:
-        tokens = [rng.randrange(256) for _ in range(num_tokens)]
-        return {"prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-
-    begin_s = time.perf_counter() + SETTLE_S
-    times: list[list[float]] = []
+    """Return the milliseconds between two tokens of the streams, and to the first tokens of the long prompts beside them."""
+    end_s = SETTLE_S + seconds
     with client_of(port) as client:
 
-        async def stream() -> None:
-            content = client.target.request("POST", "/v1/completions", json.dumps(prompt(64, 10_000)).encode(), {})
-            times.append(mine := [])
-            await client.exchange(content, lambda _status, _data, now_s: mine.append(now_s))
+        def call(num_tokens: int, max_tokens: int, at_s: float) -> EncodedCall:
+            tokens = [rng.randrange(256) for _ in range(num_tokens)]
+            fields = {"prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+            return EncodedCall(content_of(client, fields), num_tokens, at_s)
 
-        streams = [asyncio.create_task(stream()) for _ in range(16)]
-        await asyncio.sleep(SETTLE_S)
-        asked = []
-        while time.perf_counter() < begin_s + seconds:
-            asked.append(asyncio.create_task(ask(client, prompt(prompt_tokens, 16))))
-            await asyncio.sleep(every)
-        end_s = time.perf_counter()
-        answers = [await task for task in asked]
-        assert not any(task.done() for task in streams), "an answer ended too early"
-        for task in streams:
-            task.cancel()
-        await asyncio.gather(*streams, return_exceptions=True)
+        calls = [call(64, round(end_s / TOKEN_S), 0.0) for _ in range(STREAMS)]  # they take as long at least
+        calls += [call(prompt_tokens, 16, SETTLE_S + number * every) for number in range(int(seconds / every))]
+        outcomes = (await drive(client, calls)).outcomes
+    assert not any(each.error for each in outcomes), Counter(each.error for each in outcomes)
     gaps = [
-        1000 * (after - before)
-        for mine in times
-        for before, after in itertools.pairwise(mine)
-        if before > begin_s and after < end_s
+        1000 * gap_s
+        for each in outcomes[:STREAMS]
+        for at_s, gap_s in zip(itertools.accumulate(each.itls_s, initial=each.ttft_s), each.itls_s, strict=False)
+        if at_s > SETTLE_S and at_s + gap_s < end_s
     ]
-    return gaps, [1000 * (answer.times_s[0] - answer.sent_s) for answer in answers]
+    return gaps, [1000 * each.ttft_s for each in outcomes[STREAMS:]]
 
 
 def split(
     pairs: int = 5, seconds: float = 4.0, prompt_tokens: int = 6000, every: float = 0.5, prefill_threshold: int = 512
 ) -> dict[str, Any]:
     (address,) = free_addresses(1)
-    pace = {"prefill_tps": 20_000, "inter_token_s": 0.01, "kv_host_bytes": 1 << 24, "max_model_len": 131_072}
+    pace = {"prefill_tps": 20_000, "inter_token_s": TOKEN_S, "kv_host_bytes": 1 << 24, "max_model_len": 131_072}
     rng = random.Random(0)
     seen: dict[str, tuple[list[float], list[float]]] = {"split": ([], []), "pool": ([], [])}
     with contextlib.ExitStack() as stack:

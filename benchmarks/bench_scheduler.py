@@ -1,6 +1,6 @@
 """Measures the scheduler and the block pool alone, with an executor that answers at once.
 
-    python benchmarks/bench_scheduler.py [--running 256] [--steps 400] [--pairs 10] [--profile decode|mixed|tight]
+    python benchmarks/bench_scheduler.py [--running 256] [--steps 400] [--pairs 10]
 
 The figures are microseconds per request and step; the floor to hold is 8 at 256 running requests. In `decode` requests only
 generate. In `mixed`, finished requests are replaced by new prompts at once, so that admission, prefill chunks, block keys,
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pairs import main, medians, print_profile, rounds, table
+from pairs import main, medians, rounds, table
 from tests.support.oracle import OracleExecutor
 
 from penstock.engine.config import SchedulerConfig
@@ -134,9 +134,7 @@ def _turnover(load: Load, steps: int, prompts: tuple[int, int], answers: tuple[i
 WORKLOADS = {"decode": decode, "mixed": mixed, "tight": tight}
 
 
-def steps(running: int = 256, steps: int = 400, pairs: int = 10, profile: str = "") -> dict[str, Any] | None:
-    if profile:
-        return print_profile(partial(WORKLOADS[profile], running, steps))
+def steps(running: int = 256, steps: int = 400, pairs: int = 10) -> dict[str, Any]:
     settle_garbage()
     runs = rounds({name: partial(work, running, steps) for name, work in WORKLOADS.items()}, pairs)
     rows, held = [], True

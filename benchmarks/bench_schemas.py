@@ -1,14 +1,13 @@
 """What structured outputs make of JSON schemas that others wrote: how many compile, and what their grammars accept.
 
-    python benchmarks/bench_schemas.py {suite,public} FOLDER [--coerce-one-of] [--list]
+    python benchmarks/bench_schemas.py {suite,public} --folder FOLDER [--coerce-one-of] [--list-all]
 
 `suite`: FOLDER has files of the JSON-Schema-Test-Suite; the sdist of `jsonschema` on PyPI carries json/tests/draft2020-12,
 with the required part in the folder itself. `public`: FOLDER has one schema per file, at any depth; a random answer to each
 that compiles is checked by `jsonschema`. The vocabulary is the 256 bytes. Wrong answers that are accepted are printed,
-with `--list` also refusals and right answers that are rejected.
+with `--list-all` also refusals and right answers that are rejected.
 """
 
-import argparse
 import json
 import random
 import re
@@ -20,6 +19,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+from pairs import main
 
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused
 from penstock.engine.grammar.matcher import Matcher
@@ -38,10 +38,10 @@ def vocabulary() -> GrammarVocabulary:
 
 
 class Schemas:
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, coerce_one_of: bool, list_all: bool) -> None:
         self.counts: Counter[str] = Counter()
         self._compiler = Compiler(vocabulary)
-        self._coerce_one_of, self.lists = arguments.coerce_one_of, arguments.list
+        self._coerce_one_of, self.lists_all = coerce_one_of, list_all
 
     def compiled(self, schema: Any, where: str) -> Matcher | None:
         """Return None if the schema is refused."""
@@ -49,7 +49,7 @@ class Schemas:
             wanted = StructuredOutputs(json=schema, coerce_one_of=self._coerce_one_of)
             return self._compiler.start(grammar_source(wanted)).result.result(COMPILE_LIMIT_S)
         except (GrammarRefused, InvalidRequest, TimeoutError) as error:
-            if self.lists:
+            if self.lists_all:
                 print("refused", where, str(error)[:200], sep=" | ")
         return None
 
@@ -68,7 +68,7 @@ def check_suite(files: list[Path], schemas: Schemas) -> None:
                 accepted = copy.consume_tokens(list(data)) and copy.is_accepting()
                 kind = f"{'valid' if test['valid'] else 'invalid'} {'accepted' if accepted else 'rejected'}"
                 schemas.counts[kind] += 1
-                if accepted != test["valid"] and (accepted or schemas.lists):
+                if accepted != test["valid"] and (accepted or schemas.lists_all):
                     print(kind, where, test["description"], sep=" | ")
 
 
@@ -111,16 +111,17 @@ def complaint(schema: Any, text: bytes) -> str:
     return ""
 
 
+def suite(folder: str = "", coerce_one_of: bool = False, list_all: bool = False) -> dict[str, int]:
+    schemas = Schemas(coerce_one_of, list_all)
+    check_suite(sorted(Path(folder).glob("*.json")), schemas)
+    return schemas.counts
+
+
+def public(folder: str = "", coerce_one_of: bool = False, list_all: bool = False) -> dict[str, int]:
+    schemas = Schemas(coerce_one_of, list_all)
+    check_public(sorted(Path(folder).rglob("*.json")), schemas)
+    return schemas.counts
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("suite", "public"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--coerce-one-of", action="store_true")
-    parser.add_argument("--list", action="store_true")
-    options = parser.parse_args()
-    schemas = Schemas(options)
-    if options.mode == "suite":
-        check_suite(sorted(options.folder.glob("*.json")), schemas)
-    else:
-        check_public(sorted(options.folder.rglob("*.json")), schemas)
-    print(dict(schemas.counts))
+    main(__doc__, "schemas", suite, public)

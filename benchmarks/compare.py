@@ -21,17 +21,15 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pairs import record, rounds, summary
+from pairs import child, record, rounds, summary
 
 from penstock.engine.commands.bench import serving as serve
-from penstock.engine.commands.prove.own_server import free_port, stop
+from penstock.engine.commands.prove.own_server import free_port
 
 START_TIMEOUT_S = 900.0
 FIGURES = {  # of the result → whether more is better
@@ -85,29 +83,16 @@ def started(name: str, what: str, model: str | None) -> Iterator[Side]:
         return
     port = free_port()
     words = [word.replace("{port}", str(port)) for word in command_of(what, model)]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+    with child(f"side {name}", words, lambda: listens(port), START_TIMEOUT_S) as process:
         side = Side(name, f"http://127.0.0.1:{port}", process)
-        try:
-            wait_until_it_listens(name, process, port, log)
-            side.signal(signal.SIGSTOP)
-            yield side
-        finally:
-            side.signal(signal.SIGCONT)
-            stop(process)
+        side.signal(signal.SIGSTOP)
+        yield side
 
 
-def wait_until_it_listens(name: str, process: "subprocess.Popen[bytes]", port: int, log: Any) -> None:
-    ends_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < ends_s:
-        if process.poll() is not None:
-            log.seek(0)
-            tail = log.read()[-2000:].decode(errors="replace")
-            raise SystemExit(f"side {name}: it ended with {process.returncode}\n{tail}")
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        time.sleep(0.1)
-    raise SystemExit(f"side {name}: nothing listens after {START_TIMEOUT_S:g} s")
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
 
 
 def measure(side: Side, options: Sequence[str], seeds: Iterator[int]) -> dict[str, float]:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-from penstock.eplb import Plan
+from tests.support import loads
+from tests.support.loads import skewed
 
 TOKENS = 1 << 20  # in the window that a load was counted over
 KINDS = ("zipf", "logn1", "logn0.5")
@@ -50,33 +50,15 @@ CELLS = (
 DRIFTING = tuple(cell for cell in CELLS if cell.is_redundant)
 
 
-def popularity(cell: Cell, kind: str, seed: int) -> NDArray[np.float64]:
-    """How likely a token goes to each expert: `zipf` with exponent 1, or lognormal with the sigma in the name."""
-    rng = np.random.default_rng(seed)
-    if kind == "zipf":
-        weights = np.stack([rng.permutation(1 / np.arange(1, cell.experts + 1)) for _ in range(cell.layers)])
-    else:
-        weights = np.exp(rng.normal(0, float(kind.removeprefix("logn")), (cell.layers, cell.experts)))
-    shares: NDArray[np.float64] = weights / weights.sum(1, keepdims=True)
-    return shares
-
-
 def load(cell: Cell, kind: str, seed: int) -> NDArray[np.int64]:
-    return _counted(cell, popularity(cell, kind, seed), seed)
+    return skewed(kind, cell.layers, cell.experts, seed, TOKENS * cell.experts_per_token)
 
 
 def drifted(cell: Cell, kind: str, seed: int, drift: str) -> NDArray[np.int64]:
-    """The load a while later: another sample, every expert off by a lognormal factor, or new favourites."""
-    base = popularity(cell, kind, seed)
+    """Return the load a while later: another sample, every expert off by a lognormal factor, or new favourites."""
     if drift == "switch":
-        base = popularity(cell, kind, seed + 100)
-    elif drift != "noise":
-        base = base * np.exp(np.random.default_rng(seed + 200).normal(0, float(drift), base.shape))
-    return _counted(cell, base / base.sum(1, keepdims=True), seed + 300)
-
-
-def _counted(cell: Cell, share: NDArray[np.float64], seed: int) -> NDArray[np.int64]:
-    return np.random.default_rng(seed + 1000).poisson(share * TOKENS * cell.experts_per_token)
+        return load(cell, kind, seed + 100)
+    return loads.drifted(load(cell, kind, seed), 0.0 if drift == "noise" else float(drift), seed + 200)
 
 
 def plan_by_definition(load: ArrayLike, slots: int, ranks: int) -> NDArray[np.int64]:
@@ -112,9 +94,3 @@ def pack(weights: NDArray[np.float64], num_packs: int) -> list[list[int]]:
         if len(packs[lightest]) == len(weights) // num_packs:
             total[lightest] = np.inf
     return packs
-
-
-def num_repeats(plan: Plan) -> int:
-    """Count the slots whose expert lies in another slot of the same rank too."""
-    by_rank = np.sort(plan.phy2log.reshape(plan.layers, plan.ranks, -1), axis=2)
-    return int((by_rank[..., 1:] == by_rank[..., :-1]).sum())

@@ -28,17 +28,13 @@ def write_folder(model: str | None, output: str | Path, dtype: DType = "auto") -
     print(f"{files.name} written to {output}")
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
-    parser.add_argument("--output", "-o", required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument("--output", "-o", required=True)
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     args = parser.parse_args()
     try:
         write_folder(args.model, args.output, args.dtype)
     except (ModelError, ExecutorError) as error:
         parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()

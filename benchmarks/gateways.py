@@ -8,8 +8,6 @@ path. Each runs with its own defaults but for its log, and is ready when it has 
 import contextlib
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pairs import ROOT
+from pairs import ROOT, child
+
+from penstock.engine.commands.prove.own_server import free_port
 
 NGINX = """
 daemon off; master_process off; pid {folder}/pid; error_log {folder}/log crit; events {{ worker_connections 4096; }}
@@ -48,12 +48,6 @@ class Events(NamedTuple):
     model: str
     tokenizer: str
     block_size: int
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def command_of(
@@ -86,25 +80,17 @@ def command_of(
 def gateway(
     name: str, workers: Sequence[Worker], programs: Mapping[str, str], events: Events | None = None, model: str = "m"
 ) -> Iterator[tuple[int, int]]:
-    """Its port and its process."""
+    """Yield its port and its process id."""
     port, path = free_port(), os.pathsep.join((str(ROOT / "src"), str(ROOT)))
-    with tempfile.TemporaryDirectory() as folder, Path(folder, "out").open("wb") as out:
-        given = command_of(name, port, workers, programs, folder, events)
-        child = subprocess.Popen(given, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": path})
-        try:
-            body = json.dumps({"model": model, "prompt": "ready?", "max_tokens": 1}).encode()
-            question = urllib.request.Request(
-                f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
-            )
-            until(lambda: _answers(question), lambda: f"{name}:\n{Path(folder, 'out').read_text()[-2000:]}")
-            yield port, child.pid
-        finally:
-            child.terminate()
-            try:
-                child.wait(10)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+    body = json.dumps({"model": model, "prompt": "ready?", "max_tokens": 1}).encode()
+    question = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        command = command_of(name, port, workers, programs, folder, events)
+        env = {**os.environ, "PYTHONPATH": path}
+        with child(name, command, lambda: _answers(question), env=env) as process:
+            yield port, process.pid
 
 
 def until(condition: Callable[[], bool], what: Callable[[], str], timeout_s: float = 60.0) -> None:

@@ -8,14 +8,12 @@ nothing but Python's own library: the other side's interpreter imports it as wel
 
 import argparse
 import contextlib
-import cProfile
 import datetime
 import inspect
 import json
 import math
 import os
 import platform
-import pstats
 import re
 import signal
 import statistics
@@ -115,21 +113,11 @@ def quantile(values: Iterable[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def cpu_ms(call: Callable[[], object], times: int = 1) -> float:
-    """Of this thread, the median: what else runs on the machine disturbs it less than the clock's time."""
-    found = []
-    for _ in range(times):
-        start = time.thread_time()
-        call()
-        found.append((time.thread_time() - start) * 1e3)
-    return statistics.median(found)
-
-
-def print_profile(call: Callable[[], object]) -> None:
-    """Where its time goes, the longest first."""
-    with cProfile.Profile() as profiler:
-        call()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+def cpu_ms(call: Callable[[], object]) -> float:
+    """Return the CPU time of this thread, which other processes disturb less than the time on the clock."""
+    start = time.thread_time()
+    call()
+    return (time.thread_time() - start) * 1e3
 
 
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -160,33 +148,21 @@ def main(doc: str | None, name: str, *modes: Callable[..., Mapping[str, Any] | N
 def parse(
     doc: str | None, modes: Mapping[str, Callable[..., Any]], argv: Sequence[str] | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """A mode, and those of its parameters that were given. One with a default is an option of its type."""
+    """Return the mode, and those of its parameters that were given. A parameter with a default is an option of its type."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    mode = words.pop(0) if words and words[0] in modes else next(iter(modes))
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
     )
-    first, *others = modes
-    if others:
-        parser.add_argument("mode", choices=modes, nargs="?", default=first)
-    taken: dict[str, dict[str, Any]] = {}  # option → mode → default
-    for mode, call in modes.items():
-        for name, each in inspect.signature(call).parameters.items():
-            if each.default is not each.empty:
-                taken.setdefault(name, {})[mode] = each.default
-    for name, defaults in taken.items():
-        default = next(iter(defaults.values()))
-        flag, said = f"--{name.replace('_', '-')}", ", ".join(f"{mode}: {value}" for mode, value in defaults.items())
+    for name, each in inspect.signature(modes[mode]).parameters.items():
+        flag, default = f"--{name.replace('_', '-')}", each.default
         if isinstance(default, bool):
-            parser.add_argument(flag, action="store_true", help=said)
+            parser.add_argument(flag, action="store_true")
         elif isinstance(default, list):
-            parser.add_argument(flag, nargs="+", type=type(default[0]), help=said)
-        else:
-            parser.add_argument(flag, type=str if default is None else type(default), help=said)
-    given = vars(parser.parse_args(argv))
-    mode = given.pop("mode", first)
-    for name in given:
-        if mode not in taken[name]:
-            parser.error(f"{mode} takes no --{name.replace('_', '-')}")
-    return mode, given
+            parser.add_argument(flag, nargs="+", type=type(default[0]), help=str(default))
+        elif default is not each.empty:
+            parser.add_argument(flag, type=str if default is None else type(default), help=str(default))
+    return mode, vars(parser.parse_args(words))
 
 
 def table(rows: Sequence[Mapping[str, Any]], width: int = 12) -> None:
@@ -251,7 +227,7 @@ def commit() -> str:
 # -- processes ---------------------------------------------------------------------------------------------------
 
 
-class Asked:
+class Asked(contextlib.AbstractContextManager["Asked"]):
     """A side in a process of its own, often under another interpreter: it answers each question with a line of JSON
     (`answer_questions`), and is stopped, in the sense of SIGSTOP, unless it is asked. `started` is its first answer."""
 
@@ -287,9 +263,6 @@ class Asked:
         self._signal(signal.SIGKILL)
         with self._process:  # waits, and closes its pipes
             self._log.close()
-
-    def __enter__(self) -> "Asked":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -340,6 +313,37 @@ def serving(*command: str, root: Path = ROOT) -> Iterator[tuple[int, int]]:
         child.terminate()
         child.wait(20)
         child.stdout.close()
+
+
+@contextlib.contextmanager
+def child(
+    name: str,
+    command: Sequence[str],
+    is_up: Callable[[], bool],
+    timeout_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a server, and yield it when it is up. Afterwards its process group is ended."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+        )
+        try:
+            end_s = time.monotonic() + timeout_s
+            while not is_up():
+                if process.poll() is not None or time.monotonic() > end_s:
+                    log.seek(0)
+                    last = log.read()[-2000:].decode(errors="replace")
+                    what = "is not up" if process.returncode is None else f"ended with {process.returncode}"
+                    raise SystemExit(f"{name}: it {what}\n{last}")
+                time.sleep(0.05)
+            yield process
+        finally:
+            for kind in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, kind)
+                    process.wait(10 if kind is signal.SIGTERM else 0.001)
+            process.wait()
 
 
 def wait_ready(port: int, path: str = "/ready") -> None:

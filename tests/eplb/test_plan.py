@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.eplb_workloads import num_repeats, plan_by_definition, replicate
+from benchmarks.eplb_workloads import plan_by_definition, replicate
 
 from penstock.eplb import balance, bound, plan
 from penstock.eplb.maps import Plan, max_copies
 from penstock.eplb.planner import copies
-from tests.support.loads import SHAPES, awkward, skewed
+from tests.support.loads import SHAPES, awkward, num_repeats, skewed
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ["zipf", "logn1", "logn0.5"]

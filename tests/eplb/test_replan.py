@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.eplb_workloads import num_repeats, plan_by_definition
+from benchmarks.eplb_workloads import plan_by_definition
 
 from penstock.eplb import Plan, balance, plan, replan
 from penstock.eplb.replanner import keep_slots, overlay
-from tests.support.loads import SHAPES, awkward, drifted, skewed
+from tests.support.loads import SHAPES, awkward, drifted, num_repeats, skewed
 
 KINDS = ["zipf", "logn1"]
 PLACES = [

@@ -1,7 +1,9 @@
-"""Loads that the tests plan with: like those of real routers, and the awkward ones."""
+"""Loads that tests and benchmarks plan with: like those of real routers, and the awkward ones."""
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.eplb import Plan
 
 SHAPES = [  # layers, experts, slots, ranks
     (26, 64, 72, 8),
@@ -45,3 +47,9 @@ def awkward(layers: int, experts: int) -> dict[str, NDArray[np.float64]]:
         "huge": np.full((layers, experts), 1e300),
         "half zero": np.where(np.arange(experts) % 2, 1000.0, 0.0) * np.ones((layers, 1)),
     }
+
+
+def num_repeats(plan: Plan) -> int:
+    """Count the slots whose expert lies in another slot of the same rank too."""
+    by_rank = np.sort(plan.phy2log.reshape(plan.layers, plan.ranks, -1), axis=2)
+    return int((by_rank[..., 1:] == by_rank[..., :-1]).sum())
