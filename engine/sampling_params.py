@@ -43,32 +43,6 @@ class InvalidRequest(ValueError):
         self.field, self.message = field, message
 
 
-class Unserved(NamedTuple):
-    """The reason why a known field is refused, and the values that change nothing and are accepted."""
-
-    reason: str
-    neutral: tuple[Any, ...] = ()
-
-
-_BEAM = "beam search is not supported; n choices are sampled"
-_GUIDED = ("decoding", "json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
-# Fields of vLLM's requests that ours do not have.
-UNSERVED: dict[str, Unserved] = {
-    **{f"guided_{name}": Unserved("use structured_outputs") for name in _GUIDED},
-    "best_of": Unserved("n choices are sampled and all returned; compare their cumulative_logprob", (1,)),
-    "use_beam_search": Unserved(_BEAM, (False,)),
-    "num_beams": Unserved(_BEAM, (1,)),
-    "length_penalty": Unserved(_BEAM, (1, 1.0)),
-    "early_stopping": Unserved(_BEAM, (False,)),
-    "bad_words": Unserved("words cannot be banned; banned_token_ids bans tokens", ([],)),
-    "logits_processors": Unserved("use logit_bias, allowed_token_ids, banned_token_ids or structured_outputs", ([],)),
-    "logprob_token_ids": Unserved("log-probabilities of chosen tokens cannot be asked for", ([],)),
-    "spaces_between_special_tokens": Unserved("no spaces are added", (False, True)),
-    "thinking_token_budget": Unserved("reasoning has no budget of its own; use max_tokens"),
-    "repetition_detection": Unserved("repetition is not detected"),
-}
-
-
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The format of the answer, given in exactly one of these forms. The names are those of vLLM."""
 

@@ -7,15 +7,14 @@ types.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Raw
 
 from penstock.engine.front.submit import KvTransfer, Pooling
 from penstock.engine.http.body import decode, split_object
-from penstock.engine.sampling_params import UNSERVED as OF_SAMPLING
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs, Unserved
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
 
 MAX_FIELD_BYTES = 256 * 1024  # of JSON in any one field, those that carry the text aside
 TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens", "query", "queries", "documents", "text_1", "text_2"})
@@ -231,16 +230,38 @@ HARMLESS = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "prediction", "parallel_tool_calls"),
     }
 )
+
+
+class Unserved(NamedTuple):
+    """The reason why a known field is refused, and the values that change nothing and are accepted."""
+
+    reason: str
+    neutral: tuple[Any, ...] = ()
+
+
 _ELSEWHERE = Unserved("this endpoint has no such field")
 _CHAT = "only a chat has it; use /v1/chat/completions"
 _FUNCTIONS = "the older form of tools; use tools and tool_choice"
+_BEAM = "beam search is not supported; n choices are sampled"
+_GUIDED = ("decoding", "json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
 UNSERVED: dict[str, Unserved] = {
     "tools": Unserved(_CHAT, ([],)),
     "tool_choice": Unserved(_CHAT, ("none", "auto")),
     "include_reasoning": Unserved(_CHAT, (True,)),
     "functions": Unserved(_FUNCTIONS, ([],)),
     "function_call": Unserved(_FUNCTIONS, ("none", "auto")),
-    **OF_SAMPLING,
+    **{f"guided_{name}": Unserved("use structured_outputs") for name in _GUIDED},
+    "best_of": Unserved("n choices are sampled and all returned; compare their cumulative_logprob", (1,)),
+    "use_beam_search": Unserved(_BEAM, (False,)),
+    "num_beams": Unserved(_BEAM, (1,)),
+    "length_penalty": Unserved(_BEAM, (1, 1.0)),
+    "early_stopping": Unserved(_BEAM, (False,)),
+    "bad_words": Unserved("words cannot be banned; banned_token_ids bans tokens", ([],)),
+    "logits_processors": Unserved("use logit_bias, allowed_token_ids, banned_token_ids or structured_outputs", ([],)),
+    "logprob_token_ids": Unserved("log-probabilities of chosen tokens cannot be asked for", ([],)),
+    "spaces_between_special_tokens": Unserved("no spaces are added", (False, True)),
+    "thinking_token_budget": Unserved("reasoning has no budget of its own; use max_tokens"),
+    "repetition_detection": Unserved("repetition is not detected"),
     "echo": Unserved("messages are not repeated in the answer", (False,)),
     "suffix": Unserved("text cannot be inserted before a suffix", ("",)),
     "modalities": Unserved("only text is generated", (["text"],)),

@@ -16,11 +16,11 @@ import msgspec
 from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
 from penstock.engine.http.errors import HttpError, clean_id, clip
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams, Unserved
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.adapters import Adapters
 from penstock.engine.server.call import Call
 from penstock.engine.server.metrics import ServerMetrics
-from penstock.engine.server.requests import UNSERVED, PromptRequest, parse
+from penstock.engine.server.requests import UNSERVED, PromptRequest, Unserved, parse
 from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.tool_choice import Tools
@@ -72,13 +72,15 @@ class Service:
 
     @cached_property
     def responses(self) -> "ResponseStore":
-        """Those that clients of the Responses API come back to. Most servers answer chats alone."""
+        """The responses that are stored for clients of the Responses API; made when the first one is, as most servers answer
+        chats only."""
         from penstock.engine.server.agents.response_store import ResponseStore
 
         return ResponseStore()
 
     async def know_text_digest(self) -> None:
-        """Computed when it is first asked for: writing a large vocabulary out takes a tenth of a second."""
+        """Compute the digest of the tokenizer and the template, unless it is known. It is not done at the start, because
+        writing out a large vocabulary takes a tenth of a second."""
         if not self.text_digest:
             self.text_digest = await asyncio.to_thread(text_digest, self.tokenizer, self.template)
 

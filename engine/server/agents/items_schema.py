@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from penstock.engine.sampling_params import Unserved
-from penstock.engine.server.requests import UNSERVED, JsonSchema, PromptRequest, with_sampling
+from penstock.engine.server.requests import UNSERVED, JsonSchema, PromptRequest, Unserved, with_sampling
 
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Metadata = Annotated[

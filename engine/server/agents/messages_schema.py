@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw
 
-from penstock.engine.sampling_params import Unserved
 from penstock.engine.server.agents.items_schema import AnyTool, Id, Strict
-from penstock.engine.server.requests import UNSERVED, PromptRequest
+from penstock.engine.server.requests import UNSERVED, PromptRequest, Unserved
 
 
 class ContentBlock(Strict, frozen=True, tag_field="type", kw_only=True):
