@@ -46,16 +46,6 @@ class TierIndex:
 
     # -- what is where -------------------------------------------------------------------------------------
 
-    def places(self, keys: Sequence[bytes], device: BlockPool) -> list[int]:
-        """The leading blocks that can be used at once: a device block, or a host block as its negative."""
-        places = []
-        for key in keys:
-            place = device.find(key) or -self.host.find(key)
-            if place == 0:
-                break
-            places.append(place)
-        return places
-
     def store_of(self, key: bytes) -> str | None:
         for name, keys in self.stores.items():
             if key in keys:

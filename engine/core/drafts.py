@@ -7,19 +7,17 @@ So drafts change what a step costs and how many tokens it brings, never which. T
 
 from array import array
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from penstock._csrc import ffi, lib
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SpeculativeConfig
+from penstock.engine.core.kv import Kv
 from penstock.engine.core.request import Request
 from penstock.engine.messages import Stats
 from penstock.executor.protocol import Row, StepResult
-
-if TYPE_CHECKING:
-    from penstock.engine.core.groups import Groups
 
 WINDOW = 1 << 15  # tokens at a request's end that are searched
 LEAST_TRUST = -2
@@ -56,10 +54,10 @@ class Drafter:
         block_size: int,
         max_rows: int,
         stats: Stats,
-        states: "Groups | None" = None,
+        kv: Kv,
     ) -> None:
-        """`max_rows`: of a step, with drafts and all. `states`: who keeps those of recurrent layers, where there are any."""
-        self._stats, self._states = stats, states
+        """`max_rows`: of a step, with drafts and all."""
+        self._stats, self._kv = stats, kv
         self._config, self._pool, self._block_size, self._max_rows = config, pool, block_size, max_rows
         self._most_trust = 1 + (config.num_speculative_tokens - 1).bit_length()
 
@@ -113,10 +111,9 @@ class Drafter:
         for place, (index, request) in enumerate(eager):
             row, held = planned[request], len(request.blocks) * self._block_size
             drafts = request.drafts[: -(-room // (len(eager) - place))] if row.count == 1 else ()
-            num_pages = 0  # of another state
-            if self._states is not None:
-                num_pages = self._states.num_pages
-                drafts = drafts[: self._states.draft_room(request)] if spare >= num_pages else ()
+            num_pages = self._kv.num_pages  # of another state
+            if num_pages:
+                drafts = drafts[: self._kv.draft_room(request)] if spare >= num_pages else ()
             missing = -(-max(0, row.start + 1 + len(drafts) - held) // self._block_size)
             num_tables = 1 + len(request.others)
             if num_pages + missing * num_tables > spare:
@@ -133,8 +130,8 @@ class Drafter:
             row = msgspec.structs.replace(row, blocks=(*row.blocks, *blocks), first_token=row.start + 1, tokens=drafts)
             if missing and request.others:
                 row = msgspec.structs.replace(row, groups=self._extend_others(request, row, missing))
-            if self._states is not None:
-                row = msgspec.structs.replace(row, states_out=self._states.begin_drafts(request))
+            if num_pages:
+                row = msgspec.structs.replace(row, states_out=self._kv.begin_drafts(request))
             planned[request] = row
             sent[index] = Sent(len(planned) + len(rows), drafts)
             rows += [Row(request.slot, row.start + 1 + i, 1, True) for i in range(len(drafts))]

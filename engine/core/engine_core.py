@@ -59,11 +59,10 @@ class EngineCore:
         if self.scheduler.tiers is not None:  # what a store has passes through the host first
             tiers["host"] = self.scheduler.tiers.index.host
         pools: Mapping[str, CachedKeys] = tiers
-        if self.scheduler.groups is not None:
+        if not self.scheduler.kv.is_plain:
             from penstock.engine.core.usable import UsableKeys
 
-            groups = self.scheduler.groups
-            pools = {tier: UsableKeys(pool, groups) for tier, pool in tiers.items()}
+            pools = {tier: UsableKeys(pool, self.scheduler.kv) for tier, pool in tiers.items()}
         self.cache_log = CacheLog(pools)
         self._clock = clock
         self.last_step_tokens = 0  # of the step that `step` collected

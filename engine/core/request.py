@@ -58,7 +58,7 @@ class Request:
     has_output: bool = False
     finished: bool = False
 
-    # Kept by engine/core/groups.py, where layers keep different things:
+    # Kept by engine/core/kv.py, where layers keep different things:
     others: list[list[int]] = field(default_factory=list)  # block tables of the other attention groups
     num_sent_others: list[int] = field(default_factory=list)  # as num_sent_blocks, of each of these
     num_left: list[int] = field(default_factory=list)  # of all attention groups: leading entries behind the window

@@ -18,13 +18,12 @@ import msgspec
 from penstock.cache.keys import namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
-from penstock.engine.core.holdings import Holdings
+from penstock.engine.core.kv import Kv
 from penstock.engine.core.request import Request, WaitingQueue
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.executor.protocol import (
     NOTHING_LEFT,
     Admission,
-    GroupInfo,
     ModelInfo,
     Row,
     Step,
@@ -34,7 +33,6 @@ from penstock.executor.protocol import (
 
 if TYPE_CHECKING:  # half of the core, for those that have tiers, drafts, grammars or several groups of layers
     from penstock.engine.core.drafts import Drafter, Sent
-    from penstock.engine.core.groups import Groups
     from penstock.engine.core.tiering import Tiering
     from penstock.engine.grammar.matcher import Matcher
 
@@ -72,28 +70,20 @@ class Scheduler:
         self.waiting = WaitingQueue(config.patience_s)
         self.held: dict[Request, None] = {}  # their grammars are being compiled
         self.in_flight: deque[InFlight] = deque()  # the oldest step first
-        self.groups: Groups | None = None
-        if info.groups != (GroupInfo(),):
-            from penstock.engine.core import groups
-
-            self.groups = groups.Groups(self.pool, info, config.max_num_batched_tokens)
+        self._stats = Stats()  # its counters; the gauges are taken when they are asked for
+        self.kv = Kv(self.pool, info, config.max_num_batched_tokens, config.enable_prefix_caching, self._stats)
         self.tiers: Tiering | None = None
         if info.host_slots:
             from penstock.engine.core import tiering
 
             saves_per_step = -(-config.max_num_batched_tokens // info.block_size)  # as many as a step can fill
-            self.tiers = tiering.Tiering(info, self.pool, saves_per_step, self.groups)
-        self._stats = Stats()  # its counters; the gauges are taken when they are asked for
-        self._holdings = Holdings(
-            self.pool, self.tiers, info.block_size, config.enable_prefix_caching, self._stats, self.groups
-        )
+            self.tiers = self.kv.tiers = tiering.Tiering(info, self.pool, saves_per_step, self.kv)
         self._drafter: Drafter | None = None
         if (speculative := config.speculative_config) is not None:
             from penstock.engine.core import drafts
 
-            states = self.groups if self.groups is not None and self.groups.has_state else None
             self._drafter = drafts.Drafter(
-                speculative, self.pool, info.block_size, config.max_num_seqs, self._stats, states
+                speculative, self.pool, info.block_size, config.max_num_seqs, self._stats, self.kv
             )
         self._clock = clock
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -124,7 +114,7 @@ class Scheduler:
             matcher,
         )
         request.weights_version = self._weights_version
-        self._holdings.extend_keys(request)
+        self.kv.extend_keys(request)
         if self.tiers is not None and not self.has_work():
             self.tiers.wake()
         self._num_submitted += 1
@@ -171,14 +161,14 @@ class Scheduler:
             if request.slot >= 0:  # else it was preempted a moment ago, for an earlier one
                 self._continue(request, plan)
         for request in plan.rows:
-            self._holdings.register(request)
+            self.kv.register(request)
         admissions = [] if plan.has_preempted else self._admit(plan)
         rows, sent = self._with_drafts(plan.rows)
-        if self.groups is not None:
+        if self.kv.has_state:
             for request in plan.rows:
-                self.groups.keep_checkpoints(request)
+                self.kv.keep_checkpoints(request)
         # Not before: an admission of this very step must not be handed a block that a row of it writes.
-        self._holdings.drop_replaced()
+        self.kv.drop_replaced()
         transfers = None if self.tiers is None else self.tiers.end_step()
         # A transfer's end is reported with a step's result only; a step in flight will bring it.
         must_ask = self.tiers is not None and not self.in_flight and (self.tiers.is_stale or not self.tiers.is_idle)
@@ -197,18 +187,17 @@ class Scheduler:
             return
         if request.drafts and request.num_pending:
             return
-        if self.groups is not None:
-            count = self.groups.begin_row(request, count)
+        kv = self.kv
+        if not kv.is_plain:
+            count = kv.begin_row(request, count)
         end = request.num_scheduled + count
         missing = -(-end // self.block_size) - len(request.blocks)
-        if self.groups is not None:
-            missing = self.groups.num_missing(request, end)
+        if not kv.is_plain:
+            missing = kv.num_missing(request, end)
         if missing > self.pool.num_free and not self._make_room(request, missing, plan):
             return
-        if self.groups is not None:
-            self._holdings.extend(request, end)
-        elif missing > 0:
-            request.blocks += self.pool.allocate(missing)
+        if missing > 0 or kv.has_state:
+            kv.extend(request, end)
         plan.rows[request] = request.row(count, samples=end == ready)
         plan.budget -= count
 
@@ -260,7 +249,7 @@ class Scheduler:
                 if self.tiers.look(request, now):
                     self.waiting.remove(request)
                     continue
-            if not self._holdings.claim(request, len(self.running), is_busy=bool(plan.rows)):
+            if not self.kv.claim(request, len(self.running), is_busy=bool(plan.rows)):
                 break
             self.waiting.remove(request)
             self.running[request] = None
@@ -275,12 +264,11 @@ class Scheduler:
             if request.is_restoring:  # its first row comes in a later step than the last block it reads
                 continue
             count = min(len(request.tokens) - request.num_scheduled, plan.budget)
-            if self.groups is not None:
-                count = self.groups.begin_row(request, count)
-                self._holdings.extend(request, request.num_scheduled + count)
+            count = self.kv.begin_row(request, count)
+            self.kv.extend(request, request.num_scheduled + count)
             plan.rows[request] = request.row(count, samples=request.num_scheduled + count == len(request.tokens))
             plan.budget -= count
-            self._holdings.register(request)
+            self.kv.register(request)
         for request in passed:
             self.waiting.add(request)
         return admissions
@@ -307,7 +295,7 @@ class Scheduler:
         del self.running[request]
         self._free_slots.append(request.slot)
         request.slot = -1
-        self._holdings.release(request)
+        self.kv.release(request)
 
     def apply(self, result: StepResult) -> list[Output]:
         """Take in the result of the oldest step in flight; what the fronts are to hear of it."""
@@ -340,7 +328,7 @@ class Scheduler:
                 self._stats.accepted_tokens += len(indices) - 1
                 logprobs = [result.logprobs[i] for i in indices if i in result.logprobs] or None
                 outputs.append(self._append(request, [result.tokens[i] for i in indices], logprobs, sent))
-        self._holdings.drop_replaced()
+        self.kv.drop_replaced()
         return outputs
 
     def _append(
@@ -353,9 +341,8 @@ class Scheduler:
             request.num_scheduled += len(sampled) - 1
             request.num_known += len(sampled) - 1
             if sent is not None and request.draft_state:
-                assert self.groups is not None
-                self.groups.end_drafts(request, len(sampled) - 1, len(sent.tokens))
-        self._holdings.append(request, tokens)
+                self.kv.end_drafts(request, len(sampled) - 1, len(sent.tokens))
+        self.kv.append(request, tokens)
         matcher = request.matcher
         if matcher is not None and not matcher.advance(tokens):
             return self.end(request, "error", f"the grammar cannot go on: {matcher.error}", is_refusal=True)
@@ -393,7 +380,7 @@ class Scheduler:
         if not forced or not matcher.advance(forced):
             return []
         self._stats.forced_tokens += len(forced)
-        self._holdings.append(request, forced)
+        self.kv.append(request, forced)
         return forced
 
     def _retire(self, request: Request) -> None:
@@ -433,7 +420,7 @@ class Scheduler:
             request.weights_version = weights_version
             request.keys = []
             request.page_keys.clear()
-            self._holdings.extend_keys(request)
+            self.kv.extend_keys(request)
         is_forgotten = self.pool.forget()
         assert is_forgotten, "a block is held, and no request runs"
 
@@ -460,9 +447,8 @@ class Scheduler:
         refs: dict[int, int] = {}
         for request in self.running:
             request.check(self.block_size)
-            if self.groups is not None:
-                self.groups.check(request)
-            for block in request.blocks if self.groups is None else self.groups.held(request):
+            self.kv.check(request)
+            for block in self.kv.held(request):
                 refs[block] = refs.get(block, 0) + 1
         transfers = [plan.step.transfers for plan in self.in_flight]
         for each in transfers:
@@ -470,7 +456,6 @@ class Scheduler:
                 refs[block] = refs.get(block, 0) + 1
         if self.tiers is not None:
             self.tiers.check(transfers)
-        self._holdings.check()
         for block in range(1, self.pool.num_blocks):
             assert self.pool.refs(block) == refs.get(block, 0), f"block {block}: references differ from owners"
         for request in self.held:

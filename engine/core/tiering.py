@@ -13,18 +13,15 @@ preemption leaves a clean copy.
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.base import DISK, PEER, tier_of
 from penstock.cache.tiers.index import TierIndex
+from penstock.engine.core.kv import Kv
 from penstock.engine.core.rates import Rates
 from penstock.engine.core.request import Prefix, Request, WaitingQueue
 from penstock.engine.core.tier_stats import tier_stats
 from penstock.executor.protocol import ModelInfo, TransferResult, Transfers
-
-if TYPE_CHECKING:
-    from penstock.engine.core.groups import Groups
 
 LOOK_AHEAD = 8  # so many requests at the head of the queue have their blocks read from the stores
 RESTORE_BYTES = 64 * 2**20  # a step restores no more than this, or one block
@@ -44,15 +41,14 @@ class Loading:
 
 
 class Tiering:
-    def __init__(self, info: ModelInfo, pool: BlockPool, saves_per_step: int, groups: "Groups | None" = None) -> None:
+    def __init__(self, info: ModelInfo, pool: BlockPool, saves_per_step: int, kv: Kv) -> None:
         self.index = TierIndex(info.host_slots, info.stores)
         self.rates = Rates(info.block_bytes, info.block_size, info.stores)
         self._pool = pool
         self._block_size, self._block_bytes = info.block_size, info.block_bytes
         self._saves_per_step = saves_per_step * len(info.groups)
-        self._groups = groups
-        if groups is not None:
-            groups.offer = self.index.offer
+        self._kv = kv
+        kv.offer = self.index.offer
         self._restores_per_step = max(1, RESTORE_BYTES // max(info.block_bytes, 1))
         self._max_pins = info.host_slots // 2  # for requests that have not been admitted yet
         self.loading: dict[Request, Loading] = {}  # requests that wait aside for their reads
@@ -107,8 +103,8 @@ class Tiering:
         if request.message.peer is None or now_s >= request.arrival_s + request.message.peer_wait_s:
             return False
         is_open = self._stores.get(request.message.peer, {}).get("is_open", 0.0) > 0
-        has_state = self._groups is not None and self._groups.has_state
-        return is_open and num_blocks < min(len(request.keys), (request.num_prompt - has_state) // self._block_size)
+        num_tokens = request.num_prompt - self._kv.has_state
+        return is_open and num_blocks < min(len(request.keys), num_tokens // self._block_size)
 
     def _look_again(self, request: Request, loading: Loading, now_s: float) -> None:
         room = self._max_pins - self._num_pins + len(self._pins.get(request, ())) + len(loading.wanted)
@@ -170,8 +166,8 @@ class Tiering:
     def _chain(self, request: Request, room: int) -> tuple[list[int], list[tuple[int, bytes]], int]:
         """Walk the chain as far as any tier has it and no more than `room` host slots are needed: the slots that
         have their part, (index, key) of what has to be read, and how many blocks that is in all."""
-        if self._groups is not None:
-            return self._pages(self._groups, request, room)
+        if not self._kv.is_plain:
+            return self._pages(self._kv, request, room)
         keys = request.keys
         slots: list[int] = []
         missing: list[tuple[int, bytes]] = []
@@ -190,7 +186,7 @@ class Tiering:
                 return slots, missing, index
         return slots, missing, len(keys)
 
-    def _pages(self, groups: "Groups", request: Request, room: int) -> tuple[list[int], list[tuple[int, bytes]], int]:
+    def _pages(self, kv: Kv, request: Request, room: int) -> tuple[list[int], list[tuple[int, bytes]], int]:
         """As `_chain`, of all that the groups keep of the longest prefix. All of it is needed: what is read has the index of
         the first block that the host does not make usable."""
         find, host = self._pool.find, self.index.host.find
@@ -201,13 +197,13 @@ class Tiering:
         num = most = len(request.keys)
         wanted: list[bytes] = []
         while num:
-            num = groups.find(request, find_anywhere, most).num_blocks
-            wanted = [key for keys in groups.keys(request, num) for key in keys if not find(key)]
+            num = kv.find(request, find_anywhere, most).num_blocks
+            wanted = [key for keys in kv.keys(request, num) for key in keys if not find(key)]
             if len(wanted) <= room:
                 break
             most = num // 2
         slots = [slot for key in wanted if (slot := host(key))]
-        usable = groups.find(request, self.place, num).num_blocks
+        usable = kv.find(request, self.place, num).num_blocks
         return slots, [(usable, key) for key in wanted if not host(key)], num
 
     def _probe(self, keys: list[bytes], now_s: float) -> None:
@@ -232,27 +228,19 @@ class Tiering:
         self._num_pins -= len(slots)
         self.index.unpin(list(slots))
 
-    def places(self, request: Request, is_busy: bool) -> list[int]:
-        """The leading blocks of the request that need not be computed: device blocks, and host slots as negatives."""
-        places = self.index.places(request.keys, self._pool)
-        num_host = sum(place < 0 for place in places)
-        if num_host:
-            first = next(index for index, place in enumerate(places) if place < 0)
-            if not self.rates.is_restore_faster(num_host, len(places) - first, is_busy):
-                return places[:first]
-        return places
-
     def place(self, key: bytes) -> int:
         """A device block, a host block as a negative, or 0."""
         return self._pool.find(key) or -self.index.host.find(key)
 
-    def prefix(self, groups: "Groups", request: Request, is_busy: bool) -> Prefix:
-        """As `places` says it, where layers keep different things."""
-        far, near = groups.find(request, self.place), groups.find(request, self._pool.find)
+    def prefix(self, request: Request, is_busy: bool) -> Prefix:
+        """Return the longest prefix that is in the pool, or with what the host has of it where copying that is faster than
+        computing it again."""
+        kv = self._kv
+        far, near = kv.find(request, self.place), kv.find(request, self._pool.find)
         num_gained = far.num_blocks - near.num_blocks
         if num_gained == 0:
             return near
-        num_host = sum(self.place(key) < 0 for keys in groups.keys(request, far.num_blocks) for key in keys)
+        num_host = sum(self.place(key) < 0 for keys in kv.keys(request, far.num_blocks) for key in keys)
         return far if self.rates.is_restore_faster(num_host, num_gained, is_busy) else near
 
     def restore(self, request: Request, pairs: list[tuple[int, int]], num_counted: int | None = None) -> None:
@@ -277,8 +265,7 @@ class Tiering:
         if pairs is not None:
             self.index.unpin([slot for slot, _ in pairs])
         request.is_restoring = request.looked = False
-        groups, num = self._groups, request.num_registered
-        self._touch(request.keys[:num] if groups is None else groups.used_keys(request))
+        self._touch(self._kv.used_keys(request))
 
     def _touch(self, keys: list[bytes]) -> None:
         """What lies beneath must not grow old because a nearer tier always answers."""

@@ -7,14 +7,14 @@ hit, up to its end; that says too little rather than too much, for windows need 
 """
 
 from penstock.cache.pool import BlockPool
-from penstock.engine.core.groups import Groups
+from penstock.engine.core.kv import Kv
 
 
 class UsableKeys:
     """Stands for one tier's pool where its changes are listened to."""
 
-    def __init__(self, pool: BlockPool, groups: Groups) -> None:
-        self._pool, self._groups = pool, groups
+    def __init__(self, pool: BlockPool, kv: Kv) -> None:
+        self._pool, self._kv = pool, kv
         self._needs: dict[bytes, list[bytes]] = {}  # what may be reported → the keys of the other groups' pages
         self._needed: dict[bytes, bytes] = {}  # the other way round
         self._usable: set[bytes] = set()  # what is reported now
@@ -51,7 +51,7 @@ class UsableKeys:
             self._needed.clear()
             self._usable.clear()
             self._heard.clear()
-            listeners = self._groups.listeners
+            listeners = self._kv.listeners
             listeners[:] = [each for each in listeners if each != self._hear]
             if changes is not None:
                 listeners.append(self._hear)
@@ -60,7 +60,7 @@ class UsableKeys:
     def cached_keys(self) -> list[bytes]:
         find = self._pool.find
         for key in self._pool.cached_keys():  # most are not a block's, which the first key asked for shows
-            if key not in self._usable and all(map(find, self._groups.keys_at(key))):
+            if key not in self._usable and all(map(find, self._kv.keys_at(key))):
                 self._add(key)
                 self._usable.add(key)
         return list(self._usable)
@@ -69,7 +69,7 @@ class UsableKeys:
         self._heard.append(key)
 
     def _add(self, key: bytes) -> None:
-        self._needs[key] = pages = list(self._groups.keys_at(key))
+        self._needs[key] = pages = list(self._kv.keys_at(key))
         self._needed.update(dict.fromkeys(pages, key))
 
     def _look(self, key: bytes) -> None:

@@ -8,6 +8,7 @@ refused, because answers never contain such an escape. Options of llguidance's o
 import json
 from typing import Any
 
+import msgspec
 from llguidance import LLMatcher
 
 from penstock.engine.grammar.ecma import UNWRITABLE, translated
@@ -24,6 +25,21 @@ _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "
 
 class _NotHeld(Exception):
     """A keyword's value that no grammar can hold an answer to."""
+
+
+def parsed(value: str | dict[str, Any] | bool, field: str) -> Any:
+    """Decode JSON that was given as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = msgspec.json.decode(value)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(field, f"not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest(field, "the JSON is nested too deeply") from None
+    if isinstance(found, (dict, list)):
+        check_depth(field, found)
+    return found
 
 
 def prepared(schema: Any, field: str, lenient: bool = False, name: str = "") -> dict[str, Any]:

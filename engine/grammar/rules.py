@@ -8,8 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from penstock.engine.grammar.json_schema import WHITESPACE, lark_json
-from penstock.engine.grammar.source import parsed
+from penstock.engine.grammar.json_schema import WHITESPACE, lark_json, parsed
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.text.tools.thinking import Thinking
 

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher
 
-from penstock.engine.grammar.json_schema import WHITESPACE, json_grammar, lark_json, prepared
-from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs, check_depth
+from penstock.engine.grammar.json_schema import WHITESPACE, json_grammar, lark_json, parsed, prepared
+from penstock.engine.grammar.rules import Rules
+from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 
 MAX_STRUCTURES = 256
 
@@ -64,21 +65,6 @@ def json_source(schema: str | dict[str, Any] | bool, field: str, coerce_one_of: 
         raise InvalidRequest(field, f"the schema cannot be read: {error}") from None
 
 
-def parsed(value: str | dict[str, Any] | bool, field: str) -> Any:
-    """JSON that was given as text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        found = msgspec.json.decode(value)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(field, f"not valid JSON: {error}") from None
-    except RecursionError:
-        raise InvalidRequest(field, "the JSON is nested too deeply") from None
-    if isinstance(found, (dict, list)):
-        check_depth(field, found)
-    return found
-
-
 def _tags(value: Any, special_ids: Mapping[str, int], field: str, coerce_one_of: bool = False) -> str:
     """Lark for a structural tag: free text in which certain beginnings start a constrained piece, up to its end.
 
@@ -99,16 +85,11 @@ def _tags(value: Any, special_ids: Mapping[str, int], field: str, coerce_one_of:
         if trigger is None:
             raise InvalidRequest(field, f"structures[{index}].begin starts with none of the triggers")
         by_trigger.setdefault(trigger, []).append(_after(structure, trigger, field, coerce_one_of))
-    names = [f"tag_{index}" for index in range(len(by_trigger))]
-    rules = [f"start: ({' | '.join(names)})* TEXT", r"TEXT: /(.|\n)*/"]
-    for name, (trigger, pieces) in zip(names, by_trigger.items(), strict=True):
-        pieces = [f"{name}_{number}: {piece}" for number, piece in enumerate(pieces)]
-        choice = "(" + " | ".join(f"{name}_{number}" for number in range(len(pieces))) + ")"
-        if trigger in special_ids:
-            rules += [f"{name}: TEXT <[{special_ids[trigger]}]> {choice}", *pieces]
-        else:  # lazy: the text ends at the first place where the trigger stands
-            rules += [f"{name}: {name}_text {choice}", f"{name}_text[lazy]: TEXT {json.dumps(trigger)}", *pieces]
-    return "\n".join(rules)
+    rules = Rules({trigger: special_ids[trigger] for trigger in by_trigger if trigger in special_ids})
+    for number, (trigger, pieces) in enumerate(by_trigger.items()):
+        rules.until(f"text_{number}", trigger)
+        rules.lines.append(f"tag_{number}: text_{number} ({' | '.join(pieces)})")
+    return rules.lark(f"({' | '.join(f'tag_{number}' for number in range(len(by_trigger)))})* TEXT")
 
 
 def _after(structure: Structure, trigger: str, field: str, coerce_one_of: bool) -> str:

@@ -72,8 +72,7 @@ def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, 
         rng = random.Random(seed)
         least = sum(group.most_pages(64, 16, BLOCK_SIZE) for group in groups)
         world = World(num_blocks=least + 30, groups=groups, host_slots=host_slots)
-        own = world.scheduler.groups
-        assert own is not None
+        own = world.scheduler.kv
         pools, find, tier = {"device": world.scheduler.pool}, world.scheduler.pool.find, "device"
         if host_slots:
             pools["host"], find, tier = world.tiers.index.host, world.tiers.place, "host"
@@ -107,9 +106,8 @@ def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, 
 
 def test_checkpoints_of_the_host_are_reported_when_all_their_pages_are_there_and_no_longer() -> None:
     world = World(num_blocks=40, groups=(GroupInfo(), GroupInfo("state", pages=3)), host_slots=90)
-    assert world.scheduler.groups is not None
     pools = {"device": world.scheduler.pool, "host": world.tiers.index.host}
-    log = CacheLog({name: UsableKeys(pool, world.scheduler.groups) for name, pool in pools.items()})
+    log = CacheLog({name: UsableKeys(pool, world.scheduler.kv) for name, pool in pools.items()})
     log.watch(True)
     known: dict[str, set[bytes]] = {"device": set(), "host": set()}
 

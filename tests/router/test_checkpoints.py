@@ -97,7 +97,7 @@ def test_the_router_promises_what_the_engine_finds() -> None:
         rng = random.Random(seed)
         least = sum(group.most_pages(64, 16, BLOCK_SIZE) for group in GROUPS)
         world = World(num_blocks=least + 60, groups=GROUPS, host_slots=400)
-        groups, info = world.scheduler.groups, world.executor.info
+        groups, info = world.scheduler.kv, world.executor.info
         assert groups is not None and info.hits_at_ends
         pools = {"device": world.scheduler.pool, "host": world.tiers.index.host}
         log = CacheLog({tier: UsableKeys(pool, groups) for tier, pool in pools.items()})
@@ -123,7 +123,7 @@ def test_the_router_promises_what_the_engine_finds() -> None:
                 promised = cached(placement, message.tokens, message.cache_salt, message.adapter)["r0"] // BLOCK_SIZE
                 root = placement._replicas["r0"].cache.space.root(message.cache_salt, message.adapter)
                 request = Request(message, 0, 0.0, array("i", message.tokens), 1, root, False)
-                world.scheduler._holdings.extend_keys(request)
+                world.scheduler.kv.extend_keys(request)
                 found = groups.find(request, world.tiers.place).num_blocks
                 assert promised <= found, f"seed {seed}, request {number}"
                 num_promised += promised

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from penstock.engine.text.tools.answer_reader import AnswerReader
-from penstock.engine.text.tools.formats import CODER, HERMES, LLAMA, Calls, Format, ToolSpec, named
+from penstock.engine.text.tools.formats import Calls, Format, ToolSpec
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 from penstock.engine.text.tools.thinking import Thinking
+from tests.support.call_writers import FORMS, WRITERS
 
 WEATHER = ToolSpec(
     "weather",
@@ -17,28 +18,12 @@ WEATHER = ToolSpec(
     },
 )
 CLOCK = ToolSpec("clock", {"type": "object", "properties": {}, "additionalProperties": False})
+# The formats that have objects as calls, and what each makes of one call, and of two.
 FORMATS: dict[str, Format] = {
-    "hermes": HERMES,
-    "llama3_json": LLAMA,
-    "mistral": named("mistral", "[TOOL_CALLS]", False),
-    "mistral with args": named("mistral", "[TOOL_CALLS]", True),
-    "qwen2_5_coder": CODER,
+    name: FORMS[name] for name in ("hermes", "llama3_json", "mistral", "mistral with args", "qwen2_5_coder")
 }
-# What each format makes of one call, and of several.
-CALL = {
-    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>',
-    "llama3_json": '{"name": "weather", "parameters": {"city": "Ulm"}}',
-    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Ulm"}}]',
-    "mistral with args": '[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}',
-    "qwen2_5_coder": '```json\n{"name": "weather", "arguments": {"city": "Ulm"}}\n```',
-}
-CALLS = {
-    "hermes": CALL["hermes"] + '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
-    "llama3_json": CALL["llama3_json"] + '; {"name": "clock", "parameters": {}}',
-    "mistral": CALL["mistral"][:-1] + ', {"name": "clock", "arguments": {}}]',
-    "mistral with args": CALL["mistral with args"] + "[TOOL_CALLS]clock[ARGS]{}",
-    "qwen2_5_coder": CALL["qwen2_5_coder"].replace("\n```", '\n{"name": "clock", "arguments": {}}\n```'),
-}
+CALL = {name: WRITERS[name]([("weather", {"city": "Ulm"})]) for name in FORMATS}
+CALLS = {name: WRITERS[name]([("weather", {"city": "Ulm"}), ("clock", {})]) for name in FORMATS}
 
 # The reader's answer: reasoning, content, calls.
 Read = tuple[str, str, list[tuple[str, str]]]

@@ -76,7 +76,7 @@ def test_a_trigger_that_is_a_special_token_is_that_token_and_not_its_letters() -
     tag = {"structures": [{"begin": "<|call|>f", "schema": {"type": "integer"}}], "triggers": ["<|call|>"]}
     wanted = StructuredOutputs(structural_tag=tag)
     assert '"<|call|>"' in grammar_source(wanted)
-    assert "TEXT <[7]> (tag_0_0)" in grammar_source(wanted, {"<|call|>": 7}).replace("\\", "")
+    assert "text_0: TEXT <[7]>" in grammar_source(wanted, {"<|call|>": 7})
 
 
 @pytest.mark.parametrize("trigger", ["[TOOL_CALLS]", "<|x y|>", "<|call|>", "<call>"])
