@@ -124,6 +124,7 @@ class ChatReply:
     def __init__(self, service: Service, call: Call, request: ChatRequest, plan: ReadingPlan) -> None:
         self._tokenizer = service.tokenizer
         self._call, self._request, self._plan = call, request, plan
+        self._is_plain = plan.is_plain  # most are: their chunks take the short way
         self._begun: dict[int, Reading] = {}  # by choice
 
     def whole(self, choices: list[list[Update]]) -> Chat:
@@ -157,10 +158,13 @@ class ChatReply:
             self._begun[update.index] = self._plan.begin()
         reading = self._begun[update.index]
         reason = update.finish_reason
-        deltas = [*map(_delta, reading.pieces(update.text, is_last=reason is not None))]
+        if self._is_plain:
+            deltas = [Delta(content=update.text)] if update.text else []
+        else:
+            deltas = [*map(_delta, reading.pieces(update.text, is_last=reason is not None))]
         shows_tokens = request.return_token_ids or request.logprobs
         if not deltas and (is_first or reason or (shows_tokens and update.token_ids)):
-            deltas = [Delta(content="") if self._plan.is_plain else Delta()]
+            deltas = [Delta(content="") if self._is_plain else Delta()]
         if not deltas:
             return []  # held back: half a character, or what may become a stop string, a call or a mark
         chunks = [self._chunk([ChatChunkChoice(update.index, delta)]) for delta in deltas]
@@ -170,11 +174,10 @@ class ChatReply:
                 chunks[0].prompt_token_ids = self._call.answers[0].prompt_token_ids
         # What an update says beside its text stands in its last chunk.
         last = chunks[-1].choices[0]
-        last.finish_reason = reading.finish_reason(reason)
         if request.logprobs:
             last.logprobs = self._logprobs(update)
         if reason is not None:
-            last.stop_reason = update.stop_reason
+            last.finish_reason, last.stop_reason = reading.finish_reason(reason), update.stop_reason
         if request.return_token_ids:
             last.token_ids, last.weights_versions = update.token_ids, update.versions or UNSET
         return chunks
