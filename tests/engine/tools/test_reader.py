@@ -22,8 +22,6 @@ BAD = [
     HEAD + '{"a": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}}</tool_call>",
 ]
 CASES = [(name, *case) for name, cases in GOOD.items() for case in cases]
-# Where a grammar holds the model these cannot come up, but what is read must not depend on the cut there either.
-ALL = [(name, text) for name, text, _, _ in CASES] + [("hermes", text) for text in BAD]
 
 
 def cuts(text: str, seed: int) -> list[list[str]]:
@@ -50,14 +48,6 @@ def test_what_is_no_call_is_content_to_the_letter(text: str) -> None:
 @pytest.mark.parametrize("text", [text for text in BAD if text.endswith("</tool_call>")])
 def test_a_call_behind_one_that_is_malformed_is_found(text: str) -> None:
     assert read([text + CALL["hermes"]], calls_of("hermes")) == ("", text, [WEATHER])
-
-
-@pytest.mark.parametrize("certain", [False, True])
-@pytest.mark.parametrize(("name", "text"), ALL)
-def test_every_cut_of_a_text_gives_the_same_answer(name: str, text: str, certain: bool) -> None:
-    whole = read([text], calls_of(name), certain=certain)
-    for pieces in cuts(text, len(text)):
-        assert read(pieces, calls_of(name), certain=certain) == whole
 
 
 @pytest.mark.parametrize("marks", [THINK, MISTRAL])

@@ -8,6 +8,7 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.engine.tools.test_lark import lark, vocabulary
+from tests.engine.tools.test_reader import BAD, cuts
 from tests.support.tool_samples import FORMATS, calls_of, read
 from tests.support.written import GOOD, NO_CALLS, QUOTED, WRITTEN, C, P, Sample, W
 
@@ -33,23 +34,16 @@ def test_what_calls_nothing_is_content_to_the_letter(name: str) -> None:
 
 @BY_FORMAT
 @CERTAIN
-def test_every_cut_and_every_pair_of_cuts_gives_the_same_calls_and_text(name: str, certain: bool) -> None:
-    for text in [text for text, _, _ in READ[name]] + NO_CALLS.get(name, []):
+def test_a_text_gives_the_same_calls_and_content_however_it_is_cut(name: str, certain: bool) -> None:
+    """In two, short texts in three, in pieces of one length as steps with several tokens bring them, and at random."""
+    for text in [text for text, _, _ in READ[name]] + NO_CALLS.get(name, []) + (BAD if name == "hermes" else []):
         whole = read([text], calls_of(name), certain=certain)
-        num_cuts = 2 if len(text) <= MAX_PAIRS_CHARS else 1
-        for places in combinations(range(1, len(text)), num_cuts):
-            pieces = [text[a:b] for a, b in zip((0, *places), (*places, len(text)), strict=True)]
+        ways = cuts(text, len(text))
+        ways += [[text[at : at + size] for at in range(0, len(text), size)] for size in (2, 3, 7, 16)]
+        if len(text) <= MAX_PAIRS_CHARS:
+            ways += [[text[:a], text[a:b], text[b:]] for a, b in combinations(range(1, len(text)), 2)]
+        for pieces in ways:
             assert read(pieces, calls_of(name), certain=certain) == whole, pieces
-
-
-@BY_FORMAT
-@CERTAIN
-@pytest.mark.parametrize("num_chars", [1, 2, 3, 7, 16])
-def test_steps_that_bring_several_tokens_change_nothing(name: str, certain: bool, num_chars: int) -> None:
-    """As drafts and forced text do."""
-    for text in [text for text, _, _ in READ[name]] + NO_CALLS.get(name, []):
-        pieces = [text[at : at + num_chars] for at in range(0, len(text), num_chars)]
-        assert read(pieces, calls_of(name), certain=certain) == read([text], calls_of(name), certain=certain)
 
 
 NUM_WALKS = 200
