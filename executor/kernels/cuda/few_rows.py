@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.executor.kernels import Activation, NormedRows
 from penstock.executor.kernels.cuda.dependent import begin_early, is_dependent, wait_turn
-from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.launch import ALIGNMENT, kernel
 from penstock.executor.kernels.cuda.rows import add_rms_norm_to, gate, gated
 from penstock.executor.kernels.cuda.tiles import few_rows_tile, power_of_2
 
@@ -26,7 +26,7 @@ MAX_BYTES = 16 << 20
 
 
 def linear(x: Tensor | NormedRows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if _is_ours(x, weight):
+    if _is_ours(x, weight, bias):
         return _multiply(x, weight, bias, None)
     return F.linear(_norm(x), weight, bias)
 
@@ -37,9 +37,15 @@ def gated_linear(x: Tensor | NormedRows, weight: Tensor, activation: Activation)
     return gate(F.linear(_norm(x), weight), activation)
 
 
-def _is_ours(x: Tensor | NormedRows, weight: Tensor) -> bool:
-    rows = len(x.update if isinstance(x, NormedRows) else x)
-    return 0 < rows <= MAX_ROWS and weight.nbytes <= MAX_BYTES
+def _is_ours(x: Tensor | NormedRows, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Few rows and a small weight, and nothing that begins or lies as the kernel cannot read it."""
+    rows = x.update if isinstance(x, NormedRows) else x
+    read = [rows, weight] if bias is None else [rows, weight, bias]
+    return (
+        0 < len(rows) <= MAX_ROWS
+        and weight.nbytes <= MAX_BYTES
+        and all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in read)
+    )
 
 
 def _norm(x: Tensor | NormedRows) -> Tensor:
@@ -48,12 +54,9 @@ def _norm(x: Tensor | NormedRows) -> Tensor:
 
 def _multiply(x: Tensor | NormedRows, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor:
     """x [1 or 2, K], weight [N, K] -> [rows, N]; with an activation the weight is [2 N, K], the gate's rows first."""
-    if not isinstance(x, NormedRows):
-        x = x.contiguous()
     update, residual, total, norm, eps = x if isinstance(x, NormedRows) else (x, x, x, x, 0.0)
     rows, depth = update.shape
-    assert update.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()
-    assert update.dtype is weight.dtype and weight.shape[1] == depth
+    assert residual.is_contiguous() and update.dtype is weight.dtype and weight.shape[1] == depth
     width = len(weight) if activation is None else len(weight) // 2
     out = torch.empty((rows, width), dtype=update.dtype, device=update.device)
     tile = few_rows_tile(width)

@@ -62,6 +62,12 @@ def test_products_of_few_rows_equal_the_twin(device: torch.device, dtype: torch.
         close(OPS.linear(x, weight, bias), torch_ops.linear(x, weight, bias))
 
 
+def test_rows_and_weights_that_begin_anywhere_are_multiplied_as_well(device: torch.device) -> None:
+    wide, weights = random(1, 65).to(device), random(9, 64, seed=1).to(device)
+    for x, weight in ((wide[:, 1:], weights[1:]), (wide[:, :64], weights.t()[:, :5].t()), (wide[:, :64], weights)):
+        close(OPS.linear(x, weight), torch_ops.linear(x, weight))
+
+
 @every_dtype
 def test_products_of_few_rows_add_and_normalize_them(device: torch.device, dtype: torch.dtype) -> None:
     """The sum is the twin's bit for bit. The product rounds once less: the norm's scale is applied to its result."""
