@@ -24,7 +24,8 @@ COUNT = 12
 LLAMA = "llama-wide"
 FULL = Sampling(temperature=0.0, logprobs=-1)
 # Families by what is special about their projections: joined ones, rotated neighbours, a gate among the queries, latents …
-CASES = ["llama", "qwen2", "qwen3", "gemma3", "phi3", "glm4", "qwen2-moe", "qwen3-moe", "qwen3.5", "granite"]
+CASES = ["llama", "gemma3", "qwen2-moe", "qwen3.5"]
+CASES_SLOW = ["qwen2", "qwen3", "phi3", "glm4", "qwen3-moe", "granite"]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 
 
@@ -32,7 +33,7 @@ def with_adapters(case: str, **options: Any) -> UniprocExecutor:
     return executor_of(case, enable_lora=True, **options)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES_SLOW)])
 def test_requests_with_several_adapters_and_with_none_share_steps(case: str, tmp_path: Path) -> None:
     """Of models with experts attention and, where there are any, shared experts."""
     targets = (*EVERYWHERE, *ATTENTION, "gate_up_proj")

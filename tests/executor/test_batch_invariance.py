@@ -5,6 +5,7 @@ output reproducible under load; it holds on the CPU, for float32 and bfloat16. T
 anyway; tests/executor/kernels/test_triton_invariant.py is the same for what it asks of a GPU.
 """
 
+import functools
 import random
 
 import pytest
@@ -60,6 +61,7 @@ def test_what_asks_for_it_changes_nothing_on_a_cpu(dtype: DType) -> None:
     assert trace(driver, driver.admit(PROMPT, FULL)) == trace(plain, plain.admit(PROMPT, FULL))
 
 
+@functools.cache
 def alone(case: str, dtype: DType) -> Trace:
     driver = driver_of(case, dtype)
     return trace(driver, driver.admit(PROMPT, FULL))

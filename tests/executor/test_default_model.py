@@ -29,6 +29,7 @@ def test_it_says_the_same_alone_and_in_a_batch_in_its_own_dtype(driver: Driver) 
     assert driver.generate(*crowd, count=24, chunk=11)[:1] == alone
 
 
+@pytest.mark.slow
 def test_three_ranks_say_what_one_says() -> None:
     """Nine heads, three of keys and values: three each. In float32, where no near tie is decided by rounding."""
     asked: dict[str, Any] = {"kv_cache_bytes": 2**26, "max_model_len": 256, "dtype": "float32", "max_num_seqs": 4}

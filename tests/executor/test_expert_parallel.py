@@ -30,13 +30,13 @@ from tests.support.small_models import folder, greedy
     [
         ("mixtral", 2, True),  # five experts: two and three
         ("qwen2-moe", 2, False),
-        ("qwen3-moe", 4, True),
-        ("deepseek-v2-yarn", 2, True),
-        ("deepseek-v2-biases", 2, False),
         ("deepseek-v3", 4, False),
-        ("gpt-oss", 2, False),
         ("gpt-oss", 2, True),
-        ("gemma4-moe", 2, True),
+        pytest.param("qwen3-moe", 4, True, marks=pytest.mark.slow),
+        pytest.param("deepseek-v2-yarn", 2, True, marks=pytest.mark.slow),
+        pytest.param("deepseek-v2-biases", 2, False, marks=pytest.mark.slow),
+        pytest.param("gpt-oss", 2, False, marks=pytest.mark.slow),
+        pytest.param("gemma4-moe", 2, True, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_together_give_the_tokens_of_one(case: str, ranks: int, by_experts: bool) -> None:

@@ -56,7 +56,9 @@ def test_runs_go_where_their_twin_puts_them(device: torch.device) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the host's tensors are a CPU's, where kernels are interpreted")
 @pytest.mark.parametrize(
-    ("payload", "layout"), [(7, test_inputs.MANY), (1 << 10, test_inputs.ONE)], ids=["many", "one"]
+    ("payload", "layout"),
+    [pytest.param(7, test_inputs.MANY, marks=pytest.mark.slow), (1 << 10, test_inputs.ONE)],
+    ids=["many", "one"],
 )
 def test_any_step_is_what_the_host_makes(payload: int, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.executor.test_inputs.torch_inputs", step_inputs)

@@ -75,7 +75,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("shape", [(72, 300), (136, 256)])
+@pytest.mark.parametrize("shape", [(72, 300), pytest.param((136, 256), marks=pytest.mark.slow_in_interpreter)])
 @pytest.mark.usefixtures("small_parts")
 def test_a_product(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """Of few rows every part of the depth is a program's, of 140 one program has them all."""
@@ -161,7 +161,11 @@ def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(device: torch.dev
     assert out[0].isfinite().all() and out[0].all() and not out[1:].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow_in_interpreter)],
+    ids=["bfloat16", "float32"],
+)
 def test_experts(device: torch.device, dtype: torch.dtype) -> None:
     """From fewer entries than an expert has rows in its smallest tile to more than in its largest."""
     hidden, slots, shares, gate_up, down = experts_case(150, 2, 2, 64, 64, dtype, device)
@@ -174,7 +178,9 @@ def test_experts(device: torch.device, dtype: torch.dtype) -> None:
     alike(run, torch.arange(150, device=device)[:, None], (1, 2, 20, 70))
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1], KINDS[5]])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.slow_in_interpreter) for kind in KINDS[:2]), KINDS[5]]
+)
 def test_products_with_codes(device: torch.device, kind: tuple[int, int, str | None, bool]) -> None:
     weight = moved(pack([grouped(72, 384, kind)], CPU), device)
     x = random(150, 384, dtype=torch.bfloat16).to(device)
@@ -191,7 +197,9 @@ def test_products_of_eight_bits(device: torch.device) -> None:
     alike(lambda rows: run(blocks.quantize(rows)), x, (1, 17, 65))
 
 
-@pytest.mark.parametrize("erases", [True, False], ids=["delta", "mamba"])
+@pytest.mark.parametrize(
+    "erases", [True, pytest.param(False, marks=pytest.mark.slow_in_interpreter)], ids=["delta", "mamba"]
+)
 def test_a_recurrent_layer_in_chunks(device: torch.device, erases: bool) -> None:
     layer = Layer.random(70, (1, 2, 16, 16), torch.bfloat16, device=device, erases=erases)
     found = []
