@@ -4,7 +4,6 @@
 executor may read the one while the other is filled.
 """
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 from llguidance import LLExecutor
 
 from penstock.engine.grammar.matcher import Matcher
+from penstock.executor.usable_cores import usable_cores
 
 MAX_THREADS = 16
 POOL_ROWS = 48  # fewer are done by one thread sooner than others wake up: 20 µs each
@@ -98,7 +98,7 @@ class MaskFiller:
                 matcher.backend.unsafe_compute_mask_ptr(address + place * row_bytes, row_bytes)
             return
         if self._pool is None:
-            self._pool = LLExecutor(max(1, min(MAX_THREADS, os.cpu_count() or 1)))
+            self._pool = LLExecutor(min(MAX_THREADS, usable_cores()))
         matchers = [(matcher.backend, place) for place, (_, matcher) in enumerate(rows)]
         self._pool.unsafe_compute_mask_ptr(matchers, address, row_bytes, len(buffer))
 

@@ -1,7 +1,10 @@
 """Filling masks: what a bit says, by one thread or many, into buffers that take turns."""
 
+import os
+
 import numpy as np
 import pytest
+from llguidance import LLExecutor
 
 from penstock.engine.grammar import masks as masks_module
 from penstock.engine.grammar.masks import MaskFiller, Masks
@@ -68,3 +71,20 @@ def test_a_step_may_have_no_row_left_to_mask() -> None:
     masks = filler.fill([])
     assert len(masks.rows) == len(masks.bits) == 0
     filler.close()
+
+
+def test_masks_are_filled_by_no_more_threads_than_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+
+    def open_pool(count: int) -> LLExecutor:
+        counts.append(count)
+        return LLExecutor(count)
+
+    monkeypatch.setattr(masks_module, "LLExecutor", open_pool)
+    monkeypatch.setattr(masks_module, "POOL_ROWS", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    filler = MaskFiller(4)
+    assert allowed(filler.fill([(0, after("", regex="a"))]), 0) == {ord("a")}
+    filler.close()
+    assert counts == [1]
