@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from penstock.cli import main
 from penstock.engine.commands.bench import latency, startup, throughput
 from penstock.engine.config import ConfigError
 from penstock.engine.front import llm as llm_module
@@ -138,3 +139,11 @@ def test_a_result_that_cannot_be_written_at_the_end_is_printed(
         run(throughput, "--num-prompts", "2", "--output-json", "/dev/full")
     printed = capsys.readouterr().out
     assert json.loads(printed[printed.index("{") :])["num_requests"] == 2
+
+
+def test_prompts_that_cannot_fit_are_refused_before_they_are_made(
+    counting: type[CountingLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "latency", "--input-len", "1000000000", "--output-len", "10"]) == 2
+    assert "input_len: 1000000010 tokens with the answer; a request may have 4096" in capsys.readouterr().err
+    assert counting.made[0].batches == []
