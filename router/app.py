@@ -18,7 +18,7 @@ from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig
-from penstock.router.exchange import Exchange, Trace, as_refusal
+from penstock.router.exchange import Exchange, RequestTrace, as_refusal
 from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.edge import ClientConnection, Edge
@@ -27,7 +27,7 @@ from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.lines import line_of
 from penstock.router.metrics import RouterMetrics
 from penstock.router.placement.prompts import CHAT, COMPLETIONS, PROMPTS, Asked, Routable, Texts
-from penstock.router.question import Question, stored_id
+from penstock.router.question import RoutedRequest, stored_id
 from penstock.router.routes import METHODS, OPEN, OWN, PROBED, PROXIED, STORED, is_proxied
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ TEXT = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
 PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]
 ROOT = b"This is a Penstock router. The API is under /v1, the fleet at /replicas; every replica has a page of its own at /.\n"
 ID = re.compile(r"[\w.-]{1,256}", re.ASCII)  # of a stored response
-NO_TRACE = Trace()
+NO_TRACE = RequestTrace()
 
 
 class ReplicaChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -178,7 +178,7 @@ class RouterApp:
                 return
             adapter = group.adapters.get(asked.model or "")
             routable = self.texts.prepare(request.path, request.body, asked, group.placement, adapter)
-            exchange.start(group, Question(request, asked, routable, self._client_key(request)))
+            exchange.start(group, RoutedRequest(request, asked, routable, self._client_key(request)))
         except Exception as error:  # as in `handle`
             exchange.fail(error)
 
@@ -192,7 +192,7 @@ class RouterApp:
                 group, holder = await self._home_of(response_id or "", asked, request)
             routable = await self.prepare(request.path, request.body, asked, group)
             if exchange.state == "preparing":  # the client has not left meanwhile
-                exchange.start(group, Question(request, asked, routable, self._client_key(request)), holder)
+                exchange.start(group, RoutedRequest(request, asked, routable, self._client_key(request)), holder)
         except Exception as error:  # as in `handle`
             exchange.fail(error)
 
@@ -247,7 +247,7 @@ class RouterApp:
             if path not in PROMPTS:
                 raise HttpError(400, f"path: {clip(path)!r} is not one of {', '.join(PROMPTS)}", param="path")
             group = self.fleet.group_of(asked.model)
-            question = Question(request, asked, await self.prepare(path, request.body, asked, group), b"")
+            question = RoutedRequest(request, asked, await self.prepare(path, request.body, asked, group), b"")
             prompt, num_tokens = question.routable.prompt, question.routable.num_tokens
             reply = group.placement.preview(prompt, num_tokens, question.session, group.not_for(asked.model))
             if reply is None:

@@ -26,7 +26,7 @@ from penstock.router.metrics import RouterMetrics
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import NO_NAMES
 from penstock.router.prefill import PrefillLeg, start_prefill
-from penstock.router.question import Question
+from penstock.router.question import RoutedRequest
 
 log = logging.getLogger("penstock.router")
 
@@ -51,7 +51,7 @@ def as_refusal(error: Exception) -> HttpError:
     return HttpError(500, "internal error")
 
 
-class Trace:
+class RequestTrace:
     """The spans of an exchange where nothing is recorded; spans.py has the other kind."""
 
     trace_id: str | None = None
@@ -89,7 +89,7 @@ class Exchange:
         *("state", "trace"),
     )
     _group: ReplicaGroup
-    _question: Question  # until the first byte
+    _question: RoutedRequest  # until the first byte
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Exchange:
         metrics: RouterMetrics,
         request: ClientRequest,
         connection: ClientConnection,
-        trace: Trace,
+        trace: RequestTrace,
         on_end: Callable[["Exchange", int], None],
     ) -> None:
         self.request, self.connection, self.trace = request, connection, trace
@@ -124,7 +124,7 @@ class Exchange:
         """The head that the client has seen."""
         return None if self.first_byte_s is None else self._answer.head
 
-    def start(self, group: ReplicaGroup, question: Question, only: Replica | None = None) -> None:
+    def start(self, group: ReplicaGroup, question: RoutedRequest, only: Replica | None = None) -> None:
         """Ask a replica of the group. `only`: no other one stores what the request names."""
         self._group, self._question, self.model = group, question, question.asked.model or group.root
         if only is not None:

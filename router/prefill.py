@@ -13,7 +13,7 @@ from penstock.router.http.heads import AnswerHead
 from penstock.router.leg import Leg, LegSpan
 from penstock.router.placement.load import Charge
 from penstock.router.placement.prompts import COMPLETIONS
-from penstock.router.question import Question
+from penstock.router.question import RoutedRequest
 from penstock.router.split import Fields, form_with_hint, ids_of, prompt_of, splittable, with_hint
 
 LEAST_WAIT_S = 2.0
@@ -80,7 +80,7 @@ class PrefillLeg:
 def start_prefill(
     fleet: Fleet,
     prefills: ReplicaGroup,
-    question: Question,
+    question: RoutedRequest,
     tried: frozenset[str],
     span_of: Callable[[Charge, str], LegSpan],
     on_end: Callable[[PrefillLeg, Outcome], None],

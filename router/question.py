@@ -12,7 +12,7 @@ _JSON = REPORT_HEADER + b": cached-tokens\r\ncontent-type: application/json\r\n"
 _WITH_IDS = REPORT_HEADER + b": cached-tokens\r\ncontent-type: %b\r\n" % CONTENT_TYPE
 
 
-class Question(msgspec.Struct, frozen=True, gc=False):
+class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     """The exchange drops it at the first byte of the answer, and the body with it."""
 
     request: ClientRequest

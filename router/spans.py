@@ -35,7 +35,7 @@ class ExchangeSpans:
         return ExchangeTrace(trace, self._policy)
 
 
-class ExchangeTrace(exchange.Trace):
+class ExchangeTrace(exchange.RequestTrace):
     def __init__(self, trace: Trace, policy: str) -> None:
         self._trace, self._policy = trace, policy
         self.trace_id = trace.trace_id
