@@ -18,6 +18,7 @@ from penstock.executor.kernels import (
     GroupOps,
     KeyStore,
     LatentStore,
+    NormedRows,
     NormingOps,
     Pages,
     Scaled,
@@ -248,3 +249,21 @@ def weigh(x: Tensor, gate: Tensor) -> Tensor:
 
 def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
     return gate(F.linear(x, weight), activation)
+
+
+class Norming:
+    """Products that norm their rows, which the other twins leave to `add_rms_norm`."""
+
+    max_rows = 2
+
+    def linear(self, x: NormedRows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(_normed(x), weight, bias)
+
+    def gated_linear(self, x: NormedRows, weight: Tensor, activation: Activation) -> Tensor:
+        return gated_linear(_normed(x), weight, activation)
+
+
+def _normed(x: NormedRows) -> Tensor:
+    y, total = add_rms_norm(x.update, x.residual, x.weight, x.eps)
+    x.total.copy_(total)
+    return y
