@@ -19,11 +19,12 @@ from gpu.batches import PAGE
 from pairs import main, rounded, rounds, table
 from tests.support.oracle import OracleExecutor
 from tests.support.twins import sampling as sampling_twin
+from tests.support.twins import torch_inputs
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
 from penstock.engine.messages import Submit
-from penstock.executor.kernels import RowTensors, torch_inputs
+from penstock.executor.kernels import RowTensors
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResult
 from penstock.executor.sampling.sampler import Sampler

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from benchmarks.gpu.batches import PAGE, Rows, make_batch, make_cache, num_blocks, pages_of
 from benchmarks.gpu.figures import open_device, set_launch
-from tests.support.twins import changed, eight_bits, sampling, torch_ops
+from tests.support.twins import changed, eight_bits, sampling, torch_inputs, torch_ops
 from tests.support.twins.experts import fused_experts
 
 from penstock.executor.kernels import (
@@ -22,7 +22,6 @@ from penstock.executor.kernels import (
     SamplingOps,
     Scaled,
     ScoreExtras,
-    torch_inputs,
 )
 from penstock.executor.kernels.eight_bits import BLOCK, FP8_MAX
 from penstock.executor.kernels.state import OPTIONS, Places

@@ -31,7 +31,7 @@ def main(job: dict[str, Any]) -> None:
     if ops.fused_experts is None:
         ops = changed(ops, fused_experts=TWINS.ops.fused_experts)
     sampling = select_sampling_ops(kit.device) or TWINS.sampling
-    kernels = Kernels(ops, sampling, select_input_ops(kit.device), is_held=False)
+    kernels = Kernels(ops, sampling, select_input_ops(kit.device) or TWINS.inputs, is_held=False)
     for case in table(kit):
         if case.num_bytes:
             measure(case, kernels, timer, copy, product)

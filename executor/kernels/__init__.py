@@ -363,11 +363,10 @@ def select_sampling_ops(device: torch.device) -> SamplingOps | None:
     return SAMPLING_OPS
 
 
-def select_input_ops(device: torch.device) -> InputOps:
+def select_input_ops(device: torch.device) -> InputOps | None:
+    """Return the kernels that make a step's inputs on a GPU. None on a CPU, where they are made in numpy."""
     if device.type == "cpu":
-        from penstock.executor.kernels import torch_inputs
-
-        return torch_inputs
+        return None
     from penstock.executor.kernels.cuda import step_inputs
 
     return step_inputs

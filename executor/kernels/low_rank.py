@@ -1,10 +1,10 @@
 """Adapters over the rows of products: y += (x down) up for each run of rows that have one, all of a product in one call.
 
-On the CPU in C (csrc/cpu_low_rank.h), straight from each adapter's own weights; on a GPU over places of one size that
-hold as many adapters as a step may have (places.py and cuda/adapter_products.py).
+On the CPU in C (csrc/cpu_low_rank.h), straight from each adapter's own weights. On a GPU a Triton kernel
+(cuda/adapter_products.py) reads slots of one size, of which there are as many as a step may have adapters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,9 +15,12 @@ from torch import Tensor
 
 from penstock import _csrc
 from penstock.executor.kernels.cpu_ops import addresses, describe_cpu
+from penstock.executor.staging import send_list
 
 MOST_RANKS = 800  # of all parts of a product, as csrc/cpu_level.h has room for: three of 256, aligned
 ALIGNED = 16  # numbers of which a row of a weight has a multiple
+ROWS = 16  # of a tile on a GPU: what a product of tensor cores takes at least
+Shape = tuple[int, list[int]]  # of a product: inputs, and outputs of each part
 
 
 class LowRankPart(NamedTuple):
@@ -116,3 +119,90 @@ def _is_narrow(weight: Tensor) -> bool:
 
 def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return F.pad(weight, (0, -weight.shape[1] % ALIGNED)).to(dtype).contiguous()
+
+
+class AdapterPlaces:
+    """Adapters on a device: as many places as a step may have adapters, all of one size.
+
+    An adapter that a step needs and that has no place is copied before the step runs, over the adapter that was unused
+    for longest. Work on a device is done in order, so no earlier step still reads there.
+    """
+
+    def __init__(
+        self, shapes: Sequence[Shape], most: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        size = max(16, 1 << (max_rank - 1).bit_length())
+        self._device, self._add, self._shapes = device, _load_kernel(), shapes
+        given: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._down = [torch.zeros(most, len(widths), size, depth, **given) for depth, widths in shapes]
+        self._up = [torch.zeros(most, sum(widths), size, **given) for _, widths in shapes]
+        self._held: dict[int, Sequence[LowRank]] = {}
+        self._at: dict[int, int] = {}  # the place of each adapter that has one, the last used one last
+        self._free = list(range(most))
+
+    def __len__(self) -> int:
+        return len(self._at) + len(self._free)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self._down, *self._up))
+
+    def hold(self, number: int, products: Sequence[LowRank]) -> None:
+        self._held[number] = products
+
+    def forget(self, number: int) -> None:
+        del self._held[number]
+        if number in self._at:
+            self._free.append(self._at.pop(number))
+
+    def runs(self, numbers: np.ndarray) -> "PlacedRuns":
+        """numbers [T] of the tokens' adapters"""
+        runs = find_runs(numbers).tolist()
+        needed = dict.fromkeys(number for _, _, number in runs)
+        for number in needed:  # first those that have one, so that none of the step's is taken
+            if number in self._at:
+                self._at[number] = self._at.pop(number)
+        for number in needed:
+            if number not in self._at:
+                place = self._free.pop() if self._free else self._at.pop(next(iter(self._at)))
+                self._fill(place, self._held[number])
+                self._at[number] = place
+        tiles = [
+            (first, min(ROWS, start + count - first), self._at[number])
+            for start, count, number in runs
+            for first in range(start, start + count, ROWS)
+        ]
+        return PlacedRuns(self, send_list(tiles, torch.int32, self._device))
+
+    def _fill(self, place: int, products: Sequence[LowRank]) -> None:
+        for (_, widths), all_down, all_up, parts in zip(self._shapes, self._down, self._up, products, strict=True):
+            if not parts:
+                all_down[place], all_up[place] = 0, 0
+                continue
+            down, up = (torch.zeros_like(each[place], device="cpu") for each in (all_down, all_up))
+            columns = {sum(widths[:index]): index for index in range(len(widths))}
+            for part in parts:
+                rank, width = part.up.shape
+                down[columns[part.column], :rank] = part.down
+                up[part.column : part.column + width, :rank] = part.up.T
+            all_down[place], all_up[place] = down, up
+
+    def add(self, product: int, x: Tensor, y: Tensor, tiles: Tensor) -> None:
+        self._add(x, y, tiles, self._down[product], self._up[product], self._shapes[product][1])
+
+
+class PlacedRuns:
+    """The tiles of one step."""
+
+    def __init__(self, of: AdapterPlaces, tiles: Tensor) -> None:
+        self._of, self._tiles = of, tiles
+
+    def add(self, product: int, x: Tensor, y: Tensor) -> None:
+        if len(self._tiles):
+            self._of.add(product, x, y, self._tiles)
+
+
+def _load_kernel() -> Callable[..., None]:
+    from penstock.executor.kernels.cuda.adapter_products import add_low_rank
+
+    return add_low_rank

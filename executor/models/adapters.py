@@ -9,23 +9,19 @@ from copy import copy
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.executor.kernels.linear import Linear
-from penstock.executor.kernels.low_rank import CpuAdapters, LowRank, LowRankPart
+from penstock.executor.kernels.low_rank import AdapterPlaces, CpuAdapters, LowRank, LowRankPart
 from penstock.executor.loading.arrangement import Arranged, Arrangement
 from penstock.executor.loading.peft import PeftFolder
 from penstock.executor.models.product import Product
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import AdapterError, AdapterInfo, ExecutorConfig, ExecutorError
-
-if TYPE_CHECKING:
-    from penstock.executor.kernels.places import AdapterPlaces, Shape
-
 
 ZEROS = "zeros"  # a key that no adapter of a file has, which is a digest
 
@@ -83,7 +79,7 @@ class AdapterStore:
         self._shapes = [product.shape(group) for product in self._products]
         self._weights: CpuAdapters | AdapterPlaces = CpuAdapters(dtype)
         if device.type != "cpu":
-            self._weights = _open_places(config, self._shapes, dtype, device)
+            self._weights = AdapterPlaces(self._shapes, config.max_loras, config.max_lora_rank, dtype, device)
 
     @property
     def num_bytes(self) -> int:
@@ -205,11 +201,3 @@ def _read_single(ups: Arranged, folder: PeftFolder, stored: str) -> tuple[Tensor
     up = ups.read(stored)
     assert isinstance(up, Tensor)
     return up, folder.down(ups.origin(stored).removesuffix(".weight"))
-
-
-def _open_places(
-    config: ExecutorConfig, shapes: "list[Shape]", dtype: torch.dtype, device: torch.device
-) -> "AdapterPlaces":
-    from penstock.executor.kernels.places import AdapterPlaces
-
-    return AdapterPlaces(shapes, config.max_loras, config.max_lora_rank, dtype, device)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock.executor.kernels import GroupOps
-from penstock.executor.kernels.code_groups import as_groups
 from penstock.executor.kernels.codes import Coded, CodedLinear
 from penstock.executor.kernels.four_bits import FourBitLinear
-from penstock.executor.kernels.grouped import Grouped, GroupedLinear, half_of, kind_of, pack
+from penstock.executor.kernels.grouped import Grouped, GroupedLinear, as_groups, half_of, kind_of, pack
 from penstock.executor.kernels.linear import Linear, Reordered, SideBySide
 from penstock.executor.loading.block_scales import WeightPart
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 from penstock.executor.kernels.recurrent import MAX_HEAD, MAX_TAPS
 from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.dense_families import unrotated
-from penstock.executor.models.families import spec_of, uniform_layers
+from penstock.executor.models.families import spec_of, uniform_layers, unrotated
 from penstock.executor.models.moe_families import granite_moe_shared, qwen_moe, qwen_sparse, shared_expert
 from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec
 

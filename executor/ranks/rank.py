@@ -348,10 +348,9 @@ def tier_fingerprint(model: bytes, layout: CacheLayout) -> bytes:
 def open_inputs(
     config: ExecutorConfig, max_model_len: int, device: torch.device, cache_layout: CacheLayout = ONE_GROUP
 ) -> Inputs:
-    sizes = config.max_num_seqs, max_model_len, config.block_size
-    if device.type == "cpu":
+    sizes, ops = (config.max_num_seqs, max_model_len, config.block_size), select_input_ops(device)
+    if ops is None:
         return HostInputs(*sizes, cache_layout)
-    ops = select_input_ops(device)
     return DeviceInputs(*sizes, config.max_num_batched_tokens, ops, device, cache_layout=cache_layout)
 
 

@@ -7,6 +7,7 @@ answer over the latter. executor/ranks/worker_watch.py watches them and executor
 
 import contextlib
 import faulthandler
+import ipaddress
 import os
 import queue
 import socket
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -31,8 +33,6 @@ try:
     from ray.exceptions import GetTimeoutError, RayActorError, RayError
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    from penstock.executor.ranks.cluster import join
 except ImportError as error:
     raise ExecutorError("executor: 'ray' needs the package ray: pip install 'penstock[ray]'") from error
 
@@ -53,7 +53,7 @@ def open_ray(
     deadline_s: Callable[[int], float] = step_deadline_s,
 ) -> RankedExecutor:
     """Find room in the cluster for all ranks, start them, and wait until each has loaded its part of the model."""
-    join(None, config.ray_allow_open_dashboard, log_to_driver=True)
+    _join_cluster(config.ray_allow_open_dashboard)
     ranks = RayRanks(Hub(ray.util.get_node_ip_address()))
     try:
         ranks.start(config, progress)
@@ -64,6 +64,35 @@ def open_ray(
         ranks.close()
         raise
     return RankedExecutor(WorkerWatch(ranks.workers, ranks), ranks, progress, deadline_s)
+
+
+def _join_cluster(allow_open_dashboard: bool) -> None:
+    """Join the cluster in RAY_ADDRESS or on this machine; refuse one that takes jobs from the network."""
+    wanted = os.environ.get("RAY_ADDRESS", "auto")
+    try:
+        context = ray.init(address=wanted, ignore_reinit_error=True, log_to_driver=True)
+    except (ConnectionError, ValueError, RayError) as error:
+        raise ExecutorError(
+            f"executor: no Ray cluster can be reached ({error}); start one with `ray start --head`, "
+            "or name it in RAY_ADDRESS"
+        ) from error
+    url = context.dashboard_url
+    if url and is_open(url) and not allow_open_dashboard:
+        raise ExecutorError(
+            f"executor: Ray's dashboard at {url} takes jobs from every client that can reach it. Start Ray with "
+            "--dashboard-host 127.0.0.1 or with RAY_AUTH_MODE=token; or say ray_allow_open_dashboard"
+        )
+
+
+def is_open(dashboard: str) -> bool:
+    """Whether a dashboard at this address can be used from other machines, without a token."""
+    host = urlsplit(dashboard if "//" in dashboard else f"//{dashboard}").hostname or ""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
 
 
 class RayRanks:

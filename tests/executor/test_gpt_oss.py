@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.executor.loading.arrangement import Arranged
 from penstock.executor.loading.checkpoint import open_checkpoint
-from penstock.executor.models.gpt_oss import ARRANGEMENT
+from penstock.executor.models.moe_families import GPT_OSS
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
@@ -127,12 +127,12 @@ def test_blocks_and_scales_that_do_not_fit_are_refused_by_name(
 
 
 def test_experts_lie_in_tensors_of_their_own_for_whoever_reads(coded: Path) -> None:
-    view = Arranged(open_checkpoint(coded), ARRANGEMENT)
+    view = Arranged(open_checkpoint(coded), GPT_OSS)
     assert view.has_codes
     assert view.shape("model.layers.0.mlp.experts.5.up_proj.weight") == (96, 64)
     assert view.shape("model.layers.0.mlp.experts.5.up_proj.bias") == (96,)
     assert not any(name.endswith(("_blocks", "_scales")) for name in view.names())
-    plain = Arranged(open_checkpoint(folder("gpt-oss")), ARRANGEMENT)
+    plain = Arranged(open_checkpoint(folder("gpt-oss")), GPT_OSS)
     experts = reference("gpt-oss").state_dict()["model.layers.2.mlp.experts.gate_up_proj"]
     gate, up = (plain.read(f"model.layers.2.mlp.experts.3.{part}_proj.weight") for part in ("gate", "up"))
     assert isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor)

@@ -9,7 +9,6 @@ import torch
 
 from penstock.executor.batch import Chains, StateBatch
 from penstock.executor.cache_layout import CacheLayout
-from penstock.executor.kernels import torch_inputs
 from penstock.executor.kernels.state import OPTIONS
 from penstock.executor.protocol import Admission, ExecutorConfig, GroupInfo, Row, Sampling
 from penstock.executor.ranks import rank
@@ -18,6 +17,7 @@ from penstock.executor.step.layout import Layout
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
 from tests.support.small_models import folder, greedy
+from tests.support.twins import torch_inputs
 
 CPU = torch.device("cpu")
 NUM_SLOTS, LENGTH, BLOCK, NUM_BLOCKS = 6, 50, 4, 90

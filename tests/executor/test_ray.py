@@ -164,7 +164,7 @@ def late_way_to(address: str, delay_s: float) -> Iterator[str]:
 def test_a_dashboard_that_takes_jobs_from_the_network_is_refused(
     url: str, token: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.executor.ranks.cluster import is_open
+    from penstock.executor.ranks.ray_executor import is_open
 
     monkeypatch.setenv("RAY_AUTH_MODE", token)
     assert is_open(url) == is_refused

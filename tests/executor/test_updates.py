@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.executor.kernels.cpu_layers import join_layers
+from penstock.executor.kernels.low_rank import AdapterPlaces
 from penstock.executor.loading.gguf import GgufCheckpoint
-from penstock.executor.models.adapters import _open_places
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling, WeightsError
 from penstock.executor.ranks.wire import MessageKind
 from penstock.executor.shared_tensors import SharedTensors
@@ -220,8 +220,9 @@ def adapters_of(case: str, path: Path) -> list[str]:
 def on_places(executor: UniprocExecutor) -> UniprocExecutor:
     """As on a GPU, where adapters are copied to few places of one size; layer by layer, as there."""
     rank, device = executor._rank, torch.device("cpu")
-    with mock.patch("penstock.executor.kernels.places._load_kernel", lambda: add_low_rank):
-        rank.adapters._weights = _open_places(rank._config, rank.adapters._shapes, rank._loaded.dtype, device)
+    with mock.patch("penstock.executor.kernels.low_rank._load_kernel", lambda: add_low_rank):
+        sizes = rank._config.max_loras, rank._config.max_lora_rank
+        rank.adapters._weights = AdapterPlaces(rank.adapters._shapes, *sizes, rank._loaded.dtype, device)
     return executor
 
 

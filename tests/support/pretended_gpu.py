@@ -22,10 +22,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.executor.kernels import torch_inputs
 from tests.support.pretended_memory import CPU, Block, PinnedPool, Pool
 from tests.support.races import Clock, Place, Races, cells, here, runs
-from tests.support.twins import low_rank, sampling, torch_ops
+from tests.support.twins import low_rank, sampling, torch_inputs, torch_ops
 
 aten = torch.ops.aten
 
@@ -254,7 +253,7 @@ class PretendedGpu(TorchDispatchMode):
         self._patches.setattr("penstock.executor.models.load.select_ops", lambda *_: torch_ops)
         self._patches.setattr("penstock.executor.ranks.rank.select_sampling_ops", lambda _: sampling)
         self._patches.setattr("penstock.executor.ranks.rank.select_input_ops", lambda _: torch_inputs)
-        self._patches.setattr("penstock.executor.kernels.places._load_kernel", lambda: low_rank.add_low_rank)
+        self._patches.setattr("penstock.executor.kernels.low_rank._load_kernel", lambda: low_rank.add_low_rank)
         # The twin of attention looks at a padded batch's rows on the host, which a graph of this one cannot repeat.
         self._patches.setattr("penstock.executor.step.graphs.CHUNK_BUCKETS", ())
         tensor = torch.tensor
@@ -537,4 +536,4 @@ def here_name() -> str:
 def is_kernel() -> bool:
     """Whether this is the twin of a kernel, which looks at numbers of the device's as the kernel does: there."""
     name = here()[0][0].co_filename
-    return "/twins/" in name or name.endswith("/kernels/torch_inputs.py")
+    return "/twins/" in name

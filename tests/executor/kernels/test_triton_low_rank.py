@@ -9,9 +9,7 @@ import torch
 
 from penstock.executor.kernels.cuda.adapter_products import add_low_rank
 from penstock.executor.kernels.cuda.ops import OPS
-from penstock.executor.kernels.low_rank import LowRankPart
-from penstock.executor.kernels.places import AdapterPlaces
-from penstock.executor.models.adapters import _open_places
+from penstock.executor.kernels.low_rank import AdapterPlaces, LowRankPart
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.adapters import Adapter
@@ -49,14 +47,14 @@ def on_places(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, 
     """As on a GPU: through places, and products of the Triton kernels."""
     monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: OPS)
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
-    monkeypatch.setattr("penstock.executor.kernels.places._load_kernel", lambda: add_low_rank)
+    monkeypatch.setattr("penstock.executor.kernels.low_rank._load_kernel", lambda: add_low_rank)
     config = ExecutorConfig(
         model=str(folder(case)), device="cuda" if device.type == "cuda" else "cpu", dtype="float32",
         kv_cache_bytes=2**19, block_size=4, max_num_seqs=4, enable_lora=True, max_loras=2, max_lora_rank=8, **options,
     )  # fmt: skip
     executor = UniprocExecutor(config)
     store = executor._rank.adapters
-    store._weights = _open_places(config, store._shapes, torch.float32, device)
+    store._weights = AdapterPlaces(store._shapes, config.max_loras, config.max_lora_rank, torch.float32, device)
     return executor
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from penstock.executor.kernels import Packed
-from penstock.executor.kernels.code_groups import as_groups
 from penstock.executor.kernels.cuda import packed_products, tiles
-from penstock.executor.kernels.grouped import Grouped, GroupedLinear, half_of, pack
+from penstock.executor.kernels.grouped import Grouped, GroupedLinear, as_groups, half_of, pack
 from tests.support.coded import coded
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import random

@@ -18,12 +18,13 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.engine.front.submit import Pooling
 from penstock.executor.cache_layout import CacheLayout
-from penstock.executor.kernels import BlockOps, InputOps, NormingOps, Ops, SamplingOps, torch_inputs
+from penstock.executor.kernels import BlockOps, InputOps, NormingOps, Ops, SamplingOps
 from penstock.executor.kernels.cuda import adapter_products, step_inputs
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.cuda.tiles import sizes
+from penstock.executor.kernels.low_rank import AdapterPlaces
 from penstock.executor.kernels.recurrent import RecurrentOps
-from penstock.executor.models.adapters import AdapterStore, _open_places
+from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Row, Sampling
 from penstock.executor.ranks import rank
@@ -33,7 +34,7 @@ from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.support import eight_bits, small_models
 from tests.support.adapters import Adapter
 from tests.support.driver import Driver, Sequence
-from tests.support.twins import changed, operations, torch_ops
+from tests.support.twins import changed, operations, torch_inputs, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins import sampling as sampling_twin
 from tests.support.twins.experts import fused_experts
@@ -236,7 +237,8 @@ def test_no_request_with_an_adapter_compiles_anything(
 
     def open_on_places(self: AdapterStore, config: ExecutorConfig, *given: Any) -> None:
         open_store(self, config, *given)
-        self._weights = _open_places(config, self._shapes, torch.bfloat16, torch.device("cpu"))
+        sizes = config.max_loras, config.max_lora_rank
+        self._weights = AdapterPlaces(self._shapes, *sizes, torch.bfloat16, torch.device("cpu"))
 
     def add(*arguments: Any, **given: Any) -> None:
         adapter_products.add_low_rank(*arguments, **given)
@@ -244,7 +246,7 @@ def test_no_request_with_an_adapter_compiles_anything(
 
     open_store = AdapterStore.__init__
     monkeypatch.setattr(AdapterStore, "__init__", open_on_places)
-    monkeypatch.setattr("penstock.executor.kernels.places._load_kernel", lambda: add)
+    monkeypatch.setattr("penstock.executor.kernels.low_rank._load_kernel", lambda: add)
     noting = (
         beside(Ops, OPS, TWINS),
         beside(SamplingOps, SAMPLING_OPS, sampling_twin),

@@ -1,5 +1,4 @@
-"""`InputOps` in plain torch, as this module is one: for a CPU, and the reference of the Triton kernels."""
-# ruff: noqa: ARG001, as a kernel's grid needs to know `longest`
+"""`InputOps` in plain torch (this module is one): the reference that the Triton kernels are compared with."""
 
 import torch
 from torch import Tensor
