@@ -30,7 +30,7 @@ from pairs import HERE, Asked, cpu_ms, main, rounded, rounds, summary, table
 
 from penstock.eplb import Plan, balance, bound, plan, replan, transfers
 from penstock.executor.protocol import EplbConfig, Executor, ExecutorConfig, ExpertUpdate
-from penstock.executor.ranks.multiproc import open_multiproc
+from penstock.executor.ranks.ranked import open_multiproc
 
 Rows = list[dict[str, Any]]
 BLOCK, RANKS, INPUT_LEN, REDUNDANT = 16, 4, 32, 4

@@ -50,7 +50,8 @@ def gemma2(fields: Fields) -> DecoderSpec:
 def gemma3(fields: Fields) -> DecoderSpec:
     fields.only("final_logit_softcapping", None)
     fields.only("attn_logit_softcapping", None)
-    return replace(_gemma(fields, _gemma_layers(fields)), qk_norm=True)
+    pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
+    return replace(_gemma(fields, _layers_with_two_ropes(fields, pattern)), qk_norm=True)
 
 
 def _gemma(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
@@ -85,19 +86,8 @@ def olmo2(fields: Fields) -> DecoderSpec:
 
 def olmo3(fields: Fields) -> DecoderSpec:
     """Three layers slide, the fourth does not; a scaled rotation is that of the layers that do not."""
-    nested = fields.section("rope_parameters") or Fields({})
-    local, overall = nested.section("sliding_attention"), nested.section("full_attention")
-    overall = overall or fields.section("rope_scaling") or Fields({})
-    thetas = (
-        (local or Fields({})).number("rope_theta", 5e5),
-        overall.number("rope_theta", fields.number("rope_theta", 5e5)),
-    )
-    sections = zip((local or Fields({}), overall), thetas, strict=True)
-    ropes = [rope_of(each, theta, head_dim_of(fields), max_positions_of(fields)) for each, theta in sections]
-    num_layers = fields.integer("num_hidden_layers")
-    sliding = (LayerSpec(ropes[0], fields.integer("sliding_window", 4096)),) * num_layers
-    slides = [(index + 1) % 4 != 0 for index in range(num_layers)]
-    return _olmo(fields, pick_layers(fields, (LayerSpec(ropes[1]),) * num_layers, sliding, slides))
+    own = fields.with_defaults(rope_theta=5e5, rope_local_base_freq=5e5)
+    return _olmo(fields, _layers_with_two_ropes(own, pattern=4))
 
 
 def _olmo(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
@@ -281,19 +271,19 @@ def _qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     return pick_layers(fields, full, sliding, [index >= first_sliding for index in range(len(full))])
 
 
-def _gemma_layers(fields: Fields) -> tuple[LayerSpec, ...]:
-    """Gemma slides in all but every sixth layer; sliding layers have a rotation of their own."""
+def _layers_with_two_ropes(fields: Fields, pattern: int) -> tuple[LayerSpec, ...]:
+    """Every `pattern`-th layer attends to everything; the others have a window and a rotation of their own."""
     head_dim = head_dim_of(fields)
-    local, overall = gemma_ropes(fields, head_dim, head_dim)
+    local, overall = two_ropes(fields, head_dim, head_dim)
     num_layers = fields.integer("num_hidden_layers")
     full = (LayerSpec(overall),) * num_layers
     sliding = (LayerSpec(local, fields.integer("sliding_window", 4096)),) * num_layers
-    pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
     return pick_layers(fields, full, sliding, [(index + 1) % pattern != 0 for index in range(num_layers)])
 
 
-def gemma_ropes(fields: Fields, local_dim: int, overall_dim: int) -> tuple[Rope, Rope]:
-    """(sliding layers, full layers), by the dimensions of their heads. transformers 5 nests them; before, the sliding theta had its own name."""
+def two_ropes(fields: Fields, local_dim: int, overall_dim: int) -> tuple[Rope, Rope]:
+    """Return the rotations of sliding and of full layers, by the dimensions of their heads. transformers 5 nests them; before,
+    the sliding layers' theta had a name of its own."""
     nested = fields.section("rope_parameters")
     local = overall = None
     if nested is not None:

@@ -16,7 +16,7 @@ from penstock.executor.kernels.linear import Linear, make_linear
 from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.attention import heads_of
-from penstock.executor.models.families import gemma_ropes, max_positions_of, spec_of
+from penstock.executor.models.families import max_positions_of, spec_of, two_ropes
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.moe import Experts
 from penstock.executor.models.rope import Tables, rope_tables
@@ -61,7 +61,7 @@ def gemma4(fields: Fields) -> Gemma4Spec:
         raise fields.error("num_kv_shared_layers", num_shared, "before those layers one of each kind")
     heads = tuple(_heads(fields, index, kinds, num_own) for index in range(num_layers))
     dims = [next((each.dim for each, of in zip(heads, kinds, strict=True) if of == kind), 2) for kind in LAYER_KINDS]
-    sliding, full = gemma_ropes(fields, *dims)
+    sliding, full = two_ropes(fields, *dims)
     window, moe = fields.integer("sliding_window", 512), _moe(fields)
     layers = tuple(
         LayerSpec(full, None, moe) if kind == "full_attention" else LayerSpec(sliding, window, moe) for kind in kinds

@@ -2,8 +2,12 @@
 
 Steps are sent ahead, so a rank starts the next one without waiting. They hold only what changed: each
 worker holds the requests' state (executor/step/inputs.py). A rank that dies, fails or hangs ends the executor.
+
+On one machine each rank is a process below this one (`open_multiproc`): the ranks get their steps through a ring in shared
+memory and answer through socket pairs. Over several machines Ray starts them (executor/ranks/ray_executor.py).
 """
 
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,9 +16,11 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from penstock.executor.process_life import Channels, start_child
 from penstock.executor.protocol import (
     AdapterError,
     AdapterInfo,
+    ExecutorConfig,
     ExecutorError,
     ModelInfo,
     Part,
@@ -23,9 +29,12 @@ from penstock.executor.protocol import (
     StepResult,
     TransferResult,
     WeightsError,
+    step_deadline_s,
 )
-from penstock.executor.ranks.wire import Done, MessageKind, RankAnswer
+from penstock.executor.ranks.wire import Done, FromWorker, MessageKind, RankAnswer, Rendezvous, Start
 from penstock.executor.ranks.worker_watch import WorkerWatch
+from penstock.executor.ring.memory_segment import MAX_READERS
+from penstock.executor.ring.queue import MessageQueue
 from penstock.executor.tiers.transfers import Merge
 
 # A step of 256 decoding requests is 17 KB; a prompt's tokens travel with its admission, 4 bytes each. What is larger
@@ -184,6 +193,29 @@ class RankedExecutor:
             return result
         received, self._transfers = self._transfers, []
         return msgspec.structs.replace(result, transfers=self._merge.merge(received))
+
+
+def open_multiproc(
+    config: ExecutorConfig,
+    progress: Callable[[str], None] = lambda _line: None,
+    deadline_s: Callable[[int], float] = step_deadline_s,
+) -> RankedExecutor:
+    """Start all ranks side by side and wait until each has loaded its part of the model."""
+    if config.tensor_parallel_size > MAX_READERS:
+        raise ExecutorError(f"tensor_parallel_size: {config.tensor_parallel_size} given; at most {MAX_READERS} can be")
+    world = config.tensor_parallel_size
+    ring = MessageQueue.create(world, slots=RING_SLOTS, slot_bytes=SLOT_BYTES)
+    workers, channels = [], Channels(msgspec.msgpack.Decoder(FromWorker))
+    # The ranks meet at a port that is bound here and handed to the first, so that no other process takes it in between.
+    with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
+        host, port = listener.getsockname()
+        for rank in range(world):
+            fds = [listener.fileno()] if rank == 0 else []
+            start = Start(config, rank, world, world, rank, Rendezvous(host, port, host, *fds), ring.handle())
+            worker = start_child("penstock.executor.ranks.worker", f"rank {rank}", start, fds)
+            workers.append(worker)
+            channels.add(rank, worker.channel)
+    return RankedExecutor(WorkerWatch(workers, channels), ring, progress, deadline_s)
 
 
 def _first_error(answers: Sequence[RankAnswer]) -> str:

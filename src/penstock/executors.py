@@ -20,7 +20,7 @@ def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lamb
 
         return UniprocExecutor(config, progress, file)
     if kind == "multiproc":
-        from penstock.executor.ranks.multiproc import open_multiproc
+        from penstock.executor.ranks.ranked import open_multiproc
 
         return open_multiproc(config, progress)
     from penstock.executor.ranks.ray_executor import open_ray

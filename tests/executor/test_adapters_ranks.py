@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.executor.protocol import AdapterError, AdapterInfo
-from penstock.executor.ranks.multiproc import open_multiproc
+from penstock.executor.ranks.ranked import open_multiproc
 from tests.executor.test_graphs import Recorder
 from tests.executor.test_models import prompts
 from tests.executor.test_multiproc import config_of

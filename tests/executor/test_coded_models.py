@@ -13,7 +13,7 @@ import torch
 from penstock.executor.code_types import is_computed
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorConfig
-from penstock.executor.ranks.multiproc import open_multiproc
+from penstock.executor.ranks.ranked import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_gguf import HIDDEN, INNER, VOCAB, loaded, metadata, random_model, shapes, write
 from tests.support.coded import FILE_TYPES, packed

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.executor.protocol import ExecutorConfig
-from penstock.executor.ranks.multiproc import open_multiproc
+from penstock.executor.ranks.ranked import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.default_file import default_file
 from tests.support.driver import Driver

@@ -17,7 +17,7 @@ from penstock.executor.loading.block_scales import WeightPart, whole_blocks
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.export import export
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step, Transfers
-from penstock.executor.ranks.multiproc import open_multiproc
+from penstock.executor.ranks.ranked import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_models import prompts
 from tests.support.driver import Driver

@@ -14,7 +14,7 @@ from penstock.eplb import choose, plan
 from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.moe import ExpertCounter, SlotTable
 from penstock.executor.protocol import DType, EplbConfig, ExecutorError, ExpertUpdate
-from penstock.executor.ranks.multiproc import open_multiproc
+from penstock.executor.ranks.ranked import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor import test_eight_bits
 from tests.executor.test_models import prompts

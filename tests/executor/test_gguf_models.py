@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType
 from penstock.executor.code_types import is_computed
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
-from penstock.executor.ranks.multiproc import open_multiproc
+from penstock.executor.ranks.ranked import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_gguf import HEADS, KV_HEADS, metadata, permute, write
 from tests.support.coded import FILE_TYPES, packed

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from penstock.executor.process_life import ChildProcess
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling, Step
-from penstock.executor.ranks.multiproc import open_multiproc
-from penstock.executor.ranks.ranked import RankedExecutor
+from penstock.executor.ranks.ranked import RankedExecutor, open_multiproc
 from penstock.executor.ranks.wire import Failed
 from penstock.executor.ranks.worker_watch import Reports, WorkerWatch
 from penstock.executor.uniproc import UniprocExecutor
@@ -233,7 +232,7 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import threading, time\n"
-        "from penstock.executor.ranks.multiproc import open_multiproc\n"
+        "from penstock.executor.ranks.ranked import open_multiproc\n"
         "from penstock.executor.protocol import ExecutorConfig\n"
         "def work():\n"
         f"    executor = open_multiproc(ExecutorConfig(model={str(folder('llama'))!r}, tensor_parallel_size=2,\n"

@@ -18,7 +18,7 @@ from penstock.executor.kernels.linear import Linear, Reordered, make_linear, mul
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.export import export
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
-from penstock.executor.ranks.multiproc import open_multiproc
+from penstock.executor.ranks.ranked import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_models import prompts
 from tests.support.driver import Driver
