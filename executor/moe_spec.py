@@ -20,6 +20,7 @@ class MoeSpec:
     shared_size: int = 0  # of an expert that every token goes through
     shared_name: str = "shared_experts"
     has_shared_gate: bool = False
+    is_beside: bool = False  # beside the dense MLP, not in its place; then the router reads the residual stream
     block: str = "mlp"  # the layer's name for all this
     router: str = "gate"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")

@@ -257,7 +257,7 @@ def test_the_check_lets_the_right_direction_pass(module: str, source: str) -> No
         ("engine.core.scheduler", "from penstock.engine.front.client import EngineClient"),
         ("engine.text.tokenizer", "def lazy():\n    from penstock.engine.server import app"),
         ("executor.step.runner", "from penstock.executor.ranks import rank"),
-        ("executor.protocol", "from penstock.executor.ranks import multiproc"),
+        ("executor.protocol", "from penstock.executor.ranks import ranked"),
         ("cache.tiers.index", "from penstock.cache.tiers.disk import DiskTier"),
     ],
 )

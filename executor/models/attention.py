@@ -1,5 +1,7 @@
 """Attention with grouped query heads: rotated, perhaps normalized per head, over the pages of keys and values."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,19 +21,25 @@ class GroupedAttention:
         self.tables = tables[spec.layers[index].rope]
         self._no_turns = self.tables[0][:, :0].contiguous()  # a table for heads that are not rotated
         prefix = f"model.layers.{index}.self_attn."
-        num_heads, num_kv_heads = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)
-        self._head_split: tuple[int, ...] = (num_heads, num_kv_heads, num_kv_heads)
+        self._own = own = spec.layers[index].heads
+        self._dim, kv_heads = (spec.head_dim, spec.num_kv_heads) if own is None else (own.dim, own.num_kv)
+        parts = "qkv" if own is None or (not own.reads_only and own.has_values) else "q" if own.reads_only else "qk"
+        num_heads, num_kv_heads = heads_of(spec.num_heads, kv_heads, weights.group)
+        self._head_split: tuple[int, ...] = (num_heads, num_kv_heads, num_kv_heads)[: len(parts)]
+        self._width = num_kv_heads * self._dim  # of a position in the pages
         self.norms = NO_NORMS
         self._wide_norms = WideNorms(spec, prefix, weights, ops) if spec.is_qk_norm_wide else None
         if spec.qk_norm:
             q_norm, k_norm = (
-                weights.norm(f"{prefix}{part}_norm.weight", spec.head_dim, spec.norm_offset) for part in "qk"
+                weights.norm(f"{prefix}{part}_norm.weight", self._dim, spec.norm_offset) if part in parts else None
+                for part in "qk"
             )
             self.norms = q_norm, k_norm, spec.norm_eps
+        self._value_norm = torch.ones(self._dim, device=self.tables[0].device)
         sinks = weights.tensor(f"{prefix}sinks", (spec.num_heads,), "rows").float() if spec.has_sinks else None
         self.extras = ScoreExtras(spec.score_cap, sinks, spec.layers[index].window)
-        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        names, rows = tuple(f"{prefix}{part}_proj" for part in "qkv"), tuple(each * spec.head_dim for each in heads)
+        heads = (spec.num_heads, kv_heads, kv_heads)[: len(parts)]
+        names, rows = tuple(f"{prefix}{part}_proj" for part in parts), tuple(each * self._dim for each in heads)
         pieces = None
         if spec.output_gate:  # stored head by head, a query and its gate; here all gates are behind all queries
             self._head_split = (num_heads, num_heads, num_kv_heads, num_kv_heads)
@@ -41,13 +49,14 @@ class GroupedAttention:
         )
         self.takes_narrow, self.takes_normed = take_narrow(self.qkv), isinstance(self.qkv, Plain)
         self.output = weights.linear(
-            (f"{prefix}o_proj",), (spec.hidden_size,), heads[0] * spec.head_dim, spec.output_bias, split="columns"
+            (f"{prefix}o_proj",), (spec.hidden_size,), heads[0] * self._dim, spec.output_bias, split="columns"
         )
 
     @property
     def is_plain(self) -> bool:
         """Whether it is a product, `rope_and_store`, `paged_attention`, perhaps a gate, and a product."""
-        return self._wide_norms is None and not (self._spec.rotates_first or self._spec.query_growth)
+        has_more = self._spec.rotates_first or self._spec.query_growth
+        return self._wide_norms is None and self._own is None and not has_more
 
     def attend(self, hidden: Rows, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
@@ -55,7 +64,9 @@ class GroupedAttention:
         if batch.adapters is not None:
             assert isinstance(hidden, Tensor)
             batch.adapters.add(self.qkv, hidden, projected)
-        heads = projected.unflatten(1, (-1, self._spec.head_dim))
+        heads = projected.unflatten(1, (-1, self._dim))
+        if self._own is not None:
+            return self._attend_own(torch.split_with_sizes(heads, self._head_split, dim=1), batch, pages)
         q, *gates, k, v = torch.split_with_sizes(heads, self._head_split, dim=1)
         rotation = Rotation(*self.tables, batch.positions)
         if self._wide_norms is not None:
@@ -70,6 +81,18 @@ class GroupedAttention:
             q *= _growth(batch, *self._spec.query_growth).to(q.dtype)
         out = self._ops.paged_attention(q, pages, batch, self._spec.attention_scale, self.extras).flatten(1)
         return self._ops.weigh(out, gates[0].flatten(1)) if gates else out
+
+    def _attend_own(self, parts: Sequence[Tensor], batch: ForwardBatch, pages: Pages) -> Tensor:
+        """Attend with the heads of this layer, whose pages may be another layer's, and wider."""
+        (q, *kv), dim, ops = parts, self._dim, self._ops
+        seen = pages[0][..., : self._width], pages[1][..., : self._width]
+        k, v, written = q[:, :0], None, (seen[0][..., :0], seen[1][..., :0])  # nothing to store
+        if kv:
+            values = ops.rms_norm(kv[-1].reshape(-1, dim), self._value_norm, self._spec.norm_eps)
+            k, v, written = kv[0], values.view(len(q), -1, dim), seen
+        rotation = Rotation(*self.tables, batch.positions)
+        q = ops.rope_and_store(q, k, v, KeyStore(rotation, written, batch.kv_slots, self.norms))
+        return ops.paged_attention(q, seen, batch, self._spec.attention_scale, self.extras).flatten(1)
 
 
 def _growth(batch: ForwardBatch, slope: float, length: int) -> Tensor:

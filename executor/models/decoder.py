@@ -4,6 +4,7 @@ Sizes are the rank's own: heads and MLP columns are shared out between ranks. Th
 weights and tables; keys and values live in the pages that `forward` is given.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,54 +17,64 @@ from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSiz
 from penstock.executor.kernels.linear import Linear, Narrow, Rows
 from penstock.executor.models.attention import GroupedAttention, heads_of
 from penstock.executor.models.latent import LatentAttention
+from penstock.executor.models.layer_inputs import LayerEnd, LayerInputs
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.rope import Tables, rope_tables
-from penstock.executor.models.spec import DecoderSpec, DeltaSpec, MambaSpec
+from penstock.executor.models.spec import DecoderSpec, DeltaSpec, LayerSpec, MambaSpec
 from penstock.executor.models.vocabulary import Vocabulary
 from penstock.executor.models.weights import Weights
 from penstock.executor.parallel import RankGroup
 
 if TYPE_CHECKING:  # else imported by models that have them
-    from penstock.executor.models.moe import Experts, MoeMlp
+    from penstock.executor.models.moe import Experts, ExpertsBeside, MoeMlp
 
 
 class Decoder:
     def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self._spec, self._ops = spec, ops
-        self.num_layers = len(spec.layers)
-        self.caches, self.unit_bytes = _caches_of(spec, weights.dtype, weights.group.world)
+        heads = [spec.heads_of(index) for index in range(len(spec.layers))]
+        self.num_layers = sum(not each.reads_only for each in heads)  # that have pages or a state: the first ones
+        own = spec.layers[: self.num_layers]
+        self.caches, self.unit_bytes = _caches_of(spec, own, weights.dtype, weights.group.world)
         self.kv_parts = 2 if spec.latent is None else 1
-        self.kv_width = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)[1] * spec.head_dim
+        self.kv_width = max(heads_of(spec.num_heads, each.num_kv, weights.group)[1] * each.dim for each in heads)
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
-        self._layers = weights.layers(self.num_layers, lambda index: _Layer(spec, index, weights, ops, tables))
+        self._layers = weights.layers(len(spec.layers), lambda index: _Layer(spec, index, weights, ops, tables))
         rounded = weights.dtype if spec.rounds_scale else torch.float64
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=rounded).item()
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
-        self.adapted = tuple(linear for layer in self._layers for linear in layer.adapted())
+        is_plain = all(layer.heads is None for layer in spec.layers)  # adapters are not computed for other layers
+        self.adapted = tuple(linear for layer in self._layers for linear in layer.adapted() if is_plain)
         self._joined = self._join(weights.group)
+        self._inputs: LayerInputs | None = None
+        if spec.inputs is not None and spec.inputs.width:
+            self._inputs = LayerInputs(spec, spec.inputs, weights, ops)
         name = "model.embed_tokens"
         self._vocabulary = Vocabulary(weights, name, spec.vocab_size, spec.hidden_size, spec.tied_head)
 
     @property
     def experts(self) -> "list[Experts]":
         """Those of every layer that has any."""
-        return [layer.mlp.experts for layer in self._layers if not isinstance(layer.mlp, Mlp)]
+        return [layer.experts for layer in self._layers if layer.experts is not None]
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """Hidden states after the last norm of the tokens `batch.wanted`: [W, hidden]."""
         residual = self._vocabulary.embed(batch.tokens)
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
+        inputs = None if self._inputs is None else self._inputs(batch.tokens, residual)  # [T, layers, width]
         update: Tensor | None = None  # what the previous layer adds to the residual stream
-        first, last = 0, self.num_layers - 1
+        first, last = 0, len(self._layers) - 1
         if self._joined is not None:
-            first = self.num_layers if batch.wanted is None else last
+            first = len(self._layers) if batch.wanted is None else last
             update = self._joined(residual, batch, pages, first)
         batches = batch.by_layer(self.num_layers)
-        for index in range(first, self.num_layers):
-            wanted, own = batch.wanted if index == last else None, pages[index]
-            update, residual = self._layers[index].forward(update, residual, batches[index], own, wanted)
-        assert update is not None
+        for index in range(first, len(self._layers)):
+            wanted, layer = batch.wanted if index == last else None, self._layers[index]
+            own = None if inputs is None else inputs[:, index]
+            update, residual = layer.forward(update, residual, batches[layer.pages], pages[layer.pages], wanted, own)
+        if update is None:
+            return self._ops.rms_norm(residual, self._norm, self._spec.norm_eps)
         return self._ops.add_rms_norm(update, residual, self._norm, self._spec.norm_eps)[0]
 
     def _join(self, group: RankGroup) -> CpuLayers | None:
@@ -87,17 +98,19 @@ class Decoder:
         )
 
 
-def _caches_of(spec: DecoderSpec, dtype: torch.dtype, world: int) -> tuple[tuple[LayerCache, ...], int]:
-    """What each layer keeps of a request, and the bytes of the largest unit of a state."""
-    if not any(layer.recurrent for layer in spec.layers):
-        return tuple(LayerCache(layer.window) for layer in spec.layers), 0
+def _caches_of(
+    spec: DecoderSpec, own: Sequence[LayerSpec], dtype: torch.dtype, world: int
+) -> tuple[tuple[LayerCache, ...], int]:
+    """Return what each of these layers keeps of a request, and the bytes of the largest unit of a state."""
+    if not any(layer.recurrent for layer in own):
+        return tuple(LayerCache(layer.window) for layer in own), 0
     from penstock.executor.models.recurrent_layers import state_of
 
-    kinds = [layer.recurrent for layer in spec.layers]
+    kinds = [layer.recurrent for layer in own]
     states = [None if kind is None else state_of(spec, kind, dtype, world) for kind in kinds]
     caches = [
         LayerCache(layer.window) if state is None else LayerCache(units=state[0])
-        for state, layer in zip(states, spec.layers, strict=True)
+        for state, layer in zip(states, own, strict=True)
     ]
     return tuple(caches), max(state[1] for state in states if state is not None)
 
@@ -127,6 +140,10 @@ def _mixer_of(spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables:
 
 
 class _Layer:
+    mlp: "Mlp | MoeMlp"
+    experts: "Experts | None" = None
+    _beside: "ExpertsBeside | None" = None
+
     def __init__(self, spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> None:
         prefix = f"model.layers.{index}."
         self._spec, self._ops, self._group = spec, ops, weights.group
@@ -140,14 +157,20 @@ class _Layer:
         self._mlp_norm = norm(before_mlp) if spec.has_pre_norms else None
         self._output_norm = norm("post_feedforward_layernorm") if spec.sandwich_norms else None
         self._attention = _mixer_of(spec, index, weights, ops, tables)
-        moe = spec.layers[index].moe
-        self.mlp: "Mlp | MoeMlp"  # noqa: UP037  (imported below)
-        if moe is None:
-            self.mlp = Mlp(spec, spec.intermediate_size, projections(f"{prefix}mlp."), weights, ops)
-        else:
-            from penstock.executor.models.moe import MoeMlp
+        layer = spec.layers[index]
+        moe, self.pages = layer.moe, spec.heads_of(index).pages
+        if moe is None or moe.is_beside:
+            self.mlp = Mlp(spec, layer.mlp_size or spec.intermediate_size, projections(f"{prefix}mlp."), weights, ops)
+        if moe is not None:
+            from penstock.executor.models.moe import ExpertsBeside, MoeMlp
 
-            self.mlp = MoeMlp(spec, moe, index, weights, ops)
+            if moe.is_beside:
+                self._beside = ExpertsBeside(spec, moe, index, weights, ops)
+                self.experts = self._beside.experts
+            else:
+                self.mlp = MoeMlp(spec, moe, index, weights, ops)
+                self.experts = self.mlp.experts
+        self._end = None if spec.inputs is None else LayerEnd(spec, spec.inputs.width, prefix, weights, ops)
 
     def adapted(self) -> list[Linear]:
         """The products that adapters may change: four where nothing is special, as in the one call of `_join`."""
@@ -171,12 +194,18 @@ class _Layer:
         return DenseLayer((mixer.input, *linears), num_adapted, norms, delta=mixer.layer)
 
     def forward(
-        self, update: Tensor | None, residual: Tensor, batch: ForwardBatch, pages: LayerPages, wanted: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """One layer over the residual stream [T, hidden], to which `update` is still to be added.
+        self,
+        update: Tensor | None,
+        residual: Tensor,
+        batch: ForwardBatch,
+        pages: LayerPages,
+        wanted: Tensor | None,
+        inputs: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Compute one layer over the residual stream [T, hidden], to which `update` is still to be added.
 
-        Returns this layer's own update and the stream, both cut to the `wanted` tokens if given: what the
-        last layer's MLP computes for other tokens is never read.
+        Return this layer's own update, if it is not in the stream yet, and the stream. Both are cut to the `wanted` tokens
+        if given: what the last layer's MLP computes for other tokens is never read. inputs [T, width]: the layer's own.
         """
         ops, eps = self._ops, self._spec.norm_eps
         hidden: Rows
@@ -188,6 +217,7 @@ class _Layer:
         adapters = batch.adapters
         if wanted is not None:
             attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
+            inputs = None if inputs is None else inputs.index_select(0, wanted)
             adapters = None if adapters is None else adapters.wanted
         update = self._attention.output(attended)
         if adapters is not None:
@@ -197,8 +227,12 @@ class _Layer:
             update = ops.rms_norm(update, self._attention_norm, eps)
         hidden, residual = self._norm_before(self.mlp, update, residual, self._mlp_norm, adapters)
         update = self._group.sum(self.mlp(hidden, adapters))
+        if self._beside is not None:
+            update = self._beside(update, residual)
         if self._output_norm is not None:
             update = ops.rms_norm(update, self._output_norm, eps)
+        if self._end is not None:
+            return None, self._end(residual + update, inputs)
         return update, residual
 
     def _norm_before(

@@ -72,6 +72,34 @@ class MoeMlp:
         return self.experts(hidden, ids, shares, shared)
 
 
+class ExpertsBeside:
+    """Experts beside the dense MLP. The router reads the residual stream, normalized in its own way, and a share grows
+    with its expert."""
+
+    def __init__(self, spec: DecoderSpec, moe: MoeSpec, index: int, weights: Weights, ops: Ops) -> None:
+        prefix = f"model.layers.{index}."
+        self._moe, self._ops, self._eps, self._group = moe, ops, spec.norm_eps, weights.group
+        names = (("post", 1), ("pre", 2), ("post", 2))
+        self._after_mlp, self._before, self._after = (
+            weights.norm(f"{prefix}{each}_feedforward_layernorm_{of}.weight", spec.hidden_size) for each, of in names
+        )
+        scale = weights.float32(f"{prefix}router.scale", (spec.hidden_size,)) * spec.hidden_size**-0.5
+        router = weights.float32(f"{prefix}router.proj.weight", (moe.num_experts, spec.hidden_size))
+        self._router = make_linear(router * scale, None, ops)
+        self._no_scale = torch.ones_like(scale)
+        self._growth = weights.float32(f"{prefix}router.per_expert_scale", (moe.num_experts,))
+        self.experts = Experts(spec, moe, prefix, index, weights, ops)
+
+    def __call__(self, update: Tensor, stream: Tensor) -> Tensor:
+        """update [T, hidden], the MLP's sum over the ranks, and stream [T, hidden] -> the sum with the experts'."""
+        ops, eps = self._ops, self._eps
+        logits = self._router(ops.rms_norm(stream, self._no_scale, eps).float())
+        ids, shares = ops.choose_experts(logits, None, self._moe)
+        chosen = self.experts(ops.rms_norm(stream, self._before, eps), ids, shares * self._growth[ids.long()])
+        chosen = ops.rms_norm(self._group.sum(chosen), self._after, eps)
+        return ops.rms_norm(update, self._after_mlp, eps) + chosen
+
+
 class Experts:
     """The rank's experts. Tokens are sorted by expert, so that each one's weights are read once for all its tokens.
 

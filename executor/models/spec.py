@@ -65,11 +65,34 @@ class ConvSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerHeads:
+    """The heads of one layer, if they are not the model's. Their values are normalized. Pages are as wide as the widest
+    layer's keys; narrower layers use their beginning."""
+
+    dim: int
+    num_kv: int
+    pages: int  # the layer whose pages it uses: its own, or those of an earlier layer
+    reads_only: bool = False  # it has no keys and values of its own
+    has_values: bool = True  # else the keys, before norm and rotation, are the values
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputSpec:
+    """A vector of `width` numbers for each token and layer, made from the token's number and its embedding. With a width
+    of 0, layers have a scalar alone."""
+
+    width: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     rope: Rope
     window: int | None = None  # attend to this many positions, the own one included; None: to all
     moe: MoeSpec | None = None  # instead of the dense MLP
     recurrent: DeltaSpec | MambaSpec | ConvSpec | None = None  # instead of attention
+    heads: LayerHeads | None = None  # None: the model's
+    mlp_size: int | None = None  # None: the model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +130,12 @@ class DecoderSpec:
     # A score of attention, or a logit, x becomes cap * tanh(x / cap).
     score_cap: float | None = None
     logit_cap: float | None = None
+    inputs: LayerInputSpec | None = None  # what layers add to the stream at their end
     latent: LatentSpec | None = None  # then head_dim is the width of a cached position, shared by all heads
+
+    def heads_of(self, index: int) -> LayerHeads:
+        """Return the heads of the layer at this index: its own, or the model's."""
+        return self.layers[index].heads or LayerHeads(self.head_dim, self.num_kv_heads, index)
 
     def for_positions(self, count: int) -> "DecoderSpec":
         """Of a model that is to compute so many."""
