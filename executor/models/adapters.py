@@ -18,7 +18,7 @@ from penstock.executor.kernels.linear import Linear
 from penstock.executor.kernels.low_rank import AdapterPlaces, CpuAdapters, LowRank, LowRankPart
 from penstock.executor.loading.arrangement import Arranged, Arrangement
 from penstock.executor.loading.peft import PeftFolder
-from penstock.executor.models.product import Product
+from penstock.executor.models.weights import Product
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import AdapterError, AdapterInfo, ExecutorConfig, ExecutorError
 

@@ -21,10 +21,9 @@ class GroupedAttention:
         self.tables = tables[spec.layers[index].rope]
         self._no_turns = self.tables[0][:, :0].contiguous()  # a table for heads that are not rotated
         prefix = f"model.layers.{index}.self_attn."
-        self._own = own = spec.layers[index].heads
-        self._dim, kv_heads = (spec.head_dim, spec.num_kv_heads) if own is None else (own.dim, own.num_kv)
-        parts = "qkv" if own is None or (not own.reads_only and own.has_values) else "q" if own.reads_only else "qk"
-        num_heads, num_kv_heads = heads_of(spec.num_heads, kv_heads, weights.group)
+        own, self._has_own = spec.heads_of(index), spec.layers[index].heads is not None
+        self._dim, parts = own.dim, "q" if own.reads_only else "qkv" if own.has_values else "qk"
+        num_heads, num_kv_heads = heads_of(spec.num_heads, own.num_kv, weights.group)
         self._head_split: tuple[int, ...] = (num_heads, num_kv_heads, num_kv_heads)[: len(parts)]
         self._width = num_kv_heads * self._dim  # of a position in the pages
         self.norms = NO_NORMS
@@ -38,7 +37,7 @@ class GroupedAttention:
         self._value_norm = torch.ones(self._dim, device=self.tables[0].device)
         sinks = weights.tensor(f"{prefix}sinks", (spec.num_heads,), "rows").float() if spec.has_sinks else None
         self.extras = ScoreExtras(spec.score_cap, sinks, spec.layers[index].window)
-        heads = (spec.num_heads, kv_heads, kv_heads)[: len(parts)]
+        heads = (spec.num_heads, own.num_kv, own.num_kv)[: len(parts)]
         names, rows = tuple(f"{prefix}{part}_proj" for part in parts), tuple(each * self._dim for each in heads)
         pieces = None
         if spec.output_gate:  # stored head by head, a query and its gate; here all gates are behind all queries
@@ -56,7 +55,7 @@ class GroupedAttention:
     def is_plain(self) -> bool:
         """Whether it is a product, `rope_and_store`, `paged_attention`, perhaps a gate, and a product."""
         has_more = self._spec.rotates_first or self._spec.query_growth
-        return self._wide_norms is None and self._own is None and not has_more
+        return self._wide_norms is None and not self._has_own and not has_more
 
     def attend(self, hidden: Rows, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
@@ -65,7 +64,7 @@ class GroupedAttention:
             assert isinstance(hidden, Tensor)
             batch.adapters.add(self.qkv, hidden, projected)
         heads = projected.unflatten(1, (-1, self._dim))
-        if self._own is not None:
+        if self._has_own:
             return self._attend_own(torch.split_with_sizes(heads, self._head_split, dim=1), batch, pages)
         q, *gates, k, v = torch.split_with_sizes(heads, self._head_split, dim=1)
         rotation = Rotation(*self.tables, batch.positions)

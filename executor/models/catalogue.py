@@ -1,17 +1,10 @@
-"""What runs, as `penstock models` lists it: families of models, what is special about each, and what is refused by name.
+"""What runs: families of models, what is special about each, and what is refused by name. `penstock models` lists it.
 
 Plain data without torch. tests/executor/test_catalogue.py holds it against the registry, the specs that the families
 make and the GGUF architectures that are read.
 """
 
-from collections.abc import Container
 from typing import NamedTuple
-
-DTYPES = ("bfloat16", "float32", "float16 (GPU)")
-STORED = (
-    "safetensors: float32, bfloat16, float16, FP8 in blocks of 128 × 128",
-    "GGUF: floats and codes of 2 to 8 bits",
-)
 
 
 class Family(NamedTuple):
@@ -108,30 +101,3 @@ def missing(architecture: str) -> str | None:
     """What an architecture that is known but not computed would need."""
     found = [name for name in REFUSED if architecture.startswith(name)]
     return REFUSED[max(found, key=len)] if found else None
-
-
-def table(tools: Container[str], reasoning: Container[str]) -> list[dict[str, object]]:
-    """A row for each family. Of formats other than those given, which the server reads, it says nothing."""
-    rows: list[dict[str, object]] = []
-    for family in FAMILIES:
-        row: dict[str, object] = family._asdict()
-        row["architectures"] = [f"{name}ForCausalLM" for name in family.architectures]
-        row["tools"] = [name for name in family.tools if name in tools]
-        row["reasoning"] = family.reasoning if family.reasoning in reasoning else ""
-        rows.append(row | {"dtypes": DTYPES, "stored": STORED})
-    return rows
-
-
-def as_text(rows: list[dict[str, object]]) -> str:
-    """As a table in Markdown, which the terminal shows as well."""
-    columns = {"name": "family", "architectures": "architecture", "features": "", "gguf": "GGUF", "tools": "tool calls"}
-    columns["reasoning"] = "reasoning"
-    lines = [tuple(columns.values())]
-    for row in rows:
-        cells = (row[name] for name in columns)
-        texts = (cell if isinstance(cell, str) else ", ".join(cell) for cell in cells)  # type: ignore[arg-type]
-        lines.append(tuple(text.replace("ForCausalLM", "") for text in texts))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, tuple("-" * width for width in widths))
-    drawn = ("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
-    return "\n".join((*drawn, "", f"Computed in {', '.join(DTYPES)}. Stored as {'; '.join(STORED)}."))

@@ -7,9 +7,8 @@ from torch import Tensor
 from penstock.executor.batch import AdaptedRows
 from penstock.executor.kernels import Ops
 from penstock.executor.kernels.linear import Linear, Narrow, Plain, Rows, multiply, multiply_each, take_narrow
-from penstock.executor.models.product import Split
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.models.weights import Weights
+from penstock.executor.models.weights import Split, Weights
 
 
 class Mlp:

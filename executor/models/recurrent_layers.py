@@ -10,9 +10,8 @@ from penstock.executor.kernels import Ops
 from penstock.executor.kernels.cpu_layers import DeltaLayer
 from penstock.executor.kernels.linear import Plain, Rows, multiply, take_narrow
 from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
-from penstock.executor.models.product import Units
 from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec
-from penstock.executor.models.weights import Weights
+from penstock.executor.models.weights import Units, Weights
 from penstock.executor.protocol import ExecutorError
 
 

@@ -128,22 +128,9 @@ def _cache() -> Command:
 
 
 def _models() -> Command:
-    return _add_models_arguments, _run_models
+    from penstock.engine.commands import models
 
-
-def _add_models_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="a JSON array of objects instead of a table")
-
-
-def _run_models(args: argparse.Namespace) -> int:
-    import json
-
-    from penstock.engine.text.tools import formats, thinking
-    from penstock.executor.models.catalogue import as_text, table
-
-    rows = table(formats.NAMES, thinking.NAMES)
-    print(json.dumps(rows, indent=2) if args.json else as_text(rows))
-    return 0
+    return models.add_arguments, models.run
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[], Any]]] = {

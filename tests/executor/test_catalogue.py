@@ -6,6 +6,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
+from penstock.engine.commands import models
 from penstock.engine.text.tools import formats, thinking
 from penstock.executor.loading.fields import Fields
 from penstock.executor.loading.gguf_config import ARCHITECTURES as GGUF
@@ -66,7 +67,7 @@ def test_no_refused_name_hides_one_that_runs() -> None:
 
 def test_the_page_has_the_table_that_the_command_prints() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
-    assert catalogue.as_text(catalogue.table(formats.NAMES, thinking.NAMES)) in page
+    assert models.as_text(models.table(formats.NAMES, thinking.NAMES)) in page
 
 
 def test_the_command_lists_them_without_torch() -> None:

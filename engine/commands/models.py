@@ -1,0 +1,51 @@
+"""`penstock models`: the families of models that run, as a table or as JSON. It needs no torch."""
+
+import argparse
+import json
+from collections.abc import Container
+
+from penstock.engine.text.tools import formats, thinking
+from penstock.executor.models.catalogue import FAMILIES
+
+DTYPES = ("bfloat16", "float32", "float16 (GPU)")
+STORED = (
+    "safetensors: float32, bfloat16, float16, FP8 in blocks of 128 × 128",
+    "GGUF: floats and codes of 2 to 8 bits",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="a JSON array of objects instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = table(formats.NAMES, thinking.NAMES)
+    print(json.dumps(rows, indent=2) if args.json else as_text(rows))
+    return 0
+
+
+def table(tools: Container[str], reasoning: Container[str]) -> list[dict[str, object]]:
+    """Return a row for each family. It names only the formats of calls and reasoning that are given: the server reads these."""
+    rows: list[dict[str, object]] = []
+    for family in FAMILIES:
+        row: dict[str, object] = family._asdict()
+        row["architectures"] = [f"{name}ForCausalLM" for name in family.architectures]
+        row["tools"] = [name for name in family.tools if name in tools]
+        row["reasoning"] = family.reasoning if family.reasoning in reasoning else ""
+        rows.append(row | {"dtypes": DTYPES, "stored": STORED})
+    return rows
+
+
+def as_text(rows: list[dict[str, object]]) -> str:
+    """Return the rows as a table in Markdown, which is readable in a terminal too."""
+    columns = {"name": "family", "architectures": "architecture", "features": "", "gguf": "GGUF", "tools": "tool calls"}
+    columns["reasoning"] = "reasoning"
+    lines = [tuple(columns.values())]
+    for row in rows:
+        cells = (row[name] for name in columns)
+        texts = (cell if isinstance(cell, str) else ", ".join(cell) for cell in cells)  # type: ignore[arg-type]
+        lines.append(tuple(text.replace("ForCausalLM", "") for text in texts))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, tuple("-" * width for width in widths))
+    drawn = ("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+    return "\n".join((*drawn, "", f"Computed in {', '.join(DTYPES)}. Stored as {'; '.join(STORED)}."))
