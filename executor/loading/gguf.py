@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.kernels.codes import Coded
-from penstock.executor.loading.gguf_config import config_of
-from penstock.executor.loading.gguf_families import BY_TYPE, FACTORS, layer_names
+from penstock.executor.loading.gguf_config import BY_TYPE, FACTORS, config_of, layer_names
 from penstock.executor.loading.gguf_file import GgufFile, open_gguf
 from penstock.executor.protocol import ExecutorError
 
@@ -91,7 +90,6 @@ class GgufCheckpoint:
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-_GEMMAS = ("gemma2", "gemma3_text")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -99,7 +97,7 @@ _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 def _sources(config: dict[str, Any], tensors: Container[str]) -> dict[str, _Source]:
     """HF name → source, for every tensor that a model of this config has."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
-    plus_one = config["model_type"] in _GEMMAS
+    plus_one = BY_TYPE[config["model_type"]].plus_one
     sources = {
         "model.embed_tokens.weight": _Source("token_embd.weight", (vocab, hidden)),
         "model.norm.weight": _Source("output_norm.weight", (hidden,), plus_one=plus_one),
@@ -108,25 +106,28 @@ def _sources(config: dict[str, Any], tensors: Container[str]) -> dict[str, _Sour
         sources["lm_head.weight"] = _Source("output.weight", (vocab, hidden))
     attention = _latent_attention(config, tensors) if "kv_lora_rank" in config else _attention(config)
     num_experts = next((config[key] for key in _EXPERT_COUNTS if key in config), 0)
-    dense = _norms(config) | attention | _mlp("mlp.", config["intermediate_size"], hidden)
-    if config["model_type"] in BY_TYPE:
-        own = {name: _Source(*stored) if stored else None for name, stored in layer_names(config).items()}
-        dense = {name: source for name, source in {**dense, **own}.items() if source is not None}
-    sparse = _norms(config) | attention | (_experts(config, num_experts) if num_experts else {})
+    norms = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    shared = {f"{name}.weight": _Source(f"{stored}.weight", (hidden,)) for name, stored in norms.items()} | attention
+    own = {name: _Source(*stored) if stored else None for name, stored in layer_names(config).items()}
+    mlps = _mlp("mlp.", config["intermediate_size"], hidden), _experts(config, num_experts) if num_experts else {}
+    dense, sparse = ({**shared, **mlp, **own} for mlp in mlps)
     first_sparse = config.get("first_k_dense_replace", 0) if num_experts else config["num_hidden_layers"]
     for index in range(config["num_hidden_layers"]):
         at = f"blk.{index}."
         for name, source in (dense if index < first_sparse else sparse).items():
+            if source is None:
+                continue
             parts = tuple(part._replace(name=at + part.name) for part in source.parts)
-            sources[f"model.layers.{index}.{name}"] = source._replace(name=at + source.name, parts=parts)
+            has_one = plus_one and name.endswith("norm.weight")
+            placed = source._replace(name=at + source.name, parts=parts, plus_one=has_one)
+            sources[f"model.layers.{index}.{name}"] = placed
     return sources
 
 
 def _attention(config: dict[str, Any]) -> dict[str, _Source]:
-    kind, hidden, dim = (config[k] for k in ("model_type", "hidden_size", "head_dim"))
+    hidden, dim = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    permuted = kind in ("llama", "mixtral") or (kind in BY_TYPE and BY_TYPE[kind].is_permuted)
-    gemma = kind == "gemma3_text"
+    permuted = BY_TYPE[config["model_type"]].is_permuted
     q_rows, kv_rows = heads * dim, kv_heads * dim
     found = {
         "self_attn.q_proj.weight": _Source("attn_q.weight", (q_rows, hidden), heads * permuted),
@@ -138,13 +139,7 @@ def _attention(config: dict[str, Any]) -> dict[str, _Source]:
         found["self_attn.q_proj.bias"] = _Source("attn_q.bias", (q_rows,), heads * permuted)
         found["self_attn.k_proj.bias"] = _Source("attn_k.bias", (kv_rows,), kv_heads * permuted)
         found["self_attn.v_proj.bias"] = _Source("attn_v.bias", (kv_rows,))
-        if kind not in ("qwen2", "qwen2_moe"):
-            found["self_attn.o_proj.bias"] = _Source("attn_output.bias", (hidden,))
-    if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
-        found["self_attn.q_norm.weight"] = _Source("attn_q_norm.weight", (dim,), plus_one=gemma)
-        found["self_attn.k_norm.weight"] = _Source("attn_k_norm.weight", (dim,), plus_one=gemma)
-    if kind == "gpt_oss":
-        found["self_attn.sinks"] = _Source("attn_sinks.weight", (heads,))
+        found["self_attn.o_proj.bias"] = _Source("attn_output.bias", (hidden,))
     return found
 
 
@@ -171,18 +166,6 @@ def _latent_attention(config: dict[str, Any], tensors: Container[str]) -> dict[s
         "self_attn.q_a_layernorm.weight": _Source("attn_q_a_norm.weight", (q_rank,)),
         "self_attn.q_b_proj.weight": _Source("attn_q_b.weight", (q_rows, q_rank)),
     }
-
-
-def _norms(config: dict[str, Any]) -> dict[str, _Source]:
-    kind, gemma = config["model_type"], config["model_type"] in _GEMMAS
-    names = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-    if kind == "gpt_oss":
-        names["post_attention_layernorm"] = "post_attention_norm"
-    if gemma:
-        names |= {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
-        names["post_feedforward_layernorm"] = "post_ffw_norm"
-    shape = (config["hidden_size"],)
-    return {f"{name}.weight": _Source(f"{stored}.weight", shape, plus_one=gemma) for name, stored in names.items()}
 
 
 def _mlp(

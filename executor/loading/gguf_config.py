@@ -1,36 +1,20 @@
-"""From a GGUF file's metadata to the config.json that the same model has on the hub.
+"""From a GGUF file's metadata to the config.json that the same model has on the hub, and how architectures name tensors.
 
 RoPE is written in the older spelling (`rope_theta`, `rope_scaling`), which every reader of such files knows.
 What would change the numbers and cannot be expressed is refused, never ignored.
 """
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.executor.loading.fields import Fields
-from penstock.executor.loading.gguf_families import FAMILIES, family_config
 from penstock.executor.loading.gguf_file import GgufFile
 from penstock.executor.protocol import ExecutorError
 
-# GGUF architecture → (model_type, architectures[0]). Mistral is stored, and computed, as Llama.
-ARCHITECTURES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
-    **{name: (family.model_type, family.class_name) for name, family in FAMILIES.items()},
-    "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
-    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "deepseek2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
-    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
-}
-_WINDOWED = ("gemma2", "gemma3", "gpt-oss")  # in some layers, as the architecture says
-# Stored under one name with others: with experts, and with another choice of them.
-MIXTRAL = "mixtral", "MixtralForCausalLM"
-DEEPSEEK_V3 = "deepseek_v3", "DeepseekV3ForCausalLM"
 SIGMOID = 2  # expert_gating_func; 1 is the softmax
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096
@@ -46,35 +30,105 @@ _UNSUPPORTED = (
     "attn_logit_softcapping",
     "nextn_predict_layers",
 )
-_GEMMA2_KEYS = ("attn_logit_softcapping",)
+
+
+class GgufFamily(NamedTuple):
+    """`renamed`: names of a layer's tensors that are not Llama's, and which of the file's they are; "" where there is
+    none. A name that is the hub's alone is a norm, or several projections on top of each other."""
+
+    model_type: str
+    class_name: str
+    renamed: Mapping[str, str] = MappingProxyType({})
+    own_keys: tuple[str, ...] = ()  # that other architectures do not have
+    is_permuted: bool = False  # rows of queries and keys, as in Llama
+    has_output_bias: bool = True  # where the others have biases
+    plus_one: bool = False  # norms are stored with one added
+    has_windows: bool = False  # in some layers, as the architecture says
+
+
+_GATE_UP = {"mlp.gate_proj.weight": "", "mlp.up_proj.weight": "", "mlp.gate_up_proj.weight": "ffn_up.weight"}
+_QKV = {f"self_attn.{part}_proj.weight": "" for part in "qkv"} | {"self_attn.qkv_proj.weight": "attn_qkv.weight"}
+_AFTER = {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+}
+_AFTER_GLM = {
+    "post_self_attn_layernorm.weight": "post_attention_norm.weight",
+    "post_mlp_layernorm.weight": "post_ffw_norm.weight",
+}
+_HEAD_NORMS = {f"self_attn.{part}_norm.weight": f"attn_{part}_norm.weight" for part in "qk"}
+_HUNYUAN = {
+    "self_attn.query_layernorm.weight": "attn_q_norm.weight",
+    "self_attn.key_layernorm.weight": "attn_k_norm.weight",
+}
+_GEMMA = _AFTER | {"pre_feedforward_layernorm.weight": "ffn_norm.weight"}
+_GPT_OSS = {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "self_attn.sinks": "attn_sinks.weight",
+}
+_SCALES = "logit_scale", "embedding_scale", "residual_scale"
+
+FAMILIES = {
+    "llama": GgufFamily("llama", "LlamaForCausalLM", is_permuted=True),
+    "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM", has_output_bias=False),
+    "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM", _HEAD_NORMS),
+    "gemma2": GgufFamily(
+        "gemma2", "Gemma2ForCausalLM", _GEMMA, ("attn_logit_softcapping",), plus_one=True, has_windows=True
+    ),
+    "gemma3": GgufFamily("gemma3_text", "Gemma3ForCausalLM", _GEMMA | _HEAD_NORMS, plus_one=True, has_windows=True),
+    "ernie4_5": GgufFamily("ernie4_5", "Ernie4_5ForCausalLM"),
+    "glm4": GgufFamily(
+        "glm4", "Glm4ForCausalLM", _GATE_UP | _AFTER_GLM, ("rope.dimension_count",), has_output_bias=False
+    ),
+    "granite": GgufFamily("granite", "GraniteForCausalLM", {}, _SCALES, is_permuted=True),
+    "hunyuan-dense": GgufFamily("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _HUNYUAN),
+    "olmo2": GgufFamily("olmo2", "Olmo2ForCausalLM", {"input_layernorm.weight": ""} | _AFTER | _HEAD_NORMS),
+    "phi3": GgufFamily(
+        "phi3", "Phi3ForCausalLM", _QKV | _GATE_UP, ("rope.dimension_count", "attention.sliding_window")
+    ),
+    "seed_oss": GgufFamily(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        {"post_attention_layernorm.weight": "post_attention_norm.weight"},
+        has_output_bias=False,
+    ),
+    "smollm3": GgufFamily("smollm3", "SmolLM3ForCausalLM", is_permuted=True),
+    "qwen2moe": GgufFamily("qwen2_moe", "Qwen2MoeForCausalLM", has_output_bias=False),
+    "qwen3moe": GgufFamily("qwen3_moe", "Qwen3MoeForCausalLM", _HEAD_NORMS),
+    "deepseek2": GgufFamily("deepseek_v2", "DeepseekV2ForCausalLM"),
+    "gpt-oss": GgufFamily("gpt_oss", "GptOssForCausalLM", _GPT_OSS, has_windows=True),
+}
+# Stored under the name of another architecture: Llama with experts, and DeepSeek V2 with another choice of experts.
+MIXTRAL = GgufFamily("mixtral", "MixtralForCausalLM", is_permuted=True)
+DEEPSEEK_V3 = GgufFamily("deepseek_v3", "DeepseekV3ForCausalLM")
+BY_TYPE = {family.model_type: family for family in (*FAMILIES.values(), MIXTRAL, DEEPSEEK_V3)}
+FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
     """The config of the model in `file`, sizes checked only against absolute limits."""
     metadata = Fields(file.metadata, str(file.path))
     architecture = metadata.text("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise metadata.error("general.architecture", architecture, f"one of {', '.join(ARCHITECTURES)}")
+    if architecture not in FAMILIES:
+        raise metadata.error("general.architecture", architecture, f"one of {', '.join(FAMILIES)}")
     if (parts := metadata.integer("split.count", 1, low=0)) > 1:
         raise metadata.error("split.count", parts, "1 (join the parts with gguf-split --merge)")
     prefix = f"{architecture}."
     own = {key: _uniform(value) for key, value in file.metadata.items() if key.startswith(prefix)}
     keys = Fields(own, str(file.path), prefix)
-    model_type, class_name = _kind(architecture, keys)
+    family = _family(architecture, keys)
+    model_type = family.model_type
     num_heads = keys.integer("attention.head_count")
     hidden_size = keys.integer("embedding_length")
     is_latent = architecture == "deepseek2"
     head_dim = keys.integer("rope.dimension_count" if is_latent else "attention.key_length", hidden_size // num_heads)
     context = keys.integer("context_length", high=MAX_CONTEXT)
-    family = FAMILIES.get(architecture)
-    own_keys = _GEMMA2_KEYS if architecture == "gemma2" else () if family is None else family.own_keys
-    context_of_all = None if architecture in _WINDOWED else context
-    _refuse_unsupported(keys, None if is_latent else head_dim, context_of_all, own_keys)
+    _refuse_unsupported(keys, None if is_latent else head_dim, None if family.has_windows else context, family.own_keys)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ExecutorError(f"{file.path}: tensor 'token_embd.weight': a matrix of that name is expected")
     config: dict[str, Any] = {
-        "architectures": [class_name],
+        "architectures": [family.class_name],
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
@@ -107,20 +161,70 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config |= _deepseek(keys, model_type)
     elif "expert_count" in keys:
         config |= _experts(keys, model_type, config)
-    if family is not None:
-        config |= family_config(architecture, keys, file, head_dim)
-    return config
+    return config | family_config(architecture, keys, file, head_dim)
 
 
-def _kind(architecture: str, keys: Fields) -> tuple[str, str]:
+def layer_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]] | None]:
+    """Return what a layer has otherwise than Llama's: name on the hub → name and shape in the file; None: no such tensor."""
+    hidden, inner, dim = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "ffn_up.weight": (2 * inner, hidden),
+        "attn_qkv.weight": ((heads + 2 * kv_heads) * dim, hidden),
+        "attn_q_norm.weight": (heads * dim,) if config["model_type"] == "olmo2" else (dim,),
+        "attn_sinks.weight": (heads,),
+        "attn_k_norm.weight": (kv_heads * dim,) if config["model_type"] == "olmo2" else (dim,),
+    }
+    family = BY_TYPE[config["model_type"]]
+    found = {ours: (name, shapes.get(name, (hidden,))) if name else None for ours, name in family.renamed.items()}
+    return found if family.has_output_bias else {**found, "self_attn.o_proj.bias": None}
+
+
+def family_config(architecture: str, keys: Fields, file: GgufFile, head_dim: int) -> dict[str, Any]:
+    """What a config says beside that of a Llama."""
+    if architecture == "granite":
+        return {
+            "attention_multiplier": keys.number("attention.scale", head_dim**-0.5),
+            "embedding_multiplier": keys.number("embedding_scale", 1.0),
+            "residual_multiplier": keys.number("residual_scale", 1.0),
+            "logits_scaling": keys.number("logit_scale"),
+        }
+    if architecture in ("glm4", "phi3"):
+        rotated = keys.integer("rope.dimension_count", head_dim, high=head_dim)
+        found: dict[str, Any] = {"partial_rotary_factor": rotated / head_dim}
+        if architecture == "phi3":
+            found |= {"sliding_window": keys.integer("attention.sliding_window", 0, low=0) or None}
+            if FACTORS[0] in file.tensors:
+                found["rope_scaling"] = _longrope(keys, file, rotated // 2)
+                found["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length")
+        return found
+    return {}
+
+
+def _longrope(keys: Fields, file: GgufFile, count: int) -> dict[str, Any]:
+    factors = []
+    for name in FACTORS:
+        entry = file.tensors.get(name)
+        if entry is None or entry.type.name != "F32" or entry.shape != (count,):
+            raise ExecutorError(f"{file.path}: tensor {name!r}: {count} numbers as F32 are expected")
+        factors.append(np.frombuffer(file.data, "<f4", count, entry.offset).tolist())
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors[0],
+        "long_factor": factors[1],
+        "attention_factor": keys.number("rope.scaling.attn_factor", 1.0),
+    }
+
+
+def _family(architecture: str, keys: Fields) -> GgufFamily:
     if architecture == "llama" and keys.integer("expert_count", 0, low=0):
         return MIXTRAL
     if architecture == "deepseek2":
         keys.only("expert_gating_func", None, 0, 1, SIGMOID)
-        return DEEPSEEK_V3 if keys.integer("expert_gating_func", 0, low=0) == SIGMOID else ARCHITECTURES[architecture]
+        return DEEPSEEK_V3 if keys.integer("expert_gating_func", 0, low=0) == SIGMOID else FAMILIES[architecture]
     if not architecture.endswith(("moe", "oss")):
         keys.only("expert_count", None, 0)
-    return ARCHITECTURES[architecture]
+    return FAMILIES[architecture]
 
 
 def _experts(keys: Fields, kind: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.engine.commands import models
 from penstock.engine.text.tools import formats, thinking
 from penstock.executor.loading.fields import Fields
-from penstock.executor.loading.gguf_config import ARCHITECTURES as GGUF
+from penstock.executor.loading.gguf_config import FAMILIES as GGUF
 from penstock.executor.models import catalogue, registry
 from penstock.executor.models.spec import DecoderSpec
 from tests.support.small_models import CASES, RECURRENT, folder

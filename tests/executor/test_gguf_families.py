@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.executor.loading.gguf import GgufCheckpoint
-from penstock.executor.loading.gguf_families import FAMILIES
+from penstock.executor.loading.gguf_config import FAMILIES
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_gguf import permute, write
