@@ -20,7 +20,7 @@ from penstock.executor.ranks.rank import Rank, choose_device
 from penstock.executor.step.runner import Launched, ModelRunner
 
 if TYPE_CHECKING:
-    from penstock.executor.loading.gguf_file import GgufFile
+    from penstock.executor.gguf_header import GgufFile
 
 
 class UniprocExecutor:

@@ -49,7 +49,7 @@ MAY_IMPORT = {
 PARTS = {
     "engine": ("options removed vllm_options sampling_params model_files messages config", "http", "text", "grammar", "core", "front",
                "server", "commands"),
-    "executor": ("protocol regular_files gguf_header code_types shared_tensors cache_layout batch moe_spec parallel staging progress process_life outbox free_memory usable_cores weight_memory",
+    "executor": ("protocol regular_files gguf_header code_types shared_tensors cache_layout batch moe_spec parallel staging progress process_life outbox machine weight_memory",
                  "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc forward"),
     "router": ("backend background discovery config", "http", "placement", "fleet",

@@ -13,9 +13,8 @@ from penstock.executor.kernels import NO_EXTRAS, NO_NORMS, Activation, HeadNorms
 from penstock.executor.kernels.codes import CodedLinear
 from penstock.executor.kernels.cpu_linear import CpuLinear
 from penstock.executor.kernels.cpu_ops import ACTIVATIONS, CpuOps, addresses
-from penstock.executor.kernels.cpu_recurrent import check_heads, check_taps, describe_heads, describe_states
 from penstock.executor.kernels.linear import Linear
-from penstock.executor.kernels.recurrent import DeltaHeads
+from penstock.executor.kernels.recurrent import DeltaHeads, check_heads, check_taps, describe_heads, describe_states
 
 
 class DeltaLayer(NamedTuple):

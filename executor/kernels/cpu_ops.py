@@ -28,7 +28,7 @@ from penstock.executor.kernels import (
     Scaled,
     ScoreExtras,
 )
-from penstock.executor.kernels.cpu_recurrent import CpuRecurrent
+from penstock.executor.kernels.recurrent import CpuRecurrent
 from penstock.executor.moe_spec import MoeSpec
 from penstock.executor.protocol import ExecutorError
 

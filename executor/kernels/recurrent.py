@@ -1,9 +1,12 @@
-"""What layers ask for that carry a state along: a short convolution, and the gated delta rule, or Mamba 2."""
+"""The operations of layers that carry a state along: a short convolution, and the gated delta rule or Mamba 2. `CpuRecurrent`
+computes them in C (csrc/cpu_recurrent.h)."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from penstock import _csrc
 from penstock.executor.batch import ForwardBatch, StatePages
 
 MAX_TAPS = 8
@@ -62,3 +65,81 @@ class RecurrentOps(Protocol):
         where S [key_dim, value_dim] is float32. Mamba 2, with q and k as they are:
 
         S = e^(rate softplus(a + shift)) S + k (softplus(a + shift) v), (q S + skip v) * silu(z)"""
+
+
+class CpuRecurrent:
+    """A token's numbers are the same bits in chunks of any size."""
+
+    def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
+        self._dtype, self._cpu = dtype, cpu
+        self._lib: Any = _csrc.lib
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: StatePages, batch: ForwardBatch, has_silu: bool
+    ) -> Tensor:
+        assert x.dtype is self._dtype and x.stride(1) == 1
+        check_taps(weight, states, self._dtype)
+        taps, channels = weight.shape
+        y = torch.empty((len(x), channels), dtype=self._dtype)
+        self._lib.penstock_convolve(
+            self._cpu,
+            describe_states(states, batch),
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            channels,
+            taps,
+            has_silu,
+        )
+        return y
+
+    def delta_rule(self, inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
+        assert all(part.dtype is self._dtype and part.stride(1) == 1 for part in inputs)
+        check_heads(heads, states)
+        delta, out = describe_heads(heads), torch.empty((len(inputs.z), heads.values), dtype=self._dtype)
+        delta.out = out.data_ptr()
+        for name, part in zip(("qkv", "z", "gates"), inputs, strict=True):
+            setattr(delta, name, part.data_ptr())
+            setattr(delta, f"{name}_stride", part.stride(0))
+        self._lib.penstock_delta_rule(self._cpu, describe_states(states, batch), delta)
+        return out
+
+
+def describe_heads(heads: DeltaHeads) -> Any:
+    """A struct penstock_delta with what does not change from step to step."""
+    sizes = {name: getattr(heads, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "eps")}
+    tensors = {"rate": heads.rate, "shift": heads.shift, "norm_weight": heads.norm, "skip": heads.skip}
+    given = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
+    return _csrc.ffi.new("struct penstock_delta *", sizes | given)
+
+
+def check_taps(weight: Tensor, states: StatePages, dtype: torch.dtype) -> None:
+    assert weight.dtype is torch.float32 and weight.is_contiguous() and len(weight) <= MAX_TAPS
+    assert (len(weight) - 1) * weight.shape[1] * dtype.itemsize <= states.unit_bytes
+
+
+def check_heads(heads: DeltaHeads, states: StatePages) -> None:
+    assert max(heads.key_dim, heads.value_dim) <= MAX_HEAD
+    assert heads.key_dim * heads.value_dim * 4 <= states.unit_bytes
+
+
+def describe_states(states: StatePages, batch: ForwardBatch) -> Any:
+    assert batch.states is not None
+    read, write, is_new = batch.states
+    assert read.dtype is write.dtype is torch.int32 and read.is_contiguous() and write.is_contiguous()
+    assert is_new.dtype is torch.bool and states.base.stride(1) == 1
+    given = {
+        "page_bytes": states.base.stride(0),
+        "unit_bytes": states.unit_bytes,
+        "first_unit": states.first_unit,
+        "units_per_page": states.units_per_page,
+        "pages": read.shape[1],
+        "rows": len(read),
+    }
+    names = "base", "query_starts", "read", "write", "is_new"
+    tensors = states.base, (batch.chains or batch).query_starts, read, write, is_new
+    return _csrc.ffi.new(
+        "struct penstock_states *", given | dict(zip(names, map(Tensor.data_ptr, tensors), strict=True))
+    )

@@ -14,9 +14,9 @@ from typing import Any
 from penstock import _csrc
 from penstock.cache.tiers.memory import address_of
 from penstock.executor.code_types import is_computed
-from penstock.executor.loading.gguf_file import GgufFile, TensorEntry, open_gguf
+from penstock.executor.gguf_header import GgufFile, TensorEntry, open_gguf
+from penstock.executor.machine import usable_cores
 from penstock.executor.protocol import ExecutorConfig
-from penstock.executor.usable_cores import usable_cores
 from penstock.executor.weight_memory import take
 
 _lib: Any = _csrc.lib

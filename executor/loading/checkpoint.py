@@ -18,7 +18,7 @@ from penstock.executor.regular_files import read_regular
 from penstock.executor.shared_tensors import check_sealed
 
 if TYPE_CHECKING:
-    from penstock.executor.loading.gguf_file import GgufFile
+    from penstock.executor.gguf_header import GgufFile
 
 MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a trillion weights has 10 MB
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.executor.gguf_header import GgufFile, open_gguf
 from penstock.executor.kernels.codes import Coded
 from penstock.executor.loading.gguf_config import BY_TYPE, FACTORS, config_of, layer_names
-from penstock.executor.loading.gguf_file import GgufFile, open_gguf
 from penstock.executor.protocol import ExecutorError
 
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock.executor.gguf_header import GgufFile
 from penstock.executor.loading.fields import Fields
-from penstock.executor.loading.gguf_file import GgufFile
 from penstock.executor.protocol import ExecutorError
 
 SIGMOID = 2  # expert_gating_func; 1 is the softmax

@@ -22,12 +22,12 @@ from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.loading.dummy import DummyWeights
+from penstock.executor.machine import usable_cores
 from penstock.executor.models.code_layers import CodeLayers, KeptCodes, Part
 from penstock.executor.models.digests import Digests
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
 from penstock.executor.protocol import ExecutorError
-from penstock.executor.usable_cores import usable_cores
 
 if TYPE_CHECKING:
     from penstock.eplb import Plan

@@ -16,6 +16,7 @@ import torch
 from penstock.executor.cache_layout import CacheLayout, plan_layout
 from penstock.executor.kernels import select_input_ops, select_sampling_ops
 from penstock.executor.loading.checkpoint import open_checkpoint
+from penstock.executor.machine import usable_cores
 from penstock.executor.models.load import LoadedModel, load_model, load_update
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import (
@@ -42,10 +43,9 @@ from penstock.executor.step.memory import (
 from penstock.executor.step.runner import ModelRunner
 from penstock.executor.tiers.open_tiers import open_tiers
 from penstock.executor.tiers.transfers import Copier, NumpyCopier, RankTransfers
-from penstock.executor.usable_cores import usable_cores
 
 if TYPE_CHECKING:
-    from penstock.executor.loading.gguf_file import GgufFile
+    from penstock.executor.gguf_header import GgufFile
     from penstock.executor.models.adapters import AdapterStore
     from penstock.executor.step.rebalance import Rebalancer
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock._csrc import ffi, lib
-from penstock.executor.free_memory import available_memory
+from penstock.executor.machine import available_memory
 
 LINE = 64  # a cache line, and the grain of everything in the segment
 PAGE = mmap.PAGESIZE

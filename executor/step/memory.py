@@ -16,7 +16,7 @@ import torch
 from penstock.cache.tiers.memory import huge_buffer
 from penstock.executor.batch import KvPages, StatePages
 from penstock.executor.cache_layout import CacheLayout
-from penstock.executor.free_memory import available_memory
+from penstock.executor.machine import available_memory
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, GroupInfo
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from penstock.executor.code_types import is_computed
+from penstock.executor.gguf_header import GgufFile, TensorEntry, open_gguf
 from penstock.executor.kernels import codes
 from penstock.executor.kernels.codes import Coded
 from penstock.executor.kernels.cpu_ops import describe_cpu
 from penstock.executor.loading import ahead
 from penstock.executor.loading.checkpoint import open_checkpoint
-from penstock.executor.loading.gguf_file import GgufFile, TensorEntry, open_gguf
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_gguf import small_file

@@ -14,8 +14,8 @@ from penstock.executor.models.digests import SAMPLE_BYTES, Digests
 from penstock.executor.models.load import LoadedModel, load_model
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorError
-from penstock.executor.ranks.join import join
 from penstock.executor.ranks.wire import Rendezvous
+from penstock.executor.ranks.worker import join
 from tests.executor.test_multiproc import config_of
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.executor.free_memory import available_memory
+from penstock.executor.machine import available_memory
 from penstock.executor.step.memory import allocate_kv
 
 

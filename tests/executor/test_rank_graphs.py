@@ -27,9 +27,9 @@ from penstock.executor.protocol import (
     Step,
     StepResult,
 )
-from penstock.executor.ranks.join import join
 from penstock.executor.ranks.rank import Rank
 from penstock.executor.ranks.wire import Rendezvous
+from penstock.executor.ranks.worker import join
 from penstock.executor.step.runner import Launched
 from tests.executor.test_graphs import PROMPTS, Recorder, pretend_a_gpu
 from tests.support.driver import Driver

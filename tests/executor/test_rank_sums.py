@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from penstock.executor.ranks.join import join
 from penstock.executor.ranks.wire import Rendezvous
+from penstock.executor.ranks.worker import join
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from penstock.executor.kernels.cpu_ops import describe_cpu
+from penstock.executor.machine import usable_cores
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.ranks import rank
 from penstock.executor.uniproc import UniprocExecutor
-from penstock.executor.usable_cores import usable_cores
 from tests.executor.test_gguf import small_file
 
 

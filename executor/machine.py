@@ -1,4 +1,4 @@
-"""How many cores this process may compute on: its CPU affinity and the CPU quota of its control group.
+"""What this process may use of the machine: cores, by its CPU affinity and the CPU quota of its control group, and memory.
 
 A team of threads that waits by spinning must not be larger than the quota: `docker run --cpus=2` on 64 cores leaves 64
 cores in the affinity mask, and the kernel stops all 64 threads once they have used two cores' share of the time.
@@ -57,3 +57,26 @@ def _numbers(path: Path) -> list[int]:
         return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError):
         return []
+
+
+def available_memory(group: Path | None = None) -> int:
+    """In bytes: the machine's or its control group's (this process's, if none is given), whichever is less."""
+    available = _table(Path("/proc/meminfo"))["MemAvailable:"] * 1024
+    group = _own_group() if group is None else group
+    limit = group / "memory.max"
+    if limit.is_file() and limit.read_text().strip() != "max":
+        # Files in the page cache count as used, but make way: a model just read from disk must not fill the group.
+        stat = _table(group / "memory.stat")
+        used = int((group / "memory.current").read_text()) - stat["active_file"] - stat["inactive_file"]
+        available = min(available, int(limit.read_text()) - used)
+    return max(0, available)
+
+
+def _own_group() -> Path:
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    return Path("/sys/fs/cgroup", *(line.removeprefix("0::/") for line in lines if line.startswith("0::/")))
+
+
+def _table(path: Path) -> dict[str, int]:
+    """The kernel's tables: a name and a number per line."""
+    return {name: int(value) for name, value, *_ in map(str.split, path.read_text().splitlines())}
