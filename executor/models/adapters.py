@@ -4,9 +4,8 @@ All lie in the host's memory. What is asked of a step: which rows, next to each 
 step's own are copied to places on the device before it runs, over those that no row of it needs.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import copy
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -49,15 +48,6 @@ class Adapted:
 class Held(NamedTuple):
     info: AdapterInfo
     number: int
-
-
-class Factors(NamedTuple):
-    """What a file has for one of our matrices, and where."""
-
-    origin: str
-    outputs: int
-    inputs: int
-    read: Callable[[], tuple[Tensor, Tensor]]  # B [outputs, rank], scaled, and A [rank, inputs]
 
 
 class AdapterStore:
@@ -140,41 +130,36 @@ class AdapterStore:
 
     def _read(self, folder: PeftFolder) -> list[LowRank]:
         """Of each product what the adapter adds to it. Shapes and names are checked before anything is read."""
-        found = self._find(folder)
+        ups = Arranged(folder, self._arrangement)
+        # The file's module of each of our matrices.
+        origins = {name.removesuffix(".weight"): ups.origin(name).removesuffix(".weight") for name in ups.names()}
         unused = set(folder.modules)
         for product in self._products:
             for name, rows in zip(product.names, product.rows, strict=True):
-                if (factors := found.get(name)) is None:
+                if (origin := origins.get(name)) is None:
                     continue
-                if (factors.outputs, factors.inputs) != (rows, product.columns):
+                outputs, inputs = ups.shape(f"{name}.weight")[0], folder.down_shape(origin)[1]
+                if (outputs, inputs) != (rows, product.columns):
                     raise ExecutorError(
-                        f"{factors.origin}: the adapter is for {factors.inputs} inputs and {factors.outputs} outputs; the "
+                        f"{origin}: the adapter is for {inputs} inputs and {outputs} outputs; the "
                         f"model's {name.rpartition('.')[2]} has {product.columns} and {rows}"
                     )
-                unused.discard(factors.origin)
+                unused.discard(origin)
         if left := sorted(unused):
             more = f" and {len(left) - 1} more" if left[1:] else ""
             raise ExecutorError(f"{left[0]!r}{more}: no projection of this model that adapters can change here")
-        return [self._cut(product, found) for product in self._products]
+        return [self._cut(product, ups, folder, origins) for product in self._products]
 
-    def _find(self, folder: PeftFolder) -> dict[str, Factors]:
-        """Return what the file has, by the names of our matrices."""
-        ups, found = Arranged(folder, self._arrangement), {}
-        for stored in ups.names():
-            origin = ups.origin(stored).removesuffix(".weight")
-            found[stored.removesuffix(".weight")] = Factors(
-                origin, ups.shape(stored)[0], folder.down_shape(origin)[1], partial(_read_single, ups, folder, stored)
-            )
-        return found
-
-    def _cut(self, product: Product, found: dict[str, Factors]) -> LowRank:
+    def _cut(self, product: Product, ups: Arranged, folder: PeftFolder, origins: dict[str, str]) -> LowRank:
         """The rank's part: its rows of B where the ranks share out outputs, its columns of A where inputs."""
         parts: list[LowRankPart] = []
         column = 0
         widths = product.shape(self._group)[1]
         for index, (name, width) in enumerate(zip(product.names, widths, strict=True)):
-            if name in found:
-                up, down = product.cut(index, *found[name].read(), self._group)
+            if name in origins:
+                up = ups.read(f"{name}.weight")
+                assert isinstance(up, Tensor)
+                up, down = product.cut(index, up, folder.down(origins[name]), self._group)
                 if parts and torch.equal(parts[-1].down, down):  # one module when the adapter was trained
                     down = parts[-1].down
                 parts.append(LowRankPart(up, down, column))
@@ -184,9 +169,3 @@ class AdapterStore:
 
 def _numbered(products: Iterable[Linear]) -> dict[Linear, int]:
     return {linear: number for number, linear in enumerate(products)}
-
-
-def _read_single(ups: Arranged, folder: PeftFolder, stored: str) -> tuple[Tensor, Tensor]:
-    up = ups.read(stored)
-    assert isinstance(up, Tensor)
-    return up, folder.down(ups.origin(stored).removesuffix(".weight"))
