@@ -140,9 +140,6 @@ class AdapterPlaces:
         self._at: dict[int, int] = {}  # the place of each adapter that has one, the last used one last
         self._free = list(range(most))
 
-    def __len__(self) -> int:
-        return len(self._at) + len(self._free)
-
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self._down, *self._up))

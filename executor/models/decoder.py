@@ -4,7 +4,8 @@ Sizes are the rank's own: heads and MLP columns are shared out between ranks. Th
 weights and tables; keys and values live in the pages that `forward` is given.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -14,14 +15,13 @@ from penstock.executor.batch import AdaptedRows, ForwardBatch, KvPages, LayerPag
 from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import NormedRows, Ops
 from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
-from penstock.executor.kernels.linear import Linear, Narrow, Rows
+from penstock.executor.kernels.linear import Linear, Narrow, Rows, tied
 from penstock.executor.models.attention import GroupedAttention, heads_of
 from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.layer_inputs import LayerEnd, LayerInputs
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.rope import Tables, rope_tables
 from penstock.executor.models.spec import DecoderSpec, DeltaSpec, LayerSpec, MambaSpec
-from penstock.executor.models.vocabulary import Vocabulary
 from penstock.executor.models.weights import Weights
 from penstock.executor.parallel import RankGroup
 
@@ -46,9 +46,7 @@ class Decoder:
         is_plain = all(layer.heads is None for layer in spec.layers)  # adapters are not computed for other layers
         self.adapted = tuple(linear for layer in self._layers for linear in layer.adapted() if is_plain)
         self._joined = self._join(weights.group)
-        self._inputs: LayerInputs | None = None
-        if spec.inputs is not None and spec.inputs.width:
-            self._inputs = LayerInputs(spec, spec.inputs, weights, ops)
+        self._inputs = LayerInputs(spec, spec.input_width, weights, ops) if spec.input_width else None
         name = "model.embed_tokens"
         self._vocabulary = Vocabulary(weights, name, spec.vocab_size, spec.hidden_size, spec.tied_head)
 
@@ -96,6 +94,36 @@ class Decoder:
             if logits is None or spec.logit_cap is None
             else (logits / spec.logit_cap).tanh_().mul_(spec.logit_cap)
         )
+
+
+class Vocabulary:
+    """The two ends of a model, shared out between the ranks: an embedding [size, width] by `name`, and a head: the same table if `is_tied`, else `lm_head`."""
+
+    def __init__(self, weights: Weights, name: str, size: int, width: int, is_tied: bool) -> None:
+        self._group, self._size = weights.group, size
+        table = weights.table(f"{name}.weight", (size, width), copy=not is_tied)
+        self._first, end = self._group.share(size)
+        self._last = end - self._first - 1
+        self._head: Linear
+        self._rows: Callable[[Tensor], Tensor]
+        if is_tied:
+            self._head, self._rows = tied(table, weights.ops)
+        else:
+            self._head = weights.linear(("lm_head",), (size,), width, split="rows")
+            self._rows = partial(table.index_select, 0) if isinstance(table, Tensor) else table.rows
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[T] -> [T, width]"""
+        if self._group.world == 1:
+            return self._rows(tokens)
+        local = tokens - self._first
+        rows = self._rows(local.clamp(0, self._last))
+        rows.masked_fill_(((local < 0) | (local > self._last))[:, None], 0)
+        return self._group.sum(rows)
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """[S, width] -> [S, size] on the first rank, None on the others."""
+        return self._group.gather_columns(self._head(hidden), self._size)
 
 
 def _caches_of(
@@ -170,7 +198,7 @@ class _Layer:
             else:
                 self.mlp = MoeMlp(spec, moe, index, weights, ops)
                 self.experts = self.mlp.experts
-        self._end = None if spec.inputs is None else LayerEnd(spec, spec.inputs.width, prefix, weights, ops)
+        self._end = None if spec.input_width is None else LayerEnd(spec, spec.input_width, prefix, weights, ops)
 
     def adapted(self) -> list[Linear]:
         """The products that adapters may change: four where nothing is special, as in the one call of `_join`."""

@@ -299,12 +299,16 @@ def two_ropes(fields: Fields, local_dim: int, overall_dim: int) -> tuple[Rope, R
 def pick_layers(
     fields: Fields, full: tuple[LayerSpec, ...], sliding: tuple[LayerSpec, ...], slides: list[bool]
 ) -> tuple[LayerSpec, ...]:
-    """Per layer the full or the sliding kind; `layer_types` in the config wins over the family's rule."""
+    """Return the full or the sliding kind of each layer; `layer_types` in the config wins over the family's rule."""
+    are_full = full_layers(fields, "sliding_attention", [not slide for slide in slides])
+    return tuple(f if is_full else s for f, s, is_full in zip(full, sliding, are_full, strict=True))
+
+
+def full_layers(fields: Fields, other: str, rule: list[bool]) -> list[bool]:
+    """Return whether each layer attends to everything: by `layer_types` if the config has it, else by the family's rule."""
     kinds = fields.texts("layer_types")
-    if kinds is not None:
-        if len(kinds) != len(full) or not set(kinds) <= {"full_attention", "sliding_attention"}:
-            raise fields.error(
-                "layer_types", kinds, f"{len(full)} times 'full_attention' or 'sliding_attention', one per layer"
-            )
-        slides = [kind == "sliding_attention" for kind in kinds]
-    return tuple(s if slide else f for f, s, slide in zip(full, sliding, slides, strict=True))
+    if kinds is None:
+        return rule
+    if len(kinds) != len(rule) or not set(kinds) <= {"full_attention", other}:
+        raise fields.error("layer_types", kinds, f"{len(rule)} times 'full_attention' or {other!r}, one per layer")
+    return [kind == "full_attention" for kind in kinds]

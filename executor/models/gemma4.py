@@ -1,48 +1,42 @@
-"""From Gemma 4's config.json to a `DecoderSpec`, of text: full layers have other heads than sliding ones, the last layers read
-the keys and values of earlier ones, every layer gets a vector of its own for each token, and experts stand beside the
-dense MLP.
+"""From Gemma 4's config.json to a `DecoderSpec` for text.
+
+Full layers have other heads than sliding ones, the last layers read the keys and values of earlier ones, every layer gets
+a vector of its own for each token, and experts stand beside the dense MLP.
 """
 
 from dataclasses import replace
 
 from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.families import spec_of, two_ropes
-from penstock.executor.models.spec import DecoderSpec, LayerHeads, LayerInputSpec, LayerSpec
+from penstock.executor.models.families import full_layers, spec_of, two_ropes
+from penstock.executor.models.spec import DecoderSpec, LayerHeads, LayerSpec
 from penstock.executor.moe_spec import MoeSpec
-
-LAYER_KINDS = ("sliding_attention", "full_attention")
 
 
 def gemma4(fields: Fields) -> DecoderSpec:
     fields.only("use_bidirectional_attention", None, "vision")
     num_layers = fields.integer("num_hidden_layers")
-    kinds = fields.texts("layer_types") or [LAYER_KINDS[index % 6 == 5] for index in range(num_layers)]
-    if len(kinds) != num_layers or not set(kinds) <= set(LAYER_KINDS):
-        raise fields.error("layer_types", kinds, f"{num_layers} times {' or '.join(map(repr, LAYER_KINDS))}")
+    are_full = full_layers(fields, "sliding_attention", [index % 6 == 5 for index in range(num_layers)])
     num_shared = fields.integer("num_kv_shared_layers", 0, low=0, high=num_layers)
     num_own = num_layers - num_shared
-    if set(kinds[num_own:]) - set(kinds[:num_own]):
+    if set(are_full[num_own:]) - set(are_full[:num_own]):
         raise fields.error("num_kv_shared_layers", num_shared, "before those layers one of each kind")
-    heads = tuple(_heads(fields, index, kinds, num_own) for index in range(num_layers))
-    dims = [next((each.dim for each, of in zip(heads, kinds, strict=True) if of == kind), 2) for kind in LAYER_KINDS]
-    sliding, full = two_ropes(fields, *dims)
+    heads = tuple(_heads(fields, index, are_full, num_own) for index in range(num_layers))
+    dim_of = {is_full: each.dim for each, is_full in zip(heads, are_full, strict=True)}
+    sliding, full = two_ropes(fields, dim_of.get(False, 2), dim_of.get(True, 2))
     window, moe = fields.integer("sliding_window", 512), _moe(fields)
     size, wide = fields.integer("intermediate_size"), fields.flag("use_double_wide_mlp", False)
     layers = tuple(
         LayerSpec(
-            full if kind == "full_attention" else sliding,
-            None if kind == "full_attention" else window,
+            full if is_full else sliding,
+            None if is_full else window,
             moe,
             heads=each,
             mlp_size=2 * size if wide and index >= num_own else size,
         )
-        for index, (kind, each) in enumerate(zip(kinds, heads, strict=True))
+        for index, (is_full, each) in enumerate(zip(are_full, heads, strict=True))
     )
     biases = fields.flag("attention_bias", False)
-    inputs = LayerInputSpec(
-        fields.integer("hidden_size_per_layer_input", 256, low=0), fields.integer("vocab_size_per_layer_input", 262144)
-    )
     spec = spec_of(
         fields,
         layers,
@@ -56,15 +50,16 @@ def gemma4(fields: Fields) -> DecoderSpec:
         logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
         qkv_bias=biases,
         output_bias=biases,
-        inputs=inputs,
+        input_width=fields.integer("hidden_size_per_layer_input", 256, low=0),
+        input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144),
         arrangement=_arrangement(num_own, num_layers),
     )
     widest = max(heads, key=lambda each: each.dim * each.num_kv)
     return replace(spec, head_dim=widest.dim, num_kv_heads=widest.num_kv)
 
 
-def _heads(fields: Fields, index: int, kinds: list[str], num_own: int) -> LayerHeads:
-    is_full, has_equal = kinds[index] == "full_attention", fields.flag("attention_k_eq_v", False)
+def _heads(fields: Fields, index: int, are_full: list[bool], num_own: int) -> LayerHeads:
+    is_full, has_equal = are_full[index], fields.flag("attention_k_eq_v", False)
     dim, num_kv = fields.integer("head_dim", 256), fields.integer("num_key_value_heads", 4)
     if is_full:  # as transformers writes it, or as the published files have it
         whole = fields.section("per_layer_config")
@@ -79,7 +74,7 @@ def _heads(fields: Fields, index: int, kinds: list[str], num_own: int) -> LayerH
     num_heads = fields.integer("num_attention_heads")
     if num_heads % num_kv:
         raise fields.error("num_key_value_heads", num_kv, f"a divisor of num_attention_heads ({num_heads})")
-    pages = index if index < num_own else max(at for at in range(num_own) if kinds[at] == kinds[index])
+    pages = index if index < num_own else max(at for at in range(num_own) if are_full[at] == are_full[index])
     return LayerHeads(dim, num_kv, pages, index >= num_own, not (has_equal and is_full))
 
 

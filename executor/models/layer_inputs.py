@@ -4,19 +4,19 @@ import torch
 from torch import Tensor
 
 from penstock.executor.kernels import Ops
-from penstock.executor.models.spec import DecoderSpec, LayerInputSpec
+from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
 
 
 class LayerInputs:
     """Makes the vectors of all layers from the tokens' numbers and their embeddings."""
 
-    def __init__(self, spec: DecoderSpec, sizes: LayerInputSpec, weights: Weights, ops: Ops) -> None:
-        self._ops, self._eps, self._width, self._hidden_size = ops, spec.norm_eps, sizes.width, spec.hidden_size
-        rows = len(spec.layers) * sizes.width
-        self._table = weights.tensor("model.embed_tokens_per_layer.weight", (sizes.vocab_size, rows))
+    def __init__(self, spec: DecoderSpec, width: int, weights: Weights, ops: Ops) -> None:
+        self._ops, self._eps, self._width, self._hidden_size = ops, spec.norm_eps, width, spec.hidden_size
+        rows = len(spec.layers) * width
+        self._table = weights.tensor("model.embed_tokens_per_layer.weight", (spec.input_vocab_size, rows))
         self._project = weights.linear(("model.per_layer_model_projection",), (rows,), spec.hidden_size)
-        self._norm = weights.norm("model.per_layer_projection_norm.weight", sizes.width)
+        self._norm = weights.norm("model.per_layer_projection_norm.weight", width)
 
     def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """tokens [T] and their embeddings [T, hidden] -> [T, layers, width]"""

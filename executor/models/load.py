@@ -21,8 +21,7 @@ from penstock.executor.loading.packed_weights import PackedCheckpoint
 from penstock.executor.loading.safetensors_folder import SafetensorsFolder
 from penstock.executor.models.code_layers import KeptCodes
 from penstock.executor.models.digests import Digests
-from penstock.executor.models.labels import HEAD, without_head
-from penstock.executor.models.registry import CausalModel, Spec, find_architecture, text_of
+from penstock.executor.models.registry import HEAD, CausalModel, Spec, find_architecture, text_of, without_head
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import DTYPES, CheckpointReader, Weights
 from penstock.executor.parallel import RankGroup

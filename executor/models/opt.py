@@ -17,7 +17,7 @@ from penstock.executor.kernels import KeyStore, Ops, Pages, Rotation
 from penstock.executor.kernels.linear import Linear
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.attention import heads_of
-from penstock.executor.models.vocabulary import Vocabulary
+from penstock.executor.models.decoder import Vocabulary
 from penstock.executor.models.weights import Weights
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from penstock.executor.kernels.recurrent import MAX_HEAD, MAX_TAPS
 from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.families import spec_of, uniform_layers, unrotated
+from penstock.executor.models.families import full_layers, spec_of, uniform_layers, unrotated
 from penstock.executor.models.moe_families import granite_moe_shared, qwen_moe, qwen_sparse, shared_expert
 from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec
 
@@ -51,7 +51,7 @@ def _qwen(fields: Fields, is_grouped: bool) -> DecoderSpec:
     every = own.integer("full_attention_interval", 4)
     rule = [(index + 1) % every == 0 for index in range(own.integer("num_hidden_layers"))]
     recurs = replace(attends, recurrent=_delta(own, is_grouped))
-    layers = tuple(attends if kind else recurs for kind in _kinds(own, "linear_attention", rule))
+    layers = tuple(attends if kind else recurs for kind in full_layers(own, "linear_attention", rule))
     return spec_of(own, layers, qk_norm=True, output_gate=True, norm_offset=1.0, arrangement=_QWEN)
 
 
@@ -76,7 +76,7 @@ def lfm2(fields: Fields) -> DecoderSpec:
     num_layers = own.integer("num_hidden_layers")
     full = own.integers("full_attn_idxs") if "full_attn_idxs" in own else range(num_layers)
     conv = ConvSpec(own.integer("conv_L_cache", 3, high=MAX_TAPS), own.flag("conv_bias", False))
-    kinds = _kinds(own, "conv", [index in full for index in range(num_layers)])
+    kinds = full_layers(own, "conv", [index in full for index in range(num_layers)])
     layers = tuple(attends if kind else replace(attends, recurrent=conv) for kind in kinds)
     return replace(spec_of(own, layers, qk_norm=True, arrangement=_LFM2), intermediate_size=_lfm2_mlp(own))
 
@@ -143,13 +143,3 @@ def _mamba(fields: Fields) -> MambaSpec:
         bias=fields.flag("mamba_proj_bias", False),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
     )
-
-
-def _kinds(fields: Fields, other: str, attends: list[bool]) -> list[bool]:
-    """Whether each layer attends: by `layer_types` if the config has it, else by the family's rule."""
-    kinds = fields.texts("layer_types")
-    if kinds is None:
-        return attends
-    if len(kinds) != len(attends) or not set(kinds) <= {"full_attention", other}:
-        raise fields.error("layer_types", kinds, f"{len(attends)} times 'full_attention' or {other!r}, one per layer")
-    return [kind == "full_attention" for kind in kinds]

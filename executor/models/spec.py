@@ -77,15 +77,6 @@ class LayerHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInputSpec:
-    """A vector of `width` numbers for each token and layer, made from the token's number and its embedding. With a width
-    of 0, layers have a scalar alone."""
-
-    width: int
-    vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class LayerSpec:
     rope: Rope
     window: int | None = None  # attend to this many positions, the own one included; None: to all
@@ -130,7 +121,10 @@ class DecoderSpec:
     # A score of attention, or a logit, x becomes cap * tanh(x / cap).
     score_cap: float | None = None
     logit_cap: float | None = None
-    inputs: LayerInputSpec | None = None  # what layers add to the stream at their end
+    # The width of what each layer adds to the stream at its end, made from a token's number and its embedding. 0: the layers
+    # only scale the stream there. None: they do neither.
+    input_width: int | None = None
+    input_vocab_size: int = 0
     latent: LatentSpec | None = None  # then head_dim is the width of a cached position, shared by all heads
 
     def heads_of(self, index: int) -> LayerHeads:
