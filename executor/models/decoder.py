@@ -97,7 +97,8 @@ class Decoder:
 
 
 class Vocabulary:
-    """The two ends of a model, shared out between the ranks: an embedding [size, width] by `name`, and a head: the same table if `is_tied`, else `lm_head`."""
+    """The two ends of a model: an embedding [size, width] by `name`, and a head, which is the same table if `is_tied`, else
+    `lm_head`. The ranks share out the vocabulary."""
 
     def __init__(self, weights: Weights, name: str, size: int, width: int, is_tied: bool) -> None:
         self._group, self._size = weights.group, size

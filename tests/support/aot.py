@@ -7,7 +7,7 @@ dtypes, alignment and tile sizes are the ones a GPU would see; the launch itself
 
 it writes one JSON line per card, case and compiled kernel: registers, stack, shared memory, tensor-core and copy
 instructions, how warps share a product, accesses of 16 bytes; or what the card lacks for a case, or what the compiler said. The cases of each group
-are in aot_cases.py, the cards in executor/kernels/card.py.
+are in aot_cases.py, the cards in cards.py.
 """
 
 import json
@@ -70,16 +70,17 @@ def main(group: str, *names: str) -> None:
 
     JITFunction.__getitem__ = launch
 
-    from penstock.executor.kernels import card as cards
+    from penstock.executor.kernels import card as card_module
     from penstock.executor.kernels.cuda import dependent
 
     dependent.ENABLED = False  # but for cases that say so
+    from tests.support import cards
     from tests.support.aot_cases import GROUPS, lack
 
     for driver.index, name in enumerate(names):
         card = getattr(cards, name)
         driver.capability = card.capability
-        with mock.patch.object(cards, "_WITHOUT_GPU", card):
+        with mock.patch.object(card_module, "_WITHOUT_GPU", card):
             for case, call in GROUPS[group].items():
                 found = {"card": name, "case": case}
                 if lacking := lack(case, card):

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from penstock.executor.kernels import card as cards
-from penstock.executor.kernels.card import A100, B200, H200, L40S, RTX_PRO, Card, card_of, current_card
+from penstock.executor.kernels.card import Card, card_of, current_card
 from penstock.executor.kernels.cuda import work
+from tests.support.cards import A100, B200, H200, L40S, RTX_PRO
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.executor.kernels import card as cards
 from penstock.executor.kernels.cuda.work import num_processors
+from tests.support import cards
 
 HERE = Path(__file__).parent
 # Two processes, each with what it compiles; some 190 kernels for each card in all, a few seconds each.

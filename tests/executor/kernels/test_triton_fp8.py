@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from penstock.executor.kernels import Quantized, eight_bits
-from penstock.executor.kernels import card as cards
 from penstock.executor.kernels.cuda import fp8, tiles
+from tests.support import cards
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import random
 from tests.support.twins import eight_bits as eight_bits_twin

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from triton.runtime import interpreter
 
 from penstock.executor.kernels import NO_EXTRAS, ScoreExtras, select_ops
-from penstock.executor.kernels import card as cards
 from penstock.executor.kernels.cuda import fixed_attention, fixed_product, tiles
 from penstock.executor.kernels.cuda.invariant import InvariantOps
 from penstock.executor.kernels.grouped import pack
@@ -25,6 +24,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.kernels.test_triton_fp8 import quantized_weight
 from tests.executor.kernels.test_triton_moe import case as experts_case
 from tests.executor.kernels.test_triton_packed import KINDS, grouped, moved
+from tests.support import cards
 from tests.support import interpreter as interpreted
 from tests.support.driver import Driver
 from tests.support.kernel_cases import close

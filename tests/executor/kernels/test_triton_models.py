@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from penstock.executor.kernels import Ops, card, select_ops
+from penstock.executor.kernels import Ops, select_ops
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
+from tests.support import cards
 from tests.support.driver import Driver
 from tests.support.eight_bits import folders
 from tests.support.small_models import folder, greedy
@@ -101,7 +102,7 @@ def test_a_model_of_eight_bits_is_near_its_twin(
     assert (actual - expected).norm() < 0.05 * expected.norm()
 
 
-@pytest.mark.parametrize("card", [card.A100, card.L40S, card.H200, card.B200, card.RTX_PRO])
+@pytest.mark.parametrize("card", [cards.A100, cards.L40S, cards.H200, cards.B200, cards.RTX_PRO])
 def test_what_a_gpu_lacks_is_left_out_and_the_rest_is_kernels(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
     monkeypatch.setattr("penstock.executor.kernels.card_of", lambda _: card)
     ops = select_ops(torch.device("cuda", 0), torch.bfloat16, 128)
