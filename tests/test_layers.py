@@ -28,7 +28,7 @@ MAY_IMPORT = {
         "executor.gguf_header",
         "executor.regular_files",
         "executor.shared_tensors",
-        "executor.usable_cores",
+        "executor.machine",
         "executor.forward",
         "executor.models.catalogue",  # what runs, as data without torch
         "executors",

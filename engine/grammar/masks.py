@@ -12,7 +12,7 @@ import numpy as np
 from llguidance import LLExecutor
 
 from penstock.engine.grammar.matcher import Matcher
-from penstock.executor.usable_cores import usable_cores
+from penstock.executor.machine import usable_cores
 
 MAX_THREADS = 16
 POOL_ROWS = 48  # fewer are done by one thread sooner than others wake up: 20 µs each
