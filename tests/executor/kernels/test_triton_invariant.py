@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from triton.runtime import interpreter
 
 from penstock.executor.kernels import NO_EXTRAS, ScoreExtras, select_ops
+from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import fixed_attention, fixed_product, tiles
 from penstock.executor.kernels.cuda.invariant import InvariantOps
 from penstock.executor.kernels.grouped import pack
@@ -247,7 +248,7 @@ def test_a_model(monkeypatch: pytest.MonkeyPatch, device: torch.device, case: st
 
 
 @pytest.mark.parametrize("card", [cards.A100, cards.L40S, cards.H200, cards.RTX_PRO])
-def test_it_is_what_a_gpu_computes_with_if_asked(monkeypatch: pytest.MonkeyPatch, card: cards.Card) -> None:
+def test_it_is_what_a_gpu_computes_with_if_asked(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
     monkeypatch.setattr("penstock.executor.kernels.card_of", lambda _: card)
     ops = select_ops(torch.device("cuda", 0), torch.bfloat16, 128, True)
     assert isinstance(ops, InvariantOps) and (ops.blocks is None) == (card is cards.A100)
