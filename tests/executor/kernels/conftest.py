@@ -52,6 +52,17 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device("cpu" if request.param == "interpreter" else "cuda")
 
 
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where whole models are interpreted: a product of few rows is a program for every 64 columns, not for every two."""
+    from penstock.executor.kernels.cuda.tiles import FewRowsTile
+
+    if not HAS_GPU:
+        monkeypatch.setattr(
+            "penstock.executor.kernels.cuda.few_rows.few_rows_tile", lambda _: FewRowsTile(64, 128, 1, 4)
+        )
+
+
 @pytest.fixture(autouse=True)
 def _numpy_like_a_gpu() -> Iterator[None]:
     """exp(200) is infinity, without a warning."""

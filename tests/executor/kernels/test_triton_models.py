@@ -24,6 +24,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("case", ["qwen3", *SLOW])
 def test_a_model_gives_the_tokens_of_transformers(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, case: str
@@ -48,6 +49,7 @@ def test_a_model_gives_the_tokens_of_transformers(
     assert got == [greedy(case, prompt, COUNT)[0] for prompt in PROMPTS]
 
 
+@pytest.mark.usefixtures("few_programs")
 def test_chunks_whose_latents_are_expanded_give_the_tokens_of_transformers(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
