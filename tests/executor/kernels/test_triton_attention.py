@@ -62,7 +62,14 @@ def test_a_window_hides_what_lies_before_it(device: torch.device, window: int) -
 
 
 @every_dtype
-@pytest.mark.parametrize(("cap", "window"), [(1.5, 40), (None, None)])
+@pytest.mark.parametrize(
+    ("cap", "window"),
+    [
+        (1.5, 40),
+        (None, None),
+        *(pytest.param(*pair, marks=pytest.mark.slow_in_interpreter) for pair in ((1.5, None), (None, 40))),
+    ],
+)
 def test_sinks_and_caps_equal_the_twins(
     device: torch.device, dtype: torch.dtype, cap: float | None, window: int | None
 ) -> None:
