@@ -147,7 +147,7 @@ def test_every_flag_of_route_changes_what_is_routed(
 READERS = {
     "bench": ["engine/commands/bench/*.py"],
     "cache": ["cache/tiers/disk/operate.py"],
-    "models": ["src/penstock/cli.py"],
+    "models": ["engine/commands/models.py"],
     "prove": ["engine/commands/prove/*.py"],
 }
 

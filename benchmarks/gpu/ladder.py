@@ -48,7 +48,7 @@ RUNGS = (
     Rung("ceilings", 70, "kernel_part"),
     Rung("decoding", 140, "model_part", {"models": DECODED, "parts": ["startup", "decode", "profile"]}),
     Rung("models", 180, "pytest_part", {"paths": MODEL_TESTS, "marks": "gpu"}),
-    Rung("suite", 400, "suite_part"),
+    Rung("suite", 370, "suite_part"),
 )
 CPU_PATIENCE = 10.0  # a rehearsal is slow, and may share its cores
 

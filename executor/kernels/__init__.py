@@ -231,7 +231,7 @@ class FusedExperts(Protocol[Weight]):
 class NormingOps(Protocol):
     """Products of few rows, which add and norm them as well."""
 
-    max_rows: int
+    MAX_ROWS: int
 
     def linear(self, x: NormedRows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """As in `Ops`."""

@@ -279,7 +279,7 @@ class _Layer:
             return residual, residual
         blocks, eps = self._ops.blocks, self._spec.norm_eps
         norming = self._ops.norming
-        if norming is not None and part.takes_normed and 0 < len(update) <= norming.max_rows and adapters is None:
+        if norming is not None and part.takes_normed and 0 < len(update) <= norming.MAX_ROWS and adapters is None:
             rows = NormedRows(update, residual, torch.empty_like(residual), weight, eps)
             return rows, rows.total
         if blocks is None or not part.takes_narrow or adapters is not None:  # they read all of it

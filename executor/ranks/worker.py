@@ -116,6 +116,7 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
                 continue
             if kind != MessageKind.STEP:
                 reporter.doing = f"at work on weights and memory: {kind.decode()}"
+                finisher.wait()
                 answer = _control(ours, rank, kind, bytes(parts[0]).decode())
                 if kind not in (MessageKind.UNLOAD, MessageKind.DROP):
                     reporter.report(answer)
@@ -195,12 +196,16 @@ class Finisher:
 
     def __init__(self, rank: Rank, group: RankGroup, reporter: Reporter) -> None:
         self._rank, self._group, self._reporter = rank, group, reporter
-        self._launched: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
+        self._launched: queue.Queue[Launched | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def take(self, launched: Launched) -> None:
         self._launched.put(launched)
+
+    def wait(self) -> None:
+        """Until every step that was taken is finished: another rank's report may have ended it for the executor."""
+        self._launched.join()
 
     def close(self) -> None:
         self._launched.put(None)
@@ -212,6 +217,7 @@ class Finisher:
                 result = self._rank.runner.finish(launched)
                 if self._group.is_first or (result.transfers is not None and _has_changes(result.transfers)):
                     self._reporter.report(Done(self._group.rank, result))
+                self._launched.task_done()
         except Exception as error:  # the top of the thread; the rank cannot go on without it
             self._reporter.report(_failure(error))
             leave()

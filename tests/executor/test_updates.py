@@ -7,9 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +25,7 @@ from penstock.executor.kernels.low_rank import AdapterPlaces
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling, WeightsError
 from penstock.executor.ranks.wire import MessageKind
+from penstock.executor.ranks.worker import Finisher
 from penstock.executor.shared_tensors import SharedTensors
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_coded_models import config as coded_config
@@ -381,6 +384,27 @@ def test_every_rank_keeps_its_part_of_the_adapters(tmp_path: Path) -> None:
     with running(msgspec.structs.replace(config_of("llama", 2, enable_lora=True), model=str(path))) as executor:
         assert [executor.load_adapter(adapter).key for adapter in paths] == keys
         assert bits(executor, keys) == second
+
+
+def test_a_rank_that_is_to_sleep_finishes_its_steps_first() -> None:
+    """The first rank's report ends a step for the executor; another one may still be at it, in its own thread."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def finish(_: object) -> SimpleNamespace:
+        begun.set()
+        assert may_end.wait(60)
+        return SimpleNamespace(transfers=None)
+
+    rank, group = SimpleNamespace(runner=SimpleNamespace(finish=finish)), SimpleNamespace(is_first=False)
+    finisher = Finisher(rank, group, None)  # type: ignore[arg-type]
+    finisher.take(object())  # type: ignore[arg-type]
+    waiting = threading.Thread(target=finisher.wait)
+    waiting.start()
+    assert begun.wait(60) and waiting.is_alive()
+    may_end.set()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    finisher.close()
 
 
 @pytest.mark.usefixtures("forked_ranks")

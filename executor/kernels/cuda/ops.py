@@ -32,15 +32,9 @@ class _Recurrent:
     delta_rule = staticmethod(delta_rule.delta_rule)
 
 
-class _Norming:
-    max_rows = few_rows.MAX_ROWS
-    linear = staticmethod(few_rows.linear)
-    gated_linear = staticmethod(few_rows.gated_linear)
-
-
 class CudaOps:
     recurrent: RecurrentOps = _Recurrent()
-    norming: NormingOps | None = _Norming()
+    norming: NormingOps | None = few_rows
     linear: Callable[..., Tensor] = staticmethod(few_rows.linear)
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)

@@ -254,7 +254,7 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
 class Norming:
     """Products that norm their rows, which the other twins leave to `add_rms_norm`."""
 
-    max_rows = 2
+    MAX_ROWS = 2
 
     def linear(self, x: NormedRows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(_normed(x), weight, bias)
