@@ -78,15 +78,16 @@ class ForwardBatch:
     states: StateBatch | None = None
     adapters: AdaptedRows | None = None  # None: no row has one
     chains: Chains | None = None  # None: there are no drafts, or no states
-    # Of a graph for steps with prompts, [R] int32: the context of each row of one token, 0 of all others. Only the device
-    # knows the rows then: `query_lens` has all tokens in its first place, and contexts are the longest there may be.
+    # Set only for a graph of steps with prompts, where the device alone knows the rows. [R] int32: the context of each row
+    # of one token, 0 for every other row. `query_lens` then holds all tokens in its first place, and `query_contexts` holds
+    # the longest context that is possible.
     single_contexts: torch.Tensor | None = None
     # What the kernels of one layer found out about the rows, for those of the next (kernels/cuda/work.py).
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def singles(self) -> "ForwardBatch":
-        """As much as attention over the rows of one token asks of the batch."""
+        """The batch as attention over the rows of one token needs it."""
         if self.single_contexts is None:
             return self
         return replace(

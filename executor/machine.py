@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores, by its CPU affinity and the CPU quota of its control group, and memory.
+"""The share of the machine that this process may use: cores, by its CPU affinity and the CPU quota of its control group, and memory.
 
 A team of threads that waits by spinning must not be larger than the quota: `docker run --cpus=2` on 64 cores leaves 64
 cores in the affinity mask, and the kernel stops all 64 threads once they have used two cores' share of the time.

@@ -76,5 +76,5 @@ class AnswerWriter:
 
     @property
     def _keeps(self) -> bool:
-        """Whether the connection stays open behind this answer."""
+        """Tell whether the connection stays open after this answer."""
         return self.head.is_framed and self._request.keep_alive and not self._connection.edge.is_closing

@@ -276,7 +276,7 @@ class Exchange:
         self._answer.begin(is_whole=True)
         self._answer.finish()
 
-    # What the replica sends.
+    # Events from the replica.
 
     def head(self, head: AnswerHead) -> None:
         self._status = head.status
@@ -351,7 +351,7 @@ class Exchange:
         self._end_legs("answered", "")
         self._close(502)
 
-    # What the client and the router do.
+    # Events from the client and the router.
 
     def pause(self) -> None:
         if (transport := self._replica_transport()) is not None:

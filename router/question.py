@@ -27,14 +27,14 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the request may be sent again after it may have reached a replica. It may not where that would store
+        """Tell whether the request may be sent again after it may have reached a replica. It may not where that would store
         another response, or delete or cancel one twice."""
         if self.request.path in PROXIED:
             return self.request.path != RESPONSES or self.asked.store is False
         return self.request.method == b"GET"
 
     def has_ids_for(self, replica: Replica) -> bool:
-        """Whether the replica is sent token ids: it has to have the tokenizer and the template that made them."""
+        """Tell whether the replica is sent token ids: it must have the tokenizer and the template that made them."""
         routable = self.routable
         return routable.body_with_ids is not None and replica.text_digest == routable.text_digest
 

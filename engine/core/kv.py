@@ -1,4 +1,4 @@
-"""Which pages of the pool a request holds: a block table for each attention group, and a recurrent state. Most models have
+"""The pages of the pool that each request holds: a block table for each attention group, and a recurrent state. Most models have
 one group alone.
 
 The scheduler decides when pages are claimed and given back; here is how, over the device's pool and, where there are any,

@@ -182,7 +182,7 @@ class Ops(Protocol):
 
     @property
     def norming(self) -> "NormingOps | None":
-        """None: every product reads rows that are normed already."""
+        """None where every product reads rows that are already normed."""
 
     @property
     def groups(self) -> "GroupOps | None":
@@ -234,10 +234,10 @@ class NormingOps(Protocol):
     MAX_ROWS: int
 
     def linear(self, x: NormedRows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """As in `Ops`."""
+        """`Ops.linear` of the normed rows."""
 
     def gated_linear(self, x: NormedRows, weight: Tensor, activation: Activation) -> Tensor:
-        """As in `Ops`."""
+        """`Ops.gated_linear` of the normed rows."""
 
 
 class BlockOps(Protocol):

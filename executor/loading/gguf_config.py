@@ -181,7 +181,7 @@ def layer_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]
 
 
 def family_config(architecture: str, keys: Fields, file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """What a config says beside that of a Llama."""
+    """Return the settings that a config has beyond those of a Llama."""
     if architecture == "granite":
         return {
             "attention_multiplier": keys.number("attention.scale", head_dim**-0.5),

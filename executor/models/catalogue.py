@@ -1,4 +1,4 @@
-"""What runs: families of models, what is special about each, and what is refused by name. `penstock models` lists it.
+"""The families of models that run, their special features, and the models that are refused by name. `penstock models` lists it.
 
 Plain data without torch. tests/executor/test_catalogue.py holds it against the registry, the specs that the families
 make and the GGUF architectures that are read.

@@ -272,8 +272,8 @@ class _Layer:
         weight: Tensor | None,
         adapters: AdaptedRows | None,
     ) -> tuple[Rows, Tensor]:
-        """What `part` reads, and the sum of update and stream: normed rows, in eight bits if that is all it reads, or few
-        rows whose norm its product computes."""
+        """Return the input of `part`, and the sum of update and stream. The input is normed rows, quantized to eight bits if
+        `part` reads nothing else, or a few rows that the product of `part` norms itself."""
         if weight is None:
             residual = residual + update
             return residual, residual

@@ -166,7 +166,7 @@ def ernie4_5(fields: Fields) -> DecoderSpec:
 
 
 def with_neighbours(spec: DecoderSpec) -> DecoderSpec:
-    """Whose rotated pairs are neighbours in the checkpoint."""
+    """Read a family whose checkpoints store the numbers of a rotated pair side by side."""
     return replace(spec, arrangement=replace(spec.arrangement, neighbours=(spec.head_dim, spec.layers[0].rope.dim)))
 
 

@@ -1,4 +1,4 @@
-"""What Gemma 4's layers do at their end: add a vector of their own for each token, and scale the residual stream."""
+"""The end of a Gemma 4 layer: add a vector of their own for each token, and scale the residual stream."""
 
 import torch
 from torch import Tensor

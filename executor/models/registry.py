@@ -1,4 +1,4 @@
-"""Which architectures there are, by the name that config.json gives, and how each is built: as a model that writes text, as the
+"""The supported architectures, by the name in config.json, and how each is built: as a model that writes text, as the
 text part of a model of images, or beneath a classifier's head.
 
 Their modules are imported when a model asks for them: a dense model loads no experts and none of `penstock.eplb`.

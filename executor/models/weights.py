@@ -129,7 +129,7 @@ class Product(NamedTuple):
         return depth, [_size(self._outputs(index, group)) for index in range(len(self.names))]
 
     def cut(self, index: int, up: Tensor, down: Tensor, group: RankGroup) -> tuple[Tensor, Tensor]:
-        """Of an adapter's B [rows, rank] and A [rank, columns] the rank's part, as [rank, width] and [rank, depth]."""
+        """Return this rank's part of an adapter's B [rows, rank] and A [rank, columns], as [rank, width] and [rank, depth]."""
         if self.splits[index] == "columns":
             down = torch.cat([down[:, first:end] for first, end in self._inputs(group)], 1)
         up = torch.cat([up[first:end] for first, end in self._outputs(index, group)])

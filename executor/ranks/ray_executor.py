@@ -85,7 +85,7 @@ def _join_cluster(allow_open_dashboard: bool) -> None:
 
 
 def is_open(dashboard: str) -> bool:
-    """Whether a dashboard at this address can be used from other machines, without a token."""
+    """Tell whether other machines can use a dashboard at this address without a token."""
     host = urlsplit(dashboard if "//" in dashboard else f"//{dashboard}").hostname or ""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
         return False

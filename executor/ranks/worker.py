@@ -204,7 +204,7 @@ class Finisher:
         self._launched.put(launched)
 
     def wait(self) -> None:
-        """Until every step that was taken is finished: another rank's report may have ended it for the executor."""
+        """Wait until every step is finished here. The executor may count a step as done before this rank has finished it."""
         self._launched.join()
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ Made = TypeVar("Made")
 SMALL_BUCKETS, BUCKET_STEP, LARGEST_BUCKET = (1, 2, 4, 8, 16, 24, 32), 16, 512
 
 
-# Numbers of tokens, each at most a fifth more than a step may have from 256 on.
+# Numbers of tokens that graphs are captured for. From 257 tokens on a step is padded by a quarter at most.
 CHUNK_BUCKETS = (*range(64, 513, 64), *range(640, 1025, 128))
 
 
@@ -153,11 +153,11 @@ class DecodeGraphs:
 
 
 class ChunkGraphs:
-    """Of steps with parts of prompts, perhaps beside rows of one token: the forward pass, filled up to one of a few numbers
-    of tokens. Which rows there are only the device knows; a few of them may have several tokens.
+    """Graphs of the forward pass of steps with parts of prompts, perhaps beside rows of one token. Steps are padded to one
+    of a few numbers of tokens. Only the device knows the rows; at most MAX_SEVERAL of them have several tokens.
 
-    Such a step is short on the device, and launching it takes the host longer. Models whose layers plan on the host,
-    with latents or states, have none."""
+    The device computes such a step faster than the host can launch it kernel by kernel. Models with latents or states
+    have no such graphs, because their layers plan on the host."""
 
     def __init__(
         self, inputs: DeviceInputs, model: CausalModel, pages: KvPages, buckets: Sequence[int], pool: CudaGraphs
@@ -185,7 +185,7 @@ class ChunkGraphs:
         )
 
     def forward(self, layout: Layout) -> tuple[Tensor, Ends]:
-        """Hidden states of the rows that sample. The next call of this or of another graph overwrites what they came from."""
+        """Return the hidden states of the rows that sample, as copies: the next graph overwrites its results."""
         tokens = int(self._buckets[np.searchsorted(self._buckets, layout.num_tokens)])
         rows = self._rows(tokens)
         self._inputs.send_padded(layout, rows, tokens)
@@ -194,7 +194,7 @@ class ChunkGraphs:
         return self._inputs.ends_of(rows, int(layout.samples.sum()), hidden, made)
 
     def _rows(self, tokens: int) -> int:
-        """One more than there are slots, for what is left of the tokens; rows without any need none."""
+        """Number of rows: one for each slot and one for the padding, but never more than there are tokens."""
         return min(self._inputs.num_slots + 1, tokens)
 
     def _compute(self, tokens: int) -> tuple[Tensor, RowTensors]:
@@ -203,7 +203,7 @@ class ChunkGraphs:
 
 
 def without_tokens(made: RowTensors) -> RowTensors:
-    """What only the forward pass reads may make room for others."""
+    """Drop the tensors that only the forward pass reads, so that other graphs can reuse their memory."""
     nothing = made.tokens[:0]
     return made._replace(tokens=nothing, positions=nothing, kv_slots=nothing, block_tables=nothing)
 

@@ -206,8 +206,8 @@ class DeviceInputs:
         return batch, made
 
     def send_padded(self, layout: Layout, rows: int, tokens: int) -> None:
-        """Rows filled up to `rows`, of `tokens` in all: the first row that the header excludes has what is left of them.
-        Behind them, for `ends_of`: the rows that sample, and their last tokens."""
+        """Send the rows of a step, padded to `rows` rows and `tokens` tokens. The first padding row holds all padding tokens.
+        The rows that sample and their last tokens follow, for `ends_of`."""
         real, spare = len(layout.slots), np.zeros(rows - len(layout.slots), dtype=np.int64)
         samples = np.flatnonzero(layout.samples)
         starts = np.append(layout.query_starts, np.full(rows - real, tokens))
@@ -215,8 +215,7 @@ class DeviceInputs:
         self._send([[real, 0, 0, 0], starts, *columns, samples, layout.query_starts[samples + 1] - 1])
 
     def compute_padded(self, rows: int, tokens: int, max_context: int) -> tuple[ForwardBatch, RowTensors]:
-        """From the last block sent, a batch of whatever rows there are. What pads it has a context of 0, and writes to
-        block 0."""
+        """Return the batch of the rows sent last. Padding has a context of 0 and writes to block 0."""
         made, others = self._prepare(rows, tokens, tokens, self._state.places.max_blocks)
         tensors = self._tensors(made)
         starts, contexts = tensors[3], made.context_lens
@@ -234,7 +233,7 @@ class DeviceInputs:
         return batch, made
 
     def ends_of(self, rows: int, num_samples: int, hidden: Tensor, made: RowTensors) -> tuple[Tensor, Ends]:
-        """Of what was computed from the last block that `send_padded` sent: the hidden states that are sampled from."""
+        """Return the hidden states to sample from, for the rows that `send_padded` sent last."""
         end = HEADER + 1 + 4 * rows
         sampled, last = self._packed[end : end + 2 * num_samples].long().view(2, num_samples)
         drawn = tuple(tensor.index_select(0, sampled) for tensor in made.draw())

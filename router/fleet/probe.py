@@ -150,7 +150,7 @@ class Prober:
 
 
 class ProbeState:
-    """What the probes of one replica remember."""
+    """State of the probes of one replica."""
 
     def __init__(self) -> None:
         self.wake = asyncio.Event()

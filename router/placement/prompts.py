@@ -100,7 +100,7 @@ _CHAT = msgspec.json.Decoder(ToRender)
 
 
 class Routable(msgspec.Struct, frozen=True, gc=False):
-    """What a request is routed by, and its body with token ids. `text_digest`: of the tokenizer and template that made them."""
+    """The basis for routing a request, and its body with token ids. `text_digest` identifies the tokenizer and template."""
 
     prompt: Prompt | None
     num_tokens: int

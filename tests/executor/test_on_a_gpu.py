@@ -113,7 +113,7 @@ def test_logits_in_bfloat16_at_real_sizes_are_as_near_as_a_cpus(
 def test_a_request_has_the_same_bits_alone_and_among_others(name: str, device: Device, tmp_path: Path) -> None:
     """With `batch_invariant`: a prompt of several splits, in other chunks, decoded beside others from graphs of other sizes."""
     shape = config_of(name, is_tiny=device == "cpu") | SMALL
-    # As many experts as the real one has take a minute to make up.
+    # Sixteen experts: making up all 128 takes a minute.
     write(tmp_path, shape | ({"num_experts": min(16, shape["num_experts"])} if "num_experts" in shape else {}))
     length = 40 if device == "cpu" else 700
     prompts = [[random.Random(seed).randrange(5, 5000) for _ in range(length)] for seed in range(40)]

@@ -102,7 +102,7 @@ def test_the_largest_steps_are_run_and_measured(case: str, num_tokens: int, monk
 
 
 def test_the_largest_step_with_an_adapter_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is fused without an adapter is computed in parts with one, which takes other memory."""
+    """Steps with an adapter compute fused operations in parts, which takes other memory."""
     meter, forward = Meter(), ModelRunner.launch
 
     def watched(self: ModelRunner, step: Step) -> Launched:

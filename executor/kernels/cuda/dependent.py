@@ -36,13 +36,14 @@ def take_turn():
 
 @triton.jit
 def begin_early():
-    """The first half of a turn, for a kernel that has something to do before it: nothing that reads what another writes."""
+    """Let the next kernel start. For a kernel that does some work before `wait_turn`, which must not touch what other
+    kernels write."""
     if is_dependent():
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_turn():
-    """The second half."""
+    """Wait until the kernel before this one has ended."""
     if is_dependent():
         gdc_wait()

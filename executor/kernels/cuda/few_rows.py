@@ -38,7 +38,7 @@ def gated_linear(x: Tensor | NormedRows, weight: Tensor, activation: Activation)
 
 
 def _is_ours(x: Tensor | NormedRows, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Few rows and a small weight, and nothing that begins or lies as the kernel cannot read it."""
+    """Tell whether the kernel is the faster one, and whether it can read these tensors: contiguous and aligned."""
     rows = x.update if isinstance(x, NormedRows) else x
     read = [rows, weight] if bias is None else [rows, weight, bias]
     return (
@@ -99,7 +99,7 @@ def _few_rows(
     DEPTH: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Some columns of the output, of both products if they are gated."""
+    """Compute some columns of the output, from both products where there is a gate."""
     begin_early()
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < WIDTH
@@ -159,7 +159,7 @@ def load_weight(ptrs, inside, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def prefetch(row_ptrs, K: tl.constexpr):
-    """Ask for rows of K numbers to be brought near; nothing waits for them."""
+    """Prefetch rows of K numbers into the L2 cache, without waiting for them."""
     LINE: tl.constexpr = 1024 // row_ptrs.dtype.element_ty.primitive_bitwidth  # numbers in a line of cache
     line = tl.arange(0, triton.next_power_of_2((K + LINE - 1) // LINE)) * LINE
     ptrs = row_ptrs + tl.minimum(line, K - 1)[None, :]

@@ -60,7 +60,7 @@ def prepare(
     """What all launches are given: what they read, the output, numbers, constants."""
     (k_pages, v_pages), (cap, sinks, window), (num_heads, dim) = pages, extras, q.shape[1:]
     kv_heads = k_pages.shape[2] // dim
-    # What pads a graph has a result, and what is made of it must be numbers.
+    # Padding tokens go through the rest of the model, so they need finite numbers.
     make = torch.empty if batch.single_contexts is None else torch.zeros
     out = make(q.shape, dtype=q.dtype, device=q.device)
     assert q.is_contiguous() and len(q) == batch.num_single_rows + sum(batch.query_lens)

@@ -31,7 +31,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def add_rms_norm_to(rows: NormedRows) -> Tensor:
-    """As `add_rms_norm`, with the sum to `rows.total`."""
+    """Return the normed sum, like `add_rms_norm`, and write the sum to `rows.total`."""
     y = torch.empty_like(rows.update)
     _launch_norm(rows.update, rows.residual, rows.weight, y, rows.total, rows.eps, adds=True)
     return y

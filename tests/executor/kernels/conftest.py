@@ -54,7 +54,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where whole models are interpreted: a product of few rows is a program for every 64 columns, not for every two."""
+    """For interpreted whole models: a product of few rows has one program for every 64 columns instead of every two."""
     from penstock.executor.kernels.cuda.tiles import FewRowsTile
 
     if not HAS_GPU:

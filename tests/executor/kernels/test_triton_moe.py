@@ -87,8 +87,8 @@ def test_experts_of_eight_bits_equal_the_twin(device: torch.device, dtype: torch
 @pytest.mark.parametrize("tokens", [25, 70])
 @pytest.mark.parametrize("first", [0, 1])
 def test_experts_with_many_entries_multiply_in_eight_bits(device: torch.device, tokens: int, first: int) -> None:
-    """Where a number lies between two of eight bits, kernel and twin may take different ones. Hopper's tensor cores add
-    products of eight bits in fewer than 24 bits, so that more of them do."""
+    """Kernel and twin may round to different eight-bit numbers. Hopper's tensor cores add eight-bit products in fewer than
+    24 bits, so this happens more often there."""
     hidden, slots, shares, gate_up, down = case(tokens, 3, 2, 384, 128, torch.bfloat16, torch.device("cpu"))
     weights = in_blocks(gate_up[first:]), in_blocks(down[first:])
     added = random(tokens, 384, dtype=torch.bfloat16, seed=8)
