@@ -308,7 +308,7 @@ def tier_storm(
 @pytest.mark.timeout(900)  # a busy machine takes several times as long
 def test_random_worlds_with_failing_tiers_keep_every_invariant_and_every_token() -> None:
     total: dict[str, int] = {}
-    for seed in range(32):
+    for seed in range(80):
         for name, count in tier_storm(seed, num_steps=250).items():
             total[name] = total.get(name, 0) + count
     # The walk must reach what it is meant to test.
@@ -322,9 +322,9 @@ def test_random_worlds_with_failing_tiers_keep_every_invariant_and_every_token()
         "writes",
         "evictions",
     )
-    assert {name: total.get(name, 0) for name in wanted if total.get(name, 0) < 40} == {}
+    assert {name: total.get(name, 0) for name in wanted if total.get(name, 0) < 100} == {}
     wanted = ("hits_disk", "reads_disk", "failed_reads_disk", "drops_disk", "drops_host_full")
-    assert {name: total.get(name, 0) for name in wanted if total.get(name, 0) < 6} == {}
+    assert {name: total.get(name, 0) for name in wanted if total.get(name, 0) < 15} == {}
 
 
 @pytest.mark.slow

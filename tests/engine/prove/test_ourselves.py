@@ -32,7 +32,7 @@ def test_no_block_of_a_pool_that_is_far_too_small_is_wrong(capsys: pytest.Captur
 @needs_model
 @pytest.mark.timeout(300)
 def test_the_default_model_answers_under_load_what_it_answers_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["prove", "--exact", "--requests", "12", "--concurrency", "4"])
+    code = main(["prove", "--exact", "--requests", "24", "--concurrency", "6"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert code == 0 and result["measured_error_nats"] == 0.0
     assert not any(skipped.startswith(("ids", "logprobs", "cache_salt")) for skipped in result["skipped"])
