@@ -4,8 +4,8 @@
 
 Decoding and prompts go to the executor directly: no scheduler, requests that are "at" a length because the cache holds
 random numbers there. The batch of requests goes through `LLM`. Without `engine` in the job there is no engine and no
-measuring of memory, the shortest way from nothing to a step's time; then kernels are launched as usual, once more as
-those that may start early, and once with `batch_invariant`: what that costs.
+measuring of memory, the shortest way from nothing to a step's time; it is measured with kernels that may start early, with
+kernels launched as usual, and with `batch_invariant`, to show what each costs.
 """
 
 import gc
