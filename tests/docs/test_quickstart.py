@@ -1,0 +1,42 @@
+"""Start-up failures print what docs/quickstart.md says."""
+
+import json
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from penstock import cli
+from tests.support.default_file import needs_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
+ROWS = re.findall(r"^\| `penstock (serve[^`]*)` \| (.*?) \|", PAGE.read_text(), re.MULTILINE)
+NEEDS_A_CORE = ("max-model-len", "device", "tensor-parallel-size", "kv-cache-bytes")  # seconds each: they import torch
+SLOW = pytest.mark.slow
+
+
+def test_the_table_is_read() -> None:
+    assert len(ROWS) >= 10
+
+
+@needs_model
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [pytest.param(*row, marks=[SLOW] if any(name in row[0] for name in NEEDS_A_CORE) else []) for row in ROWS],
+    ids=[command for command, _ in ROWS],
+)
+def test_a_failed_start_says_what_the_page_says(
+    command: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "no_weights").mkdir()
+    (tmp_path / "no_weights" / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        values = {"PORT": str(taken.getsockname()[1]), "DIR": str(tmp_path)}
+        values |= {"EMPTY": str(tmp_path / "empty"), "NO_WEIGHTS": str(tmp_path / "no_weights")}
+        code = cli.main([values.get(word, word) for word in command.split()])
+        expected = message.replace("PORT", values["PORT"])
+    assert code == 2
+    assert expected in capsys.readouterr().err.splitlines()[-1]
