@@ -1,4 +1,4 @@
-"""Balancing experts over ranks, in numpy: this room plans; the executor counts tokens and moves weights."""
+"""Expert-parallel load balancing (EPLB) in numpy: computes plans; the executor counts tokens and moves weights."""
 
 from penstock.eplb.load import LoadTracker
 from penstock.eplb.maps import Plan, balance, choose

@@ -1,7 +1,7 @@
-"""What a load must look like, how it is remembered, and how it is smoothed before anything is planned with it.
+"""Validation, decaying averages and smoothing of expert loads.
 
-A load counts, per layer and expert, the tokens that were routed there: [layers, experts]. Errors name the field,
-the value and the limit.
+A load is an array [layers, experts] with the number of tokens routed to each expert. Errors name the field, the value
+and the limit.
 """
 
 import numpy as np
@@ -10,11 +10,11 @@ from numpy.typing import ArrayLike, NDArray
 from penstock.eplb.order import Shares
 
 MAX_SLOTS = 32_767  # slots and experts are stored as int16
-_PRIOR = 2.0**-12  # of the layer's mean load
+_PRIOR = 2.0**-12  # load added to every expert, as a fraction of the layer's mean load
 
 
-def checked(load: ArrayLike) -> NDArray[np.float64]:
-    """The load as float64, or ValueError."""
+def validate_load(load: ArrayLike) -> NDArray[np.float64]:
+    """Return the load as float64; raise ValueError if it is not a valid [layers, experts] array."""
     array = np.asarray(load)
     if array.dtype.kind not in "iuf":
         raise ValueError(f"load: values of type {array.dtype}, must be real numbers")
@@ -23,7 +23,7 @@ def checked(load: ArrayLike) -> NDArray[np.float64]:
     if array.shape[1] > MAX_SLOTS:
         raise ValueError(f"load: {array.shape[1]} experts, must be at most {MAX_SLOTS}")
     array = array.astype(np.float64)
-    # not >= 0 is also true of NaN
+    # The negated comparison also catches NaN.
     wrong = ~((array >= 0) & (array < np.inf))
     if wrong.any():
         layer, expert = (int(at) for at in np.argwhere(wrong)[0])
@@ -45,11 +45,11 @@ def check_shape(experts: int, slots: int, ranks: int) -> None:
 
 
 def smooth(load: NDArray[np.float64]) -> Shares:
-    """The load to plan with: every layer scaled to at most 1, and every expert given a little.
+    """Return the load used for planning: each layer scaled to at most 1, plus a small prior for every expert.
 
-    Without the little, spare slots of a layer with few or no tokens would all go to the expert with the lowest id,
-    and an expert that no token went to yesterday would count as free for ever. Scaling by powers of two changes no
-    plan, and keeps float32 from overflowing.
+    Without the prior, all spare slots of a layer with few or no tokens would go to the expert with the lowest id, and
+    an expert without tokens so far would count as free forever. Scaling by powers of two changes no plan and keeps
+    float32 from overflowing.
     """
     exponent = np.frexp(load.max(axis=1, keepdims=True))[1]
     scaled = np.ldexp(load, -exponent)
@@ -58,9 +58,9 @@ def smooth(load: NDArray[np.float64]) -> Shares:
 
 
 class LoadTracker:
-    """Counts of routed tokens that fade with age: a step's weigh 1 when they are new and 1/e after `window` steps.
+    """Exponentially decaying token counts: a step's counts have weight 1 when new and 1/e after `window` steps.
 
-    A fading sum needs one number per layer and expert, where a window of steps needs one per step as well.
+    A decaying sum stores one number per layer and expert; a sliding window would store one per step as well.
     """
 
     def __init__(self, layers: int, experts: int, *, window: int) -> None:
@@ -71,11 +71,11 @@ class LoadTracker:
         self._load = np.zeros((layers, experts))
 
     def add(self, counts: ArrayLike, num_steps: int) -> None:
-        """Take the counts [layers, experts] of `num_steps` steps. Steps without tokens count as steps.
+        """Add the counts [layers, experts] of `num_steps` steps; steps without tokens count as steps.
 
-        Ages differ within one batch of steps; the counts are taken as spread evenly over it.
+        The counts are treated as spread evenly over these steps, although the steps differ in age.
         """
-        counts = checked(counts)
+        counts = validate_load(counts)
         if counts.shape != self._load.shape:
             raise ValueError(f"counts: shape {counts.shape}, must be {self._load.shape}")
         if num_steps < 1:
@@ -85,7 +85,7 @@ class LoadTracker:
         self._load += counts * ((1 - faded) / ((1 - self._fade) * num_steps))
 
     def load(self) -> NDArray[np.float64]:
-        """What to plan with: [layers, experts]."""
+        """Return the decayed load [layers, experts] to plan with."""
         return self._load.copy()
 
     def check(self) -> None:

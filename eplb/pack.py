@@ -1,7 +1,7 @@
-"""Dealing copies to ranks so that the ranks carry alike: exactly S copies each, no expert twice on one rank.
+"""Bin packing of expert copies onto ranks of equal capacity with balanced loads and no duplicate expert on a rank.
 
-Every function works on all rows (layers) at once; loops run over slots or steps. What it packs is sorted, largest share
-first, with copies of one expert side by side. A row's result depends on that row alone.
+Every function handles all rows (layers) at once and loops over slots or steps. The input is sorted by descending share,
+with the copies of an expert next to each other. The result of a row depends only on that row.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from penstock.eplb import order
 from penstock.eplb.order import Ids, Indices, Shares
 
 _NEVER = np.float32(1e30)
-# How far along the partners of a trade are: one may be found with another. Only layers that are still too uneven get to
-# the later ones: few, unless each of many ranks has few slots (64 ranks of 5: 0.992 of the bound after eight steps).
+# For each step, the offset between trade partners: a pair without a good trade may have one with another partner. Only
+# layers that stay uneven reach the later steps, mostly many ranks of few slots (64 x 5: 0.992 of the bound after 8).
 _SHIFTS = (0, 0, 0, *range(9), *range(4))
-_LEAST_GAIN = np.float32(1e-3)  # of the gap between two ranks
+_LEAST_GAIN = np.float32(1e-3)  # as a fraction of the load gap between two ranks
 
 
 @dataclass
 class Bins:
-    """Ranks being filled. Slot-major, so that one round is one contiguous stretch."""
+    """The ranks being filled. The slot dimension comes first, so that each round writes contiguous memory."""
 
     ids: Ids  # [slots per rank, rows, ranks]
     shares: Shares  # [slots per rank, rows, ranks]
@@ -33,15 +33,15 @@ class Bins:
         return cls(np.empty(shape, np.int16), np.empty(shape, np.float32), np.zeros(shape[1:], np.float32))
 
     def slots(self) -> Ids:
-        """The expert in every slot, rank by rank: [rows, slots]."""
+        """Return the expert in every slot, ordered by rank: [rows, slots]."""
         return self.ids.transpose(1, 2, 0).reshape(self.load.shape[0], -1)
 
 
 def deal_rounds(ids: Ids, shares: Shares, ranks: int) -> Bins:
-    """Each round deals one copy to every rank, the heaviest copy to the lightest rank.
+    """Deal in rounds: each round gives every rank one copy, the heaviest copy to the least loaded rank.
 
-    Only one expert per round can also have been in the round before, because its copies stand side by side. It
-    goes to ranks that do not have it yet, so no rank gets an expert twice.
+    Only one expert can straddle two consecutive rounds, because its copies are next to each other. Its copies of the
+    second round go to ranks that do not have it yet, so no rank gets an expert twice.
     """
     rows, depth = len(ids), ids.shape[1] // ranks
     bins = Bins.empty(depth, rows, ranks)
@@ -63,27 +63,27 @@ def deal_rounds(ids: Ids, shares: Shares, ranks: int) -> Bins:
 
 
 def _keep_apart(lightest: NDArray[np.int32], before: Ids, block: Ids, last: Ids, load: Shares) -> None:
-    """Where the expert that opens this round also closed the last one, rewrite the order in which ranks are served."""
+    """Reorder the ranks in rows where this round's first expert was also the last of the previous round."""
     rows = np.nonzero(block[:, 0] == last)[0]
     expert, load = block[rows, :1], load[rows]
     num_copies = (block[rows] == expert).sum(1)[:, None]
     free_first = order.roughly_ascending(np.where(before[rows] == expert, _NEVER, load))
     turn = np.empty_like(free_first)
     np.put_along_axis(turn, free_first, np.arange(load.shape[1], dtype=np.int32)[None], axis=1)
-    # The lightest ranks without the expert are served first, all others after them by load.
+    # The least loaded ranks without the expert are served first, then all others by load.
     lightest[rows] = order.roughly_ascending(np.where(turn < num_copies, np.float32(0), load + np.float32(1)))
 
 
 def deal_singly(ids: Ids, shares: Shares, ranks: int) -> Bins:
-    """Each copy to the lightest rank that has a slot left, one column after the other.
+    """Deal one copy at a time, each to the least loaded rank with a free slot.
 
-    With no spare copies the hottest ranks must end up with the coldest experts, which rounds cannot do.
+    Without spare copies the hottest ranks must end up with the coldest experts, which dealing in rounds cannot do.
     """
     rows, slots = ids.shape
     depth, plane = slots // ranks, rows * ranks
     bins = Bins.empty(depth, rows, ranks)
     base = np.arange(0, plane, ranks)
-    load = np.zeros((rows, ranks), np.float32)  # of ranks that have a slot left; a full one counts as infinite
+    load = np.zeros((rows, ranks), np.float32)  # infinite for ranks without a free slot
     flat_load = load.ravel()
     free = np.arange(plane)  # the next slot of every rank
     last = plane * (depth - 1)
@@ -105,12 +105,12 @@ def deal_singly(ids: Ids, shares: Shares, ranks: int) -> Bins:
 
 
 def even_out(bins: Bins, goal: Shares, wish: Shares, *, spread: bool) -> None:
-    """Trades between pairs of ranks: what evens out ranks that have many slots each.
+    """Even out ranks of many slots by trading experts between pairs of ranks.
 
-    All pairs trade at once, the heaviest rank with the lightest, the next one with the next. Of all pairs of their
-    slots they take the one that comes nearest to making them even; with nine slots each that leaves about a hundredth
-    of their gap. A row trades once where its heaviest rank
-    is above the wish, and on until it is at its goal. With `spread` no rank gets an expert that it has.
+    All pairs trade at once: the heaviest rank with the lightest, the second heaviest with the second lightest, and so
+    on. Each pair makes the trade that best evens out its loads; with nine slots each, about a hundredth of the gap
+    remains. A row trades once if its heaviest rank is above `wish`, and again until it is at its `goal`. With `spread`,
+    no rank receives an expert that it already has.
     """
     at = np.nonzero(bins.load.max(1) > wish)[0]
     if not at.size:
@@ -126,7 +126,7 @@ def even_out(bins: Bins, goal: Shares, wish: Shares, *, spread: bool) -> None:
 
 
 def _trade(ids: Ids, shares: Shares, load: Shares, at: Indices, shift: int, spread: bool) -> None:
-    """One step for the rows `at`, in place; ids and shares are [rows, ranks, slots], load [rows, ranks]."""
+    """Make one trade per pair in the rows `at`, in place; ids and shares: [rows, ranks, slots], load: [rows, ranks]."""
     ranks, depth = ids.shape[1:]
     by_load = order.roughly_ascending(load[at]) + (at * ranks)[:, None]
     pairs = np.arange(ranks // 2)
@@ -139,7 +139,7 @@ def _trade(ids: Ids, shares: Shares, load: Shares, at: Indices, shift: int, spre
         takes.put(same // depth**2 * depth + same % depth, -_NEVER)
     gap = (load[heavy] - load[light]) * np.float32(0.5)
     takes += gap[:, None]
-    left = gives[:, :, None] - takes[:, None, :]  # [pairs, slot of the heavy one, slot of the light one]
+    left = gives[:, :, None] - takes[:, None, :]  # [pairs, slot of the heavy rank, slot of the light rank]
     left = np.abs(left, out=left).reshape(len(gap), -1)
     choice = left.argmin(1)
     do = np.nonzero(left[np.arange(len(gap)), choice] < gap * (1 - _LEAST_GAIN))[0]

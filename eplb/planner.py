@@ -1,4 +1,4 @@
-"""Plans from scratch: how many copies each expert gets, and which rank gets which copy.
+"""Computes plans from scratch: the number of copies of each expert, and the rank of each copy.
 
 `replan` changes a plan that is in use.
 """
@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from penstock.eplb import order, pack
-from penstock.eplb.load import check_shape, checked, smooth
+from penstock.eplb.load import check_shape, smooth, validate_load
 from penstock.eplb.maps import Load, Plan, max_copies
 from penstock.eplb.order import Ids, Indices, Shares
 
-TOLERANCE = np.float32(1.8e-3)  # a row at most this far above its bound is finished
-_FINE = np.float32(1e-4)  # but one step is made for rows further away than this: it costs little and finds much
+TOLERANCE = np.float32(1.8e-3)  # a row within this fraction of its bound is finished
+_FINE = np.float32(1e-4)  # rows further away than this get one trade step: it is cheap and gains much
 
 
 def plan(load: ArrayLike, slots: int, ranks: int) -> Plan:
-    """Place `slots` copies of the experts of `load` [layers, experts] on `ranks`, every copy with an even share."""
-    counts = checked(load)
+    """Place `slots` copies of the experts of `load` [layers, experts] on `ranks`; copies of an expert share equally."""
+    counts = validate_load(load)
     experts = counts.shape[1]
     check_shape(experts, slots, ranks)
     return Plan.of(place(smooth(counts), slots, ranks), experts, ranks)
@@ -29,15 +29,15 @@ def place(load: Shares, slots: int, ranks: int) -> Ids:
     """Return the expert in every slot, [layers, slots], for a smoothed load."""
     is_redundant = slots > load.shape[1]
     ids, shares = copies(load, slots, max_copies(load.shape[1], slots, ranks))
-    floor = floor_of(shares, ranks, is_redundant)
+    floor = rank_load_bound(shares, ranks, is_redundant)
     deal = pack.deal_rounds if is_redundant or slots == ranks else pack.deal_singly
     bins = deal(ids, shares, ranks)
     pack.even_out(bins, floor * (1 + TOLERANCE), floor * (1 + _FINE), spread=is_redundant)
     return bins.slots()
 
 
-def floor_of(shares: Shares, ranks: int, is_redundant: bool) -> Shares:
-    """What the heaviest rank of every row carries at best. Without spare copies the largest one is not alone."""
+def rank_load_bound(shares: Shares, ranks: int, is_redundant: bool) -> Shares:
+    """Return a lower bound of each row's largest rank load. Without spare slots, the hottest expert shares its rank."""
     floor: Shares = np.maximum(shares.sum(1) / np.float32(ranks), shares[:, 0])
     if not is_redundant:
         coldest = shares[:, shares.shape[1] - shares.shape[1] // ranks + 1 :]
@@ -46,13 +46,13 @@ def floor_of(shares: Shares, ranks: int, is_redundant: bool) -> Shares:
 
 
 def copies(load: Shares, slots: int, limit: int) -> tuple[Ids, Shares]:
-    """The experts of all copies and what each copy carries, largest share first: [rows, slots] twice.
+    """Return the expert and the load share of every copy, largest share first: two arrays [rows, slots].
 
-    `limit` is the most copies an expert may have. Copies of one expert stand side by side.
+    `limit` is the maximum number of copies of one expert. Copies of an expert are next to each other.
 
-    A spare slot always goes to the expert whose copies carry most; this is a divisor method and makes the largest
-    share of any copy as small as it can be. Done one by one it is a loop over spare slots. Here all of them at once:
-    giving the k-th spare copy relieves a share of load / k, so the spare slots go to the largest of these quotients.
+    Each spare slot goes to the expert with the largest load per copy. This divisor method minimizes the largest share.
+    Instead of a loop over spare slots, all are assigned at once: the k-th spare copy of an expert is worth load / k, so
+    the spare slots go to the largest of these quotients.
     """
     rows, experts = load.shape
     base = np.arange(rows)[:, None] * experts
@@ -70,7 +70,7 @@ def copies(load: Shares, slots: int, limit: int) -> tuple[Ids, Shares]:
 
 
 def _counts(sorted_load: Shares, spare: int, limit: int) -> Indices:
-    """Copies per expert, with the experts in the order of falling load."""
+    """Return the number of copies per expert, for experts sorted by descending load."""
     rows, experts = sorted_load.shape
     position, divisor = _candidates(spare, experts, limit)
     if len(position) > spare:
@@ -83,10 +83,10 @@ def _counts(sorted_load: Shares, spare: int, limit: int) -> Indices:
 
 @cache
 def _candidates(spare: int, experts: int, limit: int) -> tuple[Indices, Shares]:
-    """(position by load, k) of every quotient that may be among the largest; the same for every plan of a model.
+    """Return (position by load, k) of every quotient that can be among the largest; the result depends only on sizes.
 
-    The expert that stands at position m by load can have one among the N largest only if (m + 1) · k ≤ N, because all
-    before it have k quotients at least as large; about N · ln N candidates per layer remain.
+    The expert at position m by load can have its k-th quotient among the N largest only if (m + 1) · k ≤ N, because the
+    k-th quotients of all experts before it are at least as large. About N · ln N candidates per layer remain.
     """
     position = np.arange(min(spare, experts))[:, None]
     divisor = np.arange(1, min(spare, limit - 1) + 1)
@@ -95,12 +95,12 @@ def _candidates(spare: int, experts: int, limit: int) -> tuple[Indices, Shares]:
 
 
 def bound(load: ArrayLike, slots: int, ranks: int) -> NDArray[np.float64]:
-    """A balance per layer that no plan exceeds, however it splits load over copies. It need not be attainable.
+    """Return an upper bound on the balance of any plan, per layer; it need not be attainable.
 
-    Some rank carries at least the mean, and some copy at least the smallest possible largest share. Without spare
-    slots the hottest expert cannot be alone either: its rank has at least the coldest others beside it.
+    Some rank carries at least the mean load, and some copy at least the smallest possible largest share. Without spare
+    slots, the rank of the hottest expert also holds at least the coldest other experts.
     """
-    load = checked(load)
+    load = validate_load(load)
     layers, experts = load.shape
     check_shape(experts, slots, ranks)
     mean = load.sum(axis=1) / ranks
@@ -113,12 +113,12 @@ def bound(load: ArrayLike, slots: int, ranks: int) -> NDArray[np.float64]:
 
 
 def _least_largest_share(load: Load, slots: int, ranks: int) -> NDArray[np.float64]:
-    """The largest load of a copy when spare slots are given out best; at most one copy per rank helps."""
+    """Return the smallest possible largest copy load when spare slots are assigned; at most one copy per rank helps."""
     limit = max_copies(load.shape[1], slots, ranks)
     scale = np.where(load.max(axis=1) > 0, load.max(axis=1), 1)[:, None]
     ids = copies((load / scale).astype(np.float32), slots, limit)[0].astype(np.int64)
     rows = np.arange(len(load))[:, None] * load.shape[1]
     count = np.bincount((ids + rows).ravel(), minlength=load.size).reshape(load.shape)
-    # The counts are best in float32; a copy of a float64 load may then be a rounding below them.
+    # The counts are optimal in float32; with a float64 load, the largest share may be one rounding error smaller.
     largest: NDArray[np.float64] = (load / np.minimum(count, ranks)).max(axis=1) * (1 - 2.0**-22)
     return largest

@@ -1,31 +1,31 @@
-"""A new plan from one that is in use, moving as little as will do. Layers near their best are left as they are.
+"""Adapts a plan that is in use to a new load with few moves. Layers near their best balance stay as they are.
 
-A layer that is not goes through three stages and stops at the first that suffices: new shares for its copies, which
-moves nothing; single changes (`search`); a plan from scratch, laid over the old one so that as much as possible
-stays. Then what was found is cut to `max_moves`, the layers that gain most per move first.
+Each other layer goes through three stages and stops at the first that suffices: new weights for its copies, which moves
+nothing; single changes (`search`); a plan from scratch, permuted so that as many experts as possible stay. The result
+is then cut to `max_moves`: layers that gain most per move come first.
 """
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from penstock.eplb.load import smooth
-from penstock.eplb.maps import Load, Plan, Weights, evenness, fitting
+from penstock.eplb.maps import Load, Plan, Weights, evenness, validate_load_for
 from penstock.eplb.order import Ids, Indices
 from penstock.eplb.planner import place
 from penstock.eplb.search import SearchedRows
 from penstock.eplb.split import split
 
-# Weighted shares add to what single changes reach, so the search first aims this much lower than the target.
+# Fitted weights improve on what single changes reach, so the search first aims this much below the target.
 _MARGINS = (0.1, 0.05, 0.02, 0.0)
-_WORTH = 0.02  # the balance that a plan from scratch must add: it moves most of the layer
+_WORTH = 0.02  # the least gain of balance for a plan from scratch, which moves most of the layer
 
 
 def replan(load: ArrayLike, old: Plan, *, target: float = 0.96, max_moves: int | None = None) -> Plan:
-    """`old` fitted to `load`; `old` itself when every layer has `target` of the balance it can have.
+    """Return `old` adapted to `load`; `old` itself if every layer has `target` of the balance that it can have.
 
-    No layer gets less even, and at most `max_moves` slots get another expert.
+    The balance of no layer decreases, and at most `max_moves` slots get another expert.
     """
-    counts = fitting(load, old)
+    counts = validate_load_for(load, old)
     if not 0 < target <= 1:
         raise ValueError(f"target: {target}, must lie above 0 and not above 1")
     if max_moves is not None and max_moves < 0:
@@ -44,7 +44,7 @@ def replan(load: ArrayLike, old: Plan, *, target: float = 0.96, max_moves: int |
 
 
 class _Draft:
-    """A plan under change. A layer's placement and weights change together, and only for the better."""
+    """A plan being changed. Placement and weights of a layer change together, and only if its balance improves."""
 
     def __init__(self, load: Load, old: Plan, target: float) -> None:
         self.load, self.old, self.target = load, old, target
@@ -55,24 +55,24 @@ class _Draft:
         self.goal = target * self.rows.reach
 
     def below(self) -> Indices:
-        """Layers that are below their goal."""
+        """Return the layers that are below their goal."""
         return np.nonzero(self.balance < self.goal)[0]
 
     def moves(self) -> Indices:
-        """Slots per layer whose expert is another than in the old plan."""
+        """Return the number of slots per layer whose expert differs from the old plan."""
         changed: Indices = (self.phy2log != self.old.phy2log).sum(1)
         return changed
 
     def offer(self, layers: Indices, phy2log: Ids, weight: Weights, gain: float = 0.0) -> None:
-        """Take these placements for the layers where they add more than `gain`."""
+        """Adopt these placements for the layers whose balance they improve by more than `gain`."""
         balance = evenness(self.load[layers], phy2log, weight, self.old.ranks)
         better = balance > self.balance[layers] + gain
         at = layers[better]
         self.phy2log[at], self.weight[at], self.balance[at] = phy2log[better], weight[better], balance[better]
 
     def offer_placed(self, layers: Indices, phy2log: Ids, gain: float = 0.0) -> None:
-        """Take new placements, with even shares fitted to the load."""
-        weight = Plan.of(phy2log, self.old.experts, 1).weight  # even, to the rounding that a new plan has too
+        """Offer new placements with weights fitted to the load, starting from equal shares."""
+        weight = Plan.of(phy2log, self.old.experts, 1).weight  # equal shares, rounded as in a new plan
         self.offer(layers, phy2log, split(self.load[layers], phy2log, weight, self.old.ranks), gain)
 
     def reweight(self, layers: Indices) -> None:
@@ -80,7 +80,7 @@ class _Draft:
         self.offer(layers, self.phy2log[layers], weight)
 
     def search(self, budget: Indices) -> None:
-        """Single changes, aiming higher step by step, until layers are at their goal or out of budget."""
+        """Make single changes, with a rising target, until the layers reach their goal or use up their budget."""
         placed = self.phy2log.copy()
         for margin in _MARGINS:
             layers = self.below()
@@ -88,14 +88,14 @@ class _Draft:
                 return
             aim = max(self.target - margin, self.target / 2)
             left = budget[layers] - (placed[layers] != self.old.phy2log[layers]).sum(1)
-            placed[layers] = self.rows.improved(layers, placed[layers], aim, left)
+            placed[layers] = self.rows.improve(layers, placed[layers], aim, left)
             self.offer_placed(layers, placed[layers])
 
     def start_afresh(self) -> None:
-        """Try a plan from scratch for layers that are still below their goal, and take it where it adds enough."""
+        """Try a plan from scratch for layers still below their goal; adopt it where it gains more than _WORTH."""
         layers = np.nonzero(self.balance < self.goal - _WORTH)[0]
         if layers.size:
-            self.reweight(layers)  # so that what weights alone gain does not count for the plan from scratch
+            self.reweight(layers)  # so that gains of the weights alone are not credited to the plan from scratch
             fresh = place(self.smooth[layers], self.old.slots, self.old.ranks)
             self.offer_placed(layers, overlay(fresh, self.old.phy2log[layers], self.old.ranks), _WORTH)
 
@@ -104,7 +104,7 @@ class _Draft:
 
 
 def _cut(draft: _Draft, start: _Draft, limit: int) -> _Draft:
-    """At most `limit` moves of the draft: layers by gain per move, and a last one as far as the rest goes."""
+    """Reduce the draft to `limit` moves: layers by gain per move, the last one as far as the remaining moves allow."""
     start.reweight(start.below())
     moves, gain = draft.moves(), draft.balance - start.balance
     ranked = np.argsort(-gain / np.maximum(moves, 1), kind="stable")
@@ -116,7 +116,7 @@ def _cut(draft: _Draft, start: _Draft, limit: int) -> _Draft:
     budget[rest[:1]] = limit - moves[chosen].sum()
     last = rest[:1]
     if budget[last].any():
-        placed = start.rows.improved(last, start.phy2log[last], start.target, budget[last])
+        placed = start.rows.improve(last, start.phy2log[last], start.target, budget[last])
         start.offer_placed(last, placed)
     return start
 
@@ -124,8 +124,8 @@ def _cut(draft: _Draft, start: _Draft, limit: int) -> _Draft:
 def overlay(new: Ids, old: Ids, ranks: int) -> Ids:
     """Return `new` [layers, slots] with its ranks and slots permuted to match `old`.
 
-    A planner deals copies to ranks without names. Naming the ranks so that each gets the bin that has most in common
-    with what it holds, and leaving every expert that stays on its rank in its slot, saves moves and changes no balance.
+    The planner's ranks are interchangeable. Assigning each bin to the rank that already holds most of its experts, and
+    leaving every expert that stays on its rank in its slot, saves moves and does not change the balance.
     """
     layers, slots = new.shape
     ours, theirs = new.reshape(layers, ranks, -1), old.reshape(layers, ranks, -1)
@@ -135,7 +135,7 @@ def overlay(new: Ids, old: Ids, ranks: int) -> Ids:
 
 
 def _bins_of_ranks(new: Ids, old: Ids) -> Indices:
-    """The new bin of every old rank: again and again the pair with most in common, in all rows at once."""
+    """Return the new bin of every old rank, greedily by the number of common experts, in all rows at once."""
     rows, ranks, depth = new.shape
     common = np.zeros((rows, ranks, ranks), np.int32)  # [row, old rank, new bin]
     for slot in range(depth):
@@ -151,7 +151,7 @@ def _bins_of_ranks(new: Ids, old: Ids) -> Indices:
 
 
 def keep_slots(new: Ids, old: Ids) -> Ids:
-    """The experts of every row of `new` in the slots that they have in `old`; the others in the slots left over."""
+    """Return `new` with each row's experts in the slots that they have in `old`, the others in the remaining slots."""
     rows, depth = new.shape
     placed = np.full((rows, depth), -1, np.int16)
     is_left = np.ones((rows, depth), bool)
@@ -162,5 +162,5 @@ def keep_slots(new: Ids, old: Ids) -> Ids:
         stays = same[row, which]
         placed[row[stays], slot] = old[stays, slot]
         is_left[row[stays], which[stays]] = False
-    placed[placed < 0] = new[is_left]  # as many of both in every row, and both row by row
+    placed[placed < 0] = new[is_left]  # both masks have the same number per row, and both are in row order
     return placed

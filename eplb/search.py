@@ -1,9 +1,9 @@
-"""Changing a placement that is in use by as few copies as will do.
+"""Improves a placement that is in use with as few changed slots as possible.
 
-Both phases make one change per row (layer) and step, in all rows at once. First an expert whose copies carry more than
-the target can bear gets one more copy, in the slot that is missed least. Then the heaviest rank of a row either trades
-a slot with one of the lightest ranks, or hands part of an expert to it, where a copy that its expert can do without
-makes room; whichever helps most.
+Both phases make one change per row (layer) and step, in all rows at once. First, an expert whose copies are larger than
+the target allows gets one more copy, in the slot that is cheapest to give up. Then the heaviest rank of a row either
+trades a slot with one of the lightest ranks, or a light rank takes a copy of one of its experts in place of a copy that
+another expert can do without, whichever gains more.
 """
 
 from dataclasses import dataclass
@@ -14,29 +14,29 @@ from numpy.typing import NDArray
 from penstock.eplb import order
 from penstock.eplb.maps import Plan, max_copies
 from penstock.eplb.order import Ids, Indices, Shares
-from penstock.eplb.planner import copies, floor_of
+from penstock.eplb.planner import copies, rank_load_bound
 
 _NEVER = np.float32(3e38)
-_LIGHTEST = 6  # how many of the lightest ranks are tried as partners; more find little more
-_PATIENCE = np.float32(1.15)  # copies may carry this much more than the best counts would give
-_LEAST_GAIN = np.float32(1e-5)  # of the heaviest rank's load; below it a row is stuck
+_LIGHTEST = 6  # number of lightest ranks tried as partners; more of them gain little
+_PATIENCE = np.float32(1.15)  # copies may be this much larger than with the best counts
+_LEAST_GAIN = np.float32(1e-5)  # as a fraction of the heaviest rank's load; below it, a row is finished
 _MAX_STEPS = 400
 
 
 class SearchedRows:
-    """The layers of a plan for a smoothed load, and how good their placements can get."""
+    """The layers of a plan with a smoothed load, and the best balance that each can reach."""
 
     def __init__(self, plan: Plan, load: Shares) -> None:
         self._load, self._ranks = load, plan.ranks
         self._may_copy = plan.slots > plan.experts
         shares = copies(load, plan.slots, max_copies(plan.experts, plan.slots, plan.ranks))[1]
-        self._floor = floor_of(shares, plan.ranks, self._may_copy)  # [layers]: the heaviest rank carries at least this
+        self._floor = rank_load_bound(shares, plan.ranks, self._may_copy)  # [layers]: bound of the largest rank load
         self._least_share = shares[:, 0]
         mean = load.sum(1) / plan.ranks
-        self.reach = np.minimum(mean / self._floor, 1).astype(np.float64)  # [layers]: the balance at that floor
+        self.reach = np.minimum(mean / self._floor, 1).astype(np.float64)  # [layers]: the balance at this bound
 
-    def improved(self, layers: Indices, phy2log: Ids, aim: float, budget: Indices) -> Ids:
-        """Search these layers for a heaviest rank load of floor / aim; return their placements."""
+    def improve(self, layers: Indices, phy2log: Ids, aim: float, budget: Indices) -> Ids:
+        """Return placements of these layers, searched for a largest rank load of at most floor / aim."""
         rows = _Rows(
             load=self._load[layers],
             ids=phy2log.astype(np.int64).reshape(len(layers), self._ranks, -1),
@@ -51,14 +51,14 @@ class SearchedRows:
 
 @dataclass
 class _Rows:
-    """Placements under change; `at` arguments below are indices of rows."""
+    """Placements being changed; the `at` arguments below are row indices."""
 
     load: Shares  # [rows, experts]
     ids: Indices  # [rows, ranks, slots per rank]
-    target: Shares  # [rows]: a heaviest rank this light is enough
-    least_share: Shares  # [rows]: of the largest copy, with the best counts
-    budget: Indices  # [rows]: slots that may still change
-    may_copy: bool  # whether counts may change
+    target: Shares  # [rows]: the largest rank load to reach
+    least_share: Shares  # [rows]: the largest share with the best counts
+    budget: Indices  # [rows]: the number of slots that may still change
+    may_copy: bool  # whether the number of copies of an expert may change
 
     def __post_init__(self) -> None:
         rows, experts = self.load.shape
@@ -68,21 +68,21 @@ class _Rows:
         np.divide(self.load, self.count, out=self.share, where=self.count > 0)
         self.carried = np.empty(self.ids.shape, np.float32)
         self.rank_load = np.empty(self.ids.shape[:2], np.float32)
-        self.weigh(np.arange(rows))
+        self.update_loads(np.arange(rows))
 
-    def weigh(self, at: Indices) -> None:
-        """Set what slots and ranks carry from counts and placement."""
+    def update_loads(self, at: Indices) -> None:
+        """Recompute the loads of slots and ranks from the shares and the placement."""
         ids = self.ids[at]
         self.carried[at] = self.share[at[:, None, None], ids]
         self.rank_load[at] = self.carried[at].sum(2)
 
-    def above(self, at: Indices) -> Indices:
-        """Those of the rows whose heaviest rank is above the target."""
+    def above_target(self, at: Indices) -> Indices:
+        """Return the given rows whose heaviest rank is above the target."""
         heavy: Indices = at[self.rank_load[at].max(1) > self.target[at]]
         return heavy
 
     def replace(self, at: Indices, rank: Indices, slot: Indices, expert: Indices) -> None:
-        """Put one more copy of an expert in place of another's, in each of these rows."""
+        """Replace the expert in a slot with one more copy of another expert, in each of these rows."""
         old = self.ids[at, rank, slot]
         self.ids[at, rank, slot] = expert
         self.count[at, expert] += 1
@@ -90,7 +90,7 @@ class _Rows:
         self.share[at, expert] = self.load[at, expert] / self.count[at, expert]
         self.share[at, old] = self.load[at, old] / self.count[at, old]
         self.budget[at] -= 1
-        self.weigh(at)
+        self.update_loads(at)
 
     def trade(self, at: Indices, rank: Indices, slot: Indices, other: Indices, other_slot: Indices) -> None:
         """Exchange the experts of two slots in each of these rows."""
@@ -103,19 +103,19 @@ class _Rows:
 
 
 def _improve(rows: _Rows) -> None:
-    """Bring every row to its target, or as near as single changes within its budget get it."""
-    at = rows.above(np.arange(len(rows.load)))
+    """Bring every row to its target, or as close as single changes within its budget allow."""
+    at = rows.above_target(np.arange(len(rows.load)))
     if rows.may_copy:
         _relieve(rows, at)
-    at = rows.above(at)
+    at = rows.above_target(at)
     for _ in range(_MAX_STEPS):
         if not at.size:
             return
-        at = rows.above(_change(rows, at))
+        at = rows.above_target(_change(rows, at))
 
 
 def _relieve(rows: _Rows, at: Indices) -> None:
-    """More copies for experts whose copies are too large, one per row and step."""
+    """Add copies of experts whose copies are too large, one per row and step."""
     limit = rows.least_share * _PATIENCE
     for _ in range(rows.ids[0].size):
         at = at[(rows.share[at].max(1) > limit[at]) & (rows.budget[at] > 0)]
@@ -131,10 +131,10 @@ def _relieve(rows: _Rows, at: Indices) -> None:
 
 
 def _cost_of_slots(rows: _Rows, at: Indices, expert: Indices, limit: Shares) -> Shares:
-    """How little each slot may be given up for a copy of `expert`: its rank's load without it; _NEVER if it may not.
+    """Return the cost of using each slot for a copy of `expert`: the rest of its rank's load, or _NEVER.
 
-    A slot's expert must be left with a copy, and the copies it is left with should not be too large themselves;
-    where they all would be, smaller than the expert's that needs relief will do.
+    The slot's expert must keep at least one copy, and its remaining copies should not be too large. If every slot would
+    violate the latter, copies smaller than those of `expert` are accepted with a penalty.
     """
     ids = rows.ids[at]
     flat = ids.reshape(len(at), -1)
@@ -150,11 +150,11 @@ def _cost_of_slots(rows: _Rows, at: Indices, expert: Indices, limit: Shares) -> 
 
 
 def _change(rows: _Rows, at: Indices) -> Indices:
-    """One change in each row that gains by it; returns those rows."""
+    """Make one change in each row that gains from it; return those rows."""
     depth = rows.ids.shape[2]
     view = _View(rows, at)
     gain, choice = view.best(view.after_trade(), rows.budget[at] >= 2)
-    gain *= np.float32(0.5)  # a trade changes two slots, a copy one
+    gain *= np.float32(0.5)  # a trade changes two slots, a new copy one
     is_copy = np.zeros(len(at), bool)
     if rows.may_copy:
         copy_gain, copy_choice = view.best(view.after_copy(), rows.budget[at] >= 1)
@@ -174,7 +174,7 @@ def _change(rows: _Rows, at: Indices) -> Indices:
 
 
 class _View:
-    """The heaviest rank of each row beside its lightest ones. Options are [rows, partner, slot, partner's slot]."""
+    """The heaviest rank of each row and its lightest ranks. Options are [rows, partner, slot, partner's slot]."""
 
     def __init__(self, rows: _Rows, at: Indices) -> None:
         self.rows, self.at = rows, at
@@ -190,19 +190,19 @@ class _View:
         self.gives = rows.carried[at, self.heavy][:, None, :, None]
         self.takes = rows.carried[at[:, None], self.light][:, :, None, :]
         same = self.heavy_ids[:, None, :, None] == self.light_ids[:, :, None, :]
-        # Neither rank may get an expert that it has.
+        # No rank may get an expert that it already has.
         self.is_refused = same.any(3, keepdims=True) | same.any(2, keepdims=True)
         self.is_held = same.any(3, keepdims=True)
 
     def after_trade(self) -> Shares:
-        """The heavier of the two ranks after each trade."""
+        """Return the larger load of the two ranks after each trade."""
         shift = self.gives - self.takes
         after: Shares = np.maximum(self.heaviest[:, None, None, None] - shift, self.light_load + shift)
         after[self.is_refused] = _NEVER
         return after
 
     def after_copy(self) -> Shares:
-        """The heaviest rank that changes when the light one gets a copy instead of what lies in the slot."""
+        """Return the largest changed rank load after a copy of the heavy rank's expert replaces the light rank's."""
         rows, at = self.rows, self.at
         copies = rows.count[at[:, None], self.heavy_ids].astype(np.float32)[:, None, :, None]
         dropped = rows.count[at[:, None, None], self.light_ids].astype(np.float32)[:, :, None, :]
@@ -210,13 +210,13 @@ class _View:
         light = self.light_load - self.takes + self.gives * copies / (copies + 1)
         after = np.maximum(heavy, light)
         if (dropped > 1).any():
-            # The other copies of what is dropped grow, on ranks that may be heavy already.
+            # The other copies of the dropped expert grow, on ranks that may already be heavy.
             grown = self._heaviest_holder()[self.every[:, None, None], self.light_ids][:, :, None, :]
             after = np.maximum(after, grown + self.takes / np.maximum(dropped - 1, 1))
         return np.where(self.is_held | (dropped < 2), _NEVER, after)
 
     def _heaviest_holder(self) -> Shares:
-        """The load of the heaviest rank that has each expert: [rows, experts]."""
+        """Return the load of the heaviest rank that holds each expert: [rows, experts]."""
         rows, at = self.rows, self.at
         held = np.zeros(rows.load[at].shape, np.float32)
         ids = rows.ids[at].reshape(len(at), -1)
@@ -224,7 +224,7 @@ class _View:
         return held
 
     def best(self, after: Shares, is_affordable: NDArray[np.bool_]) -> tuple[Shares, Indices]:
-        """(gain, option) per row. What a rank gets below the target is no gain."""
+        """Return (gain, option) per row. Going below the target is not a gain."""
         target = self.rows.target[self.at][:, None, None, None]
         gain = (self.heaviest[:, None, None, None] - np.maximum(after, target)).reshape(len(self.at), -1)
         option = gain.argmax(1)

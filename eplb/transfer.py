@@ -1,4 +1,4 @@
-"""Which weights have to be copied from where, to come from one plan to the next."""
+"""Lists the expert weights that have to be copied to change from one plan to another."""
 
 import numpy as np
 
@@ -7,18 +7,18 @@ from penstock.eplb.order import Ids, Indices
 
 
 def transfers(old: Plan, new: Plan, ranks_per_node: int | None = None) -> Indices:
-    """Return rows (layer, expert, src_slot, dst_slot), one for every slot that gets another expert, by layer and dst_slot.
+    """Return rows (layer, expert, src_slot, dst_slot) for every slot that gets another expert, by layer and dst_slot.
 
-    A source holds the expert in the old plan. It is on the same rank where that has it, else on the same node (by
-    default all ranks are on one), else anywhere; receivers take turns over the sources that are equally near. A rank
-    takes an expert from one source only, also where it needs it in two slots.
+    A source slot holds the expert in the old plan: on the same rank if possible, else on the same node (by default, all
+    ranks are on one node), else anywhere. Receivers are spread over equally near sources. A rank receives an expert
+    from one source only, even if it needs it in two slots.
     """
     per_node = old.ranks if ranks_per_node is None else ranks_per_node
     _check_alike(old, new, per_node)
     at = np.flatnonzero(old.phy2log != new.phy2log)
     rows = np.empty((len(at), 4), np.int64)
     rows[:, 0], rows[:, 3] = np.divmod(at, old.slots)
-    rows[:, 1], rows[:, 2] = new.phy2log.ravel()[at], _beside(old, new).ravel()[at]
+    rows[:, 1], rows[:, 2] = new.phy2log.ravel()[at], _local_sources(old, new).ravel()[at]
     remote = np.flatnonzero(rows[:, 2] < 0)
     rows[remote, 2] = _remote_sources(old, rows[remote], old.ranks // per_node)
     return rows
@@ -32,7 +32,7 @@ def _check_alike(old: Plan, new: Plan, ranks_per_node: int) -> None:
         raise ValueError(f"ranks_per_node: {ranks_per_node}, must divide the {old.ranks} ranks")
 
 
-def _beside(old: Plan, new: Plan) -> Ids:
+def _local_sources(old: Plan, new: Plan) -> Ids:
     """Return, for every slot, a slot of the same rank that holds its new expert in the old plan, else -1."""
     depth = old.slots_per_rank
     held, wanted = (plan.phy2log.reshape(-1, depth) for plan in (old, new))  # [ranks of all layers, slots]
@@ -44,10 +44,10 @@ def _beside(old: Plan, new: Plan) -> Ids:
 
 
 def _remote_sources(old: Plan, rows: Indices, num_nodes: int) -> Indices:
-    """Return the source slot of each row: on the same node where that has the expert, else anywhere.
+    """Return the source slot of each row: on the same node if that holds the expert, else anywhere.
 
-    All copies, sorted by layer, expert and slot, are sorted by node within an expert too: those of an expert on one node
-    are a run of them.
+    Copies sorted by layer, expert and slot are also sorted by node within an expert, so the copies of an expert on one
+    node are a contiguous run.
     """
     layer, expert, _, slot = rows.T
     copy = np.argsort(old.phy2log, axis=1, kind="stable")
@@ -65,7 +65,7 @@ def _remote_sources(old: Plan, rows: Indices, num_nodes: int) -> Indices:
 
 
 def _turns(queue: Indices, rank: Indices, num_ranks: int) -> Indices:
-    """Return the place of every receiver in its queue, by rank; slots of one rank share a place."""
+    """Return the index of every receiver in its queue, by rank; slots of one rank share an index."""
     receivers, which = np.unique(queue * num_ranks + rank, return_inverse=True)
     queues = receivers // num_ranks
     turn: Indices = (np.arange(len(queues)) - np.searchsorted(queues, queues))[which]

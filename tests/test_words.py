@@ -1,12 +1,16 @@
-"""No name stands for two things: classes of the product, files of a room."""
+"""No name stands for two things: classes of the product, files of a room. Texts are in plain English."""
 
 import ast
+import re
 import subprocess
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("engine", "executor", "cache", "eplb", "router")
+PLAIN = ("eplb",)  # rewritten in plain technical English; the rest follows
+RIDDLE = re.compile(r'(^\s*(""")?|# |// |/\*+ )(Of|What|Who|Whose|Whether|Those|As|None of)\b')
 
 
 def files(*folders: str) -> list[Path]:
@@ -36,3 +40,12 @@ def test_no_file_name_stands_twice_in_a_room() -> None:
         paths = [path for path in files(room) if "commands/prove/" not in str(path)]
         names = Counter(path.name for path in paths if path.name != "__init__.py")
         assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_docstring_and_no_comment_line_begins_without_its_subject() -> None:
+    lines = [(path, line) for path in files(*PLAIN) for line in path.read_text().splitlines()]
+    assert [f"{path.relative_to(ROOT)}: {line.strip()}" for path, line in lines if RIDDLE.search(line)] == []
+
+
+def test_docstrings_of_functions_begin_with_an_imperative_verb() -> None:
+    assert not subprocess.run([sys.executable, "-m", "ruff", "check", "--select=D401", *PLAIN], cwd=ROOT).returncode
