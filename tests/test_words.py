@@ -9,7 +9,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("engine", "executor", "cache", "eplb", "router")
-PLAIN = ("eplb",)  # rewritten in plain technical English; the rest follows
+PLAIN = (
+    "eplb",
+    "engine/commands/prove",
+    "executor/kernels/cuda",
+)  # rewritten in plain technical English; the rest follows
 RIDDLE = re.compile(r'(^\s*(""")?|# |// |/\*+ )(Of|What|Who|Whose|Whether|Those|As|None of)\b')
 
 

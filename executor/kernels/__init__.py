@@ -130,7 +130,7 @@ class Ops(Protocol):
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """gate_up [T, 2 I], the gate first -> activation(gate) * up [T, I]"""
 
-    def weigh(self, x: Tensor, gate: Tensor) -> Tensor:
+    def apply_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """x [T, W] times the sigmoid of gate [T, W]"""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

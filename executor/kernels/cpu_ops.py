@@ -105,7 +105,7 @@ class CpuOps:
         gate, up = gate_up.chunk(2, 1)
         return self._gated(gate, up, activation)
 
-    def weigh(self, x: Tensor, gate: Tensor) -> Tensor:
+    def apply_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         return self._gated(gate, x, "sigmoid")
 
     def _gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:

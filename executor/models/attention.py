@@ -79,7 +79,7 @@ class GroupedAttention:
         if self._spec.query_growth is not None:
             q *= _growth(batch, *self._spec.query_growth).to(q.dtype)
         out = self._ops.paged_attention(q, pages, batch, self._spec.attention_scale, self.extras).flatten(1)
-        return self._ops.weigh(out, gates[0].flatten(1)) if gates else out
+        return self._ops.apply_gate(out, gates[0].flatten(1)) if gates else out
 
     def _attend_own(self, parts: Sequence[Tensor], batch: ForwardBatch, pages: Pages) -> Tensor:
         """Attend with the heads of this layer, whose pages may be another layer's, and wider."""

@@ -56,7 +56,7 @@ def test_gated_activations_equal_the_twin(level: str, dtype: torch.dtype, activa
         gate_up = 10 * random(rows, 2 * width, dtype=dtype)
         close(ops.gate(gate_up, activation), torch_ops.gate(gate_up, activation))
         x, gate = gate_up.chunk(2, 1)
-        close(ops.weigh(x, gate), torch_ops.weigh(x, gate))
+        close(ops.apply_gate(x, gate), torch_ops.apply_gate(x, gate))
 
 
 @every_level
@@ -247,7 +247,7 @@ def test_a_token_gets_the_same_bits_from_the_other_kernels_in_any_batch(level: s
         lambda ops, rows: ops.add_rms_norm(x[rows], residual[rows], weight, 1e-5)[0],
         lambda ops, rows: ops.gate(x[rows], "silu"),
         lambda ops, rows: ops.gate(x[rows], "gelu_tanh"),
-        lambda ops, rows: ops.weigh(x[rows], x[rows]),
+        lambda ops, rows: ops.apply_gate(x[rows], x[rows]),
     ]
     for run in runs:
         whole = run(two, slice(None))

@@ -1,8 +1,8 @@
-"""`penstock prove URL`: whether a server gives the answers under load that it gives alone, and what it leaves behind.
+"""`penstock prove URL`: tests whether a server gives the same answers under load as alone, and leaks nothing.
 
 Without a URL it starts servers of its own with caches that are far too small, and can inject faults into them. The
-package works with any OpenAI-compatible server and imports nothing of the engine; `own.py`, which starts servers, is the
-exception.
+package works with any OpenAI-compatible server and imports nothing of the engine; `own.py`, which starts servers,
+is the exception.
 """
 
 import argparse
@@ -15,11 +15,11 @@ __all__ = ["ProveError", "add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 without findings, 1 with some, and 3 where too few answers came in the time to tell. Every run prints a
-    table and a line of JSON."""
+    """Prove the server or start servers to prove. Print a table and a line of JSON for each run; return 0 without
+    findings, 1 with findings, and 3 if too few answers arrived in time to tell."""
     options = ProveOptions.of(args)
     if args.url is None:
-        from .own import run_own  # imports the engine, which a proof of another server does without
+        from .own import run_own  # imports the engine, which is not needed to prove another server
 
         return run_own(options)
     if options.worlds or options.faults or options.model or options.serve_options:

@@ -1,7 +1,7 @@
-"""Finds out what a server can do by asking it. What it cannot do is skipped, and the report names it with the reason.
+"""Detects a server's abilities with trial requests. What a server cannot do is skipped, and reported with the reason.
 
-A field counts as known when a request with it is answered. On a server that accepts any field, its effect must be seen as
-well, unless it is a field that changes nothing.
+A field counts as known when a request with it is answered. On a server that accepts unknown fields, its effect must be
+seen as well, unless the field has no visible effect.
 """
 
 import random
@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from .asker import PATH, Asker
-from .metrics import Look
+from .metrics import Metrics
 from .options import ProveError
 from .questions import FORMATTED, RESET, WORDS, Material, as_prompt
 
-NUM_TOPS = 5  # candidates asked for beside each token
+NUM_TOPS = 5  # alternatives requested for each token
 FIELDS: dict[str, dict[str, Any]] = {
     "stop": {"stop": ["zq"]},
     "n": {"n": 2},
@@ -48,7 +48,7 @@ class Abilities(msgspec.Struct):
             self.skipped.append(f"{name}: {otherwise}")
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of every question, with which tokens can be compared and differences explained."""
+        """Return the fields of every question, which make tokens comparable and differences explainable."""
         asked: dict[str, Any] = {"model": self.model}
         if "return_token_ids" in self.known:
             asked["return_token_ids"] = True
@@ -63,8 +63,8 @@ class Abilities(msgspec.Struct):
         return {"cache_prompt": False} if "cache_prompt" in self.known else {}
 
 
-async def find_out(asker: Asker, seed: int) -> Abilities:
-    """Ask the server what it can do; raise ProveError where none answers or completions do not work."""
+async def detect_abilities(asker: Asker, seed: int) -> Abilities:
+    """Detect the server's abilities; raise ProveError if it does not answer or completions do not work."""
     status, models = await asker.fetch("GET", "/v1/models")
     if status != 200 or not isinstance(models, dict) or not models.get("data"):
         where = f"{asker.client.target.host}:{asker.client.target.port}"
@@ -73,63 +73,63 @@ async def find_out(asker: Asker, seed: int) -> Abilities:
     found = Abilities(first["id"], block=first.get("block_size") or 16)
     found.longest = min(12 * found.block, (first.get("max_model_len") or 4096) - 64)
     plain = {"model": found.model, "prompt": "On the river", "max_tokens": 4, "temperature": 0}
-    answered = await asker.ask(plain)
-    if not answered.is_done:
-        raise ProveError(f"url: {PATH} is not answered: {answered.error or 'no end came'}")
-    first_text = answered.choices[0].text
-    is_lax = (await asker.ask({**plain, "there_is_no_such_field": 1})).is_done
+    answer = await asker.ask(plain)
+    if not answer.is_done:
+        raise ProveError(f"url: {PATH} is not answered: {answer.error or 'no end came'}")
+    first_text = answer.choices[0].text
+    is_lenient = (await asker.ask({**plain, "there_is_no_such_field": 1})).is_done
     for name, fields in FIELDS.items():
-        answered = await asker.ask({**plain, **fields})
-        spoken = answered.choices.get(0)
+        answer = await asker.ask({**plain, **fields})
+        choice = answer.choices.get(0)
         seen = {
-            "n": len(answered.choices) == 2,
-            "logprobs": bool(spoken and spoken.tops and any(spoken.tops)),
-            "return_token_ids": bool(spoken and spoken.ids),
-            "prompt_logprobs": bool(spoken and spoken.num_prompt),
-            "structured_outputs": bool(spoken and spoken.text.isalpha() and spoken.text.islower()),
-            "response_format": bool(spoken and spoken.text.lstrip().startswith("{")),
-            "repetition_penalty": bool(spoken and (not is_lax or spoken.text != first_text)),
+            "n": len(answer.choices) == 2,
+            "logprobs": bool(choice and choice.tops and any(choice.tops)),
+            "return_token_ids": bool(choice and choice.ids),
+            "prompt_logprobs": bool(choice and choice.num_prompt),
+            "structured_outputs": bool(choice and choice.text.isalpha() and choice.text.islower()),
+            "response_format": bool(choice and choice.text.lstrip().startswith("{")),
+            "repetition_penalty": bool(choice and (not is_lenient or choice.text != first_text)),
         }
-        is_seen = seen.get(name, not is_lax or name in ("stop", "cache_salt", "priority"))
-        found.note(name, answered.is_done and is_seen, answered.error[:80] or "no effect seen")
+        is_seen = seen.get(name, not is_lenient or name in ("stop", "cache_salt", "priority"))
+        found.note(name, answer.is_done and is_seen, answer.error[:80] or "no effect seen")
     found.note(RESET, await asker.reset() == 200, "there is no /reset_prefix_cache")
     found.adapters = [model["id"] for model in others if model.get("parent")]
     found.note("adapter", found.adapters, "/v1/models lists none")
-    await _see_material(asker, found, seed)
-    await _see_reuse(asker, found, is_lax)
+    await _choose_material(asker, found, seed)
+    await _detect_reuse(asker, found, is_lenient)
     return found
 
 
-async def _see_reuse(asker: Asker, found: Abilities, is_lax: bool) -> None:
-    """Find out whether salts separate what is cached, which shows only where cached tokens are counted.
+async def _detect_reuse(asker: Asker, found: Abilities, is_lenient: bool) -> None:
+    """Detect whether cache salts separate cached blocks, which only shows on servers that count cached tokens.
 
-    A router that has prompts computed elsewhere finds even a new prompt in a cache: its own blocks arrive before it.
+    Behind a router with prefill servers, even a new prompt has cached tokens: its blocks come from there.
     """
     new = random.SystemRandom().sample(found.material, min(found.longest, len(found.material)))
     body = {"model": found.model, "prompt": as_prompt(new), "max_tokens": 1, "temperature": 0}
     salts = [secrets.token_hex(4)] * 2 + [secrets.token_hex(4)]
     first, again, other = [(await asker.ask({**body, "cache_salt": salt})).num_cached for salt in salts]
-    if "cache_salt" in found.known and is_lax and (not again or other):
+    if "cache_salt" in found.known and is_lenient and (not again or other):
         found.known.discard("cache_salt")
-        found.skipped.append("cache_salt: it is taken, but so is any field, and no effect is seen")
+        found.skipped.append("cache_salt: accepted like any unknown field, without a visible effect")
         if again and (await asker.ask({**body, "cache_prompt": False})).num_cached == 0:  # llama.cpp's name
             found.known.add("cache_prompt")
     if not found.fresh("") and RESET not in found.known:
         found.skipped.append(
-            "without reuse: nothing to ask it by is known; what is first asked alone may be reused too"
+            "without reuse: no field is known that disables it; requests sent alone may reuse cached blocks too"
         )
-    uncounted = "they are not counted, or also where nothing can have been cached"
+    uncounted = "not counted, or counted also for prompts that cannot have been cached"
     found.note("cached_tokens", again and not first, uncounted)
 
 
-async def _see_material(asker: Asker, found: Abilities, seed: int) -> None:
+async def _choose_material(asker: Asker, found: Abilities, seed: int) -> None:
     """Make the text that prompts are cut from, as token ids where the server has /tokenize and accepts ids."""
     words = random.Random(seed).choices(WORDS.split(), k=6 * found.longest)
     ids: list[int] = []
-    for first in range(0, len(words), found.longest // 4):  # no text may be longer than a prompt
+    for first in range(0, len(words), found.longest // 4):  # keeps each text shorter than the longest prompt
         text = " ".join(words[first : first + found.longest // 4])
         body = {"model": found.model, "prompt": text, "content": text}
-        for name in ("content", "prompt"):  # servers differ in the name, and may refuse the other one
+        for name in ("content", "prompt"):  # servers differ in the name, and may refuse a body with both
             status, reply = await asker.fetch("POST", "/tokenize", {each: body[each] for each in body if each != name})
             if status == 200 and isinstance(reply, dict) and reply.get("tokens"):
                 ids += reply["tokens"]
@@ -142,10 +142,10 @@ async def _see_material(asker: Asker, found: Abilities, seed: int) -> None:
     found.skipped.append("ids: prompts are text, so cuts do not meet the borders of blocks")
 
 
-async def look(asker: Asker) -> Look | None:
-    """Return the metrics of the server; None where it has none."""
+async def read_metrics(asker: Asker) -> Metrics | None:
+    """Return the server's metrics, or None if it has none."""
     status, text = await asker.fetch("GET", "/metrics")
     try:
-        return Look.of(text) if status == 200 and isinstance(text, str) else None
+        return Metrics.of(text) if status == 200 and isinstance(text, str) else None
     except ValueError:
         return None

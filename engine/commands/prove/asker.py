@@ -1,6 +1,6 @@
-"""Sends one request and records everything that comes back, also for clients that read slowly, not at all, or leave.
+"""Sends one request and records the complete response, also for clients that read slowly, never read, or disconnect.
 
-It does not judge. A reply that is not an answer (a status, an event with an error) is kept as text.
+It does not judge. A response that is not an answer (an error status, an error event) is kept as text.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from .http_client import Client, Connection, Target
 from .stream import Events
 
 PATH = "/v1/completions"
-LAST_S = 5.0  # for a small exchange after the end of the run, when the metrics are read
+LAST_S = 5.0  # for a small exchange after the end of the run, e.g. to read the metrics
 
 
-class Spoken(msgspec.Struct):
+class TextChoice(msgspec.Struct):
     """One choice of an answer, as far as it has arrived."""
 
     text: str = ""
@@ -38,7 +38,7 @@ class Spoken(msgspec.Struct):
         self.tokens += logprobs.get("tokens") or []
         self.values += logprobs.get("token_logprobs") or []
         self.tops += [top or {} for top in logprobs.get("top_logprobs") or []]
-        # As in chats; llama.cpp writes completions' like this too, without text where it may begin a stop string.
+        # The format of chats. llama.cpp uses it for completions too, with empty text where a stop string may begin.
         for token in filter(itemgetter("token"), logprobs.get("content") or []):
             self.tokens.append(token["token"])
             self.values.append(token["logprob"])
@@ -48,11 +48,11 @@ class Spoken(msgspec.Struct):
             self.num_prompt = len(choice["prompt_logprobs"])
 
 
-class Answered(msgspec.Struct):
+class AskResult(msgspec.Struct):
     """The outcome of a request. It ends in exactly one of: is_done, error, has_left, is_hung."""
 
     status: int = 0
-    choices: dict[int, Spoken] = {}
+    choices: dict[int, TextChoice] = {}
     error: str = ""
     is_done: bool = False
     has_left: bool = False  # our client closed the connection
@@ -60,7 +60,7 @@ class Answered(msgspec.Struct):
     num_cached: int | None = None
 
     def take(self, payload: bytes) -> None:
-        """Add a whole body, or one event of a stream."""
+        """Add a complete body, or one event of a stream."""
         try:
             body = msgspec.json.decode(payload, type=dict[str, Any])
         except msgspec.DecodeError:
@@ -70,7 +70,7 @@ class Answered(msgspec.Struct):
             self.error = f"{self.status}: {payload[:200].decode(errors='replace')}"
             return
         for choice in body.get("choices") or ():
-            self.choices.setdefault(choice.get("index", 0), Spoken()).add(choice)
+            self.choices.setdefault(choice.get("index", 0), TextChoice()).add(choice)
         details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
         self.num_cached = details.get("cached_tokens", self.num_cached)
 
@@ -89,15 +89,15 @@ class Asker:
         self.until(1.0)
 
     def until(self, share: float) -> None:
-        """Let no request continue after this share of the duration."""
+        """End every request after this share of the duration."""
         self.until_s = self._started_s + share * self._duration_s
 
     @property
     def is_over(self) -> bool:
         return asyncio.get_running_loop().time() >= self.until_s
 
-    async def ask(self, body: Mapping[str, Any], leaves_s: float | None = None, reads: str = "at once") -> Answered:
-        answered, events, parts = Answered(), Events(), bytearray()
+    async def ask(self, body: Mapping[str, Any], leaves_s: float | None = None, reads: str = "at once") -> AskResult:
+        answer, events, parts = AskResult(), Events(), bytearray()
         leaving, patience = asyncio.timeout(None), asyncio.timeout(None)
         request = self.client.target.request("POST", PATH, msgspec.json.encode(body), self.headers)
         self.num_bytes += len(request)
@@ -106,7 +106,7 @@ class Asker:
         def take(status: int, data: bytes, _now_s: float) -> None:
             nonlocal has_mark
             self.num_bytes += len(data)
-            answered.status = status
+            answer.status = status
             if not patience.expired():
                 patience.reschedule(loop.time() + self.timeout_s)
             if not is_stream or status != 200:
@@ -115,7 +115,7 @@ class Asker:
             for payload in events.feed(data):
                 has_mark |= payload == b"[DONE]"
                 if payload != b"[DONE]":
-                    answered.take(payload)
+                    answer.take(payload)
 
         own: Connection | None = None
         try:
@@ -125,21 +125,21 @@ class Asker:
             async with leaving, patience:
                 patience.reschedule(loop.time() + self.timeout_s)
                 leaving.reschedule(min(self.until_s, math.inf if leaves_s is None else loop.time() + leaves_s))
-                answered.status = await (own or self.client).exchange(request, take)
+                answer.status = await (own or self.client).exchange(request, take)
         except TimeoutError:
-            answered.has_left = leaving.expired()
-            answered.is_hung = not answered.has_left
-        except OSError as error:  # refused, reset, or broken off
-            answered.error = answered.error or str(error)
+            answer.has_left = leaving.expired()
+            answer.is_hung = not answer.has_left
+        except OSError as error:  # refused, reset, or closed early
+            answer.error = answer.error or str(error)
         finally:
             if own is not None:
                 own.close()
-        if parts and not (answered.has_left or answered.is_hung or answered.error):
-            answered.take(bytes(parts))
-        has_ended = all(choice.finish for choice in answered.choices.values()) and bool(answered.choices)
+        if parts and not (answer.has_left or answer.is_hung or answer.error):
+            answer.take(bytes(parts))
+        has_ended = all(choice.finish for choice in answer.choices.values()) and bool(answer.choices)
         is_whole = has_ended and (has_mark or not is_stream)
-        answered.is_done = is_whole and not (answered.has_left or answered.is_hung or answered.error)
-        return answered
+        answer.is_done = is_whole and not (answer.has_left or answer.is_hung or answer.error)
+        return answer
 
     async def reset(self) -> int:
         """Empty the prefix cache; return the status."""
@@ -163,7 +163,7 @@ class Asker:
 
 
 class SlowConnection(Connection):
-    """A connection that reads a little, and then nothing for `delay_s`, or (None) nothing more at all."""
+    """A connection that pauses for `delay_s` after each read, or forever with None."""
 
     def __init__(self, delay_s: float | None) -> None:
         super().__init__()

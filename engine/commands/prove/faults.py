@@ -1,7 +1,7 @@
 """Faults that are injected into a server of our own while it is under load.
 
-Each fault returns what it found broken, or an empty text. Wrong answers and hangs are found by the load itself. Requests
-in flight may end with an error only for the faults that say so (`fails_requests`).
+Each fault returns what it found broken, or an empty text. Wrong answers and hangs are found by the load itself. Only
+faults with `fails_requests` may make requests in flight end with an error.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from .own_server import OwnServer, group_of
 STOPPED_S, UNHEALTHY_S = 3.0, 20.0
 
 
-class Scene(NamedTuple):
+class FaultScene(NamedTuple):
     """The server that a fault is injected into."""
 
     server: OwnServer
@@ -34,26 +34,26 @@ class Scene(NamedTuple):
         return [path for path in found if path.is_file() and path.stat().st_size > 4096]
 
 
-Strike = Callable[[Scene], Coroutine[Any, Any, str]]
+Injection = Callable[[FaultScene], Coroutine[Any, Any, str]]
 
 
-async def _kill_core(scene: Scene) -> str:
+async def _kill_core(scene: FaultScene) -> str:
     scene.server.signal([scene.rng.choice(scene.server.children())], signal.SIGKILL)
     return await _end(scene, is_good=False)
 
 
-async def _signal_server(number: signal.Signals, scene: Scene) -> str:
+async def _signal_server(number: signal.Signals, scene: FaultScene) -> str:
     scene.server.signal([scene.server.leader()], number)
     return await _end(scene, is_good=number == signal.SIGTERM)
 
 
-async def _end(scene: Scene, is_good: bool) -> str:
+async def _end(scene: FaultScene, is_good: bool) -> str:
     left = await scene.server.ended()
     code = scene.server.servers[0].poll()
     return left or ("" if (code == 0) == is_good else f"the server ended with code {code}")
 
 
-async def _stop_core(scene: Scene) -> str:
+async def _stop_core(scene: FaultScene) -> str:
     """Stop the core: it cannot report that itself, so /health of the server must fail."""
     stopped = scene.server.children()
     scene.server.signal(stopped, signal.SIGSTOP)
@@ -68,37 +68,37 @@ async def _stop_core(scene: Scene) -> str:
     return await _end(scene, is_good=False)
 
 
-async def _stop_server(scene: Scene) -> str:
+async def _stop_server(scene: FaultScene) -> str:
     scene.server.signal([scene.server.leader()], signal.SIGSTOP)
     await asyncio.sleep(STOPPED_S)
     scene.server.signal([scene.server.leader()], signal.SIGCONT)
     return ""
 
 
-async def _flip(scene: Scene) -> str:
+async def _flip(scene: FaultScene) -> str:
     for _ in range(200):
         for path in scene.files():
             with path.open("r+b") as file:
-                place = scene.rng.randrange(path.stat().st_size)
-                byte = os.pread(file.fileno(), 1, place)
-                os.pwrite(file.fileno(), bytes(each ^ 1 << scene.rng.randrange(8) for each in byte), place)
+                position = scene.rng.randrange(path.stat().st_size)
+                byte = os.pread(file.fileno(), 1, position)
+                os.pwrite(file.fileno(), bytes(each ^ 1 << scene.rng.randrange(8) for each in byte), position)
         await asyncio.sleep(0.02)
     return ""
 
 
-async def _tear(scene: Scene) -> str:
+async def _tear(scene: FaultScene) -> str:
     for path in scene.files():
         os.truncate(path, scene.rng.randrange(path.stat().st_size))
     return ""
 
 
-async def _remove(scene: Scene) -> str:
+async def _remove(scene: FaultScene) -> str:
     shutil.rmtree(scene.server.folder / "disk")
     return ""
 
 
-async def _limit(what: int, value: int, scene: Scene) -> str:
-    """Set a resource limit of every process for a while, so that no file can grow or no descriptor can be opened."""
+async def _limit(what: int, value: int, scene: FaultScene) -> str:
+    """Limit a resource of every process for some seconds, so that no file can grow or no descriptor can be opened."""
     before = {pid: resource.prlimit(pid, what) for pid in group_of(scene.server.leader())}
     for pid, (_, most) in before.items():
         resource.prlimit(pid, what, (value, most))
@@ -108,7 +108,7 @@ async def _limit(what: int, value: int, scene: Scene) -> str:
     return ""
 
 
-async def _lose_replica(scene: Scene) -> str:
+async def _lose_replica(scene: FaultScene) -> str:
     scene.server.signal([scene.rng.choice(scene.server.servers[:2]).pid], signal.SIGKILL)
     return ""
 
@@ -117,9 +117,9 @@ class Fault(NamedTuple):
     """A fault, and the world that it is injected into."""
 
     world: str
-    strike: Strike
-    fails_requests: bool = False  # those in flight may end with an error
-    ends: bool = False  # the server ends, and is started again
+    inject: Injection
+    fails_requests: bool = False  # requests in flight may end with an error
+    ends: bool = False  # the server ends and is started again
 
 
 FAULTS: dict[str, Fault] = {

@@ -1,7 +1,7 @@
-"""An HTTP/1.1 client for proofs and load generators: keep-alive connections, one exchange at a time on each.
+"""An HTTP/1.1 client for proofs and load generators, with keep-alive connections and one exchange at a time on each.
 
-It uses raw asyncio and httptools, because a client that spends longer on a chunk than the server does measures itself.
-It knows nothing of models or events (stream.py): it hands each piece of a body on as it arrives, with the time at which
+It uses raw asyncio and httptools: a client that spends more time on a chunk than the server would measure itself. It
+knows nothing of models or events (stream.py). It passes each piece of a body on as it arrives, with the time at which
 the bytes were read.
 """
 
@@ -15,18 +15,18 @@ from urllib.parse import urlsplit
 
 import httptools
 
-Take = Callable[[int, bytes, float], None]  # status, bytes of the body, when they were read
-KEY_VARIABLES = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")  # of the environment; the first that is set is sent
+Take = Callable[[int, bytes, float], None]  # status, bytes of the body, time at which they were read
+KEY_VARIABLES = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")  # environment variables; the first one that is set is sent
 
 
 def key_header() -> dict[str, str]:
-    """Return the header with the API key from the environment; nothing where no variable is set."""
+    """Return the header with the API key from the environment, or no header if no variable is set."""
     key = next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class Target(NamedTuple):
-    """Where requests go."""
+    """The server that requests are sent to."""
 
     host: str
     port: int
@@ -35,7 +35,7 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, base_url: str, *, verify: bool = True) -> "Target":
-        """`http://host:port/prefix`; raises ValueError when it is not a URL of this kind."""
+        """Parse `http://host:port/prefix`; raise ValueError if the text is not such a URL."""
         url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"{base_url!r} is not a URL like http://127.0.0.1:8000")
@@ -45,7 +45,7 @@ class Target(NamedTuple):
         return cls(url.hostname, url.port or (443 if tls else 80), url.path.rstrip("/"), tls)
 
     def request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """The whole request, ready to be written at once."""
+        """Return the complete request as bytes."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         fields = {"Host": f"{host}:{self.port}", "Content-Length": str(len(body)), **headers}
         if body:
@@ -55,14 +55,14 @@ class Target(NamedTuple):
 
 
 class Client:
-    """Sends requests to one target over as many connections as there are exchanges at a time."""
+    """Sends requests to one target, with one connection per concurrent exchange."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self._idle: list[Connection] = []  # the one used last is reused first
 
     async def exchange(self, request: bytes, take: Take) -> int:
-        """Send, and hand on the body until it has ended; the status. Raises ConnectionError or OSError."""
+        """Send the request, pass the body to `take` as it arrives, and return the status. Raises OSError on failure."""
         while True:
             connection = self._idle.pop() if self._idle else None
             is_fresh = connection is None
@@ -71,7 +71,7 @@ class Client:
             try:
                 status = await connection.exchange(request, take)
             except ConnectionError:
-                # The server may close an idle connection at any time. Nothing was answered: send it again.
+                # The server may close an idle connection at any time. Without any answer, send it again.
                 if is_fresh or connection.has_heard:
                     raise
                 continue
@@ -85,7 +85,7 @@ class Client:
     async def fetch(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = {}
     ) -> tuple[int, bytes]:
-        """A small exchange: the status and the whole body."""
+        """Make a small exchange; return the status and the whole body."""
         parts: list[bytes] = []
         request = self.target.request(method, path, body, headers)
         status = await self.exchange(request, lambda _status, data, _now: parts.append(data))
@@ -97,7 +97,7 @@ class Client:
         self._idle.clear()
 
     async def connect(self, kind: Callable[[], "Connection"] | None = None) -> "Connection":
-        """A new one, which its caller closes."""
+        """Open a new connection, which the caller must close."""
         loop, target = asyncio.get_running_loop(), self.target
         _, connection = await loop.create_connection(kind or Connection, target.host, target.port, ssl=target.tls)
         return connection
@@ -107,7 +107,7 @@ class Connection(asyncio.Protocol):
     """One connection. The methods named on_… are httptools' callbacks."""
 
     def __init__(self) -> None:
-        self.has_heard = False  # a byte of the current exchange's answer
+        self.has_heard = False  # whether a byte of the current response has arrived
         self.is_reusable = False
         self._transport: asyncio.Transport | None = None
         self._ended: asyncio.Future[int] | None = None
@@ -137,7 +137,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]  # uvloop's is not an asyncio.Transport
 
     def data_received(self, data: bytes) -> None:
-        if self._ended is None:  # bytes that no exchange waits for
+        if self._ended is None:  # bytes that belong to no exchange
             self.close()
             return
         self._now_s = time.perf_counter()
@@ -168,7 +168,7 @@ class Connection(asyncio.Protocol):
         self._take(self._status, data, self._now_s)
 
     def on_message_complete(self) -> None:
-        if self._status >= 200:  # 1xx comes before the answer
+        if self._status >= 200:  # 1xx responses come before the final one
             self.is_reusable = self._parser.should_keep_alive()
             self._end(None)
 

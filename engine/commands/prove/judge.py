@@ -9,7 +9,7 @@ another order, so four times the error is allowed, and never more than MAX_ERROR
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .asker import Answered, Spoken
+from .asker import AskResult, TextChoice
 
 MARGIN, LEAST_ERROR, MAX_ERROR = 4.0, 1e-3, 0.3  # nats
 
@@ -21,47 +21,47 @@ class Verdict(NamedTuple):
     what: str = ""
 
 
-# Outcomes that are no finding. "refused": the server was full; "ended": by a fault that is expected to end requests.
+# Outcomes that are no finding. "refused": the server was full; "ended": a fault is expected to end requests.
 FINE = ("same", "tie", "left", "refused", "ended", "reset")
 OUTCOMES = (*FINE[:-1], "wrong", "numbers", "foreign", "error", "hang", "no end", "left out")
 
 
-def judge(reference: Spoken, answered: Answered, num_choices: int, error: float, is_fresh: bool) -> Verdict:
-    """Judge a whole answer. `is_fresh`: it had a salt of its own, so nothing can have been cached for it."""
-    if answered.is_hung:
+def judge(reference: TextChoice, answer: AskResult, num_choices: int, error: float, is_fresh: bool) -> Verdict:
+    """Judge a whole answer. `is_fresh`: it had a salt of its own, so nothing can be cached for it."""
+    if answer.is_hung:
         return Verdict("hang", "no byte came in time")
-    if answered.status == 429:
-        return Verdict("refused", answered.error)
-    if answered.error:
-        return Verdict("error", answered.error)
-    verdicts = [compare(reference, spoken, error, answered.is_done) for spoken in answered.choices.values()]
+    if answer.status == 429:
+        return Verdict("refused", answer.error)
+    if answer.error:
+        return Verdict("error", answer.error)
+    verdicts = [compare(reference, choice, error, answer.is_done) for choice in answer.choices.values()]
     worst = next((verdict for verdict in verdicts if verdict.outcome not in FINE), None)
     if worst is not None:
         return worst
-    if answered.has_left:
+    if answer.has_left:
         return Verdict("left")
-    if not answered.is_done or len(answered.choices) != num_choices:
-        return Verdict("no end", f"{len(answered.choices)} of {num_choices} choices began, and not all were ended")
-    if is_fresh and answered.num_cached:
-        return Verdict("foreign", f"{answered.num_cached} tokens were cached under a salt that was never used")
+    if not answer.is_done or len(answer.choices) != num_choices:
+        return Verdict("no end", f"{len(answer.choices)} of {num_choices} choices began, and not all were ended")
+    if is_fresh and answer.num_cached:
+        return Verdict("foreign", f"{answer.num_cached} tokens were cached under a salt that was never used")
     return Verdict("tie") if any(verdict.outcome == "tie" for verdict in verdicts) else Verdict("same")
 
 
-def compare(reference: Spoken, spoken: Spoken, error: float, is_done: bool) -> Verdict:
+def compare(reference: TextChoice, choice: TextChoice, error: float, is_done: bool) -> Verdict:
     """Compare one choice, as far as it has arrived or to its end."""
-    ours, theirs = _sequences(reference, spoken)
-    for place, (expected, got) in enumerate(zip(ours, theirs, strict=False)):
+    ours, theirs = _sequences(reference, choice)
+    for at, (expected, got) in enumerate(zip(ours, theirs, strict=False)):
         if expected != got:
-            return _differs(reference, spoken, ours, place, error, f"{got!r} in place of {expected!r}")
+            return _differs(reference, choice, ours, at, error, f"{got!r} in place of {expected!r}")
     if len(theirs) > len(ours) or (is_done and len(theirs) < len(ours)):
         what = f"{len(theirs)} of {len(ours)}"
-        if "stop" not in (reference.finish, spoken.finish):  # no token that ends a text may have been as likely
+        if "stop" not in (reference.finish, choice.finish):  # no token that ends the text may have been as likely
             return Verdict("wrong", what)
-        return _differs(reference, spoken, ours, min(len(ours), len(theirs)), error, what)
-    if is_done and (spoken.finish, spoken.num_prompt) != (reference.finish, reference.num_prompt):
-        what = f"finish_reason {spoken.finish!r}, {spoken.num_prompt} prompt_logprobs; alone {reference.finish!r}, "
+        return _differs(reference, choice, ours, min(len(ours), len(theirs)), error, what)
+    if is_done and (choice.finish, choice.num_prompt) != (reference.finish, reference.num_prompt):
+        what = f"finish_reason {choice.finish!r}, {choice.num_prompt} prompt_logprobs; alone {reference.finish!r}, "
         return Verdict("wrong", f"{what}{reference.num_prompt}")
-    apart = farthest(reference, spoken)
+    apart = farthest(reference, choice)
     if apart > error:
         return Verdict(
             "numbers", f"the same tokens, but a log-probability is {apart:.2g} nats off (allowed: {error:.2g})"
@@ -69,39 +69,41 @@ def compare(reference: Spoken, spoken: Spoken, error: float, is_done: bool) -> V
     return Verdict("same")
 
 
-def _sequences(reference: Spoken, spoken: Spoken) -> tuple[Sequence[Any], Sequence[Any]]:
+def _sequences(reference: TextChoice, choice: TextChoice) -> tuple[Sequence[Any], Sequence[Any]]:
     """Return the finest sequences that both have: ids, tokens that spell the text, or characters.
 
     llama.cpp's tokens may not spell the text at a stop string.
     """
-    if reference.ids and spoken.ids:
-        return reference.ids, spoken.ids
-    if all(each.tokens and "".join(each.tokens) == each.text for each in (reference, spoken)):
-        return reference.tokens, spoken.tokens
-    return reference.text, spoken.text
+    if reference.ids and choice.ids:
+        return reference.ids, choice.ids
+    if all(each.tokens and "".join(each.tokens) == each.text for each in (reference, choice)):
+        return reference.tokens, choice.tokens
+    return reference.text, choice.text
 
 
-def _differs(reference: Spoken, spoken: Spoken, ours: Sequence[Any], place: int, error: float, what: str) -> Verdict:
-    if ours is reference.text:  # the token that the character belongs to
+def _differs(
+    reference: TextChoice, choice: TextChoice, ours: Sequence[Any], at: int, error: float, what: str
+) -> Verdict:
+    if ours is reference.text:  # convert the character's position to its token's
         lengths = [sum(map(len, reference.tokens[: index + 1])) for index in range(len(reference.tokens))]
-        place = next((index for index, length in enumerate(lengths) if length > place), len(lengths))
-    if place >= len(reference.tops):
-        return Verdict("wrong", f"token {place}: {what}")
-    top, chosen = reference.tops[place], reference.values[place]
-    name = spoken.tokens[place] if place < len(spoken.tokens) else None
-    others = sorted(value for token, value in top.items() if token != reference.tokens[place])
+        at = next((index for index, length in enumerate(lengths) if length > at), len(lengths))
+    if at >= len(reference.tops):
+        return Verdict("wrong", f"token {at}: {what}")
+    top, chosen = reference.tops[at], reference.values[at]
+    name = choice.tokens[at] if at < len(choice.tokens) else None
+    others = sorted(value for token, value in top.items() if token != reference.tokens[at])
     other = top.get(name) if name is not None else others[-1] if others else None
     gap = float("inf") if other is None else abs(chosen - other)
     if error and gap <= 2 * error:
-        return Verdict("tie", f"token {place}: {gap:.2g} nats apart")
-    return Verdict("wrong", f"token {place}: {what}, {gap:.2g} nats less likely")
+        return Verdict("tie", f"token {at}: {gap:.2g} nats apart")
+    return Verdict("wrong", f"token {at}: {what}, {gap:.2g} nats less likely")
 
 
-def farthest(reference: Spoken, spoken: Spoken) -> float:
+def farthest(reference: TextChoice, choice: TextChoice) -> float:
     """Return the largest difference between the log-probabilities of equal tokens, up to the first that differs."""
     apart = 0.0
     for token, value, other, number in zip(
-        reference.tokens, reference.values, spoken.tokens, spoken.values, strict=False
+        reference.tokens, reference.values, choice.tokens, choice.values, strict=False
     ):
         if token != other:
             break

@@ -9,13 +9,13 @@ _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(r"\\(.)")
 
 
-class Look(NamedTuple):
+class Metrics(NamedTuple):
     """The metrics of a server at one moment: for each name its samples, each with labels and a value."""
 
     samples: Mapping[str, list[tuple[Mapping[str, str], float]]]
 
     @classmethod
-    def of(cls, text: str) -> "Look":
+    def of(cls, text: str) -> "Metrics":
         """Parse the text; raise ValueError where it is not in the exposition format."""
         samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""The options of `penstock prove`, read with argparse alone: the proof needs nothing of the engine."""
+"""The options of `penstock prove`, parsed with argparse alone, so that a proof needs nothing of the engine."""
 
 import argparse
 import math
@@ -13,7 +13,7 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**
 
 
 class ProveError(ValueError):
-    """An option cannot be used as given, or nothing answers at the URL; the message names the option."""
+    """Raised when an option cannot be used as given, or no server answers at the URL; the message names the option."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="setup to start: uniproc (the default without a URL), small-steps, drafts, ranks, tiers, router, split, or all",
+        help="servers to start: uniproc (default without URL), small-steps, drafts, ranks, tiers, router, split, or all",
     )
     add(
         "--fault",

@@ -1,4 +1,4 @@
-"""Proves servers that it starts itself: every world, and every fault in the world that it belongs to."""
+"""Starts servers and proves them: in each world, and with each fault in the world that it belongs to."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.executor.process_life import stop_signals
 
-from .faults import FAULTS, Scene
+from .faults import FAULTS, FaultScene
 from .options import ProveError, ProveOptions, request_headers
 from .own_server import END_SIGNALS, WORLDS, OwnServer
 from .proof import Proof
@@ -22,7 +22,7 @@ ALL = "all"
 
 
 def run_own(options: ProveOptions) -> int:
-    """Prove one world or fault after the other; return 1 where any has a finding, else 3 where any has too few answers."""
+    """Prove all worlds and faults in turn; return 1 if any has findings, else 3 if any has too few answers."""
     names = _named("world", options.worlds, WORLDS) + _named("fault", options.faults, FAULTS)
     try:
         codes = {exit_code(asyncio.run(prove_own(name, options))) for name in names or ["uniproc"]}
@@ -40,17 +40,17 @@ async def prove_own(name: str, options: ProveOptions) -> dict[str, Any]:
         assert task is not None
         with contextlib.closing(server), stop_signals(task.cancel, END_SIGNALS):  # our processes do not outlive us
             await server.start(request_headers(options))
-            return await prove(server.url, name, options, partial(_strike, server, name) if name in FAULTS else None)
+            return await prove(server.url, name, options, partial(_inject, server, name) if name in FAULTS else None)
 
 
-async def _strike(server: OwnServer, name: str, proof: Proof) -> None:
-    """Run the storm with the fault in its middle, then ask all questions again, of a new server where the fault ends it."""
-    fault, scene = FAULTS[name], Scene(server, proof.asker, random.Random(proof.options.seed))
-    await proof.storm(lambda: fault.strike(scene), fault.fails_requests)
+async def _inject(server: OwnServer, name: str, proof: Proof) -> None:
+    """Run the load with the fault in its middle, then ask all questions again, of a new server if the fault ends it."""
+    fault, scene = FAULTS[name], FaultScene(server, proof.asker, random.Random(proof.options.seed))
+    await proof.run_load(lambda: fault.inject(scene), fault.fails_requests)
     if fault.ends:
         server.close()
         await server.start(proof.asker.headers)
-    proof.is_struck = False
+    proof.expects_errors = False
     await proof.ask_again("after it")
 
 

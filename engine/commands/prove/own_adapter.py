@@ -10,7 +10,7 @@ from penstock.executor.gguf_header import GgufHeader
 if TYPE_CHECKING:
     import numpy as np
 
-RANK, LOUDNESS, SEED = 2, 0.5, 0
+RANK, SCALE, SEED = 2, 0.5, 0
 MODULE = "model.layers.{}.self_attn.o_proj"
 
 
@@ -18,18 +18,18 @@ def write_adapter(folder: Path) -> None:
     """Write an adapter for the default model, with the shapes from its GGUF file."""
     import numpy as np  # only when a server is started
 
-    given = GgufHeader(resolve_model().path).metadata
-    name = given["general.architecture"]
-    width, num_layers = given[f"{name}.embedding_length"], given[f"{name}.block_count"]
-    made = np.random.default_rng(SEED)
+    metadata = GgufHeader(resolve_model().path).metadata
+    name = metadata["general.architecture"]
+    width, num_layers = metadata[f"{name}.embedding_length"], metadata[f"{name}.block_count"]
+    generator = np.random.default_rng(SEED)
     tensors = {}
     for layer in range(num_layers):
-        for half, shape in (("A", (RANK, width)), ("B", (width, RANK))):
-            values = made.standard_normal(shape, np.float32) * np.float32(shape[1] ** -0.5)
-            tensors[f"base_model.model.{MODULE.format(layer)}.lora_{half}.weight"] = values
+        for matrix, shape in (("A", (RANK, width)), ("B", (width, RANK))):
+            values = generator.standard_normal(shape, np.float32) * np.float32(shape[1] ** -0.5)
+            tensors[f"base_model.model.{MODULE.format(layer)}.lora_{matrix}.weight"] = values
     folder.mkdir(exist_ok=True)
     (folder / "adapter_model.safetensors").write_bytes(_safetensors(tensors))
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": LOUDNESS * RANK, "target_modules": ["o_proj"]}
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK, "target_modules": ["o_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 

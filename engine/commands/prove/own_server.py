@@ -1,6 +1,6 @@
-"""Servers that `penstock prove` starts itself, so that it may inject faults into their processes.
+"""Servers that `penstock prove` starts itself, so that it can inject faults into their processes.
 
-Each has a process group and a temporary folder of its own. A world says how the servers are started. Their caches hold
+Each has its own process group and temporary folder. A world defines how the servers are started. Their caches hold only
 two or three prompts of the default model, so that evictions and preemptions never stop.
 """
 
@@ -22,15 +22,15 @@ from .options import ProveError
 from .own_adapter import write_adapter
 
 START_S, END_S, STOP_GRACE_S = 300.0, 15.0, 10.0
-# The signals that end a process which has to clean up after itself. nohup ignores one, a shell's background job two.
+# The signals on which prove ends its servers. nohup makes a process ignore one of them, a shell's background job two.
 END_SIGNALS = [
     each for each in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(each) != signal.SIG_IGN
 ]
 PENSTOCK = (sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())")
-DIE_WITH = (sys.executable, "-m", "penstock.executor.process_life")  # PID of the parent, then the command
-TINY = "--kv-cache-bytes 16MiB --max-model-len 320 --max-num-seqs 8"  # of the default model: 21 blocks
+DIE_WITH = (sys.executable, "-m", "penstock.executor.process_life")  # then the PID of the parent, then the command
+TINY = "--kv-cache-bytes 16MiB --max-model-len 320 --max-num-seqs 8"  # 21 blocks of the default model
 HOST = "--kv-host-bytes 8MiB"
-ADAPTED = f"{TINY} {{adapter}}"  # with one, where the model is the default
+ADAPTED = f"{TINY} {{adapter}}"  # with a LoRA adapter if the model is the default
 LOOKUP = '--speculative-config {"method":"ngram"}'
 
 
@@ -45,7 +45,7 @@ WORLDS: dict[str, World] = {
     "uniproc": World([ADAPTED]),
     "small-steps": World([f"{TINY} --block-size 8 --max-num-batched-tokens 40"]),
     "drafts": World([f"{TINY} {LOOKUP}"]),
-    "ranks": World([f"{ADAPTED} --kv-cache-bytes 6MiB --tensor-parallel-size 3"]),  # of 9 heads
+    "ranks": World([f"{ADAPTED} --kv-cache-bytes 6MiB --tensor-parallel-size 3"]),  # divides the model's 9 heads
     "tiers": World([f"{ADAPTED} {HOST} --kv-disk-path {{folder}}/disk --kv-disk-bytes 256MiB"]),
     "router": World([TINY, TINY], "--backend {url0} --backend {url1}"),
     "split": World(
@@ -56,7 +56,7 @@ WORLDS: dict[str, World] = {
 
 
 class OwnServer:
-    """The processes of one world. `close` ends them in any state."""
+    """The processes of one world. `close` ends them whatever their state."""
 
     def __init__(self, world: str, model: str | None, more: Sequence[str], folder: Path) -> None:
         self.folder, self._log = folder, folder / "server.log"
@@ -79,8 +79,8 @@ class OwnServer:
     async def start(self, headers: Mapping[str, str]) -> None:
         """Start the processes and wait until they are ready.
 
-        `headers` are sent with the checks: a server that has inherited PENSTOCK_API_KEY answers /ready to its holders
-        alone. Raises ProveError with the server's last line where it ends before, or where it refuses the key.
+        `headers` are sent with the checks: a server that inherits PENSTOCK_API_KEY requires it for /ready too. Raises
+        ProveError with the server's last log line if it ends early, or if it refuses the key.
         """
         self.servers = []
         if self._adapter is not None:
@@ -109,7 +109,7 @@ class OwnServer:
                         if status == 200:
                             return
                         if status == 401:
-                            raise ProveError("header: the server wants an API key that is not the one sent")
+                            raise ProveError("header: the server requires another API key than the one sent")
                     except OSError:
                         pass
                     await asyncio.sleep(0.1)
@@ -153,7 +153,7 @@ def stop(server: "subprocess.Popen[bytes]") -> None:
         try:
             os.killpg(server.pid, signal.SIGTERM)
             server.wait(STOP_GRACE_S)
-        finally:  # also where a second signal to us has ended the wait
+        finally:  # even if a second signal to this process has ended the wait
             os.killpg(server.pid, signal.SIGKILL)
     server.wait()
 
@@ -180,7 +180,7 @@ def group_of(leader: int) -> list[int]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the processes: where the replicas have inherited a key, the router sends it to them."""
+    """Return the environment of the processes; if the replicas inherit a key, the router gets it for its backends."""
     key = os.environ.get("PENSTOCK_API_KEY")
     return {**os.environ, **({"PENSTOCK_BACKEND_API_KEY": key} if key else {})}
 
@@ -193,4 +193,4 @@ def _filled(options: str, values: Mapping[str, str]) -> list[str]:
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "its log is empty"

@@ -1,6 +1,6 @@
-"""The parts of a proof: every question alone and without reuse, then all of them under load, then what the server still holds.
+"""The phases of a proof: all questions alone and without reuse, all of them under load, then a check for leaks.
 
-It knows a server only by its URL; a fault is a callable (faults.py). It keeps to the given rate, duration and bytes.
+It knows a server only by its URL; a fault is a callable (faults.py). It respects the given rate, duration and bytes.
 """
 
 import asyncio
@@ -13,17 +13,18 @@ from typing import Any
 
 import msgspec
 
-from .abilities import Abilities, look
-from .asker import Answered, Asker, Spoken
+from .abilities import Abilities, read_metrics
+from .asker import Asker, AskResult, TextChoice
 from .judge import FINE, MAX_ERROR, Verdict, allowed, farthest, judge
-from .metrics import Look
+from .metrics import Metrics
 from .options import ProveOptions
 from .questions import RESET, Ask, questions, schedule
 
+Injector = Callable[[], Coroutine[Any, Any, str]]  # returns what it found broken, or an empty text
 MAX_GROWTH = 128 * 2**20  # bytes of the server's memory, over the second half of the requests
 WINDOW = 24  # earlier requests that may have caused a failure
 SETTLE_S = 15.0
-HELD = (  # metrics that are 0 after the last request
+HELD = (  # metrics that must be 0 after the last request
     *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
     *("llamacpp:requests_processing", "llamacpp:requests_deferred"),
 )
@@ -53,17 +54,15 @@ class Proof:
         self._rng = random.Random(options.seed)
         num = max(8, min(64, options.requests // 4))
         self.questions = questions(self._rng, abilities, num)
-        self.references: dict[int, Spoken] = {}
-        self.num_compared = 0  # whole answers that were compared with the answer to the same question alone
+        self.references: dict[int, TextChoice] = {}
+        self.num_compared = 0  # complete answers that were compared with a reference
         self.counts: Counter[tuple[str, str, str]] = Counter()  # ("how" or "what", name, outcome) → answers
         self.findings: list[Finding] = []
-        self.reached: dict[str, float] = {}  # events during the storm, from the metrics
-        self.measured, self.error = 0.0, MAX_ERROR  # nats, until the error has been measured
-        self._name, self._num_fresh = (
-            secrets.token_hex(4),
-            0,
-        )  # unique to this run: a server may remember salts of the last one
-        self.is_struck = False  # errors are expected now, wrong answers and hangs are not
+        self.reached: dict[str, float] = {}  # events during the load, from the metrics
+        self.measured, self.error = 0.0, MAX_ERROR  # in nats; MAX_ERROR until the error has been measured
+        # The name is unique to this run, because the server may remember the salts of an earlier run.
+        self._name, self._num_fresh = secrets.token_hex(4), 0
+        self.expects_errors = False  # errors are expected now, wrong answers and hangs are not
 
     # -- the parts -----------------------------------------------------------------------------------------
 
@@ -71,9 +70,9 @@ class Proof:
         """Ask every question once, one after the other, as far as the time allows."""
         self.asker.until(0.4)
         for index in range(len(self.questions)):
-            spoken = await self._ask_fresh(index, "alone")
-            if spoken is not None:
-                self.references[index] = spoken
+            choice = await self._ask_fresh(index, "alone")
+            if choice is not None:
+                self.references[index] = choice
 
     async def measure_error(self) -> None:
         """Ask some questions beside each other, still without reuse, to measure the numerical error."""
@@ -81,81 +80,81 @@ class Proof:
         room = asyncio.Semaphore(self.options.concurrency)
         some = list(self.references)[:32]
 
-        async def again(index: int) -> Spoken | None:
+        async def again(index: int) -> TextChoice | None:
             async with room:
                 return await self._ask_fresh(index, "beside")
 
         answers = zip(some, await asyncio.gather(*map(again, some)), strict=True)
-        apart = [farthest(self.references[index], spoken) for index, spoken in answers if spoken is not None]
+        apart = [farthest(self.references[index], choice) for index, choice in answers if choice is not None]
         self.measured, self.error = max(apart, default=0.0), allowed(apart, self.options.exact)
         if self.measured > (0.0 if self.options.exact else MAX_ERROR):
-            self._found("numbers", f"beside others, without reuse, a log-probability is {self.measured:.2g} nats off")
+            self._report("numbers", f"beside others, without reuse, a log-probability is {self.measured:.2g} nats off")
 
-    async def storm(self, strike: Callable[[], Coroutine[Any, Any, str]] | None = None, may_fail: bool = False) -> None:
-        """Send the schedule. `strike` injects a fault in its middle and returns what it found broken, or an empty text.
+    async def run_load(self, inject: Injector | None = None, may_fail: bool = False) -> None:
+        """Send the schedule. `inject` injects a fault in the middle and returns what it found broken, or an empty text.
 
         `may_fail`: requests after the fault may end with an error.
         """
         options, loop = self.options, asyncio.get_running_loop()
         plan = schedule(self._rng, self.questions, self.abilities.known, options.requests, options.rate)
-        room, started_s, begun = asyncio.Semaphore(options.concurrency), loop.time(), await look(self.asker)
+        room, started_s, begun = asyncio.Semaphore(options.concurrency), loop.time(), await read_metrics(self.asker)
         self.asker.until(0.8)
-        halfway: Look | None = None
+        halfway: Metrics | None = None
         history: list[Ask] = []
-        struck: asyncio.Task[str] | None = None
+        injected: asyncio.Task[str] | None = None
 
         async def one(ask: Ask) -> None:
             try:
                 ask, first = ask._replace(at_s=loop.time() - started_s), max(0, len(history) - WINDOW)
                 history.append(ask)
-                answered = await self.send(ask)
-                self._note(ask, answered, history[first : first + 2 * WINDOW])
+                answer = await self.send(ask)
+                self._record(ask, answer, history[first : first + 2 * WINDOW])
             finally:
                 room.release()
 
         async with asyncio.TaskGroup() as tasks:
             for number, ask in enumerate(plan):
                 if number == len(plan) // 2:
-                    halfway = await look(self.asker)
-                    if strike is not None:
-                        self.is_struck = may_fail
-                        struck = tasks.create_task(strike())
+                    halfway = await read_metrics(self.asker)
+                    if inject is not None:
+                        self.expects_errors = may_fail
+                        injected = tasks.create_task(inject())
                 await asyncio.sleep(max(0.0, min(started_s + ask.at_s, self.asker.until_s) - loop.time()))
                 await room.acquire()
-                if self._left_out(ask.manner):
+                if self._is_left_out(ask.manner):
                     room.release()
                 else:
                     tasks.create_task(one(ask))
-        if struck is not None and (broken := struck.result()):
-            self._found("fault", broken)
-        if not self.is_struck:
+        if injected is not None and (broken := injected.result()):
+            self._report("fault", broken)
+        if not self.expects_errors:
             self._compare(begun, halfway, await self._settled())
 
     async def ask_again(self, manner: str = "after") -> None:
-        """Ask each question once more, with reuse: blocks that the storm cached or damaged would show now."""
+        """Ask each question once more, with reuse, to find blocks that were cached wrongly or damaged under load."""
         self.asker.until(0.9)
         for index in self.references:
-            if not self._left_out(manner):
-                self._note(Ask(0.0, index, manner, {}), await self.asker.ask(self.body(index)))
+            if not self._is_left_out(manner):
+                self._record(Ask(0.0, index, manner, {}), await self.asker.ask(self.body(index)))
 
-    async def _settled(self) -> Look | None:
-        """Wait until nothing is running, waiting or held; note a finding where that does not happen."""
+    async def _settled(self) -> Metrics | None:
+        """Wait until no request runs or waits and no block is held; add a finding if that takes too long."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + SETTLE_S
-        while (now := await look(self.asker)) is not None:
+        while (now := await read_metrics(self.asker)) is not None:
             left = {name: now.total(name) for name in HELD}
             left["blocks held"] = now.by_label("penstock:kv_device_blocks", "state").get("held")
             if not any(left.values()):
                 break
             if loop.time() > until_s:
                 what = ", ".join(f"{name} {value:g}" for name, value in left.items() if value)
-                self._found("blocks", f"{SETTLE_S:g} s after the last request: {what}")
+                self._report("blocks", f"{SETTLE_S:g} s after the last request: {what}")
                 break
             await asyncio.sleep(0.1)
         return now
 
-    def _compare(self, begun: Look | None, halfway: Look | None, now: Look | None) -> None:
-        """Compare the metrics before and after the storm: events that were reached, and resources that grew."""
+    def _compare(self, begun: Metrics | None, halfway: Metrics | None, now: Metrics | None) -> None:
+        """Compare the metrics before and after the load: events that occurred, and resources that grew."""
         if begun is None or halfway is None or now is None:
             return
         for what, name in REACHED.items():
@@ -166,7 +165,7 @@ class Proof:
         for kind, (name, most) in limits.items():
             before, after = halfway.total(name), now.total(name)
             if before is not None and after is not None and after - before > most:
-                self._found(kind, f"{name} grew by {after - before:,.0f} over the second half of the requests")
+                self._report(kind, f"{name} grew by {after - before:,.0f} over the second half of the requests")
 
     # -- one request ---------------------------------------------------------------------------------------
 
@@ -175,49 +174,49 @@ class Proof:
         return {name: value for name, value in body.items() if value is not None}
 
     async def fresh(self) -> dict[str, Any]:
-        """Return fields with which a request reuses nothing; empty the cache where no field does that."""
+        """Return fields that disable reuse for a request; empty the prefix cache if there are none."""
         self._num_fresh += 1
         if RESET in self.abilities.known and "cache_salt" not in self.abilities.known:
             await self.asker.reset()
         return self.abilities.fresh(f"prove-{self._name}-{self._num_fresh}")
 
-    async def send(self, ask: Ask) -> Answered:
+    async def send(self, ask: Ask) -> AskResult:
         if ask.question < 0:
-            return Answered(await self.asker.reset())
+            return AskResult(await self.asker.reset())
         return await self.asker.ask(self.body(ask.question, ask.fields), ask.leaves_s, ask.reads)
 
-    def verdict(self, ask: Ask, answered: Answered, is_fresh: bool = False) -> Verdict:
+    def verdict(self, ask: Ask, answer: AskResult, is_fresh: bool = False) -> Verdict:
         if ask.question < 0:  # a reset; 409: cached blocks are in use
-            return Verdict("reset") if answered.status in (200, 409) else Verdict("error", f"status {answered.status}")
+            return Verdict("reset") if answer.status in (200, 409) else Verdict("error", f"status {answer.status}")
         # The first answer to a question is its own reference.
-        reference = self.references.get(ask.question) or answered.choices.get(0, Spoken())
+        reference = self.references.get(ask.question) or answer.choices.get(0, TextChoice())
         is_fresh = is_fresh and "cached_tokens" in self.abilities.known and bool(self.abilities.fresh(""))
-        return judge(reference, answered, ask.fields.get("n", 1), self.error, is_fresh)
+        return judge(reference, answer, ask.fields.get("n", 1), self.error, is_fresh)
 
-    async def _ask_fresh(self, index: int, manner: str) -> Spoken | None:
-        """Ask without reuse; return the first choice, or None where the answer is not complete."""
-        if self._left_out(manner):
+    async def _ask_fresh(self, index: int, manner: str) -> TextChoice | None:
+        """Ask without reuse; return the first choice, or None if the answer is incomplete."""
+        if self._is_left_out(manner):
             return None
-        answered = await self.asker.ask(self.body(index, await self.fresh()))
-        self._note(Ask(0.0, index, manner, {}), answered, is_fresh=True)
-        return answered.choices.get(0) if answered.is_done else None
+        answer = await self.asker.ask(self.body(index, await self.fresh()))
+        self._record(Ask(0.0, index, manner, {}), answer, is_fresh=True)
+        return answer.choices.get(0) if answer.is_done else None
 
-    def _left_out(self, manner: str) -> bool:
+    def _is_left_out(self, manner: str) -> bool:
         is_left_out = self.asker.is_over or self.asker.num_bytes > self.options.max_bytes
         if is_left_out:
             self.counts["how", manner, "left out"] += 1
         return is_left_out
 
-    def _note(self, ask: Ask, answered: Answered, beside: Sequence[Ask] = (), *, is_fresh: bool = False) -> None:
-        """Count the outcome, and note a finding where it is one."""
-        verdict = self.verdict(ask, answered, is_fresh)
+    def _record(self, ask: Ask, answer: AskResult, beside: Sequence[Ask] = (), *, is_fresh: bool = False) -> None:
+        """Count the outcome, and add a finding if it is one."""
+        verdict = self.verdict(ask, answer, is_fresh)
         kind = self.questions[ask.question].kind if ask.question >= 0 else RESET
-        outcome = "ended" if self.is_struck and verdict.outcome in ("error", "no end") else verdict.outcome
+        outcome = "ended" if self.expects_errors and verdict.outcome in ("error", "no end") else verdict.outcome
         self.counts["how", ask.manner, outcome] += 1
         self.counts["what", kind, outcome] += 1
-        self.num_compared += answered.is_done and not is_fresh and ask.question in self.references
+        self.num_compared += answer.is_done and not is_fresh and ask.question in self.references
         if outcome not in FINE:
             self.findings.append(Finding(outcome, f"{kind}, {ask.manner}: {verdict.what}", ask, [*beside]))
 
-    def _found(self, kind: str, what: str) -> None:
+    def _report(self, kind: str, what: str) -> None:
         self.findings.append(Finding(kind, what))

@@ -1,7 +1,7 @@
 """Draws the questions and the schedule from one seed.
 
-A question holds everything that its greedy answer depends on. A manner is what must not change the answer: the other
-requests in flight, how the answer is read, when the client leaves.
+A question holds everything that its greedy answer depends on. A manner holds what must not change the answer:
+concurrent requests, how the response is read, when the client disconnects.
 """
 
 import random
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     from .abilities import Abilities
 
-Material = Sequence[int] | Sequence[str]  # token ids of a text, or its words where a server takes no ids
+Material = Sequence[int] | Sequence[str]  # token ids of a text, or its words if a server does not accept ids
 
 WORDS = """the a of in on under over near river bridge bread moon ship chess winter violin map bee glass train blue old
 slow quiet seven twelve said wrote found kept lost gave began and but because while until every other long small"""
@@ -32,7 +32,7 @@ class Question(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of question: fields that change the answer, with the values to draw from, and the ability that it needs."""
+    """A kind of question: fields that change the answer, with values to draw from, and the required ability."""
 
     weight: int
     needs: str = ""
@@ -58,7 +58,7 @@ class Manner(NamedTuple):
     needs: str = ""
     fields: Mapping[str, Sequence[Any]] = {}
     streams: bool | None = None  # None: drawn at random
-    copies: int = 1  # sent at the same moment
+    copies: int = 1  # requests sent at the same moment
     reads: Literal["at once", "slowly", "never"] = "at once"
     leaves: bool = False
 
@@ -75,7 +75,7 @@ MANNERS: dict[str, Manner] = {
     "vanished": Manner(1, streams=True, reads="never", leaves=True),
     "bare": Manner(2, fields={"logprobs": [None]}),  # only tokens are requested
 }
-RESET = "reset"  # not a question: empties the cache
+RESET = "reset"  # in place of a question: empties the prefix cache
 
 
 class Ask(NamedTuple):
@@ -90,7 +90,7 @@ class Ask(NamedTuple):
 
 
 def questions(rng: random.Random, abilities: "Abilities", num: int) -> list[Question]:
-    """Draw prompts that share beginnings. Each is cut at a block boundary or one token beside it, and continues with
+    """Draw prompts that share prefixes. Each is cut at a block boundary or one token beside it, and continues with
     tokens of its own or not at all. A few have one token, and a few have the maximum length."""
     material, block, longest = abilities.material, abilities.block, abilities.longest
     kinds = {name: kind for name, kind in KINDS.items() if not kind.needs or kind.needs in abilities.known}
@@ -123,7 +123,7 @@ def schedule(rng: random.Random, asked: Sequence[Question], known: set[str], num
     asks: list[Ask] = []
     now_s = 0.0
     while len(asks) < num:
-        now_s += rng.expovariate(rate / 4) if rng.random() < 0.25 else 0.0  # four at once, on average
+        now_s += rng.expovariate(rate / 4) if rng.random() < 0.25 else 0.0  # bursts of four on average
         if RESET in known and rng.random() < 0.01:
             asks.append(Ask(now_s, -1, RESET, {}))
             continue
@@ -131,7 +131,7 @@ def schedule(rng: random.Random, asked: Sequence[Question], known: set[str], num
         manner, question = manners[name], rng.randrange(len(asked))
         fields = _drawn(rng, manner.fields)
         is_stream = rng.random() < 0.5 if manner.streams is None else manner.streams
-        if is_stream and asked[question].kind != "prompt_logprobs":  # never streamed
+        if is_stream and asked[question].kind != "prompt_logprobs":  # which cannot be streamed
             fields["stream"] = True
         leaves_s = rng.choice((0.0, 0.002, 0.02, 0.1, 0.5)) * rng.random() if manner.leaves else None
         asks += [Ask(now_s, question, name, fields, leaves_s, manner.reads)] * manner.copies

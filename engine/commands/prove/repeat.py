@@ -29,7 +29,7 @@ ask() {{ call --max-time "$1" "$URL{path}" -d "$2"; echo; }}
 
 
 async def write_scripts(proof: Proof, url: str, folder: Path) -> list[Path]:
-    """Write a script for the first failures of every kind; failures of clients that stay are easier to repeat."""
+    """Write a script for the first failures of every kind, preferring failures of clients that do not disconnect."""
     proof.asker.until(1.0)
     written: list[Path] = []
     seen: Counter[str] = Counter()
@@ -47,7 +47,7 @@ async def write_scripts(proof: Proof, url: str, folder: Path) -> list[Path]:
 
 
 async def _fewest(proof: Proof, finding: Finding) -> tuple[list[Ask], str]:
-    """Return the requests to send, the failing one included, and a note whether they repeated the failure."""
+    """Return the requests to send, including the failing one, and a note whether they repeated the failure."""
     ask, run = finding.ask, f"the whole run was: penstock prove URL --seed {proof.options.seed}"
     if ask is None or ask.question < 0:
         return finding.beside, run
@@ -60,7 +60,7 @@ async def _fewest(proof: Proof, finding: Finding) -> tuple[list[Ask], str]:
     else:
         return window, f"not repeated by these requests; {run}"
     part = len(asks) // 2
-    while part and left > 0 and len(asks) > 2:  # leave out halves, quarters … of those beside it
+    while part and left > 0 and len(asks) > 2:  # leave out halves, quarters … of the other requests
         others = [each for each in asks if each is not ask]
         for first in range(0, len(others), part):
             left -= 1
@@ -74,7 +74,7 @@ async def _fewest(proof: Proof, finding: Finding) -> tuple[list[Ask], str]:
 
 
 async def _repeats(proof: Proof, finding: Finding, asks: Sequence[Ask]) -> bool:
-    """Send the requests with their original gaps; return whether the failing one fails like before."""
+    """Send the requests with their original gaps; return whether the failing one fails in the same way."""
     assert finding.ask is not None
     if proof.asker.is_over:
         return False
@@ -83,8 +83,8 @@ async def _repeats(proof: Proof, finding: Finding, asks: Sequence[Ask]) -> bool:
 
     async def one(ask: Ask) -> bool:
         await asyncio.sleep(ask.at_s - first_s)
-        answered = await proof.send(ask)
-        return ask is finding.ask and proof.verdict(ask, answered).outcome == finding.kind
+        answer = await proof.send(ask)
+        return ask is finding.ask and proof.verdict(ask, answer).outcome == finding.kind
 
     return any(await asyncio.gather(*map(one, asks)))
 

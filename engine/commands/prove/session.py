@@ -7,21 +7,21 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from .abilities import find_out
+from .abilities import detect_abilities
 from .asker import Asker
 from .judge import OUTCOMES
 from .options import ProveError, ProveOptions, request_headers
 from .proof import Proof
 from .repeat import write_scripts
 
-Strike = Callable[[Proof], Coroutine[Any, Any, None]]
-NOT_ENOUGH = 3  # exit code: too few answers came in the time to tell anything
+Injection = Callable[[Proof], Coroutine[Any, Any, None]]
+NOT_ENOUGH = 3  # exit code: too few answers arrived in time to tell
 
 
-async def prove(url: str, name: str, options: ProveOptions, strike: Strike | None = None) -> dict[str, Any]:
+async def prove(url: str, name: str, options: ProveOptions, inject: Injection | None = None) -> dict[str, Any]:
     """Prove the server at `url`, print the table and the line of JSON, and return the result.
 
-    `strike` takes the place of the storm: it runs one with a fault in its middle.
+    `inject` replaces the load phase: it runs one with a fault in its middle.
     """
     started_s = time.monotonic()
     headers = request_headers(options)
@@ -29,13 +29,13 @@ async def prove(url: str, name: str, options: ProveOptions, strike: Strike | Non
         asker = Asker(url, headers, options.timeout, options.duration)
     except ValueError as error:
         raise ProveError(f"url: {error}") from None
-    proof, scripts = Proof(asker, await find_out(asker, options.seed), options), []
+    proof, scripts = Proof(asker, await detect_abilities(asker, options.seed), options), []
     await proof.ask_alone()
     await proof.measure_error()
-    if strike is not None:
-        await strike(proof)
+    if inject is not None:
+        await inject(proof)
     else:
-        await proof.storm()
+        await proof.run_load()
         await proof.ask_again()
         if options.scripts:
             scripts = await write_scripts(proof, url, Path(options.scripts))
@@ -46,7 +46,7 @@ async def prove(url: str, name: str, options: ProveOptions, strike: Strike | Non
 
 
 def exit_code(result: dict[str, Any]) -> int:
-    """Return 1 where there are findings, 3 where there were too few answers to tell, and 0 otherwise."""
+    """Return 1 if there are findings, 3 if there were too few answers to tell, and 0 otherwise."""
     if result["findings"]:
         return 1
     return 0 if result["compared"] else NOT_ENOUGH
@@ -85,7 +85,7 @@ def _table(proof: Proof, result: dict[str, Any]) -> str:
     lines += [f"skipped: {skipped}" for skipped in proof.abilities.skipped]
     if proof.reached:
         lines.append("reached: " + ", ".join(f"{value:,.0f} {what}" for what, value in proof.reached.items()))
-    error = "no log-probabilities: any difference is wrong"
+    error = "no log-probabilities: every difference counts as wrong"
     if "logprobs" in proof.abilities.known:
         error = f"log-probabilities are exact to {proof.measured:.2g} nats; {proof.error:.2g} are allowed"
     lines += [error, *(f"{finding.kind}: {finding.what}" for finding in proof.findings[:20])]

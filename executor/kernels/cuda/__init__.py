@@ -1,7 +1,7 @@
-"""Kernels in Triton for NVIDIA GPUs: written for compute capability 9.0 (Hopper), compiled in the tests for 8.0, 8.9, 10.0
-and 12.0 too. `ops.choose_ops` hands them out as `Ops`.
+"""Triton kernels for NVIDIA GPUs, written for compute capability 9.0 (Hopper); tests also compile them for 8.0, 8.9,
+10.0 and 12.0. `ops.choose_ops` returns them as `Ops`.
 
-A folder of its own because triton is imported here and nowhere else. Each kernel stands beside the function that
-launches it, and that function has the signature of its plain-torch twin. Tile sizes are in `tiles`: nothing is tuned
-while requests wait.
+Only this folder imports triton. Each kernel stands next to the function that launches it, and that function has the
+signature of its plain-torch reference implementation. Tile sizes are fixed in `tiles`, so nothing is tuned while
+requests wait.
 """

@@ -1,6 +1,6 @@
-"""What adapters add to a product, for tiles of rows that have the same one: two thin products, which read the weights.
+"""LoRA products for tiles of rows that share an adapter: y += (x · A) · B with two thin products.
 
-The first gives the inner numbers of all parts, in the model's dtype; the second adds to the product's own output.
+The first kernel computes the inner activations of all parts in the model's dtype; the second adds to the output y.
 """
 
 from collections.abc import Sequence
@@ -10,20 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels.cuda.dependent import take_turn
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import load_inside
 
-ROWS = 16  # of a tile at most
-DEPTH = 128  # of the inner product at a time
-COLUMNS = 64  # of the outer one
+ROWS = 16  # maximum rows of a tile
+DEPTH = 128  # depth step of the inner product
+COLUMNS = 64  # columns per program of the outer product
 
 
 def add_low_rank(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, widths: Sequence[int]) -> None:
-    """Add to y [T, width] what x [T, depth] gives for the rows of each tile.
+    """Add to y [T, width] the LoRA term of x [T, depth] for the rows of each tile.
 
-    tiles [n, 3] int32: the first row, how many, and the place; down [places, parts, R, depth]; up [places, width, R], whose
-    columns fall into parts of these widths.
+    tiles [n, 3] int32: first row, number of rows, LoRA slot; down [slots, parts, R, depth]; up [slots, width, R], whose
+    columns are divided into parts of these widths.
     """
     _, num_parts, rank, depth = down.shape
     width = up.shape[1]
@@ -74,8 +74,8 @@ def _inner(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """A tile's rows, and 16 of the inner numbers of all parts, of which each has a multiple of 16."""
-    take_turn()
+    """Compute 16 inner activations of a tile's rows. Each part has a multiple of 16 of them."""
+    wait_and_allow_next()
     row, is_row, place = _rows_of(tiles_ptr, ROWS)
     at = (tl.program_id(1) * 16 + tl.arange(0, 16))[None, :]
     k = tl.arange(0, DEPTH)
@@ -110,8 +110,8 @@ def _outer(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A tile's rows, and some columns of one part."""
-    take_turn()
+    """Add some output columns of one part to a tile's rows."""
+    wait_and_allow_next()
     row, is_row, place = _rows_of(tiles_ptr, ROWS)
     rank = tl.arange(0, RANK)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -128,7 +128,7 @@ def _outer(
 
 @triton.jit
 def _rows_of(tiles_ptr, ROWS: tl.constexpr):
-    """The program's tile: rows [ROWS, 1], whether each is one, and the place."""
+    """Return the rows [ROWS, 1] of the program's tile, a mask of valid rows, and the LoRA slot."""
     tile = tiles_ptr + tl.program_id(0) * 3
     row = tl.arange(0, ROWS)[:, None]
     is_row = row < tl.load(tile + 1)

@@ -1,4 +1,4 @@
-"""Where a GPU finds recurrent states, and the causal convolution whose last inputs are part of them."""
+"""Recurrent state addresses on a GPU, and the causal convolution, whose last inputs are part of the state."""
 
 from typing import NamedTuple
 
@@ -12,22 +12,22 @@ from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.rows import activate
 from penstock.executor.kernels.cuda.work import find_row
 
-TILES = {True: (1, 512, 2), False: (32, 128, 4)}  # by whether rows have one token: tokens, channels, warps
+TILES = {True: (1, 512, 2), False: (32, 128, 4)}  # is single-token row → tokens, channels, warps
 
 
 class Units(NamedTuple):
-    """Where units lie in the pages, in elements."""
+    """The layout of state units in the pages, in elements."""
 
     page: int
     unit: int
     per_page: int
-    width: int  # pages of a row, in the tables
+    width: int  # pages per row of the tables
 
 
-def kept_in(
+def state_pages(
     states: StatePages, batch: ForwardBatch, dtype: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Units]:
-    """The pages in numbers of `dtype`; read and write table and what is new."""
+    """Return the pages viewed as `dtype`, the (read table, write table, is-new flags), and the layout."""
     assert batch.states is not None
     read, write, is_new = batch.states
     assert read.is_contiguous() and write.is_contiguous()
@@ -37,8 +37,8 @@ def kept_in(
 
 
 @triton.jit
-def unit_of(table_ptr, row, unit, UNITS: tl.constexpr):
-    """Where a unit of a row begins; the layer's own are counted in."""
+def unit_offset(table_ptr, row, unit, UNITS: tl.constexpr):
+    """Return the offset of a row's state unit; `unit` includes the layer's first unit."""
     page = tl.load(table_ptr + row.to(tl.int64) * UNITS.width + unit // UNITS.per_page).to(tl.int64)
     return page * UNITS.page + unit % UNITS.per_page * UNITS.unit
 
@@ -49,7 +49,7 @@ def convolve(
     taps, channels = weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous()
     y = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
-    pages, table, units = kept_in(states, batch, x.dtype)
+    pages, table, units = state_pages(states, batch, x.dtype)
     singles, several = batch.num_single_rows, len(batch.query_lens)
     pointers = x, weight, weight if bias is None else bias, y, pages, *table, batch.query_starts
     for first, rows in ((0, singles), (singles, several)):
@@ -97,7 +97,7 @@ def _convolve(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """A program per tile of tokens and channels. The first tile of a row, alone in reading the tail, leaves the new one."""
+    """Compute a tile of tokens and channels. Only a row's first tile reads the old tail, so it writes the new one."""
     if TOKENS == 1:
         row = first_row + tl.program_id(0)
         tile = 0
@@ -111,7 +111,7 @@ def _convolve(
     is_channel = channel < WIDTH
     token = tile * TOKENS + tl.arange(0, TOKENS)[:, None]
     x_ptr += begin.to(tl.int64) * X_STRIDE
-    tail_ptr = pages_ptr + unit_of(read_ptr, row, first_unit, UNITS)
+    tail_ptr = pages_ptr + unit_offset(read_ptr, row, first_unit, UNITS)
     has_tail = tl.load(is_new_ptr + row) == 0
     acc = tl.zeros((TOKENS, CHANNELS), tl.float32)
     for tap in tl.static_range(TAPS):
@@ -136,6 +136,6 @@ def _convolve(
             ours = tl.load(x_ptr + source * X_STRIDE + channel, mask=is_kept & (source >= 0), other=0.0)
             older = tail_ptr + (source + TAPS - 1) * WIDTH + channel
             ours += tl.load(older, mask=is_kept & (source < 0) & has_tail, other=0.0)  # one of the two is zero
-            tl.debug_barrier()  # in place: all has been read
-            kept_ptr = pages_ptr + unit_of(write_ptr, row, first_unit, UNITS)
+            tl.debug_barrier()  # the state may be updated in place: all loads come before the stores
+            kept_ptr = pages_ptr + unit_offset(write_ptr, row, first_unit, UNITS)
             tl.store(kept_ptr + kept * WIDTH + channel, ours, mask=is_kept)

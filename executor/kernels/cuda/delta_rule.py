@@ -1,12 +1,12 @@
-"""The gated delta rule in Triton. Rows of one token go past their heads' states in one kernel (`_step`), as all do in float32;
-rows of several go in chunks of 64.
+"""The gated delta rule in Triton. Single-token rows, and all rows in float32, update their states token by token in one
+kernel (`_step`); longer rows are processed in chunks of 64 tokens.
 
-Within a chunk, what each token changes depends on those before it through a triangular system, I + L. Its inverse does
-not need the state, so all chunks of all heads are prepared at once (`_prepare`): u, the changes if the state were zero;
-w, what a state takes from them; and queries, keys and their products with decay in them. Then a program per row, head
-and 64 columns of the state goes from chunk to chunk (`_advance`) with nothing but four products each, and the last kernel
-norms and gates. Decay is kept as the logarithm of what is left since the chunk began. Mamba 2 erases nothing: there is no
-system, the changes are the values, and what they are multiplied by is in keys and products.
+Within a chunk, each token's change depends on those of the earlier tokens through a triangular system, I + L. Its
+inverse does not depend on the state, so all chunks of all heads are prepared in parallel (`_prepare`): u, the changes
+for a zero state; w, which is multiplied by the state and subtracted from u; and queries, keys and their products,
+scaled by decay. Then one program per row, head and 64 state columns loops over the chunks (`_advance`) with four
+products each, and `_finish` normalizes and gates. Decay is stored as its logarithm since the start of the chunk. Mamba
+2 does not erase: it has no system, the changes are the values, and their factors are folded into keys and products.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, StatePages
 from penstock.executor.kernels.card import current_card
-from penstock.executor.kernels.cuda.convolution import kept_in, unit_of
+from penstock.executor.kernels.cuda.convolution import state_pages, unit_offset
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import block_of
 from penstock.executor.kernels.cuda.rows import activate, normalize
@@ -26,10 +26,10 @@ from penstock.executor.kernels.cuda.tiles import power_of_2
 from penstock.executor.kernels.cuda.work import find_row
 from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
 
-CHUNK = tl.constexpr(64)  # tokens: 64 rows make a warpgroup's product
-SUB = tl.constexpr(16)  # tokens of the pieces of a chunk that are solved one token after the other
-COLUMNS = 64  # of a state that one program takes through a row; half of them where products read registers
-FINISHED = 16  # tokens that a program norms and gates
+CHUNK = tl.constexpr(64)  # tokens: a warpgroup's product has 64 rows
+SUB = tl.constexpr(16)  # tokens of a chunk's diagonal blocks, which are inverted token by token
+COLUMNS = 64  # state columns per program; half of them where products read registers
+FINISHED = 16  # tokens per program of `_finish`
 
 
 class Sizes(NamedTuple):
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     key_dim: int
     value_dim: int
     erases: bool
-    qkv_stride: int  # from token to token, as the next two
+    qkv_stride: int  # between tokens, like the next two
     z_stride: int
     gate_stride: int
 
@@ -56,10 +56,10 @@ def delta_rule(
     out = torch.empty((tokens, heads.values), dtype=z.dtype, device=z.device)
     norm = heads.norm if heads.skip is None else heads.skip
     assert norm is not None
-    pages, table, units = kept_in(states, batch, torch.float32)
+    pages, table, units = state_pages(states, batch, torch.float32)
     singles, several = batch.num_single_rows, len(batch.query_lens)
     constants: dict[str, Any] = {"SIZES": sizes, "UNITS": units}
-    # Of float32 there are no products that are as quick as they would have to be. Fixed: where a chunk ends would show.
+    # float32 products would be too slow in chunks. With is_fixed, results must not depend on chunk boundaries.
     is_exact = is_fixed or z.dtype is torch.float32
     if rows := singles + several if is_exact else singles:
         wide = power_of_2(heads.key_dim) * power_of_2(heads.value_dim) >= 1 << 14
@@ -79,7 +79,7 @@ def delta_rule(
         u, w = (room(heads.value_dim), room(heads.key_dim)) if heads.erases else (qkv, qkv)
         made, queries, keys = room(heads.value_dim, torch.float32), room(heads.key_dim), room(heads.key_dim)
         prepared = w, queries, keys, room(CHUNK.value), room(1, torch.float32)
-        for kind in (True, False) if heads.erases else (False,):  # registers would not suffice for both at once
+        for kind in (True, False) if heads.erases else (False,):  # both at once would not fit into registers
             _prepare[(count // CHUNK.value + several, num_heads)](
                 *(qkv, gates, heads.rate, heads.shift, norm, u, *prepared, batch.query_starts),
                 *(singles, several),
@@ -102,8 +102,8 @@ def delta_rule(
 
 
 @triton.jit
-def direction(x, scale):
-    """Each row of x at length `scale`, or all of x if it is one row."""
+def scale_to_length(x, scale):
+    """Scale each row of x (or all of x, if it is one row) to the length `scale`."""
     return x * (scale / tl.sqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) + 1e-6))
 
 
@@ -132,7 +132,7 @@ def _step(
     SIZES: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """One head of one row, token after token."""
+    """Process one head of one row, token by token."""
     head, row = tl.program_id(0), tl.program_id(1)
     SCALE: tl.constexpr = SIZES.key_dim**-0.5
     i = tl.arange(0, triton.next_power_of_2(SIZES.key_dim))
@@ -141,7 +141,7 @@ def _step(
     inside = is_i[:, None] & is_j[None, :]
     place = i[:, None] * SIZES.value_dim + j[None, :]
     has_state = tl.load(is_new_ptr + row) == 0
-    state_ptr = pages_ptr + unit_of(read_ptr, row, first_unit + 1 + head, UNITS)
+    state_ptr = pages_ptr + unit_offset(read_ptr, row, first_unit + 1 + head, UNITS)
     state = tl.load(state_ptr + place, mask=inside & has_state, other=0.0)
     rate, shift = tl.load(rate_ptr + head), tl.load(shift_ptr + head)
     norm = tl.load(norm_ptr + j, mask=is_j, other=0.0) if SIZES.erases else tl.load(norm_ptr + head)
@@ -155,7 +155,7 @@ def _step(
         v = tl.load(qkv_ptr + at + 2 * keys + head * SIZES.value_dim + j, mask=is_j, other=0.0).to(tl.float32)
         gate_ptr = gates_ptr + token * SIZES.gate_stride + head
         if SIZES.erases:
-            q, k = direction(q, SCALE), direction(k, 1.0)
+            q, k = scale_to_length(q, SCALE), scale_to_length(k, 1.0)
             state *= tl.exp(rate * softplus(tl.load(gate_ptr + SIZES.value_heads), shift))
             change = tl.sigmoid(tl.load(gate_ptr).to(tl.float32)) * (v - tl.sum(k[:, None] * state, 0))
         else:
@@ -168,16 +168,16 @@ def _step(
         z = tl.load(z_ptr + token * SIZES.z_stride + head * SIZES.value_dim + j, mask=is_j, other=0.0).to(tl.float32)
         out = out_ptr + token * (SIZES.value_heads * SIZES.value_dim) + head * SIZES.value_dim + j
         tl.store(out, (y * activate(z, "silu")).to(out_ptr.dtype.element_ty), mask=is_j)
-    kept_ptr = pages_ptr + unit_of(write_ptr, row, first_unit + 1 + head, UNITS)
+    kept_ptr = pages_ptr + unit_offset(write_ptr, row, first_unit + 1 + head, UNITS)
     tl.store(kept_ptr + place, state, mask=inside)
 
 
 @triton.jit
 def inverse(lower):
-    """Of I + lower, [CHUNK, CHUNK] strictly lower triangular.
+    """Return the inverse of I + lower, where lower [CHUNK, CHUNK] is strictly lower triangular.
 
-    The pieces on the diagonal, D, are inverted one token after the other, all side by side. With M = D (the rest), whose
-    fourth power is zero, the whole is (I + M)⁻¹ D = (I - M) (I + M²) D: no powers of `lower`, which may be huge.
+    The diagonal blocks are inverted token by token, all in parallel, to D. With M = D · (lower without these blocks),
+    whose fourth power is zero, the result is (I + M)⁻¹ D = (I - M) (I + M²) D. Powers of `lower` may be huge.
     """
     PIECES: tl.constexpr = CHUNK // SUB
     piece, one = tl.arange(0, PIECES), tl.arange(0, SUB)
@@ -217,7 +217,7 @@ def _prepare(
     SIZES: tl.constexpr,
     IS_SOLVED: tl.constexpr,
 ):
-    """What `_advance` needs of one head's chunk: u and w, or all the rest."""
+    """Prepare one head's chunk for `_advance`: u and w if IS_SOLVED, else all other inputs."""
     head = tl.program_id(1)
     row, tile = find_row(tl.program_id(0), starts_ptr, first_row, num_rows, 1, CHUNK)
     begin = tl.load(starts_ptr + row)
@@ -244,7 +244,7 @@ def _prepare(
     place = vector[:, None] * SIZES.key_dim + i[None, :]
     k = tl.load(q_ptrs + keys, mask=is_k, other=0.0).to(tl.float32)
     if SIZES.erases:
-        k = direction(k, 1.0)
+        k = scale_to_length(k, 1.0)
     is_past = number[:, None] >= number[None, :]
     since = tl.where(is_past, tl.exp(tl.where(is_past, left[:, None] - left[None, :], 0.0)), 0.0)
     if IS_SOLVED:
@@ -259,7 +259,7 @@ def _prepare(
         SCALE: tl.constexpr = SIZES.key_dim**-0.5
         q = tl.load(q_ptrs, mask=is_k, other=0.0).to(tl.float32)
         if SIZES.erases:
-            q = direction(q, SCALE)
+            q = scale_to_length(q, SCALE)
         tl.store(queries_ptr + place, (q * tl.exp(left)[:, None]).to(narrow), mask=is_k)
         remains = tl.exp(tl.sum(decay, 0) - left)
         scores = tl.dot(q.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * since
@@ -292,7 +292,7 @@ def _advance(
     UNITS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Some columns of one head's state, chunk after chunk of its row."""
+    """Update some columns of one head's state, chunk by chunk of its row."""
     head, row = tl.program_id(0), first_row + tl.program_id(1)
     begin = tl.load(starts_ptr + row)
     count = tl.load(starts_ptr + row + 1) - begin
@@ -303,7 +303,7 @@ def _advance(
     inside = is_i[:, None] & is_j[None, :]
     place = i[:, None] * SIZES.value_dim + j[None, :]
     has_state = tl.load(is_new_ptr + row) == 0
-    state_ptr = pages_ptr + unit_of(read_ptr, row, first_unit + 1 + head, UNITS)
+    state_ptr = pages_ptr + unit_offset(read_ptr, row, first_unit + 1 + head, UNITS)
     state = tl.load(state_ptr + place, mask=inside & has_state, other=0.0)
     narrow = u_ptr.dtype.element_ty
     for start in range(0, count, CHUNK):
@@ -328,13 +328,13 @@ def _advance(
         last = (begin + tl.minimum(start + CHUNK, count) - 1).to(tl.int64) * SIZES.value_heads + head
         k = tl.load(keys_ptr + at, mask=is_k, other=0.0)
         state = tl.dot(tl.trans(k), change, state * tl.exp(tl.load(left_ptr + last)), input_precision="ieee")
-    kept_ptr = pages_ptr + unit_of(write_ptr, row, first_unit + 1 + head, UNITS)
+    kept_ptr = pages_ptr + unit_offset(write_ptr, row, first_unit + 1 + head, UNITS)
     tl.store(kept_ptr + place, state, mask=inside)
 
 
 @kernel
 def _finish(made_ptr, z_ptr, norm_ptr, out_ptr, first, end, eps, SIZES: tl.constexpr, TOKENS: tl.constexpr):
-    """The norm and the gate of one head of some tokens, from the first one on."""
+    """Normalize and gate one head of TOKENS tokens."""
     head = tl.program_id(1)
     token = (first + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     j = tl.arange(0, triton.next_power_of_2(SIZES.value_dim))[None, :]

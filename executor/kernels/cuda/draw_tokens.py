@@ -1,12 +1,12 @@
-"""From logits to tokens on a GPU, whatever each row asks for, in two launches.
+"""Sampling on a GPU: chooses the token of every row from its logits, whatever its options, in two launches.
 
-The first cuts rows into parts of 4,096 tokens, a program for each, which reads its part once: the largest logit, a draw
-where nothing is filtered, and where something is, a list of the part's largest few hundred logits. The second, a program
-for each row, joins the parts. A filter's threshold it finds in the lists, by halving the interval between two logits
-that enclose it and snapping both ends to logits that exist, so that it ends on the very one. A row so flat that its
-threshold lies below what some part has listed is searched itself, in ten to fifteen passes by the one program.
+The first kernel divides rows into parts of 4,096 tokens, one program each, and reads each part once. It finds the
+largest logit and, without filters, draws a token; with filters, it lists the part's largest few hundred logits. The
+second kernel joins the parts of a row in one program. It finds the threshold of a filter in the lists by bisection
+between two logits, snapping both ends to existing logits, so that it ends exactly on one. If a row is so flat that its
+threshold lies below the listed logits of some part, the program searches the row itself, in ten to fifteen passes.
 
-A row is cut by its vocabulary alone and every sum has its order, so no other row changes a bit of it.
+The parts depend only on the vocabulary size, and every sum has a fixed order: no row influences another row.
 """
 
 from typing import NamedTuple
@@ -19,11 +19,11 @@ from torch import Tensor
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.tiles import power_of_2
 
-# The noise of tokens 4096 b + 1024 j + i is output j of the generator's call number 1024 b + i.
+# The noise of token 4096 b + 1024 j + i is output j of the generator's call number 1024 b + i.
 LANES = tl.constexpr(1024)
 PART = tl.constexpr(4 * LANES.value)
-LISTED = tl.constexpr(256)  # at most so many logits of a part, and more than half as many unless they tie
-TILE = tl.constexpr(2048)  # that the second kernel reads at once
+LISTED = tl.constexpr(256)  # maximum listed logits of a part; at least half as many are listed unless they tie
+TILE = tl.constexpr(2048)  # logits that the second kernel reads at once
 OPTION_DTYPES = (torch.float32, torch.float32, torch.int32, torch.float32, torch.int64, torch.int64)
 
 
@@ -58,7 +58,7 @@ def choose(
     sizes = RowSizes(logits.stride(0), vocab_size, parts)
     _scan[rows, parts](logits, *options, *of_parts, SIZES=sizes, num_warps=8)
     block = max(16, power_of_2(parts))
-    # Without a limit of registers the assembler spills to have a few less than it needs.
+    # Without a register limit the assembler spills, to use a few registers less than it needs.
     _choose[(rows,)](logits, *options, *of_parts, tokens, largest, SIZES=sizes, BLOCK=block, num_warps=8, maxnreg=96)
     return tokens, largest
 
@@ -80,9 +80,9 @@ def _scan(
     listed_tokens_ptr,
     SIZES: tl.constexpr,
 ):
-    """Of a part: its largest logit, and a token. That is the largest one's, or the one drawn; then the value says by how
-    much score and noise together exceed the largest score. With filters the value is the sum of the weights, beside the
-    largest, and the list has every logit above the cut."""
+    """Find a part's largest logit and choose a token. Greedy: the token of the largest logit. Without filters: the
+    drawn token; the value is how far its score plus noise exceeds the largest score. With filters: the value is the sum
+    of the weights relative to the largest, and the list receives every logit above the cut."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     logits_ptr += row * SIZES.stride
@@ -132,7 +132,7 @@ def _choose(
     SIZES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """From a row's parts, whose places are BLOCK at once, to its token."""
+    """Choose a row's token from the results of its parts, which are loaded together (BLOCK of them)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     place = row * SIZES.parts + part
@@ -167,7 +167,7 @@ def _choose(
 
 @triton.jit
 def first_of(values, tokens, best):
-    """The least of the tokens whose value is the best."""
+    """Return the smallest token whose value is the best."""
     return tl.min(tl.where(values == best, tokens, 0x7FFFFFFF), 0)
 
 
@@ -179,13 +179,13 @@ def _is_filtered(min_p_ptr, top_k_ptr, top_p_ptr, VOCAB: tl.constexpr):
 
 @triton.jit
 def _inverse(temperature):
-    """Finite, so that the largest logit's score is 0 whatever it is multiplied by."""
+    """Return 1 / temperature, limited to a finite value so that the largest logit's score is always 0."""
     return tl.minimum(1.0 / temperature, 3.0e38)
 
 
 @triton.jit
 def _cut(x, largest):
-    """A logit above which a part has at most LISTED others, and more than half as many unless they tie."""
+    """Return a cut above which a part has at most LISTED logits, and more than half as many unless they tie."""
     is_there = x > -float("inf")
     cut = -float("inf")
     if tl.sum(is_there.to(tl.int32), 0) > LISTED:
@@ -206,9 +206,9 @@ def _cut(x, largest):
 
 @triton.jit
 def _list(logits_ptr, part, cut, listed_ptr, listed_tokens_ptr, VOCAB: tl.constexpr):
-    """A part's logits above the cut, in their order, then minus infinity."""
+    """List a part's logits above the cut in order, padded with minus infinity."""
     number = 0
-    for chunk in range(4):  # registers do not suffice for all at once
+    for chunk in range(4):  # the whole part would not fit into registers
         token = (4 * part + chunk) * LANES + tl.arange(0, LANES)
         x = tl.load(logits_ptr + token, mask=token < VOCAB, other=-float("inf"))
         is_listed = x.to(tl.float32) > cut
@@ -223,7 +223,7 @@ def _list(logits_ptr, part, cut, listed_ptr, listed_tokens_ptr, VOCAB: tl.conste
 
 @triton.jit
 def _draw_part(logits_ptr, part, largest, inverse, seed, position, VOCAB: tl.constexpr):
-    """The token with the largest sum of score and noise, and that sum, where the part's largest score is 0."""
+    """Return the token with the largest score plus noise, and that sum; scores are relative to the part's largest."""
     lane = tl.arange(0, LANES)
     best = tl.full([LANES], -float("inf"), tl.float32)
     best_token = tl.zeros([LANES], tl.int32)
@@ -249,20 +249,20 @@ def _noise(bits):
 
 @triton.jit
 def _draw_filtered(logits_ptr, lists, top, inverse, whole, cut, filters, noise, SIZES: tl.constexpr):
-    """whole: the sum of all weights. The lists have every score above the cut, which is minus infinity if none is
-    missing."""
+    """Draw a token after min_p, top_k and top_p. `whole` is the sum of all weights. The lists hold every score above
+    `cut`; it is minus infinity if they hold all scores."""
     VOCAB: tl.constexpr = SIZES.vocab
     ALL_LISTED: tl.constexpr = SIZES.parts * LISTED
     listed_ptr, listed_tokens_ptr = lists
     min_p, top_k, top_p = filters
     bound = -float("inf")
     if min_p > 0:
-        bound = tl.minimum(tl.log(min_p), 0.0)  # what is near 1 keeps the largest, however its logarithm is rounded
+        bound = tl.minimum(tl.log(min_p), 0.0)  # keeps the largest logit however the logarithm is rounded
     has_top_k = (top_k > 0) & (top_k < VOCAB)
     source_ptr = listed_ptr
     size = ALL_LISTED
     number, weight, low = _survey(source_ptr, size, top, inverse, bound, cut)
-    # A threshold is in the lists if they have all that is left of it, or reach what it wants above the cut.
+    # The lists contain the threshold if they hold all remaining scores, or enough of them above the cut.
     is_complete = (cut < bound) | (cut == -float("inf"))
     is_listed = is_complete
     if has_top_k:
@@ -286,7 +286,7 @@ def _draw_filtered(logits_ptr, lists, top, inverse, whole, cut, filters, noise, 
 
 @triton.jit
 def _draw_from(source_ptr, listed_tokens_ptr, is_listed, size, top, inverse, bound, noise, ALL_LISTED: tl.constexpr):
-    """The token with the largest sum of score and noise among those that reach the bound."""
+    """Draw the token with the largest score plus noise among the scores of at least `bound`."""
     AT_ONCE: tl.constexpr = TILE // 2
     seed, position = noise
     lane = tl.arange(0, AT_ONCE)
@@ -316,7 +316,7 @@ def _scores(source_ptr, place, size, top, inverse):
 
 @triton.jit
 def _survey(source_ptr, size, top, inverse, bound, cut):
-    """Of the scores that reach the bound and are above the cut: their number, the sum of their weights, the least."""
+    """Return the number, the weight sum and the minimum of the scores that are at least `bound` and above `cut`."""
     numbers = tl.zeros([TILE], tl.int32)
     weights = tl.zeros([TILE], tl.float32)
     least = tl.full([TILE], float("inf"), tl.float32)
@@ -331,8 +331,8 @@ def _survey(source_ptr, size, top, inverse, bound, cut):
 
 @triton.jit
 def _search(source_ptr, size, top, inverse, low, wanted, COUNTS: tl.constexpr):
-    """The largest score at which the tokens from there on reach `wanted`, in number or in weight; at least `low`."""
-    high = top - top  # the largest score. Always: at `low` enough is reached, and nothing above `high` reaches it
+    """Return the largest score, at least `low`, at which the tokens from there on reach `wanted` (count or weight)."""
+    high = top - top  # 0, the largest score. Invariant: scores >= low reach `wanted`, scores > high do not
     while low < high:
         middle = low + (high - low) * 0.5
         middle = tl.where(middle > low, middle, high)

@@ -1,8 +1,8 @@
-"""Multi-head latent attention of prompts' chunks, each head's keys and values made of the latents that the chunk sees.
+"""Multi-head latent attention for prompt chunks, with keys and values expanded from the latents for each head.
 
-In pieces of bounded size: the latents of as many rows as fit together, or some heads of one long context, are gathered
-from the pages, multiplied by the heads' matrix, and attended to while they lie there. What all heads rotate is read from
-the pages. What a chunk itself brings goes the same way as what was cached: with pages of eight bits both are rounded.
+The work is cut into pieces of bounded size: all heads of several rows, or some heads of one long context. A piece's
+latents are gathered from the pages, multiplied by the heads' up-projection, and attended to. The rotated part, shared
+by all heads, is read from the pages. A chunk's own latents also come from the pages, so eight-bit pages round them too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,16 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import block_of, layout_of, load_inside, page_rows
-from penstock.executor.kernels.cuda.softmax import LOG2_E, unseen, weigh
+from penstock.executor.kernels.cuda.softmax import LOG2_E, empty_softmax, softmax_step
 from penstock.executor.kernels.cuda.tiles import expanded_tile
 from penstock.executor.kernels.cuda.work import find_row, order_tiles, take_tile
 
-PIECE_ELEMENTS = 1 << 27  # keys and values that lie expanded at a time: 256 MiB in bfloat16
-GATHERED_ROWS = 16  # positions that one program of the gathering kernel copies
+PIECE_ELEMENTS = 1 << 27  # maximum elements of expanded keys and values: 256 MiB in bfloat16
+GATHERED_ROWS = 16  # positions per program of the gathering kernel
 
 
 class ExpandedPiece(NamedTuple):
-    """Heads first_head … end_head - 1 of rows first … end - 1, which see `positions` in all."""
+    """Heads first_head … end_head - 1 of rows first … end - 1, which have `positions` in total."""
 
     first: int
     end: int
@@ -35,7 +35,7 @@ class ExpandedPiece(NamedTuple):
 
 
 def pieces(contexts: Sequence[int], num_heads: int, width: int, limit: int) -> Iterator[ExpandedPiece]:
-    """All heads of all rows. Only one head of a single row, the least there can be, may be larger than `limit`."""
+    """Divide all heads of all rows into pieces of at most `limit` elements, or single heads of a row that is larger."""
     first = 0
     while first < len(contexts):
         end, positions = first + 1, contexts[first]
@@ -51,8 +51,8 @@ def pieces(contexts: Sequence[int], num_heads: int, width: int, limit: int) -> I
 def expanded_attention(
     q: Tensor, latents: Tensor, expand: Tensor, batch: ForwardBatch, first_row: int, scale: float, rope_dim: int
 ) -> Tensor:
-    """Causal attention of the rows from `first_row` on: q [T, H, rope + nope] -> [T, H, value]. expand [H, nope + value,
-    rank]."""
+    """Compute causal attention of the rows from `first_row` on: q [T, H, rope + nope] -> [T, H, value].
+    expand: [H, nope + value, rank]."""
     num_heads, width, rank = expand.shape
     value_dim = width - (q.shape[2] - rope_dim)
     out = torch.empty((len(q), num_heads, value_dim), dtype=q.dtype, device=q.device)
@@ -60,7 +60,7 @@ def expanded_attention(
     row, gathered = None, q
     for piece in pieces(contexts, num_heads, width, PIECE_ELEMENTS):
         first, end = first_row + piece.first, first_row + piece.end
-        if first != row:  # or else these are other heads of the same latents
+        if first != row:  # otherwise the piece has other heads of the same latents
             row = first
             starts = F.pad(batch.context_lens[first:end].cumsum(0, dtype=torch.int32), (1, 0))
             gathered = _gather(q, latents, batch.block_tables, first, starts, piece.positions, rope_dim, rank)
@@ -71,10 +71,10 @@ def expanded_attention(
 
 
 def _gather(q, latents, tables, first: int, starts, positions: int, rope_dim: int, rank: int) -> Tensor:
-    """[positions, rank]: the latents of the rows from `first` on, whose contexts begin at `starts` [rows + 1] of them."""
+    """Gather the latents of the rows from `first` on to [positions, rank]; `starts` [rows + 1] holds their offsets."""
     gathered = torch.empty((positions, rank), dtype=q.dtype, device=q.device)
     rows = len(starts) - 1
-    # Every row may leave one tile unfilled.
+    # Every row may end with a partially filled tile.
     pointers = latents, tables, starts, gathered
     numbers = tables.stride(0), first, rows
     _gather_latents[(positions // GATHERED_ROWS + rows,)](
@@ -162,7 +162,7 @@ def _expanded(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program per tile of ROWS tokens of one row, and head. q and out begin with row first_row's tokens."""
+    """Attend for one head and ROWS tokens of one row. q and out begin with the tokens of row first_row."""
     head, heads = tl.program_id(0), tl.num_programs(0)
     row, tile, begin, count = take_tile(order_ptr, tl.program_id(1), starts_ptr)
     token = tile * ROWS + tl.arange(0, ROWS)
@@ -177,15 +177,15 @@ def _expanded(
     q_ptr += place[:, None] * (ROPE + NOPE)
     q_rope = tl.load(q_ptr + rope[None, :], mask=is_token[:, None] & (rope < ROPE)[None, :], other=0.0)
     q_nope = tl.load(q_ptr + ROPE + nope[None, :], mask=is_token[:, None] & (nope < NOPE)[None, :], other=0.0)
-    best, total, acc = unseen(ROWS, block_of(VALUE))
+    best, total, acc = empty_softmax(ROWS, block_of(VALUE))
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     key_start = tl.load(key_starts_ptr + row - first_row - piece_row)
     key_stride = heads.to(tl.int64) * (NOPE + VALUE)
     made_ptr += key_start * key_stride + head * (NOPE + VALUE)
-    first = before + tile * ROWS  # the tile's first token's position, then its last one's
+    first = before + tile * ROWS  # position of the tile's first token
     last = first + tl.minimum(count - tile * ROWS, ROWS) - 1
     are_whole: tl.constexpr = block_of(ROPE) == ROPE and block_of(NOPE) == NOPE and block_of(VALUE) == VALUE
-    whole = (first + 1) // COLUMNS * COLUMNS  # every token of the tile sees all positions before this: no mask
+    whole = (first + 1) // COLUMNS * COLUMNS  # every token of the tile sees all positions before this one: no mask
     for is_edge in tl.static_range(2):
         for start in range(whole if is_edge else 0, last + 1 if is_edge else whole, COLUMNS):
             seen = start + tl.arange(0, COLUMNS)
@@ -199,11 +199,11 @@ def _expanded(
             mask = inside[:, None] & (value < VALUE)[None, :]
             v = load_inside(made_ptr + NOPE + made[:, None] + value[None, :], mask, are_whole and not is_edge)
             scores = tl.dot(q_nope, k, input_precision="ieee")
-            # By way of float32: from eight bits to bfloat16 at once is what Triton cannot compile for 8.9.
+            # Converted through float32, because Triton cannot compile FP8 to bfloat16 for 8.9.
             scores = tl.dot(q_rope, rotated.to(tl.float32).to(q_rope.dtype), scores, input_precision="ieee") * scale
             if is_edge:
                 scores = tl.where(seen[None, :] <= position[:, None], scores, -float("inf"))
-            best, total, acc = weigh(scores, v, best, total, acc)
+            best, total, acc = softmax_step(scores, v, best, total, acc)
     out = acc / tl.maximum(total, 1.0)[:, None]
     mask = is_token[:, None] & (value < VALUE)[None, :]
     tl.store(out_ptr + place[:, None] * VALUE + value[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)

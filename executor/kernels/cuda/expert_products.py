@@ -1,7 +1,7 @@
-"""The experts of a layer in few kernels, whatever their number: sort, up with the activation, down, the weighted sum.
+"""The experts of a layer in four kernels, whatever their number: sort, gate and up with activation, down, weighted sum.
 
-Rows are gathered by the sorted entries of `routing`. Nothing comes back to the host, so the layer can be part of a graph.
-An entry's numbers do not depend on the tile that it lies in.
+Rows are gathered by the sorted entries of `routing`. Nothing returns to the host, so the layer can be part of a CUDA
+graph. The result of an entry does not depend on its tile.
 """
 
 import torch
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from penstock.executor.kernels import Activation, Scaled
 from penstock.executor.kernels.cuda import fp8
-from penstock.executor.kernels.cuda.dependent import take_turn
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.fp8 import quantize_groups
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.mxfp4_experts import coded_products
 from penstock.executor.kernels.cuda.pages import load_inside
-from penstock.executor.kernels.cuda.routing import Sorted, load_slots, sort_entries
+from penstock.executor.kernels.cuda.routing import SortedEntries, load_slots, sort_entries
 from penstock.executor.kernels.cuda.rows import gated
 from penstock.executor.kernels.cuda.tiles import Tile, expert_step, expert_tile
 from penstock.executor.kernels.eight_bits import BLOCK, are_quantized, make_quantized
 
 EIGHT_BITS = torch.float8_e4m3fn
 GROUP = tl.constexpr(BLOCK)
-SUM_BLOCK = tl.constexpr(512)  # columns of a program that adds
+SUM_BLOCK = tl.constexpr(512)  # columns per program of the weighted sum
 
 
 def fused_experts(
@@ -38,8 +38,8 @@ def fused_experts(
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     is_fixed: bool = False,
 ) -> Tensor:
-    """With eight bits and few entries weights widen as they arrive: half the bytes are read, and tokens stay exact. For
-    many the products are of eight bits. MXFP4 widens always. Fixed: as for many, however few there are."""
+    """Compute the experts of a layer. FP8 weights with few entries are dequantized in registers, and activations stay
+    unquantized; with many entries, or with is_fixed, the products are FP8. MXFP4 weights are always dequantized."""
     num_slots, width, inner = len(down[0]), hidden.shape[1], gate_up[0].shape[1] // 2
     entries = slots.numel()
     x: Scaled = hidden, None
@@ -59,7 +59,7 @@ def fused_experts(
 
 
 def _launch(
-    order: Sorted,
+    order: SortedEntries,
     tile: Tile,
     x: Scaled,
     weight: Scaled,
@@ -69,7 +69,7 @@ def _launch(
     like: Tensor,
     **given: bool | str,
 ) -> None:
-    """`shared_by`: how many entries share a row of x; `like`: of the dtype that is computed in."""
+    """Launch `_multiply`. `shared_by`: entries per row of x; `like`: a tensor of the compute dtype."""
     (rows, x_scales), (values, scales), (out, y_scales) = x, weight, y
     width, is_coded = out.shape[1], values.dtype is torch.uint8
     depth = values.shape[2] * (2 if is_coded else 1)
@@ -101,7 +101,7 @@ def _launch(
 
 
 def _pointers(x: Scaled) -> tuple[Tensor, Tensor]:
-    """A kernel is given two, with scales and without."""
+    """Return the values and the scales; without scales, the values twice, because the kernel needs two pointers."""
     values, scales = x
     return values, values if scales is None else scales
 
@@ -157,8 +157,8 @@ def _multiply(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """A tile's rows of x times their expert's weight [WIDTH, DEPTH]; gated: a gate's rows, then as many of up."""
-    take_turn()
+    """Multiply a tile's rows of x by their expert's weight [WIDTH, DEPTH]; if GATED: WIDTH rows of gate, then of up."""
+    wait_and_allow_next()
     tile = tl.program_id(1)
     num_rows = tl.load(tiles_ptr + 2 * tile + 1)
     if num_rows == 0:
@@ -210,7 +210,7 @@ def _multiply(
     if GATED:
         acc = gated(acc, up, ACTIVATION)
     y_ptrs = y_ptr + entry.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    if QUANTIZES:  # a tile's columns are one block of scales
+    if QUANTIZES:  # the columns of a tile are one quantization group
         values, scales = quantize_groups(acc.to(like_ptr.dtype.element_ty).to(tl.float32))
         tl.store(y_ptrs, values, mask=is_entry[:, None])
         tl.store(y_scales_ptr + tl.program_id(0) * y_scales_stride + entry, scales, mask=is_entry)
@@ -220,10 +220,10 @@ def _multiply(
 
 @triton.jit
 def _add_product(acc, x, x_scale, weight, scale_ptr, SCALED: tl.constexpr, QUANTIZED: tl.constexpr):
-    """A step of the depth lies within one block of scales, as do a tile's columns."""
+    """Add one depth step to acc. The step and the tile's columns lie within one block of scales."""
     if QUANTIZED:
         return acc + tl.dot(x, weight) * (x_scale * tl.load(scale_ptr))[:, None]
-    if SCALED:  # by way of float32: before 9.0 there is no shorter one
+    if SCALED:  # converts through float32: before 9.0 there is no shorter way
         weight = weight.to(tl.float32).to(x.dtype)
         return acc + tl.dot(x, weight, input_precision="ieee") * tl.load(scale_ptr)
     return tl.dot(x, weight, acc, input_precision="ieee")
@@ -243,8 +243,8 @@ def _add_shares(
     NUM_SLOTS: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """What a token's entries on this rank add up to, in the order of its choice."""
-    take_turn()
+    """Add up the weighted outputs of a token's entries on this rank, in the order of its top-k choice."""
+    wait_and_allow_next()
     token = tl.program_id(0)
     column = tl.program_id(1) * SUM_BLOCK + tl.arange(0, SUM_BLOCK)
     inside = column < WIDTH

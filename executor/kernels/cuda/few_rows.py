@@ -1,10 +1,9 @@
-"""Products of one row or two: a decoding step of so few requests reads every weight once, and that is all its time.
+"""Products of one or two rows, for decoding steps whose time is spent reading every weight once.
 
-There is no tile of a matrix product here. Each program multiplies some of the weight's rows by all rows of x, number by
-number, in registers: loads are 16 bytes wide, and many are in flight. What stands around a product is computed with it:
-the residual's addition and RMSNorm before it (`NormedRows`), the activation of a gated MLP behind it. So a layer takes
-six launches. Under dependent launch a program brings its weights into the second level of cache while the kernel before
-it still runs.
+There is no matrix product tile. Each program multiplies some rows of the weight by all rows of x elementwise in
+registers, with many 16-byte loads in flight. The operations around the product are fused: the residual's addition and
+RMSNorm before it (`NormedRows`), the activation of a gated MLP after it, so a layer takes six launches. With dependent
+launch, a program prefetches its weights into the L2 cache while the previous kernel still runs.
 """
 
 import torch
@@ -14,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels import Activation, NormedRows
-from penstock.executor.kernels.cuda.dependent import begin_early, is_dependent, wait_turn
+from penstock.executor.kernels.cuda.dependent import allow_next, is_dependent, wait_for_previous
 from penstock.executor.kernels.cuda.launch import ALIGNMENT, kernel
 from penstock.executor.kernels.cuda.rows import add_rms_norm_to, gate, gated
 from penstock.executor.kernels.cuda.tiles import few_rows_tile, power_of_2
 
 MAX_ROWS = 2
-# Larger weights take cuBLAS longer than a launch costs, and it reads them faster: on an H100 the products of Qwen3-0.6B's
-# layers take 22 µs here and 29 there, of Llama-3.1-8B's 180 and 172.
+# For larger weights cuBLAS is faster despite its launch overhead: on an H100 the products of a Qwen3-0.6B layer take
+# 22 µs here and 29 µs there, those of a Llama-3.1-8B layer 180 µs and 172 µs.
 MAX_BYTES = 16 << 20
 
 
@@ -38,7 +37,7 @@ def gated_linear(x: Tensor | NormedRows, weight: Tensor, activation: Activation)
 
 
 def _is_ours(x: Tensor | NormedRows, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Tell whether the kernel is the faster one, and whether it can read these tensors: contiguous and aligned."""
+    """Tell whether this kernel is faster than cuBLAS and can read the tensors: contiguous and aligned."""
     rows = x.update if isinstance(x, NormedRows) else x
     read = [rows, weight] if bias is None else [rows, weight, bias]
     return (
@@ -53,7 +52,7 @@ def _norm(x: Tensor | NormedRows) -> Tensor:
 
 
 def _multiply(x: Tensor | NormedRows, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor:
-    """x [1 or 2, K], weight [N, K] -> [rows, N]; with an activation the weight is [2 N, K], the gate's rows first."""
+    """Multiply x [1 or 2, K] by weight [N, K] to [rows, N]; with an activation: [2 N, K], the gate's rows first."""
     update, residual, total, norm, eps = x if isinstance(x, NormedRows) else (x, x, x, x, 0.0)
     rows, depth = update.shape
     assert residual.is_contiguous() and update.dtype is weight.dtype and weight.shape[1] == depth
@@ -99,8 +98,8 @@ def _few_rows(
     DEPTH: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Compute some columns of the output, from both products where there is a gate."""
-    begin_early()
+    """Compute some columns of the output, or of both gate and up."""
+    allow_next()
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < WIDTH
     weight_ptrs = weight_ptr + tl.minimum(column, WIDTH - 1).to(tl.int64)[:, None] * K
@@ -108,7 +107,7 @@ def _few_rows(
         prefetch(weight_ptrs, K)
         if ACTIVATION is not None:
             prefetch(weight_ptrs + WIDTH * K, K)
-    wait_turn()
+    wait_for_previous()
     row = tl.arange(0, ROWS)[:, None]
     is_row = row < rows
     first = tl.zeros([ROWS, COLUMNS, DEPTH], tl.float32)
@@ -127,7 +126,7 @@ def _few_rows(
                 tl.store(total_ptr + row * K + k[None, :], total, mask=mask & (tl.program_id(0) == 0))
                 x = total.to(tl.float32)
                 squares += x * x
-                # The weight is rounded with what it is multiplied by; the row's scale follows behind the product.
+                # The norm weight is applied and rounded before the product, the row's scale after it.
                 norm = tl.load(norm_ptr + k, mask=is_deep, other=0.0)
                 x = (x * norm[None, :]).to(total.dtype).to(tl.float32)
             inside = is_column[:, None] & is_deep[None, :]
@@ -160,7 +159,7 @@ def load_weight(ptrs, inside, IS_WHOLE: tl.constexpr):
 @triton.jit
 def prefetch(row_ptrs, K: tl.constexpr):
     """Prefetch rows of K numbers into the L2 cache, without waiting for them."""
-    LINE: tl.constexpr = 1024 // row_ptrs.dtype.element_ty.primitive_bitwidth  # numbers in a line of cache
+    LINE: tl.constexpr = 1024 // row_ptrs.dtype.element_ty.primitive_bitwidth  # numbers per cache line
     line = tl.arange(0, triton.next_power_of_2((K + LINE - 1) // LINE)) * LINE
     ptrs = row_ptrs + tl.minimum(line, K - 1)[None, :]
     tl.inline_asm_elementwise(

@@ -1,11 +1,11 @@
-"""Attention whose every sum has one order, whatever its batch, its chunk and its place in that: for `batch_invariant`.
+"""Attention with a fixed order of every sum, independent of batch and chunk, for `batch_invariant`.
 
-A token's positions fall into splits of `SPLIT`, counted from position 0. Each is summed from nothing, block after block,
-and what the splits gave is merged in their order. A program that has a tile of a prompt does all of that by itself; of
-rows of one token every split is a piece of work, and the last program to finish one of a row merges them. What a token
-does not see weighs 0 there, which changes no sum: so it does not matter which tokens share a tile with it.
+A token's positions are divided into splits of `SPLIT`, counted from position 0. Each split is summed from zero, block
+by block, and the splits are merged in order (split-KV). A prefill program does that for its tile alone. For
+single-token rows every split is a unit of work, and the last program to finish a split of a row merges them. Masked
+positions softmax_step 0, which changes no sum, so the other tokens in a tile do not matter.
 
-Heads beyond 128 are not split: registers do not hold two sums of them, and one program reads all that a row sees.
+Head dimensions above 128 use a single split: two accumulators would not fit into registers.
 """
 
 import torch
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import NO_EXTRAS, Pages, ScoreExtras
-from penstock.executor.kernels.cuda.dependent import take_turn
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.paged_attention import prepare
 from penstock.executor.kernels.cuda.pages import block_of, page_rows
-from penstock.executor.kernels.cuda.softmax import LOWEST, see_sinks, squeeze, unseen, weigh
+from penstock.executor.kernels.cuda.softmax import LOWEST, add_sinks, empty_softmax, soft_cap, softmax_step
 from penstock.executor.kernels.cuda.tiles import fixed_attention_tile
 from penstock.executor.kernels.cuda.work import is_last, order_tiles, share_singles, span, take_share, take_tile
 
 SPLIT, LONGEST = 512, 1 << 30
-PARTS_AT_ONCE = tl.constexpr(4)  # whose loads are in flight together
+PARTS_AT_ONCE = tl.constexpr(4)  # splits whose loads are in flight together
 
 
 def paged_attention(
@@ -81,8 +81,8 @@ def _fixed_decode(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program goes through its share of splits, from one (row, key-value head) to the next."""
-    take_turn()
+    """Process a share of splits, which may span several (row, key-value head) pairs."""
+    wait_and_allow_next()
     row, kv_head, split, left, context = take_share(plan_ptr)
     member = tl.arange(0, ROWS)
     dim = tl.arange(0, block_of(SIZES.dim))
@@ -145,7 +145,7 @@ def _fixed_prefill(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program per key-value head and tile of ROWS (token, head of the group) pairs of one row."""
+    """Attend for one key-value head and a tile of ROWS (token, head of the group) pairs of one row."""
     kv_head = tl.program_id(0)
     row, tile, begin, count = take_tile(order_ptr, tl.program_id(1), starts_ptr)
     pair = tile * ROWS + tl.arange(0, ROWS)
@@ -175,40 +175,40 @@ def _fixed_prefill(
 
 @triton.jit
 def _see_split(q, position, pages, low, high, numbers, SIZES: tl.constexpr, PAGES: tl.constexpr, COLUMNS: tl.constexpr):
-    """What rows of q at these positions make of positions low … high - 1, as `weigh` leaves it. Every block is masked:
-    without a mask the compiler would round a product and its difference from the maximum once instead of twice."""
+    """Return the softmax state of q's rows over positions low … high - 1. Every block is masked: without a mask the
+    compiler would fuse the scaling and the subtraction of the maximum, and round once instead of twice."""
     k_ptr, v_ptr, table_ptr = pages
     scale, cap, window = numbers
     dim = tl.arange(0, block_of(SIZES.dim))
     is_dim = dim < SIZES.dim
-    best, total, acc = unseen(q.shape[0], block_of(SIZES.dim))
+    best, total, acc = empty_softmax(q.shape[0], block_of(SIZES.dim))
     for start in range(low, high, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
         inside = seen < high
-        if SIZES.has_window:  # what lies before it may be another request's by now
+        if SIZES.has_window:  # blocks before the window may belong to another request by now
             inside &= seen > tl.min(position, 0) - window
         cells = page_rows(table_ptr, seen, inside, PAGES)
         k = tl.load(k_ptr + cells[None, :] + dim[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
         v = tl.load(v_ptr + cells[:, None] + dim[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
-        scores = squeeze(tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale, cap, SIZES.has_cap)
+        scores = soft_cap(tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale, cap, SIZES.has_cap)
         visible = inside[None, :] & (seen[None, :] <= position[:, None])
         if SIZES.has_window:
             visible &= seen[None, :] > position[:, None] - window
-        best, total, acc = weigh(tl.where(visible, scores, -float("inf")), v.to(q.dtype), best, total, acc)
+        best, total, acc = softmax_step(tl.where(visible, scores, -float("inf")), v.to(q.dtype), best, total, acc)
     return best, total, acc
 
 
 @triton.jit
 def _nothing(sinks_ptr, head, is_head, ROWS: tl.constexpr, SIZES: tl.constexpr):
-    best, total, acc = unseen(ROWS, block_of(SIZES.dim))
-    best, total = see_sinks(best, total, sinks_ptr, head, is_head, SIZES.has_sinks)
+    best, total, acc = empty_softmax(ROWS, block_of(SIZES.dim))
+    best, total = add_sinks(best, total, sinks_ptr, head, is_head, SIZES.has_sinks)
     return best, total, acc
 
 
 @triton.jit
 def _merge(merged, part):
-    """The splits so far, and the next one. Which of two products is rounded before they are added is said, not left to
-    the compiler, which need not choose alike in two kernels."""
+    """Merge the next split into the previous ones. Explicit fma fixes which product is rounded; the compiler might
+    choose differently in two kernels."""
     best, total, acc = merged
     part_best, part_total, part_acc = part
     new_best = tl.maximum(best, part_best)
@@ -220,7 +220,7 @@ def _merge(merged, part):
 
 @triton.jit
 def _join_splits(sinks_ptr, parts_ptr, out_ptr, item, kv_head, splits, most, SIZES: tl.constexpr):
-    """What all splits of an item gave, some heads at a time."""
+    """Merge all splits of an item, 16 heads at a time."""
     dim = tl.arange(0, block_of(SIZES.dim))
     for begin in range(0, SIZES.group, 16):
         head = begin + tl.arange(0, 16)
@@ -233,7 +233,7 @@ def _join_splits(sinks_ptr, parts_ptr, out_ptr, item, kv_head, splits, most, SIZ
                 part_ptr = parts_ptr + (item * most + start + index) * (SIZES.group * (SIZES.dim + 2))
                 sums_ptr = part_ptr + SIZES.group * SIZES.dim + head
                 is_part = start + index < splits
-                # Past the first level of cache, which other processors' stores do not reach.
+                # Bypass the L1 cache, which does not see the stores of other multiprocessors.
                 acc = tl.load(part_ptr + inner, mask=mask & is_part, other=0.0, cache_modifier=".cg")
                 best = tl.load(sums_ptr, mask=is_head & is_part, other=LOWEST, cache_modifier=".cg")
                 total = tl.load(sums_ptr + SIZES.group, mask=is_head & is_part, other=0.0, cache_modifier=".cg")
@@ -244,5 +244,5 @@ def _join_splits(sinks_ptr, parts_ptr, out_ptr, item, kv_head, splits, most, SIZ
 @triton.jit
 def _store(out_ptrs, merged, mask):
     _, total, acc = merged
-    out = acc / tl.maximum(total, 1.0)[:, None]  # 1 and more if anything was seen, or else 0
+    out = acc / tl.maximum(total, 1.0)[:, None]  # the total is at least 1 if anything was seen, else 0
     tl.store(out_ptrs, out.to(out_ptrs.dtype.element_ty), mask=mask)

@@ -1,8 +1,8 @@
-"""Matrix products whose every output is summed in one order, whatever rows stand beside it: for `batch_invariant`.
+"""Matrix products that sum every output in a fixed order, independent of the other rows: for `batch_invariant`.
 
-The depth falls into parts by the weight's shape alone. Each is summed from zero, and the parts in their order: few rows
-have a program for each part, which all read at once, and many have one program for all. Tiles of few rows and of many
-hand the tensor cores the same instruction: a warpgroup, or a warp, of both has as many rows and columns.
+The depth is divided into splits by the weight's shape alone. Each is summed from zero, and the splits are added in
+order. With few rows each split has its own program, so that all read at once; with many rows one program computes all
+of them. Small and large tiles use the same tensor core instruction: each warp has as many rows and columns.
 """
 
 import torch
@@ -10,17 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels.cuda.dependent import take_turn
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.fp8 import join
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.tiles import FIXED_PROGRAMS, fixed_tile
 
-TOGETHER = tl.constexpr(8)  # tiles of rows that go through a weight side by side, so that it is read once for all
+TOGETHER = tl.constexpr(8)  # row tiles that read a weight side by side, so that it is read from memory once for all
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K], weight [N, K] -> [T, N]; the bias is added to what was rounded."""
+    """Multiply x [T, K] by weight [N, K] to [T, N]; the bias is added to the rounded product."""
     (rows, depth), width = x.shape, len(weight)
     x = x if x.stride(1) == 1 else x.contiguous()
     assert weight.is_contiguous() and x.dtype is weight.dtype and weight.shape[1] == depth
@@ -62,8 +62,8 @@ def _linear(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A tile of the output, or one part of it to [SPLITS, rows, WIDTH]."""
-    take_turn()
+    """Compute a tile of the output or, if CUT, one split of it, to [SPLITS, rows, WIDTH]."""
+    wait_and_allow_next()
     across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     number = tl.program_id(0)
     first = number // (TOGETHER * across) * TOGETHER
@@ -80,7 +80,7 @@ def _linear(
     part: tl.constexpr = (steps + SPLITS - 1) // SPLITS * STEP
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     first_split = tl.program_id(1)
-    # Triton 3.6 loses a number that the outer loop carries into the bounds of the inner one, so they use the loop's own.
+    # Triton 3.6 miscompiles a variable that the outer loop carries into the bounds of the inner one; these use `later`.
     for later in range(1 if CUT else SPLITS):
         begin = (first_split + later) * part
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)

@@ -1,8 +1,8 @@
-"""Matrix products in eight bits with a scale per block, and the kernels before them that quantize as they write.
+"""Block-scaled FP8 matrix products, and the kernels before them that quantize their output.
 
-For few tokens the product is ours, for many it is cuBLAS's behind `torch.nn.functional.scaled_mm`: on a relative of
-this GPU the one was faster up to 256 tokens, the other beyond 1,000 (facts of vLLM's issue 49932, on an H20). Where a
-card does not have that all products are ours.
+For few tokens our own kernel is used, for many cuBLAS through `torch.nn.functional.scaled_mm`: on an H20, the former
+was faster up to 256 tokens, the latter beyond 1,000 (vLLM's issue 49932). On cards without scaled_mm all products use
+our kernel.
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.executor.kernels import Quantized
 from penstock.executor.kernels.card import current_card
-from penstock.executor.kernels.cuda.dependent import take_turn
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.rows import activate, normalize
 from penstock.executor.kernels.cuda.tiles import block_linear_tile, depth_splits, power_of_2, row_warps
@@ -21,7 +21,7 @@ from penstock.executor.kernels.eight_bits import BLOCK, FP8_MAX, TINY, make_quan
 
 MAX_OWN_TOKENS = 256
 LIMIT, LEAST, GROUP = tl.constexpr(FP8_MAX), tl.constexpr(TINY), tl.constexpr(BLOCK)
-GROUPS = tl.constexpr(8)  # of 128 numbers that a program quantizes: sixteen bytes for each thread of four warps
+GROUPS = tl.constexpr(8)  # groups of 128 numbers per program: 16 bytes for each thread of four warps
 JOIN_BLOCK = tl.constexpr(1024)
 
 
@@ -101,20 +101,20 @@ def block_linear(
 
 
 def join(parts: Tensor, out: Tensor) -> None:
-    """Parts of a product [splits, rows, width], as far as its depth was cut."""
+    """Add up the splits of a product, [splits, rows, width], to `out`."""
     size = out.numel()
     _join[(triton.cdiv(size, JOIN_BLOCK.value),)](parts, out, size, SPLITS=len(parts), num_warps=4)
 
 
 def is_cublas(rows: int, width: int) -> bool:
-    """Whether cuBLAS computes the product: of many rows, and only where every block of the weight is whole. DeepSeek's
-    projection to its latent, 576 wide, has a block of half as many rows as the others."""
+    """Tell whether cuBLAS computes the product: with many rows, and if every block of the weight is whole. DeepSeek's
+    projection to its latent, 576 wide, ends with half a block."""
     return rows > MAX_OWN_TOKENS and width % BLOCK == 0 and current_card().has_scaled_mm
 
 
 def scaled_mm(x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The second factor by columns, its scales [depth, width] too: a checkpoint's rows, transposed. The scales of the
-    first have a column for every 128 of the depth, which has to begin at a multiple of 16 bytes: of four rows."""
+    """Multiply with cuBLAS. It takes the second factor and its scales in column order: the checkpoint's rows,
+    transposed. The first factor's scales are columns aligned to 16 bytes, hence the padding to 4 rows."""
     values, scales = pad_rows(x)
     product = F.scaled_mm(
         values,
@@ -130,7 +130,7 @@ def scaled_mm(x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: torch.
 
 @triton.jit
 def quantize_groups(x):
-    """[R, 128] float32 -> eight bits, and a scale for each row. NaN stays NaN, so that whoever looks for it finds it."""
+    """Quantize x [R, 128] from float32 to FP8 with a scale per row. NaN stays NaN, so that checks for NaN find it."""
     scales = tl.maximum(tl.max(tl.abs(x), 1), LEAST) / LIMIT
     clamped = tl.clamp(x / scales[:, None], -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return clamped.to(tl.float8e4nv), scales
@@ -146,8 +146,8 @@ def _quantize_rows(
     WIDTH: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Some groups of a row; gated: of the row's first half, through SiLU, times its second."""
-    take_turn()
+    """Quantize some groups of a row. GATED: the values are SiLU(first half of the row) * second half."""
+    wait_and_allow_next()
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     is_group = group < WIDTH // GROUP
@@ -156,7 +156,7 @@ def _quantize_rows(
     y = x.to(tl.float32)
     if GATED:
         up = tl.load(x_ptr + row * STRIDE + WIDTH + column, mask=is_group[:, None], other=0.0).to(tl.float32)
-        y = (activate(y, "silu") * up).to(x.dtype).to(tl.float32)  # rounded, as in the twin
+        y = (activate(y, "silu") * up).to(x.dtype).to(tl.float32)  # rounded like the reference implementation
     values, scales = quantize_groups(y)
     tl.store(values_ptr + row * WIDTH + column, values, mask=is_group[:, None])
     tl.store(scales_ptr + group.to(tl.int64) * scales_stride + row, scales, mask=is_group)
@@ -177,7 +177,7 @@ def _norm_quantize(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    take_turn()
+    wait_and_allow_next()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -209,8 +209,8 @@ def _block_linear(
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """A part of the depth. A step of it is one block of scales: its product is scaled once, in float32."""
-    take_turn()
+    """Compute one split of the depth. Each step is one scale block: its product is scaled once, in float32."""
+    wait_and_allow_next()
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = row < rows, column < WIDTH
@@ -236,8 +236,8 @@ def _block_linear(
 
 @kernel
 def _join(parts_ptr, out_ptr, size, SPLITS: tl.constexpr):
-    """The parts of a product, added in the order of its depth."""
-    take_turn()
+    """Add up the splits of a product in order of depth."""
+    wait_and_allow_next()
     index = tl.program_id(0).to(tl.int64) * JOIN_BLOCK + tl.arange(0, JOIN_BLOCK)
     inside = index < size
     total = tl.zeros([JOIN_BLOCK], tl.float32)

@@ -1,4 +1,4 @@
-"""`CudaOps` whose every sum has one order, whatever the batch: what `batch_invariant` computes with."""
+"""The kernels of `CudaOps` with a fixed order of every sum, independent of the batch, for `batch_invariant`."""
 
 from functools import partial
 
@@ -37,7 +37,7 @@ class _FixedRecurrent:
 
 
 class InvariantOps(CudaOps):
-    """What is not here works row by row in `CudaOps` too."""
+    """Operations that are not overridden here already work row by row in `CudaOps`."""
 
     norming: NormingOps | None = None
     linear = staticmethod(fixed_product.linear)

@@ -1,7 +1,7 @@
-"""Multi-head latent attention over paged latents: every head reads the same vector, its end being keys and values both.
+"""Multi-head latent attention over paged latents: all heads read the same vector, whose end is both key and value.
 
-Absorbed (executor/models/latent.py): queries are in the latent's space already. A tile's rows are (token, head) pairs,
-so that a latent is read once for many heads; rows of one token are shared out evenly, as in `attention`.
+Queries are absorbed, i.e. already projected to the latent space (executor/models/latent.py). A tile's rows are (token,
+head) pairs, so that a latent is read once for many heads. Single-token rows use split-KV, as in `paged_attention`.
 """
 
 from typing import NamedTuple
@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels.cuda.dependent import take_turn
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import block_of, layout_of, page_rows
-from penstock.executor.kernels.cuda.softmax import LOG2_E, unseen, weigh
+from penstock.executor.kernels.cuda.softmax import LOG2_E, empty_softmax, softmax_step
 from penstock.executor.kernels.cuda.tiles import latent_tile
 from penstock.executor.kernels.cuda.work import order_tiles, share_singles, span, store_item, take_share, take_tile
 
@@ -71,8 +71,8 @@ def _latent_singles(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program goes through its share, from one row's tile of heads to the next."""
-    take_turn()
+    """Process this program's share of blocks, which may span several (row, tile of heads) items."""
+    wait_and_allow_next()
     shares = plan_ptr, parts_ptr, sums_ptr, arrivals_ptr
     row, tile, block, left, context = take_share(plan_ptr)
     taken = 0
@@ -88,11 +88,11 @@ def _latent_singles(
         high = tl.minimum(context, low + count * COLUMNS)
         queries = q_ptr + begin * (SIZES.rope + SIZES.rank), member, is_head, tl.full([ROWS], 0, tl.int32) + high
         pages = latents_ptr, tables_ptr + row.to(tl.int64) * table_stride
-        weighed = _attend(queries, pages, low, high, scale, SIZES, PAGES, COLUMNS)
+        softmax_state = _attend(queries, pages, low, high, scale, SIZES, PAGES, COLUMNS)
         inner = member[:, None] * SIZES.rank + rank[None, :]
         places = inner, is_head[:, None] & (rank < SIZES.rank)[None, :], member, is_head
         item = begin, taken, block, count, blocks
-        store_item(shares, out_ptr, weighed, places, item, num_heads, ROWS, SIZES.rank)
+        store_item(shares, out_ptr, softmax_state, places, item, num_heads, ROWS, SIZES.rank)
         left -= count
         taken += count
         block = 0
@@ -119,8 +119,8 @@ def _latent(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program per tile of ROWS (token, head) pairs of one row."""
-    take_turn()
+    """Attend for one tile of ROWS (token, head) pairs of one row."""
+    wait_and_allow_next()
     row, tile, begin, count = take_tile(order_ptr, tl.program_id(0), starts_ptr)
     before = tl.load(contexts_ptr + row) - count
     pair = tile * ROWS + tl.arange(0, ROWS)
@@ -129,7 +129,7 @@ def _latent(
     begin = begin.to(tl.int64) * SIZES.heads
     q_ptr += begin * (SIZES.rope + SIZES.rank)
     pages = latents_ptr, tables_ptr + row.to(tl.int64) * table_stride
-    high = before + tl.minimum(count, (tile * ROWS + ROWS - 1) // SIZES.heads + 1)  # what the tile's last token sees
+    high = before + tl.minimum(count, (tile * ROWS + ROWS - 1) // SIZES.heads + 1)  # end of the last token's context
     queries = q_ptr, pair, is_pair, before + token
     _, total, acc = _attend(queries, pages, 0, high, scale, SIZES, PAGES, COLUMNS)
     rank = tl.arange(0, block_of(SIZES.rank))
@@ -140,8 +140,8 @@ def _latent(
 
 @triton.jit
 def _attend(queries, pages, low, high, scale, SIZES: tl.constexpr, PAGES: tl.constexpr, COLUMNS: tl.constexpr):
-    """What queries, the `pair`s of those from q_ptr on, make of a row's positions low … high - 1, none later than their
-    own `position`: as `weigh` leaves it."""
+    """Return the softmax state of queries over a row's positions low … high - 1. `pair` are indices of (token, head)
+    vectors from q_ptr on; each attends to positions up to its own `position`."""
     q_ptr, pair, is_pair, position = queries
     latents_ptr, table_ptr = pages
     rope = tl.arange(0, block_of(SIZES.rope))
@@ -151,7 +151,7 @@ def _attend(queries, pages, low, high, scale, SIZES: tl.constexpr, PAGES: tl.con
     q_ptr += pair[:, None] * (SIZES.rope + SIZES.rank)
     q_rope = tl.load(q_ptr + rope[None, :], mask=is_pair[:, None] & is_rope[None, :], other=0.0)
     q_rank = tl.load(q_ptr + SIZES.rope + rank[None, :], mask=is_pair[:, None] & is_rank[None, :], other=0.0)
-    best, total, acc = unseen(pair.shape[0], block_of(SIZES.rank))
+    best, total, acc = empty_softmax(pair.shape[0], block_of(SIZES.rank))
     for start in range(low, high, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
         inside = seen < high
@@ -168,5 +168,5 @@ def _attend(queries, pages, low, high, scale, SIZES: tl.constexpr, PAGES: tl.con
         scores = tl.dot(q_rank, tl.trans(values), input_precision="ieee")
         scores = tl.dot(q_rope, rotated.to(q_rope.dtype), scores, input_precision="ieee") * scale
         visible = inside[None, :] & (seen[None, :] <= position[:, None])
-        best, total, acc = weigh(tl.where(visible, scores, -float("inf")), values, best, total, acc)
+        best, total, acc = softmax_step(tl.where(visible, scores, -float("inf")), values, best, total, acc)
     return best, total, acc

@@ -1,7 +1,7 @@
-"""What multi-head latent attention does between its projections and its scores, in one kernel: the latent's norm, the
-rotation of keys and queries, and the way into the pages (executor/models/latent.py).
+"""The steps of multi-head latent attention between projections and scores, in one kernel: the latent's norm, the
+rotation of keys and queries, and writing the latents to the pages (executor/models/latent.py).
 
-Checkpoints rotate neighbours (2 i, 2 i + 1); here they are taken apart, (i, i + half), in pages and queries alike.
+Checkpoints rotate neighbours (2 i, 2 i + 1); pages and queries hold these pairs as (i, i + half).
 """
 
 import torch
@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels import LatentStore
-from penstock.executor.kernels.cuda.dependent import take_turn
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.pages import layout_of, slot_place
-from penstock.executor.kernels.cuda.rope_and_store import check_places, copy, load_shared, narrow, parts_of
+from penstock.executor.kernels.cuda.pages import layout_of, slot_offset
+from penstock.executor.kernels.cuda.rope_and_store import check_inputs, copy, load_shared, narrow, parts_of
 from penstock.executor.kernels.cuda.rows import normalize
 from penstock.executor.kernels.cuda.tiles import power_of_2, rope_tile
 
@@ -27,7 +27,7 @@ def latent_rope_and_store(
     assert q.stride()[1:] == (q.shape[2], 1) and down.stride(1) == 1 and down.shape[1] == rank + 2 * half
     assert goal.is_contiguous() and goal.dtype is q.dtype is down.dtype
     assert weight.dtype is torch.float32 and weight.is_contiguous()
-    check_places(store.rotation, kv_slots)
+    check_inputs(store.rotation, kv_slots)
     if not tokens:
         return
     tile = rope_tile(min(16, num_heads), power_of_2(half))
@@ -78,9 +78,9 @@ def _latent_rope(
     HEADS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
-    """Some tokens of some query heads; behind these programs those of the keys, which all heads share."""
-    take_turn()
-    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]  # of the goal
+    """Process some tokens of some query heads; the last programs process the keys, which all heads share."""
+    wait_and_allow_next()
+    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]  # row of `goal`
     is_row = row < tokens
     token = first + row
     position = tl.load(positions_ptr + token, mask=is_row, other=0).to(tl.int64)
@@ -98,7 +98,7 @@ def _latent_rope(
             copy(query + rest, goal + 2 * PARTS.half + rest, is_head & (rest < PARTS.dim - 2 * PARTS.half))
     else:
         slot = tl.load(slots_ptr + token, mask=is_row, other=0)
-        cell = latents_ptr + slot_place(slot, PAGES)
+        cell = latents_ptr + slot_offset(slot, PAGES)
         key = down_ptr + token * DOWN_STRIDE
         _rotate_neighbours(key + RANK, cell, is_row, cos_ptr, sin_ptr, PARTS)
         rank = tl.arange(0, triton.next_power_of_2(RANK))[None, None, :]
@@ -110,7 +110,7 @@ def _latent_rope(
 
 @triton.jit
 def _rotate_neighbours(source, goal, mask, cos_ptr, sin_ptr, PARTS: tl.constexpr):
-    """The pairs (2 i, 2 i + 1) of heads [tokens, heads, 1], which become (i, i + half)."""
+    """Rotate the pairs (2 i, 2 i + 1) of heads [tokens, heads, 1] and store them as (i, i + half)."""
     BLOCK_HALF: tl.constexpr = PARTS.block_half
     both = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
     half = tl.arange(0, BLOCK_HALF)[None, None, :]

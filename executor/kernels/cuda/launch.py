@@ -1,9 +1,8 @@
 """Declares kernels and launches them through Triton's public interface, `kernel[grid](…)`.
 
-Which variant of a kernel is compiled depends on its constants, its options and its tensors' dtypes, and on nothing else:
-numbers that differ from step to step never choose another variant, and every pointer is aligned. So the set of variants
-that traffic needs is known at the start. A variant that traffic asked for first would be compiled while requests wait;
-the tests hold that there is none.
+The compiled variant of a kernel depends only on its constants, its options and its tensors' dtypes: integers that
+change from step to step are not specialized, and every pointer is aligned. Therefore all variants that requests need
+are known at startup. A new variant would be compiled while requests wait; tests check that none is.
 """
 
 import inspect
@@ -17,15 +16,15 @@ import triton.language as tl
 
 from penstock.executor.kernels.cuda.dependent import is_dependent
 
-ALIGNMENT = 16  # bytes: every pointer is a multiple, for the wide loads that kernels are compiled with
+ALIGNMENT = 16  # bytes; every pointer is a multiple of it, because kernels are compiled with 16-byte loads
 
 
 class Kernel:
-    """Takes the place of `triton.jit` for functions that the host launches; functions called in kernels keep `triton.jit`.
+    """A replacement of `triton.jit` for functions that the host launches; device functions keep `triton.jit`.
 
     A launch passes pointers (`x_ptr`), then numbers by position, and constants (`tl.constexpr`) and options by name.
-    Sizes that belong together are one constant, a `NamedTuple`. Strides that wide loads depend on are constants, because
-    nothing is assumed of a number.
+    Sizes that belong together are one constant, a `NamedTuple`. Strides that wide loads depend on must be constants,
+    because the compiler assumes nothing about a number.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -37,7 +36,7 @@ class Kernel:
         numbers = self._names[self.num_pointers :]
         assert self._names == pointers + numbers, f"{self.name}: a number stands before a pointer"
         self._jit = triton.jit(function, do_not_specialize=numbers)
-        self._takes_turns = not {"take_turn", "wait_turn"}.isdisjoint(function.__code__.co_names)
+        self._takes_turns = not {"wait_and_allow_next", "wait_for_previous"}.isdisjoint(function.__code__.co_names)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -49,7 +48,7 @@ class Kernel:
             if isinstance(value, torch.Tensor):
                 assert value.data_ptr() % ALIGNMENT == 0, f"{self.name}: {name} not aligned to {ALIGNMENT} bytes"
             else:
-                # An integer is 32 bits wide to the compiled kernel: Triton would compile another one for a larger.
+                # Kernels are compiled for 32-bit integers; Triton would compile another variant for a larger value.
                 is_fine = isinstance(value, float) or (type(value) is int and -(2**31) <= value < 2**31)
                 assert is_fine, f"{self.name}: {name} is {value}, no float and no integer of 32 bits"
         if self._takes_turns:

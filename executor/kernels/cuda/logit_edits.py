@@ -1,4 +1,4 @@
-"""Penalties and grammar masks on a GPU, in the logits' place."""
+"""In-place penalties and grammar masks of logits on a GPU."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.executor.kernels.cuda.launch import kernel
 
-BLOCK = tl.constexpr(2048)  # logits of a program
+BLOCK = tl.constexpr(2048)  # logits per program
 
 
 def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_prompt: int, coefficients: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Weights of MXFP4 on their way into a product: codes and scales are read, and become numbers in registers.
+"""Products with MXFP4 weights, whose codes and scales are dequantized in registers.
 
-A block's 32 codes lie in 16 bytes, i and i + 16 in one (kernels/four_bits.py), so a tile of bytes is two tiles of the
-weight, for two halves of each block of x: nothing is put together or moved between threads.
+A block's 32 codes lie in 16 bytes, codes i and i + 16 in the same byte (kernels/four_bits.py). A tile of bytes
+therefore holds two tiles of the weight, for the two halves of each block of x, and no data moves between threads.
 """
 
 import triton
@@ -20,7 +20,7 @@ def coded_products(
     STEP: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Adds rows [ROWS] of x, which begin at x_ptrs, times columns of a weight [WIDTH, DEPTH]; gated: and of the next."""
+    """Add the product of rows [ROWS] of x, at x_ptrs, with columns of a weight [WIDTH, DEPTH] (GATED: two)."""
     weight_ptr, scales_ptr, column = given
     byte = tl.arange(0, STEP // 2)
     block = byte // 16
@@ -46,13 +46,13 @@ def _add(acc, first, second, weight_ptrs, scale_ptrs, is_weight):
     codes = tl.load(weight_ptrs, mask=is_weight, other=0).to(tl.int32)
     scales = tl.load(scale_ptrs, mask=is_weight, other=0).to(tl.int32)
     scales = (scales << 23).to(tl.float32, bitcast=True)  # an exponent of 0 gives 0, not 2 ** -127
-    acc = tl.dot(first, _numbers_of(codes & 15, scales, first.dtype), acc, input_precision="ieee")
-    return tl.dot(second, _numbers_of(codes >> 4, scales, first.dtype), acc, input_precision="ieee")
+    acc = tl.dot(first, _dequantize(codes & 15, scales, first.dtype), acc, input_precision="ieee")
+    return tl.dot(second, _dequantize(codes >> 4, scales, first.dtype), acc, input_precision="ieee")
 
 
 @triton.jit
-def _numbers_of(codes, scales, dtype: tl.constexpr):
-    """Codes 0 … 15 with scales of the same shape. Beyond the first two sizes a code's bits are those of a float."""
+def _dequantize(codes, scales, dtype: tl.constexpr):
+    """Dequantize codes 0 … 15 with scales of the same shape. From 2 on, a code's bits are those of a short float."""
     size = codes & 7
     large = ((size + 252) << 22).to(tl.float32, bitcast=True)
     number = tl.where(size < 2, size.to(tl.float32) * 0.5, large)

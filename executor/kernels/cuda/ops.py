@@ -53,7 +53,7 @@ class CudaOps:
         self.blocks = blocks
 
     @staticmethod
-    def weigh(x: Tensor, gate: Tensor) -> Tensor:
+    def apply_gate(x: Tensor, gate: Tensor) -> Tensor:
         return x * gate.sigmoid()
 
 
@@ -67,7 +67,7 @@ OPS, SAMPLING_OPS = CudaOps(fp8), CudaSampling()
 
 
 def choose_ops(card: Card, is_invariant: bool) -> Ops:
-    """`OPS`, but for what the card does not have; or those whose sums have one order."""
+    """Return `OPS`, without the kernels that the card does not support, or the batch-invariant operations."""
     if is_invariant:
         from penstock.executor.kernels.cuda.invariant import InvariantOps
 

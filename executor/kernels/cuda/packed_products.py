@@ -1,9 +1,9 @@
-"""Products with weights that are codes of four or eight bits: of a linear layer, and of all experts of a layer.
+"""Products with four-bit or eight-bit quantized weights, for linear layers and for all experts of a layer.
 
-A step of the depth reads codes once, with their scales, and widens them in registers to the inputs' dtype: what goes into
-the tensor cores is what a weight of numbers would be. A byte has the codes of two inputs `half` apart, so each half of it
-meets its own piece of x and nothing is shuffled. Few rows are bound by the codes' bytes: the depth is cut so that all
-processors read, and its parts are joined in order.
+Each depth step reads codes and scales once and dequantizes them in registers to the inputs' dtype, for ordinary tensor
+core products. A byte holds the codes of two inputs that are `half` apart, so each half of the byte is multiplied by its
+own piece of x without a shuffle. Few rows are bound by reading codes: the depth is split so that all multiprocessors
+read, and the splits are added in order.
 """
 
 from typing import NamedTuple
@@ -14,25 +14,25 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels import Activation, Packed
-from penstock.executor.kernels.cuda.dependent import take_turn
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.expert_products import weighted_sum
 from penstock.executor.kernels.cuda.fp8 import join
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import load_inside
-from penstock.executor.kernels.cuda.routing import Sorted, sort_entries
+from penstock.executor.kernels.cuda.routing import SortedEntries, sort_entries
 from penstock.executor.kernels.cuda.rows import activate
 from penstock.executor.kernels.cuda.tiles import Tile, depth_splits, packed_expert_tile, packed_tile
 
-# A float32 whose last bits count ones: an integer beneath it becomes a float without a conversion, of which a processor
-# does few at a time.
+# A float32 whose last mantissa bit counts ones: OR-ing a small integer into it replaces a conversion instruction, whose
+# throughput is low.
 ONES, ONES_BITS = tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
 
 
 class CodeSizes(NamedTuple):
-    width: int  # of what a program gives columns of: of two products where one is the other's gate
-    rows: int  # of the weight, both products'
+    width: int  # output columns; with a gate, of each of the two products
+    rows: int  # rows of the weight; with a gate, of both products
     depth: int
-    group: int  # of depth, with one scale
+    group: int  # depth of a quantization group
     bits: int
     half: int
     has_below: bool
@@ -83,14 +83,14 @@ def _launch(
     x: Tensor,
     weight: Packed,
     y: Tensor,
-    order: Sorted | None,
+    order: SortedEntries | None,
     tile: Tile,
     width: int,
     shared_by: int,
     splits: int,
     **given: bool | str,
 ) -> None:
-    """`shared_by`: how many entries share a row of x; without an order its rows are the product's."""
+    """Launch the kernel. `shared_by`: entries per row of x; without an order, the rows of x are the product's rows."""
     codes, scales, below, places = weight[:4]
     assert x.stride(1) == 1 and x.shape[1] == weight.depth and y.is_contiguous()
     assert codes.is_contiguous() and scales.is_contiguous() and (below is None or below.is_contiguous())
@@ -139,9 +139,9 @@ def _multiply_codes(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A tile's rows of x times a weight [width, depth], or a part of the depth; gated: a gate's rows, then as many of up.
-    Sorted: a tile's rows are entries of one expert."""
-    take_turn()
+    """Multiply a tile's rows of x by a weight [width, depth], or by one split of it; GATED: the gate's rows come first.
+    SORTED: the tile's rows are entries of one expert."""
+    wait_and_allow_next()
     tile = tl.program_id(1)
     per_byte: tl.constexpr = 8 // SIZES.bits
     row_bytes: tl.constexpr = SIZES.depth // per_byte
@@ -184,11 +184,11 @@ def _multiply_codes(
                 place = tl.load(places_ptr + place)
             x = tl.load(x_rows + place[None, :], mask=is_row[:, None], other=0.0)
             at = start // SIZES.group * SIZES.rows + column
-            weight = _widen(codes, half, scales_ptr + at, below_ptr + at, is_column, SIZES)
+            weight = _dequantize(codes, half, scales_ptr + at, below_ptr + at, is_column, SIZES)
             acc = tl.dot(x, weight.to(x.dtype), acc, input_precision="ieee")
             if GATED:
                 at += SIZES.width
-                weight = _widen(up_codes, half, scales_ptr + at, below_ptr + at, is_column, SIZES)
+                weight = _dequantize(up_codes, half, scales_ptr + at, below_ptr + at, is_column, SIZES)
                 up = tl.dot(x, weight.to(x.dtype), up, input_precision="ieee")
     if GATED:
         acc = activate(acc, ACTIVATION) * up
@@ -198,8 +198,8 @@ def _multiply_codes(
 
 
 @triton.jit
-def _widen(codes, half: tl.constexpr, scales_ptrs, below_ptrs, is_column, SIZES: tl.constexpr):
-    """Codes [half, COLUMNS], of which one part of each byte counts -> float32"""
+def _dequantize(codes, half: tl.constexpr, scales_ptrs, below_ptrs, is_column, SIZES: tl.constexpr):
+    """Dequantize codes [half, COLUMNS] to float32; with four bits, `half` selects the part of each byte."""
     is_float: tl.constexpr = codes.dtype == tl.float8e4nv
     if is_float:
         values = codes.to(tl.float32)
@@ -207,7 +207,7 @@ def _widen(codes, half: tl.constexpr, scales_ptrs, below_ptrs, is_column, SIZES:
         values = (((codes >> (4 * half)) & 15).to(tl.uint32) | ONES_BITS).to(tl.float32, bitcast=True)
     else:
         values = (codes.to(tl.uint32) | ONES_BITS).to(tl.float32, bitcast=True)
-    parts: tl.constexpr = codes.shape[0] // SIZES.group  # groups that the codes are of
+    parts: tl.constexpr = codes.shape[0] // SIZES.group  # number of quantization groups in the codes
     if parts > 1:
         number = tl.arange(0, parts)[:, None] * SIZES.rows
         scales = tl.load(scales_ptrs[None, :] + number, mask=is_column[None, :], other=0.0).to(tl.float32)

@@ -1,12 +1,12 @@
-"""Attention over paged keys and values, grouped heads sharing a tile: one kernel for rows of one token, one for more.
+"""Attention over paged keys and values, with query heads of a group in one tile: a kernel each for decode and prefill.
 
-Rows of one token read much and compute little: a fixed number of programs share all their positions evenly, so a long
-context is read by as much of the GPU as many short ones are, and the last to finish joins what several saw of one row.
-Rows of several tokens compute: tiles of 128 (token, head) pairs against 64 positions, large enough for warpgroup
-products, the longest first. Pages may hold the model's dtype or float8_e4m3fn.
+Single-token rows are bound by reading: a fixed number of programs share all positions evenly (split-KV), so one long
+context uses as much of the GPU as many short ones. The last program to finish a part of a row merges its parts. Rows of
+several tokens are bound by computing: tiles of 128 (token, head) pairs against 64 positions are large enough for
+warpgroup products, and the longest start first. Pages hold the model's dtype or float8_e4m3fn.
 
-A graph captured for a bucket of rows serves every batch that fits (work.py). A row with a context of 0, a graph's
-padding, gets zeros.
+A graph captured for a bucket of rows serves every batch that fits (work.py). Padding rows of a graph have a context of
+0 and get zeros.
 """
 
 from typing import Any, NamedTuple
@@ -17,17 +17,17 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import NO_EXTRAS, Pages, ScoreExtras
-from penstock.executor.kernels.cuda.dependent import take_turn
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import block_of, layout_of, load_inside, page_rows
-from penstock.executor.kernels.cuda.softmax import LOG2_E, see_sinks, squeeze, unseen, weigh
+from penstock.executor.kernels.cuda.softmax import LOG2_E, add_sinks, empty_softmax, soft_cap, softmax_step
 from penstock.executor.kernels.cuda.tiles import decode_tile, prefill_tile
 from penstock.executor.kernels.cuda.work import order_tiles, share_singles, span, store_item, take_share, take_tile
 
 
 class HeadSizes(NamedTuple):
     kv_heads: int
-    group: int  # of query heads that share a key-value head
+    group: int  # query heads per key-value head
     dim: int
     has_window: bool
     has_sinks: bool
@@ -57,10 +57,10 @@ def paged_attention(
 def prepare(
     q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, extras: ScoreExtras
 ) -> tuple[HeadSizes, tuple[Tensor, ...], Tensor, tuple[float, ...], dict[str, Any]]:
-    """What all launches are given: what they read, the output, numbers, constants."""
+    """Return the arguments that all launches share: sizes, tensors to read, output, numbers, constants."""
     (k_pages, v_pages), (cap, sinks, window), (num_heads, dim) = pages, extras, q.shape[1:]
     kv_heads = k_pages.shape[2] // dim
-    # Padding tokens go through the rest of the model, so they need finite numbers.
+    # Padding tokens go through the rest of the model, so their attention output must be finite.
     make = torch.empty if batch.single_contexts is None else torch.zeros
     out = make(q.shape, dtype=q.dtype, device=q.device)
     assert q.is_contiguous() and len(q) == batch.num_single_rows + sum(batch.query_lens)
@@ -97,8 +97,8 @@ def _decode(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program goes through its share, from one (row, key-value head) to the next."""
-    take_turn()
+    """Process this program's share of blocks, which may span several (row, key-value head) items."""
+    wait_and_allow_next()
     shares = plan_ptr, parts_ptr, sums_ptr, arrivals_ptr
     row, kv_head, block, left, context = take_share(plan_ptr)
     taken = 0
@@ -106,16 +106,16 @@ def _decode(
     dim = tl.arange(0, block_of(SIZES.dim))
     is_dim = dim < SIZES.dim
     mask = (member < SIZES.group)[:, None] & is_dim[None, :]
-    inner = member[:, None] * SIZES.dim + dim[None, :]  # a number's place among the group's
+    inner = member[:, None] * SIZES.dim + dim[None, :]  # index of an element within the group's vectors
     places = inner, mask, member, member < SIZES.group
     while left > 0:
         first, blocks = span(context, window, COLUMNS, SIZES.has_window)
         count = tl.minimum(left, blocks - block)
         begin = (row.to(tl.int64) * SIZES.kv_heads + kv_head) * SIZES.group
         q = tl.load(q_ptr + begin * SIZES.dim + inner, mask=mask, other=0.0)
-        best, total, acc = unseen(ROWS, block_of(SIZES.dim))
+        best, total, acc = empty_softmax(ROWS, block_of(SIZES.dim))
         is_first = (member < SIZES.group) & (block == 0)
-        best, total = see_sinks(best, total, sinks_ptr, kv_head * SIZES.group + member, is_first, SIZES.has_sinks)
+        best, total = add_sinks(best, total, sinks_ptr, kv_head * SIZES.group + member, is_first, SIZES.has_sinks)
         low = first + block * COLUMNS
         high = tl.minimum(context, low + count * COLUMNS)
         table_ptr = tables_ptr + row.to(tl.int64) * table_stride
@@ -123,15 +123,15 @@ def _decode(
             position = start + tl.arange(0, COLUMNS)
             inside = position < high
             cells = page_rows(table_ptr, position, inside, PAGES) + kv_head * SIZES.dim
-            # What lies past the context may be anything, even NaN: it is not read.
+            # Positions past the context may hold anything, even NaN, so they are not read.
             k = tl.load(k_ptr + cells[None, :] + dim[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
             v = tl.load(v_ptr + cells[:, None] + dim[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-            scores = squeeze(scores, cap, SIZES.has_cap)
+            scores = soft_cap(scores, cap, SIZES.has_cap)
             scores = tl.where(inside[None, :], scores, -float("inf"))
-            best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
-        weighed, item = (best, total, acc), (begin, taken, block, count, blocks)
-        store_item(shares, out_ptr, weighed, places, item, SIZES.group, SIZES.group, SIZES.dim)
+            best, total, acc = softmax_step(scores, v.to(q.dtype), best, total, acc)
+        softmax_state, item = (best, total, acc), (begin, taken, block, count, blocks)
+        store_item(shares, out_ptr, softmax_state, places, item, SIZES.group, SIZES.group, SIZES.dim)
         left -= count
         taken += count
         block = 0
@@ -162,14 +162,14 @@ def _prefill(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program per key-value head and tile of ROWS (token, head of the group) pairs of one row."""
+    """Attend for one key-value head and a tile of ROWS (token, head of the group) pairs of one row."""
     kv_head = tl.program_id(0)
-    if tl.load(order_ptr + 2 * tl.program_id(1)) < 0:  # a graph has as many tiles as there may be
+    if tl.load(order_ptr + 2 * tl.program_id(1)) < 0:  # a graph launches the maximum number of tiles
         return
     row, tile, begin, count = take_tile(order_ptr, tl.program_id(1), starts_ptr)
     pair = tile * ROWS + tl.arange(0, ROWS)
     token = pair // SIZES.group
-    before = tl.load(contexts_ptr + row) - count  # of the row's positions, computed in earlier steps
+    before = tl.load(contexts_ptr + row) - count  # positions computed in earlier steps
     position = before + token
     is_pair = token < count
     head = (begin + token).to(tl.int64) * (SIZES.kv_heads * SIZES.group) + kv_head * SIZES.group + pair % SIZES.group
@@ -177,16 +177,16 @@ def _prefill(
     is_dim = dim < SIZES.dim
     mask = is_pair[:, None] & is_dim[None, :]
     q = tl.load(q_ptr + head[:, None] * SIZES.dim + dim[None, :], mask=mask, other=0.0)
-    best, total, acc = unseen(ROWS, block_of(SIZES.dim))
+    best, total, acc = empty_softmax(ROWS, block_of(SIZES.dim))
     own = kv_head * SIZES.group + pair % SIZES.group
-    best, total = see_sinks(best, total, sinks_ptr, own, is_pair, SIZES.has_sinks)
+    best, total = add_sinks(best, total, sinks_ptr, own, is_pair, SIZES.has_sinks)
     k_ptr += kv_head * SIZES.dim
     v_ptr += kv_head * SIZES.dim
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
-    first = before + tile * ROWS // SIZES.group  # the tile's first token's position, then its last one's
+    first = before + tile * ROWS // SIZES.group  # position of the tile's first token
     last = before + tl.minimum(count - 1, (tile * ROWS + ROWS - 1) // SIZES.group)
     low = 0
-    whole = (first + 1) // COLUMNS * COLUMNS  # every token of the tile sees all positions before this: no mask
+    whole = (first + 1) // COLUMNS * COLUMNS  # every token of the tile sees all positions before this one: no mask
     if SIZES.has_window:
         low = tl.maximum(0, first + 1 - window) // COLUMNS * COLUMNS
         whole = low
@@ -195,7 +195,7 @@ def _prefill(
         for start in range(whole if is_edge else low, last + 1 if is_edge else whole, COLUMNS):
             seen = start + tl.arange(0, COLUMNS)
             inside = seen <= last if is_edge else seen >= 0
-            if SIZES.has_window:  # what lies before it may be another request's by now
+            if SIZES.has_window:  # blocks before the window may belong to another request by now
                 inside &= seen > first - window
             cells = page_rows(table_ptr, seen, inside, PAGES)
             is_k = inside[None, :] & is_dim[:, None] if is_edge else is_dim[:, None]
@@ -203,12 +203,12 @@ def _prefill(
             k = load_inside(k_ptr + cells[None, :] + dim[:, None], is_k, are_whole and not is_edge)
             v = load_inside(v_ptr + cells[:, None] + dim[None, :], is_v, are_whole and not is_edge)
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-            scores = squeeze(scores, cap, SIZES.has_cap)
+            scores = soft_cap(scores, cap, SIZES.has_cap)
             if is_edge:
                 visible = seen[None, :] <= position[:, None]
                 if SIZES.has_window:
                     visible &= seen[None, :] > position[:, None] - window
                 scores = tl.where(visible, scores, -float("inf"))
-            best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
+            best, total, acc = softmax_step(scores, v.to(q.dtype), best, total, acc)
     out = acc / total[:, None]
     tl.store(out_ptr + head[:, None] * SIZES.dim + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""Where the vectors of positions lie in the pages of a cache."""
+"""Addresses of positions' vectors in the pages of a KV cache."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class PageLayout(NamedTuple):
-    """Of pages [pages, slots, width]; a constant of kernels, which makes wide loads possible."""
+    """The layout of pages [pages, slots, width]; a kernel constant, because constant strides allow wide loads."""
 
     slots: int
     page_stride: int
@@ -23,26 +23,26 @@ def layout_of(pages: Tensor) -> PageLayout:
 
 @triton.jit
 def page_rows(table_ptr, position, inside, PAGES: tl.constexpr):
-    """Where each position's vector begins in the pages, in elements: 64 bits, a cache may be longer than 2 ** 31."""
+    """Return the offset of each position's vector in the pages, in elements. A cache may exceed 2 ** 31: 64 bits."""
     page = tl.load(table_ptr + position // PAGES.slots, mask=inside, other=0).to(tl.int64)
     return page * PAGES.page_stride + position % PAGES.slots * PAGES.slot_stride
 
 
 @triton.constexpr_function
 def block_of(size):
-    """How long a side of a product is that has `size` numbers: a power of two, of which there are no small products."""
+    """Return the block size for `size` elements in a product: a power of two of at least 16."""
     return max(16, triton.next_power_of_2(size))
 
 
 @triton.jit
 def load_inside(ptrs, mask, IS_WHOLE: tl.constexpr):
-    """Zero outside the mask; without one where the caller knows that nothing is outside."""
+    """Load with zeros outside the mask; IS_WHOLE: the caller knows that nothing is outside, so no mask is needed."""
     if IS_WHOLE:
         return tl.load(ptrs)
     return tl.load(ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
-def slot_place(slot, PAGES: tl.constexpr):
-    """Likewise of a slot: its page's number times the slots of a page, and its own within."""
+def slot_offset(slot, PAGES: tl.constexpr):
+    """Return the offset of a KV slot, whose number is page · slots per page + slot in the page."""
     return slot // PAGES.slots * PAGES.page_stride + slot % PAGES.slots * PAGES.slot_stride

@@ -1,6 +1,6 @@
-"""Norms of query and key heads, rotation, and the way of keys and values into their pages, in one kernel.
+"""Norms of query and key heads, rotary embedding, and writing keys and values to their pages, in one kernel.
 
-A program has some tokens and some heads of each, so that four warps have 16 bytes to read per thread and tensor.
+A program has some tokens and some heads of each, so that each thread of four warps reads 16 bytes per tensor.
 """
 
 from typing import NamedTuple
@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels import KeyStore, Rotation
-from penstock.executor.kernels.cuda.dependent import take_turn
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.pages import layout_of, slot_place
+from penstock.executor.kernels.cuda.pages import layout_of, slot_offset
 from penstock.executor.kernels.cuda.tiles import power_of_2, rope_tile
 from penstock.executor.kernels.eight_bits import FP8_MAX
 
@@ -21,7 +21,7 @@ LIMIT = tl.constexpr(FP8_MAX)
 
 
 class HeadParts(NamedTuple):
-    """A head's numbers: pairs (i, i + half) that are rotated, and the rest; blocks are powers of two."""
+    """The parts of a head: pairs (i, i + half), which are rotated, and the rest; blocks are powers of two."""
 
     dim: int
     half: int
@@ -42,7 +42,7 @@ def rope_and_store(q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> T
     assert v_pages.stride() == k_pages.stride() and v_pages.dtype is k_pages.dtype
     assert q.stride(2) == k.stride(2) == values.stride(2) == 1 and q.dtype is k.dtype is values.dtype
     assert k.shape[2] == values.shape[2] == dim
-    check_places(store.rotation, kv_slots)
+    check_inputs(store.rotation, kv_slots)
     rotated = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return rotated
@@ -72,8 +72,8 @@ def rope_and_store(q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> T
     return rotated
 
 
-def check_places(rotation: Rotation, kv_slots: Tensor) -> None:
-    """As the kernels take them."""
+def check_inputs(rotation: Rotation, kv_slots: Tensor) -> None:
+    """Assert the dtypes and layouts that the kernels require."""
     cos, sin, positions = rotation
     assert cos.dtype is sin.dtype is torch.float32 and cos.is_contiguous() and sin.is_contiguous()
     assert positions.dtype is torch.int32 and kv_slots.dtype is torch.int64
@@ -110,8 +110,8 @@ def _rope_and_store(
     NORMS_Q: tl.constexpr,
     NORMS_K: tl.constexpr,
 ):
-    """Some tokens of some heads: first the query heads, then the key heads, which take their values along."""
-    take_turn()
+    """Process some tokens of some heads: first the query heads, then the key heads together with their values."""
+    wait_and_allow_next()
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     is_token = token < tokens
     position = tl.load(positions_ptr + token, mask=is_token, other=0).to(tl.int64)
@@ -128,7 +128,7 @@ def _rope_and_store(
         head += (program - Q_PROGRAMS) * HEADS
         mask = is_token & (head < KV_HEADS)
         slot = tl.load(slots_ptr + token, mask=is_token, other=0)
-        cell = slot_place(slot, PAGES) + head * PARTS.dim
+        cell = slot_offset(slot, PAGES) + head * PARTS.dim
         source = k_ptr + token * K_STRIDES[0] + head * K_STRIDES[1]
         _rotate(source, k_pages_ptr + cell, mask, tables, k_weight_ptr, eps, PARTS, NORMS_K)
         if HAS_V:
@@ -138,7 +138,7 @@ def _rope_and_store(
 
 @triton.jit
 def _rotate(source, goal, mask, tables, weight_ptr, eps, PARTS: tl.constexpr, NORMS: tl.constexpr):
-    """The pairs (i, i + half) of heads [tokens, heads, 1]; what lies beyond 2 half is only normalized."""
+    """Rotate the pairs (i, i + half) of heads [tokens, heads, 1]; elements beyond 2 half are only normalized."""
     cos_ptr, sin_ptr = tables
     first = tl.arange(0, PARTS.block_half)[None, None, :]
     inside = mask & (first < PARTS.half)
@@ -155,7 +155,7 @@ def _rotate(source, goal, mask, tables, weight_ptr, eps, PARTS: tl.constexpr, NO
         if PARTS.dim > 2 * PARTS.half:
             square += tl.sum(z * z, 2, keep_dims=True)
         scale = 1.0 / tl.sqrt(square / PARTS.dim + eps)
-        # Rounded to the model's dtype between norm and rotation, as in the twin.
+        # Rounded to the model's dtype between norm and rotation, like the reference implementation.
         x = (x * scale * load_shared(weight_ptr + first, inside)).to(dtype).to(tl.float32)
         y = (y * scale * load_shared(weight_ptr + PARTS.half + first, inside)).to(dtype).to(tl.float32)
         if PARTS.dim > 2 * PARTS.half:
@@ -171,7 +171,7 @@ def _rotate(source, goal, mask, tables, weight_ptr, eps, PARTS: tl.constexpr, NO
 
 @triton.jit
 def _copy_heads(source, goal, mask, PARTS: tl.constexpr):
-    """In the pieces that `_rotate` has: each is a power of two wide, with a mask."""
+    """Copy heads in the same masked power-of-two pieces as `_rotate`."""
     first = tl.arange(0, PARTS.block_half)[None, None, :]
     rest = 2 * PARTS.half + tl.arange(0, PARTS.block_rest)[None, None, :]
     if PARTS.half > 0:
@@ -183,7 +183,7 @@ def _copy_heads(source, goal, mask, PARTS: tl.constexpr):
 
 @triton.jit
 def load_shared(ptrs, mask):
-    """What several heads have in common, each thread its own part: one load for all would be passed on in shared memory."""
+    """Load values that several heads share once per thread; a single load would be passed on through shared memory."""
     return tl.load(tl.broadcast_to(ptrs, mask.shape), mask=mask, other=0.0)
 
 
@@ -194,8 +194,8 @@ def copy(source, goal, mask):
 
 @triton.jit
 def narrow(x, goal):
-    """Convert to the dtype that `goal` points to. For eight bits, what is too large becomes the largest number, and NaN
-    stays NaN."""
+    """Convert to the dtype that `goal` points to. For FP8, values beyond the limit are clamped to it, and NaN stays
+    NaN."""
     if goal.dtype.scalar.element_ty == tl.float8e4nv:
         return tl.clamp(x.to(tl.float32), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
     return x.to(goal.dtype.scalar.element_ty)

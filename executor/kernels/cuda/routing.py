@@ -1,8 +1,8 @@
-"""From a router's logits to sorted entries: each token's choice of experts, and the order in which products take it up.
+"""MoE routing: the choice of each token's experts from router logits, and sorting of the choices by expert.
 
-A token's choice of a slot is an *entry*. Entries are sorted by slot and padded to whole tiles, so that a tile's rows all
-read one expert's weights. No row is copied for that: the sorted list of entries is, by which the products gather their
-rows. An entry's place follows from the choices alone, not from which program came first.
+A token's choice of a slot is an *entry*. Entries are sorted by slot and padded to whole tiles, so that all rows of a
+tile read one expert's weights. Rows are not copied: the products gather them by the sorted list of entries. The
+position of an entry depends only on the choices, not on the order in which programs run.
 """
 
 from typing import NamedTuple
@@ -12,24 +12,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels.cuda.dependent import take_turn
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.tiles import power_of_2
 from penstock.executor.moe_spec import MoeSpec
 
-TOKENS = tl.constexpr(4)  # a program's, in `_choose`: one for each warp
-CHUNK = 512  # entries of a program
+TOKENS = tl.constexpr(4)  # tokens per program of `_choose`: one for each warp
+CHUNK = 512  # entries per program
 CHUNKS_AT_ONCE = 8
-PAIRS = 8192  # of an entry and a slot that a program compares at once
+PAIRS = 8192  # (entry, slot) pairs that a program compares at once
 
 
-class Sorted(NamedTuple):
-    ids: Tensor  # [tiles * rows] int32: entries by slot; what pads them is anything
-    tiles: Tensor  # [tiles, 2] int32: each tile's slot, and how many entries it has, 0 at the end
+class SortedEntries(NamedTuple):
+    ids: Tensor  # [tiles * rows] int32: entries by slot; padding is undefined
+    tiles: Tensor  # [tiles, 2] int32: slot and number of entries of each tile; 0 entries at the end
 
 
 def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared: int = 0) -> tuple[Tensor, Tensor]:
-    """Of equal experts the first."""
+    """Choose the top-k experts of each token; ties prefer the lower expert id."""
     tokens, choices = len(logits), moe.top_k + num_shared
     assert logits.dtype is torch.float32 and logits.stride(1) == 1
     assert logits.shape[1] == moe.num_experts + moe.has_shared_gate
@@ -56,24 +56,24 @@ def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared
     return ids, shares
 
 
-def sort_entries(slots: Tensor, num_slots: int, first: int, rows: int) -> Sorted:
-    """slots [T, k] -> the entries of slots first … first + num_slots - 1, in tiles of `rows`."""
+def sort_entries(slots: Tensor, num_slots: int, first: int, rows: int) -> SortedEntries:
+    """Sort the entries of slots first … first + num_slots - 1, from slots [T, k], into tiles of `rows`."""
     assert slots.is_contiguous()
     entries = slots.numel()
-    # Every slot may leave a tile unfilled, and no slot has a tile without an entry.
+    # Every slot may end with a partially filled tile, and no slot has a tile without an entry.
     num_tiles = entries // rows + min(entries, num_slots)
     ids = torch.empty(num_tiles * rows, dtype=torch.int32, device=slots.device)
     tiles = torch.empty((num_tiles, 2), dtype=torch.int32, device=slots.device)
     bins = max(16, power_of_2(num_slots))
     chunks = max(1, triton.cdiv(entries, CHUNK))
-    counts = tiles  # anything
+    counts = tiles  # a placeholder that is not read
     given = {"NUM_SLOTS": num_slots, "BINS": bins, "CHUNK": CHUNK}
     if chunks > 1:
         counts = torch.empty((chunks, bins), dtype=torch.int32, device=slots.device)
         _count[(chunks,)](slots, counts, entries, first, num_warps=4, **given)
     pointers = slots, counts, ids, tiles
     numbers = entries, first, num_tiles, chunks
-    _place[(chunks,)](
+    _scatter_entries[(chunks,)](
         *pointers,
         *numbers,
         ROWS=rows,
@@ -83,7 +83,7 @@ def sort_entries(slots: Tensor, num_slots: int, first: int, rows: int) -> Sorted
         num_warps=8,
         **given,
     )
-    return Sorted(ids, tiles)
+    return SortedEntries(ids, tiles)
 
 
 @kernel
@@ -106,8 +106,8 @@ def _choose(
     BIASED: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):
-    """Scores of some tokens, groups side by side and each padded, and as often as it takes the best that is left."""
-    take_turn()
+    """Compute the scores of some tokens, each group padded to a power of two, and take the best one top-k times."""
+    wait_and_allow_next()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < tokens
     token = tl.minimum(token, tokens - 1).to(tl.int64)
@@ -126,7 +126,7 @@ def _choose(
         scores = tl.exp(scores - tl.max(scores, 1)[:, None])
         scores /= tl.sum(scores, 1)[:, None]
     wanted = tl.where(is_expert[None, :], scores, -float("inf"))
-    if BIASED:  # it steers the choice, never the share
+    if BIASED:  # the bias affects the choice, never the share
         wanted += tl.load(bias_ptr + expert, mask=is_expert, other=0.0)[None, :]
     if GROUPS > 1:
         wanted = _best_groups(wanted, BIASED, TOP_GROUPS, GROUP_BINS, EXPERT_BINS)
@@ -139,7 +139,7 @@ def _choose(
         is_choice = (choice == index)[None, :]
         shares = tl.where(is_choice, tl.sum(tl.where(is_best, scores, 0.0), 1)[:, None], shares)
         best = best // EXPERT_BINS * each + best % EXPERT_BINS
-        ids = tl.where(is_choice, tl.minimum(best, EXPERTS - 1)[:, None], ids)  # whatever logits that are no numbers
+        ids = tl.where(is_choice, tl.minimum(best, EXPERTS - 1)[:, None], ids)  # a valid id even if logits are NaN
         wanted = tl.where(is_best, -float("inf"), wanted)
     if RENORMALIZE:
         shares /= tl.sum(shares, 1)[:, None] + eps
@@ -161,7 +161,7 @@ def _choose(
 def _best_groups(
     wanted, BIASED: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BINS: tl.constexpr, EXPERT_BINS: tl.constexpr
 ):
-    """What is wanted in the best groups. One is as good as its best expert, or (with a bias) its best two together."""
+    """Keep only the best groups. A group's score is its best expert's or, with a bias, the sum of its best two."""
     grouped = tl.reshape(wanted, [TOKENS, GROUP_BINS, EXPERT_BINS])
     best = tl.max(grouped, 2)
     if BIASED:
@@ -179,7 +179,7 @@ def _best_groups(
 
 @triton.jit
 def load_slots(slots_ptr, entry, entries, first, NUM_SLOTS: tl.constexpr):
-    """Of this rank, from 0 on, and whether it is one at all; -1 where not."""
+    """Return the entry's slot relative to this rank's first one, or -1, and whether this rank has the slot."""
     slot = tl.load(slots_ptr + entry, mask=entry < entries, other=-1).to(tl.int32) - first
     ours = (entry < entries) & (slot >= 0) & (slot < NUM_SLOTS)
     return tl.where(ours, slot, -1), ours
@@ -195,8 +195,8 @@ def _count(
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """How many entries of a chunk each slot has."""
-    take_turn()
+    """Count the entries of each slot in a chunk."""
+    wait_and_allow_next()
     entry = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     slot, ours = load_slots(slots_ptr, entry, entries, first, NUM_SLOTS)
     counts = tl.histogram(tl.maximum(slot, 0), BINS, mask=ours)
@@ -204,7 +204,7 @@ def _count(
 
 
 @kernel
-def _place(
+def _scatter_entries(
     slots_ptr,
     counts_ptr,
     ids_ptr,
@@ -221,9 +221,9 @@ def _place(
     PART: tl.constexpr,
     IS_ALONE: tl.constexpr,
 ):
-    """The entries of a chunk into their places, in their order, and some of the tiles. Every program knows from all
-    chunks' counts where each slot begins."""
-    take_turn()
+    """Store the entries of a chunk at their sorted positions, and some of the tiles. Every program computes the start
+    of each slot from the counts of all chunks."""
+    wait_and_allow_next()
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
     total = tl.zeros([BINS], tl.int32)
@@ -240,7 +240,7 @@ def _place(
             before += tl.sum(tl.where((index < chunk)[:, None], counts, 0), 0)
     tiles = (total + ROWS - 1) // ROWS
     ends = tl.cumsum(tiles, 0)
-    place = (ends - tiles) * ROWS + before  # of each slot's next entry
+    place = (ends - tiles) * ROWS + before  # position of each slot's next entry
     for start in range(0, CHUNK, PART):
         entry = chunk * CHUNK + start + tl.arange(0, PART)
         slot, ours = load_slots(slots_ptr, entry, entries, first, NUM_SLOTS)

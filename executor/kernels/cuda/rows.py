@@ -1,6 +1,6 @@
-"""Kernels that work row by row: RMSNorm, alone or with the residual's addition, and the gated activations.
+"""Row-wise kernels: RMSNorm, optionally with the residual's addition, and the gated activations.
 
-Rows narrower than a program's tile share it, so that four warps always have 16 bytes to read per thread.
+Narrow rows share a program, so that each thread of four warps always has 16 bytes to read.
 """
 
 import torch
@@ -9,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels import Activation, NormedRows
-from penstock.executor.kernels.cuda.dependent import take_turn
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.tiles import gate_tile, power_of_2, row_warps
 
-NORM_BLOCK = 1024  # the least that a program normalizes at once
+NORM_BLOCK = 1024  # minimum number of elements per program
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -93,8 +93,8 @@ def _norm(
     ROWS: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """The sum is rounded to the stream's dtype before it is normalized, as in the twin."""
-    take_turn()
+    """Add the residual (ADDS) and normalize. The sum is rounded to the model's dtype first, like in the reference."""
+    wait_and_allow_next()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)
@@ -110,7 +110,7 @@ def _norm(
 
 @triton.jit
 def normalize(x, weight, eps, WIDTH: tl.constexpr):
-    """Each row of x, or all of x if it is one row; float32, zero beyond WIDTH."""
+    """Apply RMSNorm to each row of x, or to all of x if it is one row; float32, zero beyond WIDTH."""
     square = tl.sum(x * x, len(x.shape) - 1, keep_dims=True)
     return x * (1.0 / tl.sqrt(square / WIDTH + eps)) * weight
 
@@ -125,7 +125,7 @@ def _gate_rows(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    take_turn()
+    wait_and_allow_next()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < WIDTH)
@@ -149,7 +149,7 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """SiLU, or GELU by its tanh formula; both are x times a sigmoid, which saturates without overflow."""
+    """Apply SiLU, or GELU by its tanh formula. Both are x times a sigmoid, which saturates without overflow."""
     if ACTIVATION == "gelu_tanh":
         inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # twice the argument of tanh
     else:

@@ -1,22 +1,22 @@
-"""The softmax of attention, some positions at a time, with powers of two."""
+"""The online softmax of attention in base 2, processing some positions per step."""
 
 import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 IN_KERNELS = tl.constexpr(LOG2_E)
-LOWEST = tl.constexpr(-1e38)  # where maxima begin: finite, so that a row of masked scores gives weights of 0, not NaN
+LOWEST = tl.constexpr(-1e38)  # initial maximum: finite, so that a row of masked scores gets weights of 0, not NaN
 
 
 @triton.jit
-def unseen(ROWS: tl.constexpr, DIM: tl.constexpr):
-    """Of rows that have seen nothing: the largest score, the sum of weights, and of weighted values."""
+def empty_softmax(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Return the initial state: the largest score, the sum of weights, and the weighted sum of values."""
     return tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
 
 
 @triton.jit
-def see_sinks(best, total, sinks_ptr, head, is_first, HAS_SINKS: tl.constexpr):
-    """What `unseen` gave, with the sinks of rows seen whose first positions these are: one that is cut counts it once."""
+def add_sinks(best, total, sinks_ptr, head, is_first, HAS_SINKS: tl.constexpr):
+    """Add the attention sinks to the initial state. With split-KV only the row's first part counts its sink."""
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=is_first, other=0.0) * IN_KERNELS
         best = tl.where(is_first, sink, best)
@@ -25,16 +25,16 @@ def see_sinks(best, total, sinks_ptr, head, is_first, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def squeeze(scores, cap, HAS_CAP: tl.constexpr):
-    """Scores in log2; with a cap they are still to go through tanh, scaled so that 2 to their power is e^(2 x)."""
+def soft_cap(scores, cap, HAS_CAP: tl.constexpr):
+    """Apply the soft cap, if any, to scores in base 2. With a cap, scores are scaled so that 2^score is e^(2 x)."""
     if HAS_CAP:
         scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores))
     return scores
 
 
 @triton.jit
-def weigh(scores, values, best, total, acc):
-    """One step: scores [M, N] in log2, values [N, D]."""
+def softmax_step(scores, values, best, total, acc):
+    """Update the state with scores [M, N] in base 2 and values [N, D]."""
     new_best = tl.maximum(best, tl.max(scores, 1))
     fade = tl.exp2(best - new_best)
     weights = tl.exp2(scores - new_best[:, None])

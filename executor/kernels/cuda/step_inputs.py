@@ -1,4 +1,4 @@
-"""A step's inputs on the GPU: what changed goes into the state, then every row gathers what the model needs."""
+"""The inputs of a step on the GPU: one kernel applies changes to the state, one gathers each row's model inputs."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from penstock.executor.kernels import RowTensors
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.state import HEADER, OPTIONS, Places
 
-CHUNK = tl.constexpr(256)  # tokens of a row, or numbers of a run, that one program has
+CHUNK = tl.constexpr(256)  # tokens of a row, or numbers of a run, per program
 
 
 def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:
@@ -57,7 +57,7 @@ def prepare(
 
 
 def _assert_numbers(packed: Tensor, state: Tensor) -> None:
-    """Both are flat rows of 32 bits, and short enough to be counted in 32."""
+    """Assert that both are flat int32 tensors whose length fits into 32 bits."""
     for numbers in (packed, state):
         assert numbers.dtype == torch.int32 and numbers.dim() == 1 and numbers.is_contiguous() and len(numbers) < 2**31
 
@@ -99,7 +99,7 @@ def _prepare(
     HEADER: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):
-    """One program per row and chunk: of its tokens, and of its block table."""
+    """Gather the inputs of one row: a chunk of its tokens and of its block table per program."""
     row = tl.program_id(0)
     place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     is_real = row < tl.load(packed_ptr)
@@ -133,7 +133,7 @@ def _prepare(
 
 @triton.jit
 def _options(options_ptr, is_real, row, temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, seeds_ptr):
-    """How the row's request samples, from the numbers that `DeviceState.write_options` wrote."""
+    """Load the row's sampling options, which `DeviceState.write_options` stored as int32."""
     temperature = tl.load(options_ptr, mask=is_real, other=0)
     tl.store(temperature_ptr + row, temperature.to(tl.float32, bitcast=True))
     min_p = tl.load(options_ptr + 1, mask=is_real, other=0)

@@ -1,8 +1,8 @@
-"""How attention is shared out over a GPU: which programs take which rows' positions, and in which order tiles begin.
+"""Distribution of attention work over a GPU: the positions that each program reads, and the order of tiles.
 
-Found on the GPU from what the rows are like, once per step: the first layer that asks launches a small kernel, and the
-batch keeps what it made for the layers after it. Neither the host nor a constant knows a context's length, so one
-compiled variant, and a captured graph, serve whatever comes.
+It is computed on the GPU once per step: the first layer launches a small kernel, and the batch keeps the result for the
+other layers. Context lengths are neither host values nor constants, so one compiled variant, and one captured graph,
+serve all of them.
 """
 
 from collections.abc import Callable, Hashable
@@ -15,32 +15,32 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.card import current_card
-from penstock.executor.kernels.cuda.dependent import take_turn
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.softmax import LOWEST, unseen
+from penstock.executor.kernels.cuda.softmax import LOWEST, empty_softmax
 from penstock.executor.kernels.cuda.tiles import Tile
 from penstock.executor.kernels.state import MAX_SEVERAL
 
-LEAST_SHARE = 128  # positions of one head: below this, joining parts costs more than sharing gains
+LEAST_SHARE = 128  # positions of one head: below this, merging parts costs more than sharing gains
 SHARE = tl.constexpr(8)  # numbers per program, of which six are used
-CHUNK = tl.constexpr(128)  # rows that a program which shares or sorts looks at
-PARTS_AT_ONCE = tl.constexpr(16)  # that a program which joins has in registers
+CHUNK = tl.constexpr(128)  # rows per step of the kernels that share or sort
+PARTS_AT_ONCE = tl.constexpr(16)  # parts that a merging program holds in registers
 
 
 Made = TypeVar("Made")
 
 
 class Shares(NamedTuple):
-    """For kernels of rows with one token: P programs share the blocks of positions of all (row, head) items evenly.
+    """The split-KV plan for single-token rows: P programs share the blocks of all (row, head) items evenly.
 
-    An item's blocks are neighbours in the order that is cut into shares, so of a program's items only the first can
-    have begun in programs before it, and only the last can go on in later ones: two places for parts each.
+    The blocks of an item are consecutive in the sequence that is cut into shares. Of a program's items, only the first
+    can have begun in earlier programs, and only the last can continue in later ones: two part buffers per program.
     """
 
     plan: Tensor  # [P, SHARE] int32: row, head, its first block, number of blocks, share, the row's context
-    parts: Tensor  # [2 P, width] float32: means of the values that parts of items saw
-    sums: Tensor  # [2 P, heads of an item] float32: log2 of the parts' weights
-    arrivals: Tensor  # [P] int32, 0 between launches: parts there are of the item whose first part is this one's
+    parts: Tensor  # [2 P, width] float32: attention outputs of partial items
+    sums: Tensor  # [2 P, heads of an item] float32: log2 of the parts' sums of weights
+    arrivals: Tensor  # [P] int32, 0 between launches: stored parts of the item whose first part is this program's
 
 
 def share_singles(
@@ -52,8 +52,8 @@ def share_singles(
     dim: int,
     is_aligned: bool = False,
 ) -> Shares:
-    """`heads` items per row, each of which gives `item_heads` vectors of `dim`. Aligned: blocks begin at multiples of their
-    length, in a window too."""
+    """Plan `heads` items per row, each of which yields `item_heads` vectors of `dim`. is_aligned: blocks begin at
+    multiples of their length, even in a window."""
 
     def make() -> Shares:
         device = batch.context_lens.device
@@ -81,18 +81,18 @@ def share_singles(
 
 
 def order_tiles(batch: ForwardBatch, first_row: int, end_row: int, per_token: int, tile: Tile) -> Tensor:
-    """[tiles, 2] int32: row and number of every tile of rows of several tokens, those that see most positions first:
-    a long one that began last would be computed alone. Each token is `per_token` of a tile's rows."""
+    """Return [tiles, 2] int32: row and tile number of every tile of multi-token rows, tiles with most positions first,
+    because a long tile that starts last would run alone. Each token has `per_token` rows of a tile."""
 
     def make() -> Tensor:
         passed = first_row - batch.num_single_rows
         lens = batch.query_lens[passed : end_row - batch.num_single_rows]
         device = batch.query_starts.device
         tiles, is_padded = sum(-(-count * per_token // tile.rows) for count in lens), batch.single_contexts is not None
-        if is_padded:  # each of its rows may leave one unfilled
+        if is_padded:  # every row may end with a partially filled tile
             tiles += MAX_SEVERAL
         order = torch.full((tiles, 2), -1, dtype=torch.int32, device=device)
-        # Every row may leave one tile unfilled.
+        # Every row may end with a partially filled tile.
         _order[(sum(lens) * per_token // tile.rows + len(lens),)](
             batch.query_starts,
             batch.context_lens,
@@ -110,12 +110,12 @@ def order_tiles(batch: ForwardBatch, first_row: int, end_row: int, per_token: in
 
 
 def num_processors(device: torch.device) -> int:
-    """An interpreter runs programs one after another, and few show as much as many."""
+    """Return the number of multiprocessors; 2 in the interpreter, which runs programs one after another."""
     return current_card().num_processors if device.type == "cuda" else 2
 
 
 def _check(batch: ForwardBatch) -> None:
-    """What the kernels take for granted of a batch."""
+    """Assert the properties of a batch that the kernels rely on."""
     tables, starts, contexts = batch.block_tables, batch.query_starts, batch.context_lens
     assert tables.dtype is starts.dtype is contexts.dtype is torch.int32
     assert tables.stride(1) == 1 and starts.is_contiguous() and contexts.is_contiguous()
@@ -132,8 +132,8 @@ def _once(batch: ForwardBatch, key: Hashable, make: Callable[[], Made]) -> Made:
 
 @triton.jit
 def span(context, window, COLUMNS: tl.constexpr, HAS_WINDOW: tl.constexpr, ALIGNED: tl.constexpr = False):
-    """The first position that a row of one token sees, and how many blocks there are from it on. Rows without a context
-    have a block too: the program that takes it writes their zeros."""
+    """Return the first visible position of a single-token row and its number of blocks. Rows without a context have one
+    block, so that a program writes their zeros."""
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(first, context - window)
@@ -155,8 +155,8 @@ def _share(
     HAS_WINDOW: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """One program for each of those that it plans for."""
-    take_turn()
+    """Compute the plan of one program; one program is launched for each."""
+    wait_and_allow_next()
     program = tl.program_id(0)
     chunk = tl.arange(0, CHUNK)
     total = 0  # blocks of one head
@@ -166,7 +166,7 @@ def _share(
         total += tl.sum(tl.where(start + chunk < num_rows, blocks, 0), 0)
     share = tl.maximum(tl.cdiv(total * HEADS, tl.num_programs(0)), LEAST)
     at = program * share
-    row = 0  # the rows, and their blocks of one head, that end before this share begins
+    row = 0  # the number of rows, and of their blocks of one head, that end before this share begins
     passed = 0
     before = 0
     for start in range(0, num_rows, CHUNK):
@@ -192,7 +192,7 @@ def _share(
 
 @triton.jit
 def take_tile(order_ptr, number, starts_ptr):
-    """A tile in the order that `_order` made: its row, its number in it, the row's first token and how many it has."""
+    """Return a tile in the order of `_order`: its row, its number, the row's first token and number of tokens."""
     order_ptr += 2 * number
     row, tile = tl.load(order_ptr), tl.load(order_ptr + 1)
     begin = tl.load(starts_ptr + row)
@@ -201,28 +201,28 @@ def take_tile(order_ptr, number, starts_ptr):
 
 @triton.jit
 def take_share(plan_ptr):
-    """This program's share: row, head, first block, number of blocks, and the row's context."""
+    """Return this program's share: row, head, first block, number of blocks, and the row's context."""
     plan_ptr += tl.program_id(0) * SHARE
     row, head, block = tl.load(plan_ptr), tl.load(plan_ptr + 1), tl.load(plan_ptr + 2)
     return row, head, block, tl.load(plan_ptr + 3), tl.load(plan_ptr + 5)
 
 
 @triton.jit
-def store_item(shares, out_ptr, weighed, places, item, heads, ITEM_HEADS: tl.constexpr, DIM: tl.constexpr):
-    """What `count` blocks of an item gave, as `weigh` leaves it: the item's [heads, DIM], if it has no others, to those
-    of out_ptr from head `begin` on. Else it is a part; `taken` blocks of this program's share went before it, and it begins with `block`
-    of the item's `blocks`. The last program to store one joins all parts.
+def store_item(shares, out_ptr, softmax_state, places, item, heads, ITEM_HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Store the softmax state of `count` blocks of an item. If these are all of its `blocks`, write the output [heads,
+    DIM] from head `begin` of out_ptr on. Otherwise store a part, which starts at `block` of the item, after `taken`
+    blocks of this program's share; the last program to store a part of the item merges all of them.
 
-    places: of numbers and of heads within an item, and which of them there are.
+    `places`: indices and masks of elements and of heads within an item.
     """
     _, parts_ptr, sums_ptr, _ = shares
-    best, total, acc = weighed
+    best, total, acc = softmax_state
     inner, mask, head, is_head = places
     begin, taken, block, count, blocks = item
-    out = acc / tl.maximum(total, 1.0)[:, None]  # 1 and more if anything was seen, or else 0
+    out = acc / tl.maximum(total, 1.0)[:, None]  # the total is at least 1 if anything was seen, else 0
     if count == blocks:
         tl.store(out_ptr + begin * DIM + inner, out.to(out_ptr.dtype.element_ty), mask=mask)
-    else:  # its last item's first part, or its first item's later one
+    else:  # the first part of its last item, or a later part of its first item
         place = tl.program_id(0) + tl.where(block == 0, tl.num_programs(0), 0)
         tl.store(parts_ptr + place * (ITEM_HEADS * DIM) + inner, out, mask=mask)
         tl.store(sums_ptr + place * ITEM_HEADS + head, best + tl.log2(total), mask=is_head)
@@ -231,14 +231,14 @@ def store_item(shares, out_ptr, weighed, places, item, heads, ITEM_HEADS: tl.con
 
 @triton.jit
 def _join_if_last(shares, out_ptr, taken, block, blocks, heads, ITEM_HEADS: tl.constexpr, DIM: tl.constexpr):
-    """To be called when this program's part of an item is stored.
+    """Merge the item if all its parts are stored; called after this program has stored its part.
 
-    No program waits for another, so they may run in any order and number. The parts are added in the order of their
-    positions by whichever program does it: the same bits every time.
+    No program waits for another, so they may run in any order and number. The parts are merged in the order of their
+    positions, whichever program does it, so the result is always bit-identical.
     """
     plan_ptr, parts_ptr, sums_ptr, arrivals_ptr = shares
     share = tl.load(plan_ptr + 4)
-    begin = tl.program_id(0) * share + taken - block  # of the item, in the order that was cut into shares
+    begin = tl.program_id(0) * share + taken - block  # of the item, in the sequence that is cut into shares
     first = begin // share
     count = (begin + blocks - 1) // share - first + 1
     if is_last(arrivals_ptr + first, count):
@@ -247,13 +247,12 @@ def _join_if_last(shares, out_ptr, taken, block, blocks, heads, ITEM_HEADS: tl.c
 
 @triton.jit
 def is_last(arrivals_ptr, count):
-    """Whether this program is the last of `count` to store its part of an item; to be called when it has, with the item's
-    counter.
+    """Tell whether this program is the last of `count` to store its part of an item; called after the store.
 
-    What the others stored is seen: in each of them a barrier brings the stores of all threads before the one thread
-    that adds to the counter, and adding releases them to the GPU. All additions to one counter are a single release
-    sequence; the last acquires what each of them released, and a barrier hands that on to its threads. Then no other program
-    will touch the counter, and a plain store makes it 0 for the next launch, which begins after this one has ended.
+    The last program sees all other parts: in each program a barrier orders the stores of all threads before the atomic
+    add by one thread, which releases them to the GPU. All additions to a counter form one release sequence; the last
+    one acquires what the others released, and a barrier extends that to all threads. Then no other program accesses
+    the counter, so a plain store resets it for the next launch, which begins after this one has ended.
     """
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
@@ -265,20 +264,20 @@ def is_last(arrivals_ptr, count):
 
 @triton.jit
 def _join(parts_ptr, sums_ptr, out_ptr, first, count, heads, ITEM_HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Several parts of several heads at a time, so that many loads are in flight."""
+    """Merge the parts of several heads at a time, so that many loads are in flight."""
     BLOCK_DIM: tl.constexpr = triton.next_power_of_2(DIM)
     HEADS: tl.constexpr = 256 // BLOCK_DIM if BLOCK_DIM < 256 else 1
     dim = tl.arange(0, BLOCK_DIM)
     for low in range(0, heads, HEADS):
         head = low + tl.arange(0, HEADS)
         is_head = head < heads
-        best, total, acc = unseen(HEADS, BLOCK_DIM)
+        best, total, acc = empty_softmax(HEADS, BLOCK_DIM)
         for start in range(0, count, PARTS_AT_ONCE):
             part = start + tl.arange(0, PARTS_AT_ONCE)
             place = first + part + tl.where(part == 0, tl.num_programs(0), 0)
             vector = place[:, None] * ITEM_HEADS + head[None, :]  # [parts, heads]
             mask = (part < count)[:, None] & is_head[None, :]
-            # Past the first level of cache, which other processors' stores do not reach.
+            # Bypass the L1 cache, which does not see the stores of other multiprocessors.
             sums = tl.load(sums_ptr + vector, mask=mask, other=LOWEST, cache_modifier=".cg")
             values = tl.load(
                 parts_ptr + vector[:, :, None] * DIM + dim[None, None, :],
@@ -301,8 +300,9 @@ def _join(parts_ptr, sums_ptr, out_ptr, first, count, heads, ITEM_HEADS: tl.cons
 
 @triton.jit
 def find_row(tile, starts_ptr, first, num_rows, PER_TOKEN: tl.constexpr, ROWS: tl.constexpr):
-    """The row that a tile belongs to, among `num_rows` from `first` on. The first tile of the r-th of them is (their
-    tokens before) * PER_TOKEN // ROWS + r: the last row whose first tile is not beyond this one has it."""
+    """Return the row of a tile, among `num_rows` from `first` on, and the tile's number in it. The first tile of the
+    r-th row is (tokens before it) * PER_TOKEN // ROWS + r; the tile's row is the last whose first tile is not beyond
+    it."""
     low = 0
     high = num_rows
     starts_ptr += first
@@ -329,9 +329,9 @@ def _order(
     ROWS: tl.constexpr,
     IS_PADDED: tl.constexpr,
 ):
-    """One program per tile, which counts those that come before it. A tile costs what its last pair sees, in pairs, as
-    if it were full: within a row each costs ROWS more than the one before it, so none needs to be looked at. Of a padded
-    batch, rows of one token and those without a context have none."""
+    """Rank one tile by counting the tiles that come before it. The cost of a tile is the context of its last pair as if
+    it were full: within a row each tile costs ROWS more than the previous one, so whole rows are compared at once. In a
+    padded batch, single-token rows and rows without a context have no tiles."""
     row, tile = find_row(tl.program_id(0), starts_ptr, first_row, num_rows, PER_TOKEN, ROWS)
     count = tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row)
     context = tl.load(contexts_ptr + row)
@@ -352,7 +352,7 @@ def _order(
             inside &= (counts > 1) & (contexts > 0)
         least = (contexts - counts) * PER_TOKEN
         tiles = tl.cdiv(counts * PER_TOKEN, ROWS)
-        # Those of cost `least + ROWS`, … up to and with `cost` do not come before.
+        # Tiles of cost `least + ROWS`, … up to and including `cost` do not come before this one.
         cheaper = tl.maximum(0, cost - least)
         longer = tiles - tl.minimum(tiles, cheaper // ROWS)
         is_tie = (cheaper % ROWS == 0) & (cheaper > 0) & (cheaper // ROWS <= tiles) & (other < row)

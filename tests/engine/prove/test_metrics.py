@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.commands.prove.metrics import Look
+from penstock.engine.commands.prove.metrics import Metrics
 
 
 def written() -> str:
@@ -24,17 +24,17 @@ def test_every_sample_is_read_as_the_library_reads_it() -> None:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             theirs.setdefault(sample.name, []).append((sample.labels, sample.value))
-    assert Look.of(text).samples == theirs
+    assert Metrics.of(text).samples == theirs
     assert len(theirs["seconds_bucket"]) > 5
 
 
 def test_sums_are_over_all_labels_or_by_one() -> None:
-    look = Look.of('a{x="1",y="2"} 3\na{x="1",y="3"} 4 1700000000000\na{x="2"} 5\n\n# a comment\nb 7\n')
-    assert (look.total("a"), look.total("b"), look.total("c")) == (12, 7, None)
-    assert look.by_label("a", "x") == {"1": 7, "2": 5} and look.by_label("b", "x") == {"": 7}
+    snapshot = Metrics.of('a{x="1",y="2"} 3\na{x="1",y="3"} 4 1700000000000\na{x="2"} 5\n\n# a comment\nb 7\n')
+    assert (snapshot.total("a"), snapshot.total("b"), snapshot.total("c")) == (12, 7, None)
+    assert snapshot.by_label("a", "x") == {"1": 7, "2": 5} and snapshot.by_label("b", "x") == {"": 7}
 
 
 @pytest.mark.parametrize("text", ["<html>", "a{", "a b", "a"])
 def test_text_in_another_format_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        Look.of(text)
+        Metrics.of(text)

@@ -17,8 +17,8 @@ import pytest
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.commands import prove
 from penstock.engine.commands.prove import own_server, proof, repeat, session
-from penstock.engine.commands.prove.abilities import find_out
-from penstock.engine.commands.prove.asker import Answered, Asker, Spoken
+from penstock.engine.commands.prove.abilities import detect_abilities
+from penstock.engine.commands.prove.asker import Asker, AskResult, TextChoice
 from penstock.engine.commands.prove.faults import FAULTS as OWN_FAULTS
 from penstock.engine.commands.prove.judge import allowed, compare
 from penstock.engine.commands.prove.options import ProveError, ProveOptions, request_headers
@@ -192,7 +192,7 @@ def test_every_request_of_a_script_has_the_key(variable: str, tmp_path: Path, mo
     async def inside() -> list[tuple[str, str | None]]:
         async with Endpoint(WrongServer("error").answer) as endpoint:
             asker = Asker(endpoint.url, {}, 1.0)
-            made = proof.Proof(asker, await find_out(asker, 0), ProveOptions(requests=8))
+            made = proof.Proof(asker, await detect_abilities(asker, 0), ProveOptions(requests=8))
             asked, number = Ask(0.0, 0, "whole", {}), len(endpoint.asked)
             finding = proof.Finding("error", "what", asked, [Ask(0.0, -1, "reset", {}), asked])
             monkeypatch.setattr(
@@ -211,7 +211,7 @@ def test_every_request_of_a_script_has_the_key(variable: str, tmp_path: Path, mo
 def test_an_error_of_our_own_under_load_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     send, asked = proof.Proof.send, []
 
-    async def fail_first(self: proof.Proof, ask: Ask) -> Answered:
+    async def fail_first(self: proof.Proof, ask: Ask) -> AskResult:
         asked.append(ask)
         return await send(self, ask) if len(asked) > 1 else 1 // 0  # type: ignore[return-value]
 
@@ -227,37 +227,39 @@ def test_the_error_is_measured_and_bounded() -> None:
 
 
 def test_an_answer_is_compared_to_its_end() -> None:
-    def spoken(ids: list[int], finish: str | None = "length", value: float = -1.0) -> Spoken:
+    def choice(ids: list[int], finish: str | None = "length", value: float = -1.0) -> TextChoice:
         tops = [{str(each): value, "other": -1.01} for each in ids]
-        return Spoken("", ids, [str(each) for each in ids], [value] * len(ids), tops, finish)
+        return TextChoice("", ids, [str(each) for each in ids], [value] * len(ids), tops, finish)
 
-    whole = spoken([1, 2, 3])
+    whole = choice([1, 2, 3])
     cases = {
-        "same": spoken([1, 2, 3]),
-        "wrong": spoken([1, 2]),  # it says that it has ended
-        "numbers": spoken([1, 2, 3], value=-1.2),
+        "same": choice([1, 2, 3]),
+        "wrong": choice([1, 2]),  # it says that it has ended
+        "numbers": choice([1, 2, 3], value=-1.2),
     }
     for outcome, answer in cases.items():
         assert compare(whole, answer, 0.01, is_done=True).outcome == outcome
-    assert compare(whole, spoken([1, 2], None), 0.01, is_done=False).outcome == "same"
-    assert compare(whole, spoken([1, 2, 3], "stop"), 0.01, is_done=True).outcome == "wrong"
-    assert compare(whole, spoken([1, 5, 3]), 0.01, is_done=True).outcome == "wrong"  # not among the candidates
+    assert compare(whole, choice([1, 2], None), 0.01, is_done=False).outcome == "same"
+    assert compare(whole, choice([1, 2, 3], "stop"), 0.01, is_done=True).outcome == "wrong"
+    assert compare(whole, choice([1, 5, 3]), 0.01, is_done=True).outcome == "wrong"  # not among the candidates
     # Tokens that do not spell the text are none of the answer's.
-    stopped = Spoken(" moon lig", [], [" moon"], [-1.0], [{" moon": -1.0}], "stop")
-    streamed = Spoken(" moon lig", [], [" moon", " light"], [-1.0, -1.0], [{" moon": -1.0}, {" light": -1.0}], "stop")
+    stopped = TextChoice(" moon lig", [], [" moon"], [-1.0], [{" moon": -1.0}], "stop")
+    streamed = TextChoice(
+        " moon lig", [], [" moon", " light"], [-1.0, -1.0], [{" moon": -1.0}, {" light": -1.0}], "stop"
+    )
     assert compare(stopped, streamed, 0.01, is_done=True).outcome == "same"
     streamed.text = " moon lif"
     assert compare(stopped, streamed, 0.01, is_done=True).outcome == "wrong"
-    near = Spoken("", [1, 9], ["1", "other"], [-1.0, -1.01], [], "length")
+    near = TextChoice("", [1, 9], ["1", "other"], [-1.0, -1.01], [], "length")
     assert compare(whole, near, 0.01, is_done=True).outcome == "tie"
     assert compare(whole, near, 0.001, is_done=True).outcome == "wrong"
 
 
 def test_an_answer_that_is_no_object_is_an_error_and_ends_nothing() -> None:
     for payload in (b"[]", b"5", b"null", b"{", b'"error"'):
-        answered = Answered(200)
-        answered.take(payload)
-        assert answered.error == f"not an object of JSON: {payload!r}"
+        answer = AskResult(200)
+        answer.take(payload)
+        assert answer.error == f"not an object of JSON: {payload!r}"
 
 
 def test_options_that_cannot_be_meant_are_refused_by_name() -> None:
@@ -304,7 +306,7 @@ def test_a_server_of_its_own_that_inherits_a_key_is_asked_with_it(
     with contextlib.closing(server):
         asyncio.run(server.start(request_headers(ProveOptions())))
         server.close()
-        with pytest.raises(ProveError, match="^header: the server wants an API key"):
+        with pytest.raises(ProveError, match="^header: the server requires another API key"):
             asyncio.run(server.start(request_headers(ProveOptions(header=("Authorization=Bearer sk-wrong",)))))
 
 

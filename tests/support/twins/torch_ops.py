@@ -243,7 +243,7 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     return (opened * up).to(gate_up.dtype)
 
 
-def weigh(x: Tensor, gate: Tensor) -> Tensor:
+def apply_gate(x: Tensor, gate: Tensor) -> Tensor:
     return x * gate.sigmoid()
 
 
