@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Mail:
+class HostCopy:
     """Tensors in flight. It holds on to their originals: their memory is not another's before the copy is done."""
 
     def __init__(self, originals: Sequence[Tensor], copies: Sequence[Tensor], event: "torch.cuda.Event | None") -> None:
@@ -32,16 +32,16 @@ class Outbox:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: torch.cuda.Event | None = None
 
-    def send(self, tensors: Sequence[Tensor]) -> Mail:
+    def send(self, tensors: Sequence[Tensor]) -> HostCopy:
         """On a CPU they have arrived already."""
         if self._stream is None:
-            return Mail((), tensors, None)
+            return HostCopy((), tensors, None)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # into pinned memory
             self._last = torch.cuda.Event()
             self._last.record()
-        return Mail(tensors, copies, self._last)
+        return HostCopy(tensors, copies, self._last)
 
     def hold(self) -> None:
         """What is launched from now on may overwrite what was sent: it begins when the copies are done."""

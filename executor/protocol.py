@@ -154,7 +154,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
 class TransferResult(msgspec.Struct, frozen=True, array_like=True):
     """What became of transfers: those of any step, up to this result.
 
-    With several ranks each reports its own, and `executor/tiers/transfers.py` `Merge` makes one of them: a ticket is
+    With several ranks each reports its own, and `executor/tiers/transfers.py` `ResultMerger` makes one of them: a ticket is
     complete when every rank has completed it, and ok when it is on all; a key is in a store while all have it.
     """
 

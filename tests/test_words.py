@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("engine", "executor", "cache", "eplb", "router")
+PARTS = ("kernels/cuda", "ranks", "ring", "sampling", "step", "tiers")
 PLAIN = (
     "eplb",
     "engine/commands/prove",

@@ -1,8 +1,8 @@
-"""The link between an executor and its ranks where there is no shared memory: ZMQ over TCP, CURVE on every byte.
+"""The connection of an executor to ranks on other machines: ZMQ over TCP, with every byte encrypted by CURVE.
 
-Keys are made for one run and travel with the start of each rank, inside the cluster's own channel; a connection
-without the run's client key is refused before anything of it is read. What crosses is msgspec and plain buffers,
-never pickle. A rank whose executor falls silent ends itself.
+Keys are created for one run and sent to each rank at its start over the cluster's own channel; a connection without the
+run's client key is refused before anything of it is read. Messages are msgspec and plain buffers, never pickle. A rank
+that no longer hears its executor exits.
 """
 
 import threading
@@ -19,15 +19,15 @@ from penstock.executor.ranks.wire import FromWorker
 
 Socket = zmq.Socket[bytes]
 
-HIGH_WATER = 0  # never drop: the executor bounds the steps in flight itself
-SILENCE_MS = 10_000  # without a heartbeat for so long, the connection counts as lost
+HIGH_WATER = 0  # no limit, so nothing is dropped: the executor limits the steps in flight itself
+SILENCE_MS = 10_000  # without a heartbeat for this long, the connection counts as lost
 BEAT_MS = 1_000
-REACH_S = 30.0  # a rank that its executor cannot send to within so long does not begin
+REACH_S = 30.0  # a rank that the executor cannot reach for this long gives up
 CLOSE_CHECK_MS = 200
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """What a rank needs to reach the hub. Secret: who holds it can pose as a rank."""
+    """The data that a rank needs to reach the hub. It is secret: its holder can pose as a rank."""
 
     rank: int
     steps: str
@@ -38,7 +38,7 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 class Hub:
-    """The executor's end: sends every rank the same messages, hears what each reports."""
+    """The executor's end: sends all ranks the same messages and receives their reports."""
 
     def __init__(self, host: str) -> None:
         self._context = zmq.Context()
@@ -66,7 +66,7 @@ class Hub:
         return Ticket(rank, steps, reports, self._server_key, self._client_key, self._client_secret)
 
     def send(self, rank: int, parts: Sequence[bytes | memoryview]) -> None:
-        """Copied before it returns: the caller may reuse every buffer."""
+        """Send a message. It is copied before this returns, so the caller may reuse every buffer."""
         try:
             self._steps.send_multipart([b"%d" % rank, *parts], copy=True)
         except zmq.ZMQError as error:
@@ -76,7 +76,7 @@ class Hub:
         return int(self._reports.getsockopt(zmq.FD))
 
     def hear(self, timeout_s: float) -> Iterator[tuple[int, FromWorker]]:
-        """Everything that has arrived; waits for the first. Always to the end: the descriptor signals changes only."""
+        """Yield all arrived reports, waiting for the first. Exhaust it: the descriptor only signals changes."""
         self._reports.poll(int(timeout_s * 1000))
         while True:
             try:
@@ -93,9 +93,9 @@ class Hub:
 
 
 class Spoke:
-    """A rank's end: `hear` is called with every message, in a thread of its own. Without its executor the rank ends.
+    """A rank's end: calls `hear` with every message, in a thread of its own, and exits without its executor.
 
-    Steps and reports have a connection each: made only once it can be reached, as who hears a report may answer it.
+    Steps and reports have separate connections. The constructor returns once the rank can be reached.
     """
 
     def __init__(self, ticket: Ticket, hear: Callable[[list[memoryview]], None]) -> None:
@@ -118,7 +118,7 @@ class Spoke:
         return link
 
     def _listen(self, ticket: Ticket, hear: Callable[[list[memoryview]], None]) -> None:
-        """A socket belongs to one thread, so this one also opens and closes what it reads."""
+        """Receive messages. A socket belongs to one thread, so this one also opens and closes its socket."""
         steps = self._make(zmq.DEALER, ticket)
         monitor = steps.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         steps.connect(ticket.steps)
@@ -138,7 +138,7 @@ class Spoke:
         steps.close(linger=0)
 
     def report(self, message: msgspec.Struct) -> None:
-        """From one thread at a time."""
+        """Send a report; called by one thread at a time."""
         self._reports.send_multipart([self._name, self._encoder.encode(message)])
 
     def close(self) -> None:

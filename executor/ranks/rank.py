@@ -1,7 +1,7 @@
-"""One rank of an executor: its part of the model on its device, its KV blocks, and the runner over both.
+"""One rank of an executor: its part of the model on its device, its KV blocks, and the runner of both.
 
-With one rank this is the whole model, and `UniprocExecutor` drives it in place; with more, each is a process
-(executor/ranks/worker.py) and they all get the same steps.
+With one rank this is the whole model, and `UniprocExecutor` calls it directly. Otherwise each rank is a process
+(executor/ranks/worker.py), and all of them get the same steps.
 """
 
 import hashlib
@@ -62,15 +62,15 @@ class Rank:
         self._config, self._group, self._device, self._progress = config, group, device, progress
         started_s = time.monotonic()
         if device.type == "cpu":
-            # The kernels take as many threads as torch, which does not know of a control group's CPU quota.
+            # The kernels use as many threads as torch, which ignores the CPU quota of a control group.
             torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
         with naming_options("the weights", "choose a smaller model or dtype, or raise tensor_parallel_size"):
             checkpoint = open_checkpoint(config.model, config, file)
             self._loaded = load_model(config, device, group, progress, checkpoint)
         loaded, model = self._loaded, self._loaded.model
         layer_bytes = model.kv_parts * config.block_size * model.kv_width * loaded.kv_dtype.itemsize
-        self._source = config.model if config.load_format != "dummy" else ""  # where its weights can be read again
-        self._prepared: tuple[LoadedModel, str] | None = None  # weights that are to be next, and their source
+        self._source = config.model if config.load_format != "dummy" else ""  # where the weights can be read again
+        self._prepared: tuple[LoadedModel, str] | None = None  # the next weights, and their source
         self._layout = layout = plan_layout(model.caches, loaded.num_positions, layer_bytes, model.unit_bytes)
         self._block_bytes = block_bytes = layout.depth * layer_bytes
         self._graph_buckets = buckets = self._buckets()
@@ -83,7 +83,7 @@ class Rank:
             config, block_bytes, tier_fingerprint(loaded.fingerprint, layout), self._make_copier, group.rank
         )
         self._max_model_len, self._rebalancer = plan.max_model_len, self._make_rebalancer()
-        self._runner: ModelRunner | None = None  # while it sleeps
+        self._runner: ModelRunner | None = None  # None while the rank sleeps
         graph_bytes = self._start()
         self.info = ModelInfo(
             architecture=loaded.architecture,
@@ -118,17 +118,17 @@ class Rank:
         return self._runner
 
     def _start(self) -> int:
-        """Open a runner over the model and the blocks; the bytes that its graphs take."""
+        """Open a runner over the model and the blocks; return the size of its CUDA graphs in bytes."""
         if self._runner is not None:
             self._runner.close()
-            self._runner = None  # before another one takes as much memory
+            self._runner = None  # frees its memory before another runner takes as much
         self._runner = self._open_runner(
             self.kv, self._max_model_len, self._tiers.transfers, self._rebalancer, self._graph_buckets
         )
         return self._capture(CudaMeter(self._device)) if _is_gpu(self._device) else 0
 
     def prepare_weights(self, source: str) -> bytes:
-        """Load them beside those that compute; their fingerprint. Raises WeightsError."""
+        """Load new weights beside the current ones; return their fingerprint. Raises WeightsError."""
         self._prepared = None
         self._check_experts_stay()
         try:
@@ -143,10 +143,10 @@ class Rank:
 
     def _check_experts_stay(self) -> None:
         if self._config.enable_eplb:
-            raise WeightsError("enable_eplb: given; weights do not change beneath experts that move")
+            raise WeightsError("weights cannot be replaced with enable_eplb, which moves experts between ranks")
 
     def take_weights(self) -> None:
-        """Compute with what was prepared."""
+        """Replace the current weights with the prepared ones."""
         assert self._prepared is not None
         (self._loaded, self._source), self._prepared = self._prepared, None
         self.info = msgspec.structs.replace(self.info, fingerprint=self._loaded.fingerprint)
@@ -154,11 +154,11 @@ class Rank:
             self._start()
 
     def drop_weights(self) -> None:
-        """What was prepared is not to be."""
+        """Discard the prepared weights."""
         self._prepared = None
 
     def sleep(self, level: SleepLevel) -> None:
-        """Level 1 keeps the weights in the host's memory. Where they lie on a GPU they go too, to be read again."""
+        """Free the KV blocks and, on a GPU or at level 2, the weights. At level 1 they are read again on `wake`."""
         drops_weights = level == 2 or _is_gpu(self._device)
         if drops_weights:
             self._check_experts_stay()
@@ -198,7 +198,7 @@ class Rank:
             self._tiers.transfers.use(self._copied())
 
     def _copied(self) -> Any:
-        """The blocks as copiers take them, [blocks, bytes of a block]."""
+        """Return the blocks in the form that copiers use: [blocks, bytes per block]."""
         blocks = self.kv.flatten(1).view(torch.uint8)
         return blocks if blocks.is_cuda else blocks.numpy()
 
@@ -208,12 +208,12 @@ class Rank:
         return self._loaded.adapters
 
     def close(self) -> None:
-        """Leave the tiers in order; call it after the last step."""
+        """Close the tiers in order; called after the last step."""
         self._tiers.close()
 
     def _buckets(self) -> tuple[int, ...]:
-        """Return the numbers of rows to capture graphs for; none where an operation waits for the device, which a graph
-        cannot hold."""
+        """Return the numbers of rows to capture graphs for; none if an operation synchronizes with the device, which
+        cannot be captured."""
         config = self._config
         if config.enforce_eager or select_sampling_ops(self._device) is None:
             return ()
@@ -224,8 +224,8 @@ class Rank:
         return choose_buckets(config.max_num_seqs)
 
     def _chunk_buckets(self) -> tuple[int, ...]:
-        """Return the numbers of tokens to capture steps with prompts for. None where a layer plans on the host, where sums
-        have one order, or where padding would be counted as what experts have to do."""
+        """Return the numbers of tokens to capture prefill steps for; none if a layer plans on the host, with
+        batch_invariant, or with enable_eplb, which would count padding as load."""
         model, config = self._loaded.model, self._config
         if model.kv_parts == 1 or model.unit_bytes > 0 or config.batch_invariant or config.enable_eplb:
             return ()
@@ -238,15 +238,15 @@ class Rank:
         return plan_kv(self._config, self._block_bytes, longest, self._group, use, groups)
 
     def _warm_up(self, buckets: Sequence[int], meter: CudaMeter) -> GpuUse:
-        """Compile and run once what steps need, before there is a cache, and measure the memory that they take.
+        """Compile and run everything that steps need, before the cache exists, and measure the memory they take.
 
-        A request is taken to be at most as long as fits if nothing but the weights took memory: the tables of all slots
-        are as wide, and some models' longest context is many times what the memory holds."""
+        The longest request is taken to be what fits if only the weights took memory: the tables of all slots are that
+        wide, and the context limit of some models is many times what the memory holds."""
         from penstock.executor.step.warmup import KV_BLOCKS, Share, run_step, warm_up, widest_step
 
         started_s, vocab_size = time.monotonic(), self._loaded.spec.vocab_size
         longest = self._plan_kv(GpuUse(meter.allocated(), 0, 0, 0, CONTEXT_BYTES, *meter.device())).max_model_len
-        self._progress("Warming up: what this machine has not compiled before is compiled now")
+        self._progress("Warming up: compiling kernels that this machine has not compiled before")
 
         def open_runner() -> ModelRunner:
             return self._open_runner(self._allocate(KV_BLOCKS), longest)
@@ -271,7 +271,7 @@ class Rank:
         return use
 
     def _capture(self, meter: CudaMeter) -> int:
-        """Bytes that the graphs take."""
+        """Capture the graphs; return their size in bytes."""
         started_s, before = time.monotonic(), meter.reserved()
         if not self.runner.capture_graphs(self._progress):
             return 0
@@ -292,7 +292,7 @@ class Rank:
         rebalancer: "Rebalancer | None" = None,
         buckets: Sequence[int] = (),
     ) -> ModelRunner:
-        """With slots and a sampler of its own, over the blocks of `kv`. `buckets`: of its graphs, to be captured."""
+        """Open a runner over the blocks `kv` with its own slots and sampler; `buckets`: graphs to capture later."""
         model, config, device, sampler = self._loaded.model, self._config, self._device, None
         ops = select_sampling_ops(device)
         if self._group.is_first:
@@ -329,7 +329,7 @@ class Rank:
             return None
         loaded, group = self._loaded, self._group
         if loaded.placement is None:
-            raise ExecutorError("enable_eplb: given; experts move only with enable_expert_parallel and several ranks")
+            raise ExecutorError("enable_eplb requires enable_expert_parallel and several ranks")
         from penstock.executor.step.rebalance import Rebalancer
 
         links = group.twin("experts on the move")
@@ -341,7 +341,7 @@ def _is_gpu(device: torch.device) -> bool:
 
 
 def tier_fingerprint(model: bytes, layout: CacheLayout) -> bytes:
-    """What gives a page its meaning beside the weights: which layers lie where."""
+    """Return the fingerprint of a page's content: the weights and, with several groups, the layout of the layers."""
     return model if len(layout.groups) == 1 else hashlib.sha256(model + repr(layout).encode()).digest()
 
 
@@ -355,9 +355,9 @@ def open_inputs(
 
 
 def choose_device(asked: str, index: int = 0) -> torch.device:
-    """The CPU, or the GPU of this index among those the process sees."""
+    """Return the CPU, or the GPU with this index among those visible to the process."""
     if asked == "cuda" and not torch.cuda.is_available():
-        raise ExecutorError("device: 'cuda' given; this torch sees no GPU")
+        raise ExecutorError("device: 'cuda' given; torch sees no GPU")
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cpu":

@@ -1,10 +1,10 @@
-"""Steps over several ranks: every rank gets the same ones and computes its share, the first samples and answers.
+"""Runs steps on several ranks: all get the same steps and compute their shares; the first one samples and replies.
 
-Steps are sent ahead, so a rank starts the next one without waiting. They hold only what changed: each
-worker holds the requests' state (executor/step/inputs.py). A rank that dies, fails or hangs ends the executor.
+Steps are sent ahead, so a rank starts the next one without waiting. A step holds only what changed, because each worker
+keeps the state of the requests (executor/step/inputs.py). A rank that dies, fails or hangs ends the executor.
 
-On one machine each rank is a process below this one (`open_multiproc`): the ranks get their steps through a ring in shared
-memory and answer through socket pairs. Over several machines Ray starts them (executor/ranks/ray_executor.py).
+On one machine each rank is a child process (`open_multiproc`): it gets steps through a ring in shared memory and
+replies through a socket pair. On several machines Ray starts the ranks (executor/ranks/ray_executor.py).
 """
 
 import socket
@@ -35,20 +35,20 @@ from penstock.executor.ranks.wire import Done, FromWorker, MessageKind, RankAnsw
 from penstock.executor.ranks.worker_watch import WorkerWatch
 from penstock.executor.ring.memory_segment import MAX_READERS
 from penstock.executor.ring.queue import MessageQueue
-from penstock.executor.tiers.transfers import Merge
+from penstock.executor.tiers.transfers import ResultMerger
 
-# A step of 256 decoding requests is 17 KB; a prompt's tokens travel with its admission, 4 bytes each. What is larger
-# than a slot takes a way of its own, more slowly (see ring.py).
+# A step of 256 decoding requests takes 17 KB; a prompt is sent with its admission, 4 bytes per token. Larger messages
+# go through the ring's slower spill areas (ring/queue.py).
 RING_SLOTS = 8
 SLOT_BYTES = 1 << 20
 CLOSE_TIMEOUT_S = 1.0
-ADAPTER_S = 120.0  # for all ranks to read one
-WEIGHTS_S = 1800.0  # for all ranks to read theirs, of a large model from a slow disk
-REASON_S = 1.0  # for a worker to say why it does not take a step
+ADAPTER_S = 120.0  # time limit for all ranks to read an adapter
+WEIGHTS_S = 1800.0  # time limit for all ranks to read the weights, of a large model from a slow disk
+REASON_S = 1.0  # time for a worker to report why it does not accept a step
 
 
 class Broadcast(Protocol):
-    """Sends all workers the same, in order. Buffers may be reused as soon as `send` returns."""
+    """Sends all workers the same messages, in order. Buffers may be reused as soon as `send` returns."""
 
     def send(self, message: tuple[Any, ...], timeout_s: float | None = None) -> None: ...
 
@@ -65,12 +65,12 @@ class RankedExecutor:
     ) -> None:
         self.worker_watch, self._broadcast, self._deadline_s = worker_watch, broadcast, deadline_s
         self._encoder = msgspec.msgpack.Encoder()
-        self._due: deque[tuple[Step, float]] = deque()  # submitted, and when each must be done
+        self._due: deque[tuple[Step, float]] = deque()  # submitted steps and their deadlines
         self._results: deque[StepResult] = deque()
         self._transfers: list[TransferResult] = []  # received since the last result
-        self._adapters: set[str] = set()  # that all ranks hold
-        self._answers: list[RankAnswer] = []  # of the ranks to the last `_ask`
-        self._merge = Merge(len(worker_watch.workers))
+        self._adapters: set[str] = set()  # keys of adapters that all ranks hold
+        self._answers: list[RankAnswer] = []  # answers to the last `_ask`
+        self._merge = ResultMerger(len(worker_watch.workers))
         try:
             self.info = _agreed([loaded.info for loaded in worker_watch.wait_loaded(progress)])
         except BaseException:
@@ -103,7 +103,7 @@ class RankedExecutor:
         return result
 
     def load_adapter(self, path: str) -> AdapterInfo:
-        """Each rank reads its part; if one of them cannot, none keeps it."""
+        """Load an adapter on all ranks; if one of them fails, no rank keeps it."""
         answers = self._ask(MessageKind.LOAD, path, ADAPTER_S)
         infos = [answer.adapter for answer in answers if answer.adapter is not None]
         keys = {info.key for info in infos}
@@ -119,12 +119,12 @@ class RankedExecutor:
         self._send((MessageKind.UNLOAD, key.encode()), ADAPTER_S)
 
     def update_weights(self, path: str) -> None:
-        """Every rank reads its part beside what it has. When all have the same, all take it; else none does."""
+        """Prepare new weights on every rank. If all ranks have read the same, all replace theirs, else none does."""
         answers = self._ask(MessageKind.PREPARE, path)
         prepared = {answer.fingerprint for answer in answers}
         if (error := _first_error(answers)) or len(prepared) > 1:
             self._send((MessageKind.DROP, b""), WEIGHTS_S)
-            raise WeightsError(error or f"{path}: the ranks have read different weights; they changed meanwhile")
+            raise WeightsError(error or f"{path}: the ranks have read different weights; the files changed meanwhile")
         self._ask(MessageKind.TAKE)
         self.info = msgspec.structs.replace(self.info, fingerprint=prepared.pop())
 
@@ -139,7 +139,7 @@ class RankedExecutor:
             raise WeightsError(error)
 
     def _ask(self, kind: bytes, named: str = "", timeout_s: float = WEIGHTS_S) -> list[RankAnswer]:
-        """The answers of all ranks, in their order."""
+        """Send a request to all ranks and return their answers, sorted by rank."""
         self._answers = []
         self._send((kind, named.encode()), timeout_s)
         until_s = time.monotonic() + timeout_s
@@ -156,13 +156,13 @@ class RankedExecutor:
         self._receive(0.0)
 
     def close(self) -> None:
-        """End the workers, in peace if they can be asked to; nothing is left of them afterwards."""
+        """End all workers: ask them to close, then kill those that are left."""
         try:
             if not self.worker_watch.has_failed:
                 self._broadcast.send((MessageKind.CLOSE,), timeout_s=CLOSE_TIMEOUT_S)
                 self.worker_watch.stop()
         except (ConnectionError, TimeoutError):
-            pass  # they cannot be asked, they are killed
+            pass  # they cannot be asked, so they are killed
         finally:
             self.worker_watch.close()
             self._broadcast.close()
@@ -173,7 +173,7 @@ class RankedExecutor:
         except (ConnectionError, TimeoutError) as error:
             until_s = time.monotonic() + REASON_S
             while (left_s := until_s - time.monotonic()) > 0:
-                self._receive(left_s)  # raises if the worker watch learns of it, with more to say
+                self._receive(left_s)  # raises if the worker watch knows the cause, with a better message
             self.worker_watch.give_up(f"a step could not be handed out: {error}; {self.worker_watch.whereabouts()}")
 
     def _receive(self, timeout_s: float) -> None:
@@ -188,7 +188,7 @@ class RankedExecutor:
                 self._results.append(self._with_transfers(message.result))
 
     def _with_transfers(self, result: StepResult) -> StepResult:
-        """The first rank's result, with what all ranks have reported of transfers up to now."""
+        """Return the first rank's result with the transfer results that all ranks have reported so far."""
         if result.transfers is None:
             return result
         received, self._transfers = self._transfers, []
@@ -200,13 +200,13 @@ def open_multiproc(
     progress: Callable[[str], None] = lambda _line: None,
     deadline_s: Callable[[int], float] = step_deadline_s,
 ) -> RankedExecutor:
-    """Start all ranks side by side and wait until each has loaded its part of the model."""
+    """Start all ranks in parallel and wait until each has loaded its part of the model."""
     if config.tensor_parallel_size > MAX_READERS:
         raise ExecutorError(f"tensor_parallel_size: {config.tensor_parallel_size} given; at most {MAX_READERS} can be")
     world = config.tensor_parallel_size
     ring = MessageQueue.create(world, slots=RING_SLOTS, slot_bytes=SLOT_BYTES)
     workers, channels = [], Channels(msgspec.msgpack.Decoder(FromWorker))
-    # The ranks meet at a port that is bound here and handed to the first, so that no other process takes it in between.
+    # The first rank inherits the socket of the rendezvous port, so that no other process can take the port in between.
     with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
         host, port = listener.getsockname()
         for rank in range(world):
@@ -223,7 +223,7 @@ def _first_error(answers: Sequence[RankAnswer]) -> str:
 
 
 def _agreed(infos: list[ModelInfo]) -> ModelInfo:
-    """One model over all ranks; its bytes are what one rank holds."""
+    """Return the model info, which must be equal on all ranks; sizes in bytes are those of one rank."""
     first = infos[0]
     for rank, info in enumerate(infos):
         if (info.fingerprint, info.num_blocks) != (first.fingerprint, first.num_blocks):

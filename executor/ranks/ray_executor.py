@@ -1,8 +1,8 @@
-"""The executor over the nodes of a running Ray cluster: one actor per rank, each with a GPU (or a core) of its own.
+"""The executor on the nodes of a running Ray cluster: one actor per rank, each with its own GPU (or core).
 
-Ray finds the places, starts the actors and ends them with their driver; nothing of a step goes through it. Ranks on
-the driver's node hear steps through the shared-memory ring, the others over encrypted TCP (executor/ranks/network.py); all
-answer over the latter. executor/ranks/worker_watch.py watches them and executor/ranks/ranked.py runs steps over them.
+Ray places and starts the actors and ends them with their driver; steps do not go through Ray. Ranks on the driver's
+node receive steps through the shared-memory ring, other ranks over encrypted TCP (executor/ranks/network.py); all of
+them reply over TCP. executor/ranks/worker_watch.py watches them, and executor/ranks/ranked.py runs steps on them.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ try:
 except ImportError as error:
     raise ExecutorError("executor: 'ray' needs the package ray: pip install 'penstock[ray]'") from error
 
-PLACE_TIMEOUT_S = 30.0  # for the cluster to find room for all ranks
-ACTOR_TIMEOUT_S = 120.0  # for their processes to start: on a new node Ray imports this package first
+PLACE_TIMEOUT_S = 30.0  # for the cluster to find resources for all ranks
+ACTOR_TIMEOUT_S = 120.0  # for the processes to start: on a new node Ray imports this package first
 LIFE_CHECK_S = 0.5
 
 
@@ -52,7 +52,7 @@ def open_ray(
     progress: Callable[[str], None] = lambda _line: None,
     deadline_s: Callable[[int], float] = step_deadline_s,
 ) -> RankedExecutor:
-    """Find room in the cluster for all ranks, start them, and wait until each has loaded its part of the model."""
+    """Find resources in the cluster, start all ranks, and wait until each has loaded its part of the model."""
     _join_cluster(config.ray_allow_open_dashboard)
     ranks = RayRanks(Hub(ray.util.get_node_ip_address()))
     try:
@@ -67,7 +67,7 @@ def open_ray(
 
 
 def _join_cluster(allow_open_dashboard: bool) -> None:
-    """Join the cluster in RAY_ADDRESS or on this machine; refuse one that takes jobs from the network."""
+    """Join the cluster in RAY_ADDRESS or on this machine; refuse one whose dashboard accepts jobs from the network."""
     wanted = os.environ.get("RAY_ADDRESS", "auto")
     try:
         context = ray.init(address=wanted, ignore_reinit_error=True, log_to_driver=True)
@@ -80,7 +80,7 @@ def _join_cluster(allow_open_dashboard: bool) -> None:
     if url and is_open(url) and not allow_open_dashboard:
         raise ExecutorError(
             f"executor: Ray's dashboard at {url} takes jobs from every client that can reach it. Start Ray with "
-            "--dashboard-host 127.0.0.1 or with RAY_AUTH_MODE=token; or say ray_allow_open_dashboard"
+            "--dashboard-host 127.0.0.1 or with RAY_AUTH_MODE=token, or set ray_allow_open_dashboard"
         )
 
 
@@ -96,8 +96,8 @@ def is_open(dashboard: str) -> bool:
 
 
 class RayRanks:
-    """The ranks' room in the cluster, their actors, what they are sent, and what they report: through the hub, and by
-    Ray, which knows of actors that died in silence."""
+    """The placement group and actors of all ranks. Sends their messages, and receives reports through the hub and from
+    Ray, which detects actors that died without a report."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -109,7 +109,7 @@ class RayRanks:
         self._gone: set[int] = set()
 
     def start(self, config: ExecutorConfig, progress: Callable[[str], None]) -> None:
-        """Ranks of one node are side by side, the driver's first. From here on they talk through hub and ring."""
+        """Start the ranks, grouped by node, the driver's node first. Afterwards they use only the hub and the ring."""
         world = config.tensor_parallel_size
         need = {"CPU": 1.0} if config.device == "cpu" or not ray.cluster_resources().get("GPU") else {"GPU": 1.0}
         self._group = _room(need, world)
@@ -131,7 +131,7 @@ class RayRanks:
                 rank,
                 world,
                 sum(other.node == place.node for other in places),
-                0,  # Ray shows each actor its own GPU alone
+                0,  # Ray shows each actor only its own GPU
                 Rendezvous(host, port, place.address, fd if rank == 0 else None),
                 self._ring.handle() if self._ring is not None and is_local else None,
             )
@@ -139,9 +139,9 @@ class RayRanks:
             self.workers.append(ActorProcess(rank, place, actor, done, self._hub))
 
     def send(self, message: tuple[Any, ...], timeout_s: float | None = None) -> None:
-        """The same for every rank: those of this node get it through the ring, the others through the hub."""
+        """Send all ranks the same message: through the ring on this node, through the hub on others."""
         for rank in self._remote:
-            if message[0] != MessageKind.MASKS or rank == 0:  # only the first samples
+            if message[0] != MessageKind.MASKS or rank == 0:  # only the first rank samples
                 self._hub.send(rank, message)
         if self._ring is not None:
             self._ring.send(message, timeout_s=timeout_s)
@@ -165,7 +165,7 @@ class RayRanks:
         for worker in self.workers:
             worker.kill()
         if self._group is not None:
-            remove_placement_group(self._group)  # ends actors that are no workers yet
+            remove_placement_group(self._group)  # ends actors that have not become workers
             self._group = None
         self._hub.close()
         if self._ring is not None:
@@ -173,7 +173,7 @@ class RayRanks:
 
 
 def _actors(group: Any, need: dict[str, float], world: int) -> list[tuple[Place, Any]]:
-    """An actor for each rank, in a process that runs, and where that is."""
+    """Create an actor for each rank and return it with its place, once its process runs."""
     actors = [
         ray.remote(RankActor)
         .options(
@@ -205,13 +205,13 @@ def _room(need: dict[str, float], world: int) -> Any:
 
 
 class RankActor:
-    """What runs in the actor's process. One thread computes; the other answers Ray."""
+    """The class of the actor. One thread computes; the other answers Ray."""
 
     def place(self) -> tuple[str, str, int]:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
 
     def listen(self, host: str) -> tuple[int, int]:
-        """Bind the port that the ranks will meet at, so that no other process can."""
+        """Bind the rendezvous port of the ranks, so that no other process can take it."""
         self._listener = socket.create_server((host, 0), backlog=256)
         return self._listener.fileno(), self._listener.getsockname()[1]
 
@@ -234,7 +234,7 @@ def _sort(message: list[memoryview], inbox: "queue.SimpleQueue[Any]") -> None:
 
 
 class ActorProcess:
-    """One rank's actor, as the worker_watch handles it."""
+    """The `Worker` of one rank's actor, for the worker watch."""
 
     def __init__(self, rank: int, place: Place, actor: Any, done: Any, hub: Hub) -> None:
         self._rank, self._actor, self._done, self._hub = rank, actor, done, hub
@@ -243,7 +243,7 @@ class ActorProcess:
         self._ending: str | None = None
 
     def dump_stacks(self) -> None:
-        with contextlib.suppress(ConnectionError):  # beyond a cut cable there is no asking
+        with contextlib.suppress(ConnectionError):  # an unreachable rank cannot be asked
             self._hub.send(self._rank, [MessageKind.STACKS])
 
     def wait(self, timeout_s: float) -> bool:

@@ -1,7 +1,7 @@
-"""The messages of a worker process and its executor beside the ring, and the socket between them.
+"""Messages between a worker process and its executor, other than the content of the ring.
 
-Steps go to the workers through the ring. This is the rest: how a worker is started, and everything it answers.
-msgspec encodes it, so nothing here can carry code, and a closed socket is how one side learns that the other is gone.
+Steps go to the workers through the ring. These messages start a worker, and carry everything that it reports. They are
+encoded by msgspec, so they cannot carry code; each side detects the other's end by the closed socket.
 """
 
 import msgspec
@@ -14,17 +14,17 @@ class MessageKind:
     """The first part of a message to a worker; the other parts depend on the kind. A step is encoded with msgpack."""
 
     STEP, MASKS, CLOSE, STACKS = b"step", b"masks", b"close", b"stacks"
-    LOAD, UNLOAD = b"load", b"unload"  # an adapter: of a folder, by its key; both UTF-8
-    # Weights from a path, in two steps: all ranks take what each has prepared, or none does. And the memory: a level, parts.
+    LOAD, UNLOAD = b"load", b"unload"  # an adapter, by its folder or its key, in UTF-8
+    # Weights from a path: all ranks TAKE what they have prepared, or all DROP it. SLEEP: level; WAKE: parts.
     PREPARE, TAKE, DROP, SLEEP, WAKE = b"prepare", b"take", b"drop", b"sleep", b"wake"
 
 
 class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
-    """Where the ranks find each other: the first one listens, on a socket that is bound already if there is one."""
+    """How the ranks find each other: the first rank listens, on an already bound socket if it has one."""
 
     host: str
     port: int
-    address: str  # of the interface that this rank's collectives run over
+    address: str  # of the interface used for this rank's collectives
     listen_fd: int | None = None
 
 
@@ -34,7 +34,7 @@ class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
     config: ExecutorConfig
     rank: int
     world: int
-    neighbours: int  # ranks on this machine, this one included: they share its cores
+    neighbours: int  # ranks on this machine including this one, which share its cores
     device_index: int
     rendezvous: Rendezvous
     ring: RingHandle | None  # for a rank on the executor's machine
@@ -49,23 +49,23 @@ class ModelLoaded(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat", array_like=True):
-    """Once a second from a thread of its own: the process runs, and this is what its main thread is at."""
+    """Heartbeat, sent once a second by its own thread: the process runs, and its main thread is `doing` this."""
 
     doing: str
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
-    """From the first rank for every step; from the others when there is something to report of transfers."""
+    """Sent by the first rank for every step; by other ranks only with transfer results."""
 
     rank: int
     result: StepResult
 
 
 class RankAnswer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
-    """From every rank, to what is asked beside steps."""
+    """The answer of every rank to a request other than a step."""
 
     rank: int
-    error: str = ""  # it was refused, and nothing has changed
+    error: str = ""  # why the request was refused; then nothing has changed
     adapter: AdapterInfo | None = None  # to LOAD
     fingerprint: bytes = b""  # to PREPARE
 
@@ -74,8 +74,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """The worker's last message."""
 
     error: str
-    traceback: str | None  # None: what the user can mend, and the message says it all
-    is_consequence: bool  # the ranks lost each other: another one's failure, or death, is the cause
+    traceback: str | None  # None: the user can fix it, and the message says everything
+    is_consequence: bool  # the ranks lost each other: the failure or death of another rank is the cause
 
 
 FromWorker = RankProgress | ModelLoaded | Beat | Done | RankAnswer | Failed

@@ -1,6 +1,6 @@
-"""One rank as a process of its own. It reads steps from the ring and answers through its parent's channel.
+"""The process of one rank. It reads steps from the ring and replies through its parent's channel.
 
-How it lives and ends is executor/process_life.py's; how ranks of other machines are reached, ray_executor.py's.
+executor/process_life.py implements its start and end, ray_executor.py the connection to ranks on other machines.
 """
 
 import logging
@@ -48,8 +48,8 @@ from penstock.executor.step.runner import Launched
 
 log = logging.getLogger("penstock.executor")
 
-Message = Sequence[Any]  # the kind, and its buffers
-# What watches the processes sees a dead or stuck rank much earlier; this is for when nothing does.
+Message = Sequence[Any]  # the kind and its buffers
+# The watcher of the processes detects a dead or hung rank much earlier; this limit is for processes without a watcher.
 COLLECTIVE_TIMEOUT_S = 300.0
 JOIN_TIMEOUT_S = 120.0
 
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def work(start: Start, reporter: Reporter, receive: Callable[[], AbstractContextManager[Message]] | None = None) -> int:
-    """Be this rank to the end; the exit code. `receive`: the next message, where there is no ring to read."""
+    """Run this rank until it ends; return the exit code. `receive` returns the next message if there is no ring."""
     reporter.beat(lambda: Beat(reporter.doing))
     try:
         if start.ring is None:
@@ -71,7 +71,7 @@ def work(start: Start, reporter: Reporter, receive: Callable[[], AbstractContext
             with MessageQueue.attach(start.ring, start.rank) as ring:
                 compute(start, ring.borrow, reporter)
         return 0
-    except Exception as error:  # the top of the process: say why, then end
+    except Exception as error:  # top level of the process: report the cause, then end
         reporter.report(_failure(error))
         return 1
 
@@ -84,7 +84,7 @@ def _failure(error: Exception) -> Failed:
 
 
 def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]], reporter: Reporter) -> None:
-    """Load this rank's part of the model, then compute step after step until the end."""
+    """Load this rank's part of the model, then compute steps until the end."""
     config, rank = start.config, start.rank
     device = choose_device(config.device, start.device_index)
     if device.type == "cpu":
@@ -98,7 +98,7 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
     reporter.report(ModelLoaded(ours.info))
     finisher = Finisher(ours, group, reporter)
     decoder = msgspec.msgpack.Decoder(Step)
-    unsampled: Launched | None = None  # a step that waits for its masks; they come next
+    unsampled: Launched | None = None  # a step whose masks are the next message
     while True:
         reporter.doing = "waiting for a step"
         with receive() as (kind, *parts):
@@ -106,16 +106,16 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
             if kind == MessageKind.CLOSE:
                 break
             if kind == MessageKind.MASKS:
-                if unsampled is not None:  # only the first rank samples
+                if unsampled is not None:  # only on the first rank, which samples
                     rows = np.frombuffer(parts[0], np.int32)
                     masks = np.frombuffer(parts[1], np.int32)
-                    masks = masks.reshape(len(rows), masks.size // max(1, len(rows)))  # all their requests may be gone
+                    masks = masks.reshape(len(rows), masks.size // max(1, len(rows)))  # there may be no rows left
                     ours.runner.sample_masked(unsampled, rows, masks)
                     finisher.take(unsampled)
                     unsampled = None
                 continue
             if kind != MessageKind.STEP:
-                reporter.doing = f"at work on weights and memory: {kind.decode()}"
+                reporter.doing = f"changing weights or memory: {kind.decode()}"
                 finisher.wait()
                 answer = _control(ours, rank, kind, bytes(parts[0]).decode())
                 if kind not in (MessageKind.UNLOAD, MessageKind.DROP):
@@ -135,7 +135,7 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
 
 
 def join(rank: int, world: int, at: Rendezvous, device: torch.device, is_ordered: bool = False) -> RankGroup:
-    """Meet the other ranks and return the group of all: gloo on the CPU, NCCL on CUDA."""
+    """Connect to the other ranks and return the group of all: gloo on the CPU, NCCL on CUDA."""
     if world == 1:
         return RankGroup()
     with naming("join"):
@@ -158,7 +158,7 @@ def join(rank: int, world: int, at: Rendezvous, device: torch.device, is_ordered
 def _backend(store: Store, rank: int, world: int, address: str, device: torch.device) -> Connections:
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     if device.type == "cuda":
-        # Not run so far: the machines at hand had one GPU at most.
+        # Not tested so far: the available machines had at most one GPU.
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return cast(Connections, dist.ProcessGroupNCCL(store, rank, world, nccl))
@@ -169,7 +169,7 @@ def _backend(store: Store, rank: int, world: int, address: str, device: torch.de
 
 
 def _control(ours: Rank, rank: int, kind: bytes, named: str) -> RankAnswer:
-    """What is asked beside steps."""
+    """Execute a request other than a step."""
     try:
         if kind == MessageKind.LOAD:
             return RankAnswer(rank, adapter=ours.adapters.load(named))
@@ -192,7 +192,7 @@ def _control(ours: Rank, rank: int, kind: bytes, named: str) -> RankAnswer:
 
 
 class Finisher:
-    """Waits for launched steps and says what came out, in a thread of its own: the next step is launched meanwhile."""
+    """Waits for launched steps and reports their results in its own thread, while the next step is launched."""
 
     def __init__(self, rank: Rank, group: RankGroup, reporter: Reporter) -> None:
         self._rank, self._group, self._reporter = rank, group, reporter
@@ -204,7 +204,7 @@ class Finisher:
         self._launched.put(launched)
 
     def wait(self) -> None:
-        """Wait until every step is finished here. The executor may count a step as done before this rank has finished it."""
+        """Wait until this rank has finished every step; the executor may count a step as done before that."""
         self._launched.join()
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class Finisher:
                 if self._group.is_first or (result.transfers is not None and _has_changes(result.transfers)):
                     self._reporter.report(Done(self._group.rank, result))
                 self._launched.task_done()
-        except Exception as error:  # the top of the thread; the rank cannot go on without it
+        except Exception as error:  # top level of the thread; the rank cannot continue without it
             self._reporter.report(_failure(error))
             leave()
 

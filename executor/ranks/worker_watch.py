@@ -1,8 +1,8 @@
-"""The workers of one executor, watched all the time: what they report, and what it means when one fails.
+"""Watches the workers of one executor: receives their reports, and diagnoses failures.
 
-It knows neither steps nor how a worker is started or reached; `Worker` and `Reports` are that. Whatever goes wrong, at
-the start or later, the first call after it raises one ExecutorError that names the rank, what it did last and, where
-there is one, the root cause: a rank that merely lost its peers is never blamed while the one that died is known.
+It does not know steps, nor how a worker is started or reached; `Worker` and `Reports` abstract that. After a failure,
+at the start or later, the next call raises one ExecutorError that names the rank, its last activity and, if known, the
+root cause: a rank that only lost its peers is not blamed if another one is known to have died.
 """
 
 import time
@@ -12,16 +12,16 @@ from typing import Protocol
 from penstock.executor.protocol import ExecutorError
 from penstock.executor.ranks.wire import Beat, Done, Failed, FromWorker, ModelLoaded, RankAnswer, RankProgress
 
-BEAT_LIMIT_S = 8.0  # silent for so long, a worker is stopped or starved; it has a heartbeat every second
-START_BEAT_LIMIT_S = 60.0  # while it loads, long calls may hold the interpreter
-CAUSE_GRACE_S = 3.0  # how long to listen for the cause after the first sign of a failure; Ray takes its time
+BEAT_LIMIT_S = 8.0  # a worker without a heartbeat for this long is stopped or starved; it sends one every second
+START_BEAT_LIMIT_S = 60.0  # while a worker loads, long calls may hold the interpreter
+CAUSE_GRACE_S = 3.0  # how long to wait for the cause after the first sign of a failure; Ray takes its time
 CAUSE_CHECK_S = 0.2
-STACKS_GRACE_S = 0.5  # for the workers to print where they are, before they are ended
+STACKS_GRACE_S = 0.5  # time for the workers to print their stacks before they are ended
 STOP_GRACE_S = 5.0
 
 
 class Worker(Protocol):
-    """The process of one rank; a ChildProcess (executor/process_life.py) is one."""
+    """The process of one rank, e.g. a ChildProcess (executor/process_life.py)."""
 
     name: str  # "rank 3 (process 4711)"
     pid: int
@@ -31,17 +31,17 @@ class Worker(Protocol):
     def wait(self, timeout_s: float) -> bool: ...
 
     def death(self) -> str | None:
-        """How it ended, as in "was killed by SIGKILL"; None while it lives, as far as can be seen."""
+        """Return how it ended, e.g. "was killed by SIGKILL", or None as long as it seems to run."""
         ...
 
     def kill(self) -> None: ...
 
 
 class Reports(Protocol):
-    """Brings what the workers report."""
+    """The source of the workers' reports."""
 
     def hear(self, timeout_s: float) -> Iterator[tuple[int, FromWorker | None]]:
-        """(rank, message) of what has arrived, waiting for the first; None: this rank will report no more."""
+        """Yield (rank, message) as they arrive, waiting for the first; None: the rank will send no more reports."""
         ...
 
     def fileno(self) -> int: ...
@@ -50,7 +50,7 @@ class Reports(Protocol):
 
 
 class _Watched:
-    """What is known of one worker."""
+    """The known state of one worker."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -62,7 +62,7 @@ class _Watched:
 
     @property
     def is_cause(self) -> bool:
-        """Whether it failed or died by itself, and not because the ranks lost each other."""
+        """Tell whether it failed or died on its own, not because the ranks lost each other."""
         return self.is_gone if self.failed is None else not self.failed.is_consequence
 
     def verdict(self) -> str:
@@ -93,11 +93,11 @@ class WorkerWatch:
         return self._error is not None
 
     def fileno(self) -> int:
-        """Readable when a worker has reported something, or is gone."""
+        """Return a descriptor that is readable when a worker has reported something or has died."""
         return self._reports.fileno()
 
     def hear(self, timeout_s: float, beat_limit_s: float | None = None) -> list[Done | RankProgress | RankAnswer]:
-        """What the workers report within the time, the first message ends the wait; raises when one has failed."""
+        """Return reports that arrive within the time; the first one ends the wait. Raises if a worker has failed."""
         if self._error is not None:
             raise self._error
         heard = list(self._hear(timeout_s))
@@ -106,7 +106,7 @@ class WorkerWatch:
         for each in self._watched:
             silent_s = time.monotonic() - each.heard_s
             if silent_s > (beat_limit_s or BEAT_LIMIT_S):
-                how = each.worker.death() or f"has not been heard of for {silent_s:.0f} s"
+                how = each.worker.death() or f"has sent no heartbeat for {silent_s:.0f} s"
                 self.give_up(f"{each.worker.name} {how}; last it was {each.doing}")
         return heard
 
@@ -114,7 +114,7 @@ class WorkerWatch:
         return "; ".join(f"{each.worker.name} was last {each.doing}" for each in self._watched)
 
     def give_up(self, why: str) -> None:
-        """Have every worker print its stacks to standard error, end them all, and raise."""
+        """Make every worker print its stacks to standard error, end all workers, and raise."""
         for worker in self.workers:
             worker.dump_stacks()
         time.sleep(STACKS_GRACE_S)
@@ -148,17 +148,17 @@ class WorkerWatch:
                     each.doing = message.doing
                 case ModelLoaded():
                     each.loaded = message
-                case Failed():  # of the Finisher's and the main thread's the one that is no consequence
+                case Failed():  # keep the failure that is no consequence, from the Finisher or the main thread
                     if each.failed is None or each.failed.is_consequence:
                         each.failed = message
                 case _:
                     yield message
 
     def _cause(self) -> str:
-        """Why it failed, once all that belongs to the failure has had time to arrive."""
+        """Return the cause of the failure, after waiting for related reports."""
         until_s = time.monotonic() + CAUSE_GRACE_S
         while (left_s := until_s - time.monotonic()) > 0 and not any(each.is_cause for each in self._watched):
             list(self._hear(min(left_s, CAUSE_CHECK_S)))
-        # A rank that says what went wrong, then one that died, then one that lost its peers.
+        # First a rank that reports what went wrong, then one that died, then one that lost its peers.
         ours = sorted(self._watched, key=lambda each: (not each.is_cause, each.failed is None))
         return next(each.verdict() for each in ours if each.failed or each.is_gone)

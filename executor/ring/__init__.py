@@ -1,4 +1,4 @@
-"""One writer, N readers on the same machine, everything in the same order: a message queue in shared memory."""
+"""A message queue in shared memory: one writer, N readers on the same machine, all messages in the same order."""
 
 from penstock.executor.ring.queue import MessageQueue, PeerDied, RingClosed
 

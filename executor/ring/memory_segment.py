@@ -1,9 +1,9 @@
-"""The shared memory under the ring: how it is made, found by other processes, laid out, and who is alive in it.
+"""The shared memory segment of the ring: creating it, opening it from other processes, its layout and its owners.
 
-It knows nothing of messages (executor/ring/queue.py). The memory is a memfd: it has no name, so nothing can be left behind,
-the size of /dev/shm does not matter, and it is gone with the last process that has it, however that one ended. Another
-process of the same user opens it through /proc/<pid>/fd, with no need to be a child. It is sealed against shrinking
-and committed before use, so that no access can end in SIGBUS.
+It knows nothing of messages (executor/ring/queue.py). The memory is a memfd: it has no name, so nothing can be left
+behind; the size of /dev/shm does not matter; and it is freed with the last process that maps it, however that ends.
+Other processes of the same user open it through /proc/<pid>/fd, even if they are not children. It is sealed against
+shrinking and committed before use, so no access can end in SIGBUS.
 """
 
 import contextlib
@@ -20,23 +20,23 @@ import msgspec
 from penstock._csrc import ffi, lib
 from penstock.executor.machine import available_memory
 
-LINE = 64  # a cache line, and the grain of everything in the segment
+LINE = 64  # a cache line; everything in the segment is aligned to it
 PAGE = mmap.PAGESIZE
-# The largest mask: 4,096 rows × 262,144 tokens / 8 = 128 MiB, and up to eight positions a row when guesses are checked.
+# The largest mask: 4,096 rows × 262,144 tokens / 8 = 128 MiB, times up to eight positions per row with draft tokens.
 MAX_MESSAGE_BYTES = 1 << 30
-MAX_READERS = 256  # several per GPU of the largest node that there is
+MAX_READERS = 256  # several per GPU of the largest existing node
 MAX_SLOTS = 4096
-NUM_SPILLS = 2  # so that one large message can be written while the one before is still read
-SPILL_KEEP_BYTES = 64 << 20  # of each spill; the mask of 1,024 rows of 152k tokens takes 19.4 MB
+NUM_SPILLS = 2  # so that a large message can be written while the previous one is still being read
+SPILL_KEEP_BYTES = 64 << 20  # kept of each spill area; the mask of 1,024 rows of 152k tokens takes 19.4 MB
 
-ABSENT, CLAIMED, ATTACHED, LEFT = range(4)  # a line's state
-WRITER, FREED, FIRST_READER = 0, 1, 2  # which line is whose
-_PREFACE = 64  # bytes before the lines: the secret that shows it is the right segment
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise of Linux 5.14; Python has no names for them
+ABSENT, CLAIMED, ATTACHED, LEFT = range(4)  # states of a line
+WRITER, FREED, FIRST_READER = 0, 1, 2  # indices of lines
+_PREFACE = 64  # bytes before the lines, with a secret that identifies the segment
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise constants of Linux 5.14 that Python does not define
 
 
 class RingHandle(msgspec.Struct, frozen=True):
-    """What a reader needs, for processes of the same user on the same machine."""
+    """The data that a reader needs, for processes of the same user on the same machine."""
 
     pid: int
     fd: int
@@ -47,10 +47,10 @@ class RingHandle(msgspec.Struct, frozen=True):
 
 
 class Owner(NamedTuple):
-    """A process."""
+    """A process, identified beyond reuse of its id."""
 
     pid: int
-    start: int  # in clock ticks after boot; a process id may be given out again
+    start: int  # in clock ticks after boot, because process ids are reused
 
     @classmethod
     def of_this_process(cls) -> "Owner":
@@ -62,7 +62,7 @@ class Owner(NamedTuple):
 
 
 class Segment:
-    """The mapped memory of one process: lines that all may write, and message bytes that only the writer may."""
+    """The mapped memory of one process: lines that all processes may write, and messages that only the writer may."""
 
     def __init__(self, fd: int, handle: RingHandle, is_writer: bool) -> None:
         self.handle, self._fd, self._is_writer = handle, fd, is_writer
@@ -71,7 +71,7 @@ class Segment:
         self._control = mmap.mmap(fd, _control_bytes(handle))
         access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writer else 0)
         self._data = mmap.mmap(fd, _data_bytes(handle), mmap.MAP_SHARED, access, offset=_control_bytes(handle))
-        with contextlib.suppress(OSError):  # only spares the first messages their page faults
+        with contextlib.suppress(OSError):  # only avoids page faults of the first messages
             self._data.madvise(_POPULATE_WRITE if is_writer else _POPULATE_READ, 0, self._slots_bytes)
         self.data = memoryview(self._data)
         self.base = int(ffi.cast("uintptr_t", ffi.from_buffer(self._data)))
@@ -110,14 +110,14 @@ class Segment:
                 raise ConnectionError(f"{path} is not the ring of this handle: its process has ended")
             segment = cls(fd, handle, is_writer=False)
         finally:
-            os.close(fd)  # the maps hold the memory
+            os.close(fd)  # the mappings keep the memory
         if segment._control[: len(handle.secret)] != handle.secret:
             segment.close()
             raise ConnectionError(f"{path} is not the ring of this handle: its process has ended")
         return segment
 
     def claim(self, line: int) -> bool:
-        """Make this process the owner of a line; False if it has or had one."""
+        """Make this process the owner of a line; return False if the line has or had an owner."""
         if lib.penstock_ring_change(self.lines, line, ABSENT, CLAIMED) != ABSENT:
             return False
         self._line[line].pid, self._line[line].start = Owner.of_this_process()
@@ -142,14 +142,14 @@ class Segment:
         self._line[line].busy = number
 
     def slot(self, number: int) -> int:
-        """Where message `number`, from 1, has its header; offsets count from `data` and `base`."""
+        """Return the offset of the header of message `number`, counted from 1, relative to `data` and `base`."""
         return (number - 1) % self.handle.slots * self.stride
 
     def spill(self, index: int) -> int:
         return self._slots_bytes + index * MAX_MESSAGE_BYTES
 
     def commit_spill(self, index: int, size: int) -> None:
-        """See that the spill has memory for so many bytes."""
+        """Ensure that the spill area has memory for `size` bytes."""
         size = padded(size, PAGE)
         if size > self._committed[index]:
             _commit(self._fd, _control_bytes(self.handle) + self.spill(index), size, f"a message of {size} bytes")
@@ -159,13 +159,13 @@ class Segment:
         return [index for index, size in enumerate(self._committed) if size > SPILL_KEEP_BYTES]
 
     def shrink_spill(self, index: int) -> None:
-        """Give back what lies beyond the part that is kept; the spill must have been read by all."""
+        """Free the memory of a spill area beyond the part that is kept; all readers must have read it."""
         excess = self._committed[index] - SPILL_KEEP_BYTES
         self._data.madvise(mmap.MADV_REMOVE, self.spill(index) + SPILL_KEEP_BYTES, excess)
         self._committed[index] = SPILL_KEEP_BYTES
 
     def close(self) -> None:
-        """The maps go with the last borrowed array that lies in them."""
+        """Close the segment. The mappings stay until the last borrowed array in them is gone."""
         if self._is_writer:
             os.close(self._fd)
         with contextlib.suppress(BufferError):
@@ -184,12 +184,12 @@ def _control_bytes(handle: RingHandle) -> int:
 
 
 def _data_bytes(handle: RingHandle) -> int:
-    """The spills take addresses, not memory, until a message needs them."""
+    """Return the size of the data mapping. Spill areas take addresses, and memory only once a message needs them."""
     return padded(handle.slots * (LINE + padded(handle.slot_bytes)), PAGE) + NUM_SPILLS * MAX_MESSAGE_BYTES
 
 
 def _commit(fd: int, offset: int, size: int, what: str) -> None:
-    """Have the kernel set memory aside now; it would rather end a process later than refuse."""
+    """Make the kernel reserve memory now; otherwise it would kill a process later."""
     free = available_memory()
     if size > free:
         raise MemoryError(f"{what}: the ring needs {size >> 20} MiB of shared memory, {free >> 20} MiB are free")
@@ -200,7 +200,7 @@ def _commit(fd: int, offset: int, size: int, what: str) -> None:
 
 
 def _start_of(pid: int) -> int | None:
-    """When a living process started; None if there is none, or only its exit status is left."""
+    """Return the start time of a living process; None if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,27 +1,27 @@
-"""One writer sends N readers on the same machine everything in the same order, through shared memory.
+"""A shared-memory queue through which one writer sends N readers on the same machine all messages in the same order.
 
-The engine core sends its workers their steps with it. A message is a few parts, each of them bytes: a kind, an encoded
-step, the rows of a mask. They lie in memory that all processes have mapped (memory_segment.py). A part is copied once on
-the way in; readers borrow it where it lies.
+The engine core sends steps to its workers with it. A message consists of a few parts of bytes: a kind, an encoded step,
+the rows of a mask. They lie in memory that all processes map (memory_segment.py). A part is copied once, by the writer;
+readers borrow it in place.
 
-    line WRITER    count: messages published · pid, start · bell: where readers sleep
-    line FREED     bell: where the writer sleeps until readers have finished
-    line reader r  count: messages finished · busy: the one it is at · pid, start
+    line WRITER    count: messages published · pid, start · bell: futex that readers wait on
+    line FREED     bell: futex that the writer waits on until readers have finished
+    line reader r  count: messages finished · busy: the message being read · pid, start
     ───────────────────────────────────────────────────────────────────────────────────── only the writer writes below
     slot 0         header 64 bytes: number · area · number of parts · their sizes
                    part 0 · part 1 · …   (each begins at a multiple of 64 bytes)
     slot 1         …
-    spill 0, 1     the parts of a message that is larger than a slot; its header lies in a slot as ever.
+    spill 0, 1     the parts of a message that is larger than a slot; its header is in a slot, too.
                    Addresses for 1 GiB each, memory only as messages have needed it
 
-Message n lies in slot (n - 1) mod slots. It is written when every reader has finished message n - slots, then the
-writer's count becomes n, one store: a writer that dies before it has sent nothing, one that dies after it has sent all.
-A reader's count likewise. Counts only grow and each has one owner, so no crash leaves a lock held or a slot half owned;
-csrc/ring.c says what orders the stores. `send` returns when the last byte is copied, on every path: what was sent may
-be overwritten at once.
+Message n lies in slot (n - 1) mod slots. It is written when every reader has finished message n - slots. Then a single
+store sets the writer's count to n, so a writer that dies has sent a message either completely or not at all. The same
+holds for a reader's count. Counts only grow and each has one owner, so no crash leaves a lock held or a slot half
+owned; csrc/ring.c documents the order of the stores. `send` returns when the last byte is copied, on every path, so the
+sent buffers may be overwritten at once.
 
-A ring is for a parent and the workers of its own user that it has given the handle; the memory has no name that others
-could open, and a reader cannot write messages. Messages carry no checksum: they never leave the machine's memory.
+A ring connects a parent with workers of the same user that have its handle; the memory has no name that others could
+open, and readers cannot write messages. Messages have no checksum, because they never leave the machine's memory.
 """
 
 import contextlib
@@ -50,20 +50,20 @@ from penstock.executor.ring.memory_segment import (
 )  # fmt: skip
 
 MAX_PARTS = 5
-HEADER = struct.Struct(f"<{3 + MAX_PARTS}Q")  # number, area (0: behind the header, else 1 + spill), parts, their sizes
+HEADER = struct.Struct(f"<{3 + MAX_PARTS}Q")  # number, area (0: behind the header, else 1 + spill), parts, part sizes
 assert HEADER.size == LINE
-CHECK_S = 0.25  # how often a waiting end looks whether the others live
-LONGEST_SPIN_NS = 1_000_000  # while messages come close together
-SHORTEST_SPIN_NS = 20_000  # once they do not: about what falling asleep and waking up costs
+CHECK_S = 0.25  # how often a waiting process checks that the others are alive
+LONGEST_SPIN_NS = 1_000_000  # while messages arrive at short intervals
+SHORTEST_SPIN_NS = 20_000  # otherwise: about the cost of sleeping and waking up
 CLOSE_WAIT_S = 1.0  # for the thread that close() has interrupted
 
 
 class RingClosed(ConnectionError):
-    """This end was closed, or the other one in good order."""
+    """Raised when this end was closed, or the other end closed in good order."""
 
 
 class PeerDied(ConnectionError):
-    """The process at the other end is gone. `rank` is the reader's number, None for the writer."""
+    """Raised when the process at the other end has died. `rank` is the reader's number, or None for the writer."""
 
     def __init__(self, message: str, rank: int | None) -> None:
         super().__init__(message, rank)
@@ -74,16 +74,16 @@ class PeerDied(ConnectionError):
 
 
 class MessageQueue:
-    """One end of the ring: the writer's from `create`, a reader's from `attach`. Any thread may call, one at a time."""
+    """One end of the ring: the writer's from `create`, a reader's from `attach`. Threads call it one at a time."""
 
     def __init__(self, segment: Segment, reader: int | None) -> None:
         self._segment, self._reader = segment, reader
         self._line = WRITER if reader is None else FIRST_READER + reader
-        self._count = 0  # messages that this end has sent or finished
+        self._count = 0  # messages that this end has sent or finished reading
         self._lock = threading.RLock()
         self._is_borrowed = False
         self._closed = ffi.new("int *")  # read by the C code while it waits
-        self._spilled = [0] * NUM_SPILLS  # the last message that lay in each
+        self._spilled = [0] * NUM_SPILLS  # the last message in each spill area
         self._checked_s = time.monotonic()
         self._spin_ns = SHORTEST_SPIN_NS
 
@@ -96,7 +96,7 @@ class MessageQueue:
 
     @classmethod
     def attach(cls, handle: RingHandle, reader: int) -> "MessageQueue":
-        """Messages that were sent before are there; each reader's number can be taken once."""
+        """Open the ring as reader number `reader`, which can be claimed once. Earlier messages are still available."""
         if not 0 <= reader < handle.num_readers:
             raise ValueError(f"reader: {reader} given, the ring has readers 0 to {handle.num_readers - 1}")
         segment = Segment.attach(handle)
@@ -110,9 +110,9 @@ class MessageQueue:
         return self._segment.handle
 
     def send(self, parts: Sequence[Any], timeout_s: float | None = None) -> None:
-        """Send bytes, memoryviews or contiguous arrays. Wait for a slot if all are still being read.
+        """Send bytes, memoryviews or contiguous arrays as parts, waiting for a free slot.
 
-        Everything is copied when this returns.
+        Everything has been copied when this returns.
         """
         assert self._reader is None, "readers do not send"
         deadline = Deadline(timeout_s)
@@ -130,7 +130,7 @@ class MessageQueue:
 
     @contextlib.contextmanager
     def borrow(self, timeout_s: float | None = None) -> Iterator[list[memoryview]]:
-        """Yield the parts of the next message, which lie in the ring, read-only. They are invalid after the block."""
+        """Yield the parts of the next message as read-only views into the ring, which are invalid after the block."""
         self._begin(timeout_s)
         try:
             yield self._read()
@@ -138,7 +138,7 @@ class MessageQueue:
             self._finish()
 
     def close(self) -> None:
-        """Ends every call that waits in another thread of this process. Readers still get what was sent before."""
+        """End every waiting call in other threads of this process. Readers still receive what was sent before."""
         if self._closed[0]:
             return
         self._closed[0] = 1
@@ -156,7 +156,7 @@ class MessageQueue:
         self.close()
 
     def check(self) -> None:
-        """What must hold at any time, whatever the others are doing."""
+        """Assert the invariants that hold at any time, whatever other processes are doing."""
         handle = self._segment.handle
         done = [self._segment.count(FIRST_READER + reader) for reader in range(handle.num_readers)]
         sent = self._segment.count(WRITER)
@@ -194,28 +194,28 @@ class MessageQueue:
             at += padded(part_size)
 
     def _free_spill(self) -> int:
-        """The first that all have read, for it is the one in the caches; else the one that will be read first."""
+        """Return the first spill area that all have read, as it is in the caches; else the one to be read first."""
         finished = self._finished()
         free = (spill for spill, last in enumerate(self._spilled) if last <= finished)
         return next(free, min(range(NUM_SPILLS), key=self._spilled.__getitem__))
 
     def _shrink_spills(self, in_use: int | None) -> None:
-        """A huge message is rare; its memory goes back once it has been read."""
+        """Free the memory of huge messages, which are rare, once they have been read."""
         for spill in self._segment.large_spills():
             if spill != in_use and self._finished() >= self._spilled[spill]:
                 self._segment.shrink_spill(spill)
 
     def _finished(self) -> int:
-        """The last message that every reader has finished."""
+        """Return the last message that every reader has finished."""
         return min(self._segment.count(FIRST_READER + reader) for reader in range(self._segment.handle.num_readers))
 
     def _begin(self, timeout_s: float | None) -> None:
-        """Wait for the next message; from here to `_finish` this thread has this end for itself."""
+        """Wait for the next message; from here to `_finish` this thread holds the lock of this end."""
         assert self._reader is not None, "the writer does not receive"
         deadline = Deadline(timeout_s)
         self._take_turn(deadline)
         try:
-            assert not self._is_borrowed, "the message before is still borrowed"
+            assert not self._is_borrowed, "the previous message is still borrowed"
             self._wait(WRITER, WRITER, 1, self._count + 1, deadline)
             self._is_borrowed = True
         except BaseException:
@@ -223,7 +223,7 @@ class MessageQueue:
             raise
 
     def _finish(self) -> None:
-        """Free the message's slot, also when its reader has failed."""
+        """Free the message's slot, even if its reader has failed."""
         self._is_borrowed = False
         self._count += 1
         lib.penstock_ring_post(self._segment.lines, self._line, FREED, self._count)
@@ -243,7 +243,7 @@ class MessageQueue:
         return parts
 
     def _take_turn(self, deadline: "Deadline") -> None:
-        """One thread at a time, and none once the ring is closed."""
+        """Acquire the lock, which admits one thread at a time, and none once the ring is closed."""
         while not self._lock.acquire(timeout=deadline.left_s()):
             self._refuse_closed()
             if deadline.is_over():
@@ -259,7 +259,7 @@ class MessageQueue:
             raise RingClosed("the ring was closed at this end")
 
     def _wait(self, bell: int, first: int, number: int, target: int, deadline: "Deadline") -> None:
-        """Until `number` lines from `first` on count `target`."""
+        """Wait until `number` lines from `first` on have reached the count `target`."""
         if target <= 0:
             return
         began_ns = time.monotonic_ns()
@@ -282,7 +282,7 @@ class MessageQueue:
                 raise TimeoutError(self._slowness(target, deadline.timeout_s))
 
     def _tune(self, waited_ns: int) -> None:
-        """Spin where spinning would have been enough: a worker that computes for 10 ms a step soon hardly spins."""
+        """Adapt the spin time: a worker that computes for 10 ms per step soon hardly spins."""
         if waited_ns <= LONGEST_SPIN_NS:
             self._spin_ns = LONGEST_SPIN_NS
         else:
@@ -298,7 +298,7 @@ class MessageQueue:
                 raise PeerDied(f"{self._named(reader)} has died; {self._doings(reader)}", reader)
 
     def _check_writer(self, target: int) -> None:
-        """What the writer sent before it left or died is still received."""
+        """Raise if the writer has left or died, unless it has sent message `target` before."""
         has_left = self._segment.state(WRITER) == LEFT
         is_alive = self._segment.owner(WRITER).is_alive
         sent = self._segment.count(WRITER)
@@ -313,7 +313,7 @@ class MessageQueue:
 
     def _slowness(self, target: int, timeout_s: float | None) -> str:
         if self._reader is not None:
-            return f"reader {self._reader} waited {timeout_s} s for message {target}; the writer lives"
+            return f"reader {self._reader} waited {timeout_s} s for message {target}; the writer is alive"
         readers = range(self._segment.handle.num_readers)
         late = [reader for reader in readers if self._segment.count(FIRST_READER + reader) < target]
         whose = "; ".join(f"{self._named(reader)} {self._doings(reader)}" for reader in late)
@@ -337,7 +337,7 @@ class Deadline:
         self._at_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
 
     def left_s(self) -> float:
-        """To wait until the next look at the others."""
+        """Return the time to wait until the next check of the other processes."""
         return min(CHECK_S, max(0.0, self._at_s - time.monotonic()))
 
     def is_over(self) -> bool:
@@ -345,7 +345,7 @@ class Deadline:
 
 
 def _as_bytes(part: Any) -> memoryview:
-    """Return a view of the part's bytes; TypeError if they do not lie side by side."""
+    """Return a view of the part's bytes; raise TypeError if they are not contiguous."""
     view = memoryview(part)
     if not view.nbytes:
         return memoryview(b"")

@@ -1,11 +1,11 @@
-"""From weights to one token per row: thresholds for min-p, top-k and top-p, and the draw itself.
+"""Sampling on the CPU: thresholds of min-p, top-k and top-p, and drawing one token per row from weights.
 
-Weights are exp((logit - largest) / temperature), so the largest is 1 and none needs a softmax. A filter keeps
-the tokens whose weight reaches a threshold; tokens tied with the last one kept stay too. The vocabulary is
-never sorted: top-k and most of top-p come from the few largest weights, the rest of top-p from a bisection.
+Weights are exp((logit - largest) / temperature), so the largest is 1 and no softmax is needed. A filter keeps the
+tokens whose weight reaches a threshold, including ties with the last kept one. The vocabulary is never sorted: top-k,
+and in most cases top-p, use the few largest weights; otherwise top-p uses bisection.
 
-No row ever influences another, not even in its last bit: sums run over blocks of fixed size in fixed order,
-so a request gives the same tokens alone and in any batch. `torch.sum` over a long row does not promise that.
+No row influences another, not even in its last bit: sums run over blocks of fixed size in fixed order, so a request
+gets the same tokens alone and in any batch. `torch.sum` over a long row does not guarantee that.
 """
 
 import numpy as np
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 BLOCK = 256  # weights summed at once; rows are padded with zeros to a multiple of it
-CANDIDATES = 128  # a nucleus of more tokens than this is found by bisection, at four times the cost
+CANDIDATES = 128  # a larger nucleus is found by bisection, at four times the cost
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_ONE_AS_INT = 0x3F800000  # the bits of 1.0: positive floats order like their bits
+_ONE_AS_INT = 0x3F800000  # the bits of 1.0; positive floats are ordered like their bits
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) per row, from its seed (uint64) and position alone: two rounds of SplitMix64."""
+    """Return a number in [0, 1) per row that depends only on its seed (uint64) and position: two SplitMix64 rounds."""
     steps = positions.astype(np.uint64) + np.uint64(1)
     mixed = _mix(_mix(seeds + _GOLDEN) + steps * _GOLDEN)
-    # 52 bits: times any total it stays below that total after rounding.
+    # 52 bits, so that the product with any total stays below that total after rounding.
     numbers: np.ndarray = (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
     return numbers
 
@@ -36,13 +36,13 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def cumulative(weights: Tensor) -> Tensor:
-    """weights [R, V'] → the sum of each block and all before it, [R, V' / BLOCK] float64; the last is the total."""
+    """Return the cumulative block sums of weights [R, V'] as [R, V' / BLOCK] float64; the last is the total."""
     return weights.view(len(weights), -1, BLOCK).sum(-1).double().cumsum(-1)
 
 
 def keep(weights: Tensor, threshold: Tensor, scratch: Tensor) -> None:
     """Set every weight below its row's threshold [R, 1] to zero."""
-    # A mask of floats: comparing into and multiplying by bools takes ten times as long on a CPU.
+    # A float mask: comparing into and multiplying by bools takes ten times as long on a CPU.
     weights.mul_(torch.ge(weights, threshold, out=scratch))
 
 
@@ -54,8 +54,8 @@ def filter_weights(
     top_p: Tensor | None,
     max_top_k: int,
 ) -> None:
-    """Apply the filters in this order, each to what the one before it left. Options are [R, 1] or None; their
-    neutral values are 0, V' and 1. weights and scratch [R, V']; weights change in place."""
+    """Apply the filters in this order, each to the result of the previous one. Options are [R, 1] or None; their
+    neutral values are 0, V' and 1. weights and scratch: [R, V']; weights change in place."""
     if min_p is not None:
         keep(weights, min_p, scratch)
     if top_k is None and top_p is None:
@@ -73,7 +73,7 @@ def filter_weights(
 
 
 def _nucleus(weights: Tensor, scratch: Tensor, largest: Tensor, wanted: Tensor, is_on: Tensor) -> Tensor:
-    """The largest threshold at which the kept weights reach `wanted`, [R, 1]; 0 where the filter is off."""
+    """Return the largest threshold at which the kept weights reach `wanted`, [R, 1]; 0 where the filter is off."""
     sums = largest.double().cumsum(-1)
     index = (sums < wanted).sum(-1, keepdim=True)
     threshold = torch.where(is_on, largest.gather(1, index.clamp(max=largest.shape[1] - 1)), 0.0)
@@ -84,9 +84,9 @@ def _nucleus(weights: Tensor, scratch: Tensor, largest: Tensor, wanted: Tensor, 
 
 
 def _bisect(weights: Tensor, scratch: Tensor, wanted: Tensor) -> Tensor:
-    """As `_nucleus`, by halving the interval of the threshold's bits until one float is left."""
-    low = torch.zeros(len(weights), 1, dtype=torch.int32, device=weights.device)  # here the sum reaches `wanted`
-    high = torch.full_like(low, _ONE_AS_INT + 1)  # here it does not: nothing is kept
+    """Compute `_nucleus` by bisection over the bits of the threshold, until one float is left."""
+    low = torch.zeros(len(weights), 1, dtype=torch.int32, device=weights.device)  # the kept sum reaches `wanted`
+    high = torch.full_like(low, _ONE_AS_INT + 1)  # nothing is kept, so the sum does not reach `wanted`
     for _ in range(_ONE_AS_INT.bit_length()):
         middle = low + (high - low) // 2
         torch.ge(weights, middle.view(torch.float32), out=scratch)
@@ -96,9 +96,9 @@ def _bisect(weights: Tensor, scratch: Tensor, wanted: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The token at fraction `uniform` [R, 1] (float64, from `uniforms`) of the row's weight, ids in order; [R] int64.
+    """Return tokens [R] int64 at fraction `uniform` [R, 1] (float64, from `uniforms`) of the cumulative weights.
 
-    A token of weight zero is never drawn: the first sum above the target is larger than the sum before it.
+    A token of weight zero is never drawn, because the first sum above the target is larger than the sum before it.
     """
     sums = cumulative(weights)  # [R, blocks]
     target = uniform * sums[:, -1:]
@@ -106,7 +106,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     inside = weights.view(len(weights), -1, BLOCK).gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0]
     within = inside.double().cumsum(-1)  # [R, BLOCK]
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
-    # The block's own sum was rounded, so the rest may lie a hair beyond its end.
+    # The block's own sum was rounded, so the rest may be slightly beyond its end.
     rest = (target - before).minimum(within[:, -1:] * (1 - 2.0**-40))
     index = (within <= rest).sum(-1, keepdim=True).clamp(max=BLOCK - 1)
     return (block * BLOCK + index)[:, 0]

@@ -1,9 +1,9 @@
-"""What changes logits before a token is chosen: a grammar's mask, allowed and banned tokens, biases, penalties.
+"""Edits of logits before sampling: grammar masks, allowed and banned tokens, logit bias, and penalties.
 
-What does not depend on the position is turned into index tensors once, when the batch's rows change; a step then is a
-handful of scatters. Penalties cost what grows with the request and not with the vocabulary: only tokens that a request
-has seen are touched. Its history lists them, with repeats; a repeated token is computed and stored twice, with the
-same result, so nothing has to be made unique and no device is waited for.
+Edits that do not depend on the position become index tensors once, when the rows of the batch change; a step then is a
+few scatters. The cost of penalties grows with the request, not with the vocabulary: only tokens that a request has seen
+are changed. Its history lists them with repeats; a repeated token is computed and stored again with the same result, so
+neither removing duplicates nor synchronizing with a device is needed.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from penstock.executor.protocol import Sampling, is_penalized
 from penstock.executor.staging import send, send_list
 
 MINUS_INFINITY = {torch.float32: 0xFF800000, torch.bfloat16: 0xFF80, torch.float16: 0xFC00}  # as bits
-_IN_PROMPT = 1 << 30  # beside the number of times a token was sampled
+_IN_PROMPT = 1 << 30  # flag in a token's count: the prompt has it
 _MIN_HISTORY = 1024
 
 
@@ -28,18 +28,18 @@ def is_edited(sampling: Sampling) -> bool:
 
 
 def is_plain(sampling: Sampling) -> bool:
-    """Whether it asks for no more than `SamplingOps.choose` does: a draw, and nothing reported of it."""
+    """Tell whether `SamplingOps.choose` suffices: no edits and no log-probabilities."""
     return sampling.logprobs is None and not is_edited(sampling)
 
 
 class RowMasks(NamedTuple):
-    """rows: indices into the logits' rows; masks [n, words] int32 on the host, one bit per token."""
+    """Grammar masks of some rows. rows: indices into the logits; masks: [n, words] int32 on the host, a bit a token."""
 
     rows: list[int]
     masks: np.ndarray
 
     def apply(self, logits: Tensor, ops: SamplingOps | None = None) -> None:
-        """logits [S, V]; what a row may not sample becomes minus infinity, in place."""
+        """Set the logits [S, V] of tokens that a row may not sample to minus infinity, in place."""
         if not self.rows:
             return
         if ops is None:
@@ -48,7 +48,7 @@ class RowMasks(NamedTuple):
             ops.mask(logits, send_list(self.rows, torch.int64, logits.device), send(self.masks, logits.device))
 
     def _apply_on_cpu(self, logits: Tensor) -> None:
-        """10 to 15 µs for a row of 49,152 in bfloat16; numpy's unpackbits with torch's masked_fill_ took 75."""
+        """Apply the masks in C: 10 to 15 µs for a bfloat16 row of 49,152; numpy.unpackbits and masked_fill_ took 75."""
         assert logits.stride(1) == 1 and self.masks.flags["C_CONTIGUOUS"]
         rows = np.array(self.rows, dtype=np.int64)
         _csrc.lib.penstock_mask(
@@ -63,16 +63,16 @@ class RowMasks(NamedTuple):
         )
 
 
-class Seen:
-    """The tokens of the requests with penalties, by slot."""
+class TokenHistory:
+    """The token counts and history of requests with penalties, by slot."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        # calloc'ed: on a CPU only slots with penalties ever take memory.
+        # Allocated by calloc: on a CPU only slots with penalties take memory.
         self.counts = torch.from_numpy(np.zeros((num_slots, vocab_size), dtype=np.int32)).to(device)
         self.history = self.counts.new_zeros(num_slots, 0)  # [slots, longest request so far]
 
     def admit(self, slot: int, tokens: np.ndarray, num_prompt: int) -> None:
-        """Forget the slot's last request. tokens [n]: the prompt, then what was sampled before a preemption."""
+        """Replace the slot's request. tokens [n]: the prompt, then the tokens sampled before a preemption."""
         ids = send(tokens.astype(np.int32), self.counts.device)
         self.reserve(len(tokens))
         self.history[slot, : len(ids)] = ids
@@ -90,20 +90,20 @@ class Seen:
             self.history = wider
 
     def extend(self, slot: int, position: int, tokens: tuple[int, ...]) -> None:
-        """Tokens at `position` and behind it that count like sampled ones."""
+        """Add tokens from `position` on that count like sampled ones."""
         self.reserve(position + len(tokens))
         ids = send_list(tokens, torch.int32, self.counts.device)
         self.history[slot, position : position + len(ids)] = ids
         self.counts[slot].index_add_(0, ids, torch.ones_like(ids))
 
     def add(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """Token i is now at positions[i] of the request in slots[i]; [n] each."""
+        """Add token i at positions[i] of the request in slots[i]; all are [n]."""
         self.history[slots, positions] = tokens.to(torch.int32)
         self.counts.index_put_((slots, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
 
 
 class Edits:
-    """The edits of some rows, for logits that lie in rows `stride` apart."""
+    """The edits of some rows, for logits whose rows are `stride` apart."""
 
     def __init__(self, rows: list[tuple[int, Sampling, int]], stride: int, device: torch.device) -> None:
         """rows: (slot, sampling, num_prompt) each."""
@@ -124,9 +124,9 @@ class Edits:
             self._slots = send_list([rows[row][0] for row in self._penalized], torch.int64, device)  # [P]
             self._coefficients = send_list(coefficients, torch.float32, device)  # [P, 3]
 
-    def apply(self, logits: Tensor, positions: np.ndarray, seen: Seen, ops: SamplingOps | None = None) -> None:
-        """Change logits [R, stride] in place, of which only the vocabulary's columns count. positions [R]: how many
-        tokens each request has so far."""
+    def apply(self, logits: Tensor, positions: np.ndarray, seen: TokenHistory, ops: SamplingOps | None = None) -> None:
+        """Edit logits [R, stride] in place; only the vocabulary's columns matter. positions [R]: the number of tokens
+        that each request has."""
         flat, vocab_size = logits.view(-1), seen.counts.shape[1]
         if self._allowed_rows is not None:
             kept = flat[self._allowed]
@@ -142,17 +142,17 @@ class Edits:
         elif self._penalized:
             self._penalize(logits, positions, seen)
 
-    def count(self, tokens: Tensor, positions: np.ndarray, seen: Seen) -> None:
-        """The rows' sampled tokens [R] join what was seen."""
+    def count(self, tokens: Tensor, positions: np.ndarray, seen: TokenHistory) -> None:
+        """Add the rows' sampled tokens [R] to `seen`."""
         if self._penalized:
             seen.reserve(int(positions[self._penalized].max()) + 1)
             seen.add(self._slots, self._lengths(positions), tokens[self._penalized_rows])
 
-    def _penalize(self, logits: Tensor, positions: np.ndarray, seen: Seen) -> None:
+    def _penalize(self, logits: Tensor, positions: np.ndarray, seen: TokenHistory) -> None:
         lengths = self._lengths(positions)
-        longest = int(positions[self._penalized].max())  # rows without a penalty may be longer than any history
+        longest = int(positions[self._penalized].max())  # other rows may be longer than any history
         ids = seen.history[self._slots, :longest].long()  # [P, longest]
-        # Beyond a request's end its first token stands in: repeated once more.
+        # Beyond a request's end, its first token is repeated.
         inside = torch.arange(longest, device=ids.device) < lengths[:, None]
         ids = torch.where(inside, ids, ids[:, :1])
         counts = seen.counts[self._slots[:, None], ids]
@@ -168,7 +168,7 @@ class Edits:
         return send(positions, self._device)[self._penalized_rows]
 
     def _stop_ids(self, positions: np.ndarray) -> Tensor | None:
-        """Stop tokens of the rows that have not sampled their min_tokens yet; they change at most once per row."""
+        """Return stop tokens of rows that have not sampled min_tokens yet; they change at most once per row."""
         too_short = tuple(
             row
             for row, (_, sampling, num_prompt) in enumerate(self._rows)
@@ -180,7 +180,7 @@ class Edits:
         return self._stops
 
     def _flat(self, ids: list[tuple[int, ...]]) -> Tensor | None:
-        """Token ids of each row as indices into the flattened logits; None if there are none."""
+        """Return the token ids of each row as indices into the flattened logits; None if there are none."""
         return self._index([row * self._stride + token for row, tokens in enumerate(ids) for token in tokens])
 
     def _index(self, values: list[int]) -> Tensor | None:

@@ -1,11 +1,11 @@
-"""Chooses one token per row of logits, as each request asked.
+"""Samples one token per row of logits, with each request's sampling parameters.
 
-`start` only launches work and never waits for a device; what needs the host (log-probabilities, failures) is
-fetched by `SampledTokens.post` and `wait`. The draw depends on a request's seed and the token's position, never on the batch.
+`start` only launches work and never synchronizes with the device; `SampledTokens.post` and `wait` fetch the results. A
+draw depends on the request's seed and the token's position, never on the batch.
 
-Order, as in vLLM: raw log-probabilities; a grammar's mask; allowed, banned and (before min_tokens) stop tokens; logit bias;
-repetition, frequency and presence penalties; then the largest logit, or temperature, min-p, top-k, top-p
-and a draw. Greedy rows without edits cost one pass over the logits and no copy of them.
+The order is that of vLLM: raw log-probabilities; grammar mask; allowed, banned and (before min_tokens) stop tokens;
+logit bias; repetition, frequency and presence penalties; then the largest logit, or temperature, min-p, top-k, top-p
+and a draw. Greedy rows without edits cost one pass over the logits and no copy.
 """
 
 from collections.abc import Sequence
@@ -17,38 +17,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.executor.kernels import SamplingOps
-from penstock.executor.outbox import Mail, Outbox
+from penstock.executor.outbox import HostCopy, Outbox
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, TokenLogprobs, is_penalized
 from penstock.executor.sampling.draw import BLOCK, draw, filter_weights, uniforms
-from penstock.executor.sampling.edits import Edits, RowMasks, Seen, is_edited
+from penstock.executor.sampling.edits import Edits, RowMasks, TokenHistory, is_edited
 from penstock.executor.staging import send, send_list
 
-# Weights of so many bytes are worked on at once: on a CPU they stay in the cache.
+# Weights are processed in parts of this size, which stay in the CPU's cache.
 WORK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 
 LogprobTensors = tuple[Tensor, Tensor, Tensor]  # ids and values [n, 1 + num], the chosen token first; ranks [n]
-DrawOptions = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # [R] each, as `SamplingOps.choose` takes them
+DrawOptions = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # [R] each, the options of `SamplingOps.choose`
 
 
 @dataclass
 class SampledTokens:
-    """One step's. Rows that failed hold token 0."""
+    """The sampling results of one step. Rows that failed hold token 0."""
 
     tokens: Tensor  # [S] int64, on the device
-    _largest: Tensor  # [2, S] float32, each row's largest logit before and after edits; not finite: failed
+    _largest: Tensor  # [2, S] float32: each row's largest logit before and after edits; failed if not finite
     _logprobs: list[tuple[list[int], LogprobTensors]]
-    _mail: Mail | None = None
+    _host_copy: HostCopy | None = None
 
     def post(self, outbox: Outbox) -> None:
-        """Send all of it to the host."""
+        """Start copying all results to the host."""
         pending = [tensor for _, logprobs in self._logprobs for tensor in logprobs]
-        self._mail = outbox.send([self.tokens, self._largest, *pending])
+        self._host_copy = outbox.send([self.tokens, self._largest, *pending])
 
     def wait(self) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
-        """Tokens, and log-probabilities and failures, each by row."""
-        assert self._mail is not None, "waited for before it was posted"
-        tokens, largest, *pending = self._mail.wait()
+        """Wait for the copies; return the tokens, and log-probabilities and failures by row."""
+        assert self._host_copy is not None, "waited for before it was posted"
+        tokens, largest, *pending = self._host_copy.wait()
         errors: dict[int, str] = {}
         finite = np.isfinite(largest.numpy())
         if not finite.all():
@@ -63,32 +63,32 @@ class SampledTokens:
 
 
 class Sampler:
-    """Keeps what sampling needs of the request in each slot. One step at a time, in order."""
+    """Keeps the sampling state of the request in each slot. Steps are sampled one at a time, in order."""
 
     def __init__(
         self, vocab_size: int, max_num_seqs: int, device: torch.device, ops: SamplingOps | None = None
     ) -> None:
-        """With `ops`, rows are drawn by a kernel, which knows every filter, instead of filter by filter."""
+        """With `ops`, a kernel draws rows with all filters at once, instead of filter by filter."""
         self.ops, self._vocab_size, self._device = ops, vocab_size, device
         self._samplings: list[Sampling] = [Sampling()] * max_num_seqs
         self._num_prompt = [0] * max_num_seqs
-        self._seen = Seen(max_num_seqs, vocab_size, device)
+        self._seen = TokenHistory(max_num_seqs, vocab_size, device)
         self._stride = -(-vocab_size // BLOCK) * BLOCK
         self._part_rows = max(1, min(max_num_seqs, WORK_BYTES[device.type] // (4 * self._stride)))
-        # Columns beyond the vocabulary stay zero for ever: weights there are never drawn.
+        # Columns beyond the vocabulary stay zero forever, so they are never drawn.
         self._weights = torch.zeros(self._part_rows, self._stride, device=device)
         self._scratch = torch.empty_like(self._weights) if ops is None else self._weights[:0]
         self._plan: _Plan | None = None
 
     def admit(self, slot: int, sampling: Sampling, tokens: np.ndarray, num_prompt: int) -> None:
-        """A request takes the slot. tokens [n] int32: its prompt and what it had sampled before a preemption."""
+        """Assign the slot to a request. tokens [n] int32: its prompt and the tokens sampled before a preemption."""
         self._samplings[slot], self._num_prompt[slot] = sampling, num_prompt
         if is_penalized(sampling):
             self._seen.admit(slot, tokens, num_prompt)
         self._plan = None
 
     def extend(self, slot: int, position: int, tokens: tuple[int, ...]) -> None:
-        """Tokens that were not sampled join the request's history from `position` on."""
+        """Add tokens that were not sampled to the request's history, from `position` on."""
         if is_penalized(self._samplings[slot]):
             self._seen.extend(slot, position, tokens)
 
@@ -100,11 +100,11 @@ class Sampler:
         masks: RowMasks | None = None,
         on_device: Tensor | None = None,
     ) -> SampledTokens:
-        """logits [S, V], unchanged afterwards but for what `masks` takes away; positions[i], int64, is where in its
-        request the token of row i will be. `on_device`: the positions once more, if the device has them already."""
+        """Sample from logits [S, V], which are unchanged afterwards except by `masks`. positions[i], int64: the index
+        of row i's new token in its request. `on_device`: a device copy of the positions, if there is one."""
         key = tuple(slots)
         if self._plan is None or self._plan.slots != key:
-            # The same requests decode step after step; what follows from their options alone is kept.
+            # The same requests decode for many steps, so everything that depends only on their options is cached.
             self._plan = self._make_plan(key)
         plan = self._plan
         raw = logits
@@ -141,7 +141,7 @@ class Sampler:
         positions: np.ndarray,
         on_device: Tensor | None,
     ) -> Tensor:
-        """Tokens [R] of the part's rows; `edited` [S] receives their largest logits after edits."""
+        """Return the tokens [R] of the part's rows; store their largest logits after edits in `edited` [S]."""
         weights = self._weights[: len(part.rows)]
         values = weights[:, : self._vocab_size]
         rows = logits[part.rows[0] : part.rows[-1] + 1] if part.is_range else logits[part.index]
@@ -185,7 +185,7 @@ class Sampler:
             for first in range(0, len(rows), self._part_rows):
                 part = rows[first : first + self._part_rows]
                 logprobs.append((num, part, self._tensor(part, torch.int64)))
-        # Rows that are drawn in a part are asked only for their largest logit here.
+        # Rows that are drawn in a part only need their largest logit here.
         unedited = [Sampling(temperature=0.0) if is_edited(sampling) else sampling for sampling in samplings]
         return _Plan(slots, parts, len(drawn) + len(greedy) < len(slots), logprobs, self._options(unedited))
 
@@ -194,7 +194,7 @@ class Sampler:
         samplings = [self._samplings[slot] for slot in part_slots]
 
         def column(values: Sequence[float], neutral: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            """[R, 1], or None when every row has the neutral value."""
+            """Return the values as [R, 1], or None if every row has the neutral value."""
             return None if all(v == neutral for v in values) else self._tensor(values, dtype)[:, None]
 
         top_ks = [min(s.top_k, self._stride) or self._stride for s in samplings]
@@ -219,7 +219,7 @@ class Sampler:
         return self.ops.choose(logits, *options, positions)
 
     def _options(self, samplings: list[Sampling]) -> DrawOptions | None:
-        """[R] each, as `SamplingOps.choose` takes them before the positions; None without a kernel."""
+        """Return the options of `SamplingOps.choose` that precede the positions, [R] each; None without a kernel."""
         if self.ops is None:
             return None
         temperature, min_p, top_p = (
@@ -236,14 +236,14 @@ class Sampler:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows of a batch that are worked on at once: all greedy with edits, or all drawn; with a kernel, all edited."""
+    """Rows of a batch that are processed together: all greedy with edits or all drawn; with a kernel, all edited."""
 
     rows: np.ndarray  # [R] rows of the batch, ascending
     index: Tensor  # the same, on the device
     is_range: bool
     is_greedy: bool
     seeds: np.ndarray  # [R] uint64
-    temperature: Tensor | None  # these are [R, 1]
+    temperature: Tensor | None  # this and the next three are [R, 1]
     min_p: Tensor | None
     top_k: Tensor | None
     top_p: Tensor | None
@@ -254,24 +254,24 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What follows from the options of the requests in these slots."""
+    """Everything that depends only on the options of the requests in these slots."""
 
     slots: tuple[int, ...]
     parts: list[_Part]
-    has_plain: bool  # rows that are in no part: the largest logit is their token
-    logprobs: list[tuple[int, list[int], Tensor]]  # how many, and for which rows
-    draw: DrawOptions | None  # with a kernel, which takes all rows that no part edits
+    has_plain: bool  # some rows are in no part: their token is the largest logit
+    logprobs: list[tuple[int, list[int], Tensor]]  # number of log-probabilities, and the rows
+    draw: DrawOptions | None  # with a kernel, which draws all rows that are in no part
 
 
 def _top(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's largest number and its place, which torch takes ten times as long to find on a CPU as numpy does."""
+    """Return each row's largest logit and its index. On a CPU numpy is ten times as fast as torch at this."""
     numbers = logits.float().numpy()
     places = numbers.argmax(-1)
     return torch.from_numpy(numbers[np.arange(len(places)), places]), torch.from_numpy(places)
 
 
 def _zero_failed(tokens: Tensor, bounds: Tensor) -> Tensor:
-    """0 for rows of which a bound is not finite. On a CPU numpy takes a tenth as long as torch to find out that there are none."""
+    """Replace the tokens of rows with a non-finite bound by 0. On a CPU numpy's check takes a tenth of torch's time."""
     if tokens.device.type != "cpu":
         return torch.where(torch.isfinite(bounds).all(0), tokens, 0)
     finite = np.isfinite(bounds.numpy()).all(0)
@@ -279,14 +279,14 @@ def _zero_failed(tokens: Tensor, bounds: Tensor) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, chosen: Tensor, num: int) -> LogprobTensors:
-    """logits [n, V], chosen [n] int64 → those of the chosen token and of the `num` most likely (-1: of all).
+    """Return the log-probabilities of the chosen tokens [n] int64 and the `num` most likely ones (-1: all) of [n, V].
 
-    The rank counts the tokens that are strictly more likely, plus one: where several tie for the first place, as
-    bfloat16 logits often do, each of them has rank 1.
+    The rank is one plus the number of strictly more likely tokens: all tokens that tie for the first place, which is
+    common with bfloat16 logits, have rank 1.
     """
     logits, chosen = logits.float(), chosen[:, None]
     whole = logits
-    if logits.is_cuda and logits.shape[1] % 8:  # torch's kernel sums a row by where it begins within an access
+    if logits.is_cuda and logits.shape[1] % 8:  # torch's order of summation depends on the row's alignment
         whole = F.pad(logits, (0, -logits.shape[1] % 8), value=-torch.inf)
     values = whole.log_softmax(-1)
     ranks = (logits > logits.gather(1, chosen)).sum(-1) + 1
@@ -299,13 +299,13 @@ def token_logprobs(logits: Tensor, chosen: Tensor, num: int) -> LogprobTensors:
 
 
 def read_logprobs(ids: Tensor, values: Tensor, ranks: Tensor) -> list[TokenLogprobs]:
-    """Once they are on the host."""
+    """Convert log-probability tensors that are on the host."""
     rows = zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True)
     return [TokenLogprobs(tuple(ids), tuple(values), rank) for ids, values, rank in rows]
 
 
 def prompt_logprobs(logits: Tensor, chosen: Tensor, num: int) -> list[TokenLogprobs]:
-    """logits [n, V] that predicted the prompt tokens `chosen` [n]. Raises ValueError if one is NaN or infinite."""
+    """Return log-probabilities of prompt tokens `chosen` [n] from logits [n, V]; raise ValueError if not finite."""
     if not torch.isfinite(logits.amax(-1)).all():
         raise ValueError("prompt_logprobs: the model's logits are not finite")
     return read_logprobs(*token_logprobs(logits, chosen.long(), num))

@@ -1,19 +1,18 @@
-"""Steps as CUDA graphs: those in which every row computes one token, captured once per number of rows, and those with a
-part of a prompt, captured once per number of tokens; replayed from then on.
+"""Steps as CUDA graphs: steps of single-token rows, captured once per number of rows, and steps with prompt chunks,
+captured once per number of tokens.
 
-Launching a step's few hundred kernels one by one takes the host longer than small models take to compute it. A graph
-has fixed shapes, so the rows are filled up to one of a few *buckets* with rows that see nothing and write to places
-that are never read. What changes from step to step the graph reads from memory that `DeviceInputs` fills before it.
+Launching the few hundred kernels of a step one by one takes the host longer than a small model takes to compute it. A
+graph has fixed shapes, so steps are padded to one of a few *buckets* with rows that read nothing and write to addresses
+that are never read. A graph reads what changes between steps from memory that `DeviceInputs` fills before the replay.
 
-All are captured before the first step, the largest bucket first: what a smaller one needs finds room in the memory that
-it took. Only one graph runs at a time, so those of a kind share a pool of memory: what one gives back while it is
-captured, the next one takes. Forward passes and draws have a pool each, because a draw's results are still being copied
-to the host while the next forward pass runs.
+All graphs are captured before the first step, the largest bucket first, so that smaller ones fit into the memory that
+it took. Only one graph runs at a time, so the graphs of a kind share a memory pool: memory that one frees during
+capture is reused by the next. Forward passes and draws have separate pools, because the results of a draw are still
+being copied to the host while the next forward pass runs.
 
-Several ranks capture and replay theirs together. What is captured follows from the configuration, what is replayed from
-the step and from what its requests asked for, and every rank gets the same steps in the same order: so the collectives
-in their graphs meet. Each bucket runs every one of them in that size before it is captured, so the communicator has
-made its connections.
+Ranks capture and replay their graphs together. The captured set follows from the configuration, and the replayed graph
+from the step and its requests' options. All ranks get the same steps in the same order, so the collectives in their
+graphs match. Each bucket runs every collective in its size before the capture, so the communicator is connected.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,40 +29,40 @@ from penstock.executor.kernels.state import MAX_SEVERAL
 from penstock.executor.models.registry import CausalModel
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
-from penstock.executor.step.inputs import DeviceInputs, Ends
+from penstock.executor.step.inputs import DeviceInputs, Samples
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.memory import naming_options
 
 Made = TypeVar("Made")
 
-# Up to 32 rows a step is bound by reading weights, and padding costs little; beyond it every row is paid for.
+# Up to 32 rows a step is bound by reading weights, so padding is cheap; beyond that every row costs.
 SMALL_BUCKETS, BUCKET_STEP, LARGEST_BUCKET = (1, 2, 4, 8, 16, 24, 32), 16, 512
 
 
-# Numbers of tokens that graphs are captured for. From 257 tokens on a step is padded by a quarter at most.
+# Numbers of tokens that graphs are captured for. From 257 tokens on, padding adds at most a quarter.
 CHUNK_BUCKETS = (*range(64, 513, 64), *range(640, 1025, 128))
 
 
 def choose_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of rows that graphs are made for, ascending; more rows than the last run without a graph."""
+    """Return the numbers of rows that graphs are captured for, ascending; steps with more rows run without a graph."""
     largest = min(max_num_seqs, LARGEST_BUCKET)
     buckets = [*SMALL_BUCKETS, *range(SMALL_BUCKETS[-1] + BUCKET_STEP, largest, BUCKET_STEP)]
     return *(bucket for bucket in buckets if bucket < largest), largest
 
 
 class CudaGraphs:
-    """Those of one pool: any of them may overwrite what another one made."""
+    """Graphs of one memory pool: replaying one may overwrite the results of another."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
     def capture(self, call: Callable[[], Made]) -> tuple[torch.cuda.CUDAGraph, Made]:
-        """Record what `call` launches, without running it. What it returns has its place for as long as the graph: every
-        replay writes there."""
+        """Record what `call` launches, without running it. The returned tensors keep their addresses for the graph's
+        lifetime; every replay writes to them."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on calling CUDA: the tiers' copies, a worker that waits for results, NCCL's watchdog.
+        # Other threads may still call CUDA: the tiers' copies, a worker that waits for results, NCCL's watchdog.
         with (
             naming_options("CUDA graphs", "lower gpu_memory_utilization or kv_cache_bytes, or set enforce_eager"),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
@@ -88,18 +87,18 @@ class DecodeGraphs:
         self.forward_pool, self._draw_pool = open_pool(), open_pool()
         self._buckets = np.array(buckets)
         self._captured: dict[int, _Captured] = {}
-        self._last: _Captured | None = None  # whose forward pass was replayed last
+        self._last: _Captured | None = None  # the graphs of the last replayed forward pass
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str], None]) -> None:
-        """All there are. Nothing else may be in flight."""
+        """Capture all graphs. Nothing else may be in flight."""
         largest_first = self._buckets[::-1].tolist()
         for bucket in quarters(largest_first, len(largest_first), "Captured the graphs of {} of {} buckets", progress):
             self._captured[bucket] = self._capture(bucket)
 
     def takes(self, layout: Layout) -> bool:
-        """Whether the step is one of those: one token in every row, and every row samples. Not where a state goes through
-        several of them."""
+        """Tell whether a graph can run the step: every row has one token and samples, and no recurrent state goes
+        through several rows."""
         return (
             layout.num_tokens == len(layout.slots)
             and len(layout.slots) <= self._buckets[-1]
@@ -108,7 +107,7 @@ class DecodeGraphs:
         )
 
     def forward(self, layout: Layout) -> tuple[Tensor, RowTensors]:
-        """Hidden states [R, hidden] and what the rows are like, [R] each. The next call overwrites both."""
+        """Return the hidden states [R, hidden] and the row tensors, [R] each; the next call overwrites both."""
         rows = len(layout.slots)
         bucket = int(self._buckets[np.searchsorted(self._buckets, rows)])
         self._inputs.send_singles(layout, bucket)
@@ -118,21 +117,22 @@ class DecodeGraphs:
         return hidden[:rows], made
 
     def sample(self, rows: int) -> tuple[Tensor, Tensor]:
-        """For the last `forward`, as each request asks: tokens [R], which are in the table then, and on the first rank
-        largest logits [R].
+        """Sample for the last `forward`: return the tokens [R], which are also written to the token table, and on the
+        first rank the largest logits [R].
 
-        For requests that ask for no more than a draw. The next call overwrites both; the next `forward` does not."""
+        Only for requests without edits or log-probabilities. The next call overwrites both; the next `forward` does
+        not."""
         assert self._last is not None
         self._last.draw.replay()
         tokens, largest = self._last.drawn
         return tokens[:rows], largest[:rows]
 
     def _capture(self, bucket: int) -> "_Captured":
-        """Every row is padding, which reads nothing and writes to places that are never read."""
+        """Capture a bucket with padding rows only, which read nothing and write to addresses that are never read."""
         self._inputs.send_singles(Layout([]), bucket)
-        self._draw(*self._compute(bucket))  # what happens only at a first call is no part of a graph
+        self._draw(*self._compute(bucket))  # runs what happens only on a first call, outside of the graph
         forward, made = self.forward_pool.capture(lambda: self._compute(bucket))
-        forward.replay()  # the first replay brings a graph to the device; and the draw reads what it made
+        forward.replay()  # uploads the graph to the device, and computes the input of the draw
         draw, drawn = self._draw_pool.capture(lambda: self._draw(*made))
         draw.replay()
         return _Captured(forward, made, draw, drawn)
@@ -153,10 +153,10 @@ class DecodeGraphs:
 
 
 class ChunkGraphs:
-    """Graphs of the forward pass of steps with parts of prompts, perhaps beside rows of one token. Steps are padded to one
+    """Graphs of the forward pass of steps with prompt chunks, possibly with single-token rows. Steps are padded to one
     of a few numbers of tokens. Only the device knows the rows; at most MAX_SEVERAL of them have several tokens.
 
-    The device computes such a step faster than the host can launch it kernel by kernel. Models with latents or states
+    The device computes such a step faster than the host can launch its kernels. Models with latents or recurrent states
     have no such graphs, because their layers plan on the host."""
 
     def __init__(
@@ -184,17 +184,17 @@ class ChunkGraphs:
             and not layout.has_drafts
         )
 
-    def forward(self, layout: Layout) -> tuple[Tensor, Ends]:
+    def forward(self, layout: Layout) -> tuple[Tensor, Samples]:
         """Return the hidden states of the rows that sample, as copies: the next graph overwrites its results."""
         tokens = int(self._buckets[np.searchsorted(self._buckets, layout.num_tokens)])
         rows = self._rows(tokens)
         self._inputs.send_padded(layout, rows, tokens)
         graph, (hidden, made) = self._captured[tokens]
         graph.replay()
-        return self._inputs.ends_of(rows, int(layout.samples.sum()), hidden, made)
+        return self._inputs.select_samples(rows, int(layout.samples.sum()), hidden, made)
 
     def _rows(self, tokens: int) -> int:
-        """Number of rows: one for each slot and one for the padding, but never more than there are tokens."""
+        """Return the number of rows: one for each slot and one for the padding, at most the number of tokens."""
         return min(self._inputs.num_slots + 1, tokens)
 
     def _compute(self, tokens: int) -> tuple[Tensor, RowTensors]:
@@ -209,9 +209,9 @@ def without_tokens(made: RowTensors) -> RowTensors:
 
 
 class _Captured(NamedTuple):
-    """Of one bucket."""
+    """The graphs of one bucket."""
 
     forward: torch.cuda.CUDAGraph
-    made: tuple[Tensor, RowTensors]  # by `forward`, for `draw`
+    made: tuple[Tensor, RowTensors]  # results of `forward`, inputs of `draw`
     draw: torch.cuda.CUDAGraph
     drawn: tuple[Tensor, Tensor]

@@ -1,11 +1,11 @@
-"""What requests have in their slots, tokens and block tables, and from a step's layout the tensors that a model is given.
+"""The tokens and block tables of requests in their slots, and the model's input tensors for a step.
 
-`HostInputs` keeps and computes everything in numpy: on a CPU nothing has to go anywhere. `DeviceInputs` packs what the
-device cannot know into a single block of pinned memory, a few numbers per row and what changed of the requests, sends it
-with one copy, and lets kernels do the rest. Nothing in it waits for the device.
+`HostInputs` keeps and computes everything in numpy, for the CPU. `DeviceInputs` packs what the device cannot know (a
+few numbers per row, and changes of requests) into a block of pinned memory, sends it with one copy, and computes the
+rest in kernels. It never synchronizes with the device.
 
-Tokens lie where the sampler writes them and the next step reads them without the host in between. Block tables change
-only when the host says so; a batch gets a copy of the part it needs.
+The sampler writes tokens to the device's table, and the next step reads them there, without the host in between. Block
+tables change only on the host's request; a batch gets a copy of the part it needs.
 """
 
 from collections.abc import Sequence
@@ -23,27 +23,27 @@ from penstock.executor.protocol import Row, Sampling
 from penstock.executor.staging import send
 from penstock.executor.step.layout import Layout
 
-PAYLOAD = 4 * MAX_RUN  # numbers of runs in one copy; more of them take several
-NUM_BLOCKS = 2  # of pinned memory: one is filled while the device may still read the other
+PAYLOAD = 4 * MAX_RUN  # numbers of runs in one copy; larger payloads take several copies
+NUM_BLOCKS = 2  # blocks of pinned memory: one is filled while the device may still read the other
 
 # The first fields of `ForwardBatch`, up to the block tables.
 BatchTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-# Of the attention groups after the first: `ForwardBatch.other_groups`.
+# Tensors of the attention groups after the first: `ForwardBatch.other_groups`.
 GroupTensors = tuple[tuple[Tensor, Tensor], ...]
 ONE_GROUP = CacheLayout()
-Run = tuple[int, np.ndarray]  # where it goes in the state, and what it holds
+Run = tuple[int, np.ndarray]  # offset in the state, and content
 
 
-class Ends(NamedTuple):
-    """Of the S rows that sample."""
+class Samples(NamedTuple):
+    """The token targets and sampling options of the S rows that sample."""
 
-    targets: Tensor  # [S] int64 into the flattened table of tokens: where the sampled ones go
-    # As `SamplingOps.choose` takes them, positions last, if the device has them anyway.
+    targets: Tensor  # [S] int64: indices of the sampled tokens in the flattened token table
+    # The arguments of `SamplingOps.choose`, positions last, if they are on the device anyway.
     options: tuple[Tensor, ...] | None
 
 
 def slot_sizes(max_model_len: int, block_size: int) -> tuple[int, int]:
-    """Tokens and blocks of a slot; the token sampled at the very end is stored, never computed."""
+    """Return the tokens and blocks of a slot; the token sampled at the very end is stored but never computed."""
     return max_model_len + 1, -(-max_model_len // block_size)
 
 
@@ -53,22 +53,22 @@ class HostInputs:
     ) -> None:
         self.width, max_blocks = slot_sizes(max_model_len, block_size)
         self.num_slots, self.block_size, self._group_of = num_slots, block_size, cache_layout.group_of
-        # [slots, width]; calloc'ed: a slot takes memory as far as it was used.
+        # [slots, width]; allocated by calloc, so a slot takes memory only as far as it was used.
         self._tokens = np.zeros((num_slots, self.width), np.int32)
         self.tokens = torch.from_numpy(self._tokens)
         self._blocks, *self._others = np.zeros((cache_layout.attention_groups, num_slots, max_blocks), dtype=np.int32)
-        # Of each slot, the pages that its rows read their state from, and write it to.
+        # For each slot, the pages that its rows read their state from and write it to.
         self._states = np.zeros((num_slots, 2, cache_layout.state_pages), dtype=np.int32)
 
     def admit(self, slot: int, tokens: np.ndarray, _sampling: Sampling) -> None:
         self._tokens[slot, : len(tokens)] = tokens
 
     def put(self, targets: Tensor, tokens: Tensor) -> None:
-        """What was sampled, [S], goes to its places in the flattened table."""
+        """Store sampled tokens [S] at their indices in the flattened token table."""
         self._tokens.reshape(-1)[targets.numpy()] = tokens.numpy()
 
     def take(self, rows: list[Row]) -> None:
-        """The blocks and the tokens that rows bring along."""
+        """Store the blocks and tokens that rows bring along."""
         for row in rows:
             if row.blocks:
                 self._blocks[row.slot, row.first_block : row.first_block + len(row.blocks)] = row.blocks
@@ -81,10 +81,10 @@ class HostInputs:
                     self._states[row.slot, place] = pages
 
     def flush(self) -> None:
-        """After a step without rows: what it brought of the requests reaches the device."""
+        """Send changes of requests to the device after a step without rows."""
 
-    def prepare(self, layout: Layout, wanted: np.ndarray) -> tuple[ForwardBatch, Ends]:
-        """wanted [W]: the tokens whose hidden state is asked for, ascending."""
+    def prepare(self, layout: Layout, wanted: np.ndarray) -> tuple[ForwardBatch, Samples]:
+        """Return the model's inputs. wanted [W]: indices of tokens whose hidden state is needed, ascending."""
         slot_of = layout.slots[layout.row_of]
         is_skipped = layout.positions < layout.write_from[layout.row_of] if layout.write_from.any() else None
         tokens = torch.from_numpy(self._tokens[slot_of, layout.positions])
@@ -97,15 +97,15 @@ class HostInputs:
         tensors = tokens, positions, kv_slots, starts, contexts, tables
         batch = _make_batch(layout, tensors, asked, others, self._group_of, self._state_batch(layout))
         targets = layout.slots[layout.samples] * self.width + layout.context_lens[layout.samples]
-        return batch, Ends(_tensor(targets), None)
+        return batch, Samples(_tensor(targets), None)
 
     def _in_blocks(
         self, table: np.ndarray, layout: Layout, slot_of: np.ndarray, is_skipped: np.ndarray | None
     ) -> tuple[Tensor, Tensor]:
-        """Of one group: where its keys and values go, and the rows' tables."""
+        """Return one group's KV slots of the tokens, and the block tables of the rows."""
         size = self.block_size
         blocks = table[slot_of, layout.positions // size]
-        if is_skipped is not None:  # what must not be written again goes to block 0
+        if is_skipped is not None:  # positions that must not be written again go to block 0
             blocks = np.where(is_skipped, 0, blocks)
         kv_slots = _tensor(blocks.astype(np.int64) * size + layout.positions % size)
         return kv_slots, _tensor(table[layout.slots, : -(-int(layout.context_lens.max()) // size)], np.int32)
@@ -119,7 +119,7 @@ class HostInputs:
 
 
 class DeviceInputs:
-    """`compute` is what a graph may hold; everything before it, `send`, differs from step to step."""
+    """Inputs on a GPU. The `compute` methods can be captured in a graph; the `send` methods before them cannot."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class DeviceInputs:
         self._state = DeviceState(num_slots, self.width, max_blocks, block_size, device, cache_layout)
         self.tokens = self._state.tokens
         self._ops, self._payload = ops, payload
-        # Each row has five numbers if it samples, each token one if it is wanted, each run three beside what it holds.
+        # Numbers per row: five if it samples; per token: one if it is wanted; per run: three and its content.
         size = HEADER + 1 + 5 * num_slots + max(max_tokens, MAX_RUN) + 4 * payload
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
         self._blocks = [_Pinned(size, device) for _ in range(NUM_BLOCKS)]
@@ -165,7 +165,7 @@ class DeviceInputs:
     def flush(self) -> None:
         self._send([])
 
-    def prepare(self, layout: Layout, wanted: np.ndarray) -> tuple[ForwardBatch, Ends]:
+    def prepare(self, layout: Layout, wanted: np.ndarray) -> tuple[ForwardBatch, Samples]:
         rows, samples = len(layout.slots), np.flatnonzero(layout.samples)
         has_all = len(wanted) == layout.num_tokens
         extra = [samples] if has_all else [samples, wanted]
@@ -181,16 +181,16 @@ class DeviceInputs:
             firsts = send(layout.chains()[0], self.tokens.device)
             states = StateBatch(*(each.index_select(0, firsts) for each in states))
         batch = _make_batch(layout, self._tensors(made), asked, others, self._group_of, states)
-        return batch, Ends(made.targets.index_select(0, sampled), drawn)
+        return batch, Samples(made.targets.index_select(0, sampled), drawn)
 
     def send_singles(self, layout: Layout, bucket: int) -> None:
-        """Rows of one token each, filled up to `bucket` with rows that the header excludes."""
+        """Send single-token rows, padded to `bucket` rows; the header's row count excludes the padding."""
         spare = np.zeros(bucket - len(layout.slots), dtype=np.int64)
         columns = [part for column in (layout.slots, layout.starts, layout.write_from) for part in (column, spare)]
         self._send([[len(layout.slots), 0, 0, 0], np.arange(bucket + 1), *columns])
 
     def compute_singles(self, bucket: int, max_context: int) -> tuple[ForwardBatch, RowTensors]:
-        """From the last block sent, a batch of `bucket` rows. Padding has a context of 0 and writes to block 0."""
+        """Return a batch of `bucket` rows from the last block sent. Padding has context 0 and writes to block 0."""
         made, others = self._prepare(bucket, bucket, 1, self._state.places.max_blocks)
         batch = ForwardBatch(
             *self._tensors(made),
@@ -206,8 +206,8 @@ class DeviceInputs:
         return batch, made
 
     def send_padded(self, layout: Layout, rows: int, tokens: int) -> None:
-        """Send the rows of a step, padded to `rows` rows and `tokens` tokens. The first padding row holds all padding tokens.
-        The rows that sample and their last tokens follow, for `ends_of`."""
+        """Send the rows of a step, padded to `rows` rows and `tokens` tokens. The first padding row holds all padding
+        tokens. The rows that sample and their last tokens follow, for `select_samples`."""
         real, spare = len(layout.slots), np.zeros(rows - len(layout.slots), dtype=np.int64)
         samples = np.flatnonzero(layout.samples)
         starts = np.append(layout.query_starts, np.full(rows - real, tokens))
@@ -232,15 +232,15 @@ class DeviceInputs:
         )
         return batch, made
 
-    def ends_of(self, rows: int, num_samples: int, hidden: Tensor, made: RowTensors) -> tuple[Tensor, Ends]:
+    def select_samples(self, rows: int, num_samples: int, hidden: Tensor, made: RowTensors) -> tuple[Tensor, Samples]:
         """Return the hidden states to sample from, for the rows that `send_padded` sent last."""
         end = HEADER + 1 + 4 * rows
         sampled, last = self._packed[end : end + 2 * num_samples].long().view(2, num_samples)
         drawn = tuple(tensor.index_select(0, sampled) for tensor in made.draw())
-        return hidden.index_select(0, last), Ends(made.targets.index_select(0, sampled), drawn)
+        return hidden.index_select(0, last), Samples(made.targets.index_select(0, sampled), drawn)
 
     def _prepare(self, rows: int, tokens: int, longest: int, table_width: int) -> tuple[RowTensors, GroupTensors]:
-        """One call for each attention group; of those after the first only what concerns their blocks is kept."""
+        """Call `InputOps.prepare` for each attention group; of later groups only the block-related tensors are kept."""
         sizes = rows, tokens, longest, table_width
         first, *rest = self._state.groups
         made = self._ops.prepare(self._packed, self._state.flat, first, *sizes)
@@ -254,8 +254,8 @@ class DeviceInputs:
     def _state_batch(self, rows: int) -> StateBatch | None:
         """Return the state pages of the block sent last. Padding reads and writes page 0.
 
-        The halves are cloned: of a single row, `contiguous` would return a view that starts at any byte, and kernels
-        need tensors that are aligned to 16 bytes."""
+        The halves are cloned: for a single row `contiguous` would return a view at any offset, but kernels need tensors
+        aligned to 16 bytes."""
         if not self.has_states:
             return None
         slots, starts = self._packed[HEADER + 1 + rows :][: 2 * rows].view(2, rows)
@@ -270,7 +270,7 @@ class DeviceInputs:
         return made.tokens, made.positions, made.kv_slots, starts, made.context_lens, made.block_tables
 
     def _send(self, head: Sequence[np.ndarray | list[int]]) -> None:
-        """One copy, but for what does not fit, which goes before it: a step that admits very long prompts."""
+        """Send everything in one copy; a step that admits very long prompts needs further copies, which go first."""
         runs = self._state.take()
         parts: list[list[Run]] = [[]]
         left = self._payload
@@ -310,7 +310,7 @@ Inputs = HostInputs | DeviceInputs
 
 
 class _Pinned:
-    """Memory of the host that a GPU reads by itself; not to be written before it has."""
+    """A block of pinned host memory that a GPU reads asynchronously; it may be rewritten only after `wait`."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"

@@ -1,7 +1,7 @@
-"""The flat arrangement of a step's rows, in numpy: which token goes where, before anything becomes a tensor.
+"""The flat arrangement of a step's rows, in numpy: the position of every token, before anything becomes a tensor.
 
-Rows with fewer tokens come first, whatever their order in the step; `order` leads back. All the work is on
-whole arrays: a step of 256 rows must cost the host much less than the device.
+Rows with fewer tokens come first, regardless of their order in the step; `order` maps back. All work is done on whole
+arrays, because a step of 256 rows must cost the host much less time than the device.
 """
 
 import numpy as np
@@ -10,10 +10,10 @@ from penstock.executor.protocol import Row
 
 
 class Layout:
-    """R rows of T tokens. Arrays go by the layout's order; `order[r]` is the row's index in the step."""
+    """R rows with T tokens in total. Arrays are in the layout's order; `order[r]` is the row's index in the step."""
 
     def __init__(self, rows: list[Row], adapters: np.ndarray | None = None) -> None:
-        """`adapters` [slots]: of rows with as many tokens, those of one adapter stand together."""
+        """`adapters` [slots]: with them, rows with equally many tokens are grouped by adapter."""
         columns = np.array([(r.slot, r.start, r.count, r.write_from, r.sample) for r in rows], dtype=np.int64)
         columns = columns.reshape(-1, 5)
         self.has_drafts = len({row.slot for row in rows}) < len(rows)
@@ -21,7 +21,7 @@ class Layout:
         if self.has_drafts or adapters is not None or (columns[1:, 2] < columns[:-1, 2]).any():
             slots, counts = columns[:, 0], columns[:, 2]
             is_drafted = np.bincount(slots)[slots] > 1
-            # A slot's rows with drafts stand side by side, behind the single rows that stand alone.
+            # A slot's rows with draft tokens are adjacent, after the single rows of other slots.
             ranked = (is_drafted, counts) if adapters is None else (adapters[slots], is_drafted, counts)
             self.order = np.lexsort((slots * is_drafted, *ranked))
             columns = columns[self.order]
@@ -39,6 +39,6 @@ class Layout:
             self.positions = np.arange(self.num_tokens) - (self.query_starts[:-1] - self.starts)[self.row_of]
 
     def chains(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first row of each slot, and where their tokens begin, with the end of all."""
+        """Return the first row of each slot, and the start of its tokens, followed by the total number of tokens."""
         firsts = np.flatnonzero(np.diff(self.slots, prepend=-1))
         return firsts, np.append(self.query_starts[firsts], self.num_tokens)

@@ -1,7 +1,7 @@
-"""Where the memory goes: what a model takes of a GPU beside its weights, how many KV blocks fit, how long a request may be.
+"""Memory planning: the GPU memory that a model takes beside its weights, the number of KV blocks, the longest request.
 
-All figures of a GPU are this process's own: what its allocator holds, not what the driver reports as free, which changes
-with every other process on the device. The driver's figure is only the upper bound.
+GPU figures are this process's own, from its allocator. The driver's figure of free memory changes with every other
+process on the device, and serves only as an upper bound.
 """
 
 import errno
@@ -22,20 +22,20 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError, GroupInfo
 
 Runner = TypeVar("Runner")
 
-CPU_KV_BYTES = 4 * 2**30  # without being asked, no more than this …
-CPU_KV_SHARE = 0.25  # … and no more than this share of the free memory
-# What no allocator of ours knows of: the driver's context, compiled kernels, the libraries' own buffers. Set aside, and
-# not measured: only the driver's management library knows which process has how much.
+CPU_KV_BYTES = 4 * 2**30  # default limit of the KV cache …
+CPU_KV_SHARE = 0.25  # … which is also limited to this share of the free memory
+# Memory outside of our allocators: the driver's context, compiled kernels, the libraries' buffers. It is assumed, not
+# measured: only the driver's management library knows the memory of each process.
 CONTEXT_BYTES = 1 << 30
-# Set aside for graphs beside the memory of their largest step: they are captured when the cache has its place. A guess
-# that no GPU has confirmed; a line at the start names what they took.
+# Memory reserved for graphs beside that of their largest step, because they are captured after the cache is allocated.
+# It is an estimate that no GPU has confirmed; a log line at startup reports what they took.
 GRAPHS_BYTES = 1 << 30
 
 
 @contextmanager
 def naming_options(what: str, options: str) -> Iterator[None]:
-    """Memory that does not suffice is an error that names what for, and what the user can do. Of several around each
-    other the outermost knows best."""
+    """Turn out-of-memory errors into ExecutorErrors that name the purpose and the options to change. Of nested contexts
+    the outermost one decides the message."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError, ExecutorError) as error:
@@ -44,7 +44,7 @@ def naming_options(what: str, options: str) -> Iterator[None]:
             raise ExecutorError(
                 f"the memory does not suffice for {what} ({free:.1f} GiB are free): {options}"
             ) from error
-        # While a graph is captured, ending the capture fails in its turn, and that is what is raised.
+        # If the error occurs during a capture, ending the capture fails too, and that error is raised instead.
         cause = error if isinstance(error, torch.OutOfMemoryError) else error.__context__
         if not isinstance(cause, torch.OutOfMemoryError):
             raise
@@ -52,7 +52,7 @@ def naming_options(what: str, options: str) -> Iterator[None]:
 
 
 def _is_out_of_main_memory(error: Exception) -> bool:
-    """The forms of Python's, the kernel's and torch's error."""
+    """Recognize the out-of-memory errors of Python, the kernel and torch."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
@@ -69,46 +69,46 @@ class CudaMeter:
 
     def start_peak(self) -> None:
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # what loading left behind is free for the cache
+        torch.cuda.empty_cache()  # memory left over from loading is free for the cache
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        """The most that were allocated at once since `start_peak`."""
+        """Return the maximum number of bytes allocated at once since `start_peak`."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device)
 
     def reserved(self) -> int:
-        """Bytes that this process has taken from the device for tensors, but for those that it gives back if asked."""
+        """Return the bytes that this process has reserved on the device for tensors, after freeing cached memory."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)
 
     def device(self) -> tuple[int, int]:
-        """Bytes that are free, and in all, once this process has given back what it can."""
+        """Return the free and total bytes of the device, after this process has freed cached memory."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """In bytes."""
+    """The memory of a GPU, in bytes."""
 
-    allocated: int  # for good: weights and tables
-    activations: int  # the most that a step takes beside all the rest
-    requests: int  # the state of all slots, the sampler's too, which is allocated after the cache
-    graphs: int  # set aside for them
+    allocated: int  # permanently: weights and tables
+    activations: int  # the most that a step takes in addition
+    requests: int  # the state of all slots including the sampler's, which is allocated after the cache
+    graphs: int  # reserved for CUDA graphs
     context: int
     free: int
     total: int
 
     def left(self, utilization: float) -> int:
-        """For the KV cache, if the process may take that share of the device, and it is free."""
+        """Return the bytes left for the KV cache if the process may use this share of the device."""
         still = self.activations + self.requests + self.graphs
         ours = int(utilization * self.total) - self.allocated - self.context - still
         return max(0, min(ours, self.free - still))
 
     def table(self, weight_bytes: int, graph_bytes: int) -> dict[str, int]:
-        """As `ModelInfo.memory`."""
+        """Return the table for `ModelInfo.memory`."""
         return {
             "tables": max(0, self.allocated - weight_bytes),
             "requests": self.requests,
@@ -124,8 +124,8 @@ def measure(
     meter: CudaMeter,
     run_as_graph: Callable[[Runner], None] | None = None,
 ) -> GpuUse:
-    """Run the largest steps there may be, among others, on a runner that is as good as the real one but for its cache of
-    two blocks. `run_as_graph` runs the largest step that becomes a graph; None: there are no graphs."""
+    """Run the largest possible steps, among others, on a runner that equals the real one except for its cache of two
+    blocks. `run_as_graph` runs the largest step that becomes a graph; None: there are no graphs."""
     allocated = meter.allocated()
     runner = open_runner()
     requests = meter.allocated() - allocated
@@ -133,7 +133,7 @@ def measure(
     warm_up(runner)
     activations = max(0, meter.peak() - allocated - requests)
     graphs = 0
-    if run_as_graph is not None:  # graphs have memory of their own, as much as their largest step takes
+    if run_as_graph is not None:  # graphs have separate memory, as much as their largest step takes
         meter.start_peak()
         run_as_graph(runner)
         graphs = GRAPHS_BYTES + max(0, meter.peak() - allocated - requests)
@@ -144,7 +144,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
-    num_blocks: int  # with block 0, which is never handed out
+    num_blocks: int  # including block 0, which is never allocated
     max_model_len: int
 
 
@@ -156,10 +156,10 @@ def plan_kv(
     use: GpuUse | None = None,
     groups: Sequence[GroupInfo] = (GroupInfo(),),
 ) -> KvPlan:
-    """The pool's size and the longest request it can hold; what was asked for is kept to the letter or refused.
+    """Return the pool's size and the longest request that it can hold; raise ExecutorError if an option cannot be met.
 
-    `block_bytes`, `kv_cache_bytes` and `use`, of a GPU, are one rank's. The ranks agree on what the one with the least
-    memory holds.
+    `block_bytes`, `kv_cache_bytes` and `use` (of a GPU) are those of one rank. All ranks use the plan of the rank with
+    the least memory.
     """
     longest = config.max_model_len or max_positions
 
@@ -191,7 +191,7 @@ def plan_kv(
 
 
 def _free_share(world: int) -> int:
-    """Of the main memory, which the ranks share."""
+    """Return a rank's share of the main memory for the KV cache."""
     return min(CPU_KV_BYTES, int(CPU_KV_SHARE * available_memory())) // world
 
 
@@ -204,13 +204,13 @@ def allocate_kv(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Zeroed [num_blocks, depth, parts, block_size, kv_width], keys and values being two parts: one block's
-    of all its layers lie side by side, so a tier moves a block with one copy."""
+    """Return zeros [num_blocks, depth, parts, block_size, kv_width]; keys and values are two parts. A block of all its
+    layers is contiguous, so a tier moves a block with one copy."""
     shape = (num_blocks, depth, parts, block_size, kv_width)
     if device.type != "cpu":
         with naming_options("the KV cache", "lower kv_cache_bytes or gpu_memory_utilization"):
             return torch.zeros(shape, dtype=dtype, device=device)
-    # Zero pages of the kernel's: the start costs nothing, and memory is taken as blocks are first written.
+    # Zero pages of the kernel: allocating them is free, and blocks take memory when they are first written.
     size = torch.Size(shape).numel() * dtype.itemsize
     with naming_options(f"a KV cache of {size / 2**30:.1f} GiB", "lower kv_cache_bytes"):
         pages = huge_buffer(size)
@@ -218,8 +218,8 @@ def allocate_kv(
 
 
 def layer_pages(kv: torch.Tensor, layout: CacheLayout) -> KvPages:
-    """Each layer's view of the pool."""
-    pool = kv.view(len(kv), -1).view(torch.uint8)  # [blocks, bytes of a page]
+    """Return each layer's view of the pool."""
+    pool = kv.view(len(kv), -1).view(torch.uint8)  # [blocks, bytes per page]
     states = layout.units_per_page, layout.unit_bytes
     return [
         StatePages(pool, place, *states)

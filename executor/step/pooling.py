@@ -1,4 +1,4 @@
-"""Embeddings: the last token's hidden state, or the mean over a prompt that may come in several chunks."""
+"""Embeddings: the last token's hidden state, or the mean over a prompt, which may arrive in several chunks."""
 
 import numpy as np
 import torch
@@ -8,21 +8,21 @@ from penstock.executor.protocol import Admission
 
 class Pooler:
     def __init__(self) -> None:
-        self._sums: dict[int, tuple[torch.Tensor, int]] = {}  # slot → (sum over positions so far [hidden], how many)
+        self._sums: dict[int, tuple[torch.Tensor, int]] = {}  # slot → (sum so far [hidden], number of positions)
 
     def admit(self, admission: Admission) -> None:
         self._sums.pop(admission.slot, None)
 
     def last(self, hidden: torch.Tensor) -> bytes:
-        """hidden [1, hidden]. Raises ValueError if it is not finite, as does `mean`."""
+        """Return the embedding from the hidden state [1, hidden]; raise ValueError if it is not finite."""
         return _as_bytes(hidden[0])
 
     def mean(self, admission: Admission, hidden: torch.Tensor, end: int) -> bytes | None:
-        """Add a chunk's hidden states [count, hidden]; the embedding, once the prompt is complete.
+        """Add a chunk's hidden states [count, hidden]; return the embedding once the prompt is complete, else None.
 
-        Raises ValueError if positions were skipped: a cached prefix has keys and values but no hidden states.
+        Raises ValueError if it is not finite, or if positions were skipped: a cached prefix has no hidden states.
         """
-        # In float64, so that the embedding does not depend on where chunks end.
+        # float64 makes the embedding independent of chunk boundaries.
         total, count = self._sums.pop(admission.slot, (torch.zeros((), dtype=torch.float64), 0))
         total, count = total.to(hidden.device) + hidden.sum(0, dtype=torch.float64), count + len(hidden)
         if end < admission.num_prompt:

@@ -1,12 +1,12 @@
-"""Moves experts between the ranks as their load changes, while steps go on.
+"""Moves experts between the ranks when their load changes, while steps continue.
 
-All ranks count the same tokens. At every `interval`-th step the first rank makes a plan, in a thread of its own, and
-when it has one sends it to the others at a step's boundary. From then on a thread of each rank brings the experts of one
-layer into spare memory, over connections of its own; at the first boundary at which all have them, all put them in
-place and go by the new plan for that layer. Until then the old one holds, as it does for every layer that is left
-when a transfer fails: a plan is always whole, layer by layer.
+All ranks count the same tokens. At every `interval`-th step the first rank computes a plan in a separate thread, and
+sends it to the others at a step boundary. Then a thread on each rank copies the experts of one layer into spare memory,
+over separate connections. At the first boundary at which all ranks have them, all ranks put them in place and use the
+new plan for that layer. Until then the old plan applies. It also continues to apply to all remaining layers if a
+transfer fails: each layer follows either plan completely.
 
-Every collective here is made at a boundary, where all ranks are at the same step.
+Every collective here runs at a step boundary, where all ranks are at the same step.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ from penstock.executor.models.moe import ExpertCounter, Experts
 from penstock.executor.parallel import CollectiveError, RankGroup
 from penstock.executor.protocol import EplbConfig, ExpertUpdate
 
-ASK_EVERY = 8  # steps, while the first rank plans
-RUNNING, ARRIVED, FAILED = 1, 2, 0  # ordered: the least over the ranks decides
+ASK_EVERY = 8  # steps between checks for a plan while the first rank computes one
+RUNNING, ARRIVED, FAILED = 1, 2, 0  # ordered: the minimum over the ranks decides
 NOTHING, SKIPPED, PLANNED, BROKEN = 0, 1, 2, 3
 
 
 @dataclass
 class Move:
-    """One layer's experts while they are brought into this rank's spare memory."""
+    """The transfer of one layer's experts into this rank's spare memory."""
 
     layer: int
-    errands: list[tuple[int, list[int]]]  # slot that has an expert, slots of one rank that want it
-    arrivals: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # own slot → what it will hold
+    copies: list[tuple[int, list[int]]]  # (source slot of an expert, slots of one rank that need it)
+    arrivals: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # own slot → its new tensors
     state: int = RUNNING
 
 
@@ -43,34 +43,34 @@ class Rebalancer:
     def __init__(
         self, config: EplbConfig, plan: Plan, layers: list[Experts], group: RankGroup, links: RankGroup
     ) -> None:
-        """`links` has the same ranks as `group`, over connections of its own: transfers run beside steps."""
+        """`links` has the same ranks as `group` but separate connections, because transfers run beside steps."""
         self._config, self._layers = config, layers
-        self._plan = plan  # what holds now; while layers move, `_target` holds for those that have moved
+        self._plan = plan  # the current plan; while layers move, `_target` applies to those that have moved
         self._group, self._links = group, links
         self._counts = torch.zeros(len(layers), layers[0].num_experts, dtype=torch.int64, device=group.device)
-        self._num_tokens = torch.zeros(1, dtype=torch.int64, device=group.device)  # of the step; none while capturing
+        self._num_tokens = torch.zeros(1, dtype=torch.int64, device=group.device)  # of the step; 0 during captures
         for experts, counts in zip(layers, self._counts, strict=True):
             experts.counter = ExpertCounter(counts, self._num_tokens)
         self._tracker = LoadTracker(len(layers), layers[0].num_experts, window=config.window)
         self._expert_bytes = sum(tensor.nbytes for tensor in layers[0].slots[0].tensors())
         self._first = group.rank * plan.slots_per_rank
-        # Beside the steps on a GPU, too. On the steps' own stream two ranks could wait for each other for ever: one's transfer
-        # behind a sum that the other, whose transfer is not over, has not begun.
+        # Transfers run beside steps on a GPU too. On the steps' own stream two ranks could deadlock: one rank's
+        # transfer waits behind an all-reduce that the other rank, which waits for the transfer, has not started.
         self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
-        self._num_steps = self._looked_at = 0
+        self._num_steps = self._counted_at = 0
         self._planning: threading.Thread | None = None
-        self._is_planning = False  # on all ranks: the first one is at it
-        # What the planning thread comes back with: a plan, if one is worth it, and what it has found out.
+        self._is_planning = False  # on all ranks: the first rank is computing a plan
+        # The result of the planning thread: a plan, if one is worth it, and statistics.
         self._proposal: tuple[Plan | None, dict[str, float | bytes]] | None = None
         self._target: Plan | None = None
-        self._rows = np.empty((0, 4), np.int64)  # the transfers from what held when the target came
-        self._pending: list[int] = []  # layers that are still to be moved, in order
+        self._rows = np.empty((0, 4), np.int64)  # transfers from the plan that was current when the target arrived
+        self._pending: list[int] = []  # layers that have yet to be moved, in order
         self._move: Move | None = None
         self._is_over = False  # transfers cannot be trusted any more
         self._update = self._reported = ExpertUpdate(balance=1.0)
 
     def boundary(self, num_tokens: int) -> None:
-        """Prepare for a step of so many tokens. Called before every step, on all ranks."""
+        """Prepare for a step of `num_tokens` tokens. Called before every step, on all ranks."""
         self._num_tokens.fill_(num_tokens)
         self._num_steps += 1
         if self._is_over:
@@ -82,23 +82,23 @@ class Rebalancer:
             if self._num_steps % ASK_EVERY == 0:
                 self._receive_plan()
         elif self._num_steps % self._config.interval == 0:
-            self._look()
+            self._start_planning()
         else:
             return
         self._note(stall_s=self._update.stall_s + time.perf_counter() - started_s)
 
     def take_update(self) -> ExpertUpdate | None:
-        """What has changed since the last time."""
+        """Return the update if it has changed since the last call, else None."""
         if self._update is self._reported:
             return None
         self._reported = self._update
         return self._update
 
-    def _look(self) -> None:
-        """One small copy brings all layers' counts; the first rank goes away to think."""
-        self._tracker.add(self._counts.cpu().numpy(), self._num_steps - self._looked_at)
+    def _start_planning(self) -> None:
+        """Fetch all layers' counts with one small copy, and start the planning thread on the first rank."""
+        self._tracker.add(self._counts.cpu().numpy(), self._num_steps - self._counted_at)
         self._counts.zero_()
-        self._looked_at = self._num_steps
+        self._counted_at = self._num_steps
         self._is_planning = True
         if self._group.is_first:
             self._planning = threading.Thread(target=self._make_plan, args=(self._tracker.load(),), daemon=True)
@@ -127,7 +127,7 @@ class Rebalancer:
         )
 
     def _receive_plan(self) -> None:
-        """From the first rank: whether it has a plan, and if so which."""
+        """Receive the first rank's status: whether it has a plan, and the plan."""
         message = torch.zeros(1 + 2 * self._plan.phy2log.size, dtype=torch.int32, device=self._group.device)
         if self._planning is not None and not self._planning.is_alive():
             self._planning = None
@@ -151,9 +151,9 @@ class Rebalancer:
         self._start_next()
 
     def _fill(self, message: torch.Tensor) -> None:
-        """What the planning thread came back with, for the others."""
+        """Write the result of the planning thread to the message for the other ranks."""
         proposal, self._proposal = self._proposal, None
-        if proposal is None:  # its traceback is on standard error
+        if proposal is None:  # the thread failed; its traceback is on standard error
             message[0] = BROKEN
             return
         plan, found = proposal
@@ -182,33 +182,33 @@ class Rebalancer:
             self._note(num_rebalances=self._update.num_rebalances + 1)
             return
         layer = self._pending.pop(0)
-        self._move = Move(layer, self._errands(layer))
-        if self._stream is not None:  # what was put in place so far may be what is sent
+        self._move = Move(layer, self._layer_copies(layer))
+        if self._stream is not None:  # weights that were put in place so far may be sent
             self._stream.wait_stream(torch.cuda.current_stream(self._group.device))
         threading.Thread(target=self._bring, args=(self._move,), daemon=True).start()
 
     def _bring(self, move: Move) -> None:
-        """In a thread: fill the spare memory with what this rank's slots of the layer will hold."""
+        """Fill the spare memory with the new content of this rank's slots; runs in a separate thread."""
         try:
             with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                for source, slots in move.errands:
+                for source, slots in move.copies:
                     self._run(move, source, slots)
             move.state = ARRIVED
         except CollectiveError:
             pass
-        finally:  # whatever it was, memory that ran out too: the step's boundary must not wait for this rank for ever
+        finally:  # on any error, even out of memory: step boundaries must not wait for this rank forever
             if move.state == RUNNING:
                 move.state = FAILED
 
-    def _errands(self, layer: int) -> list[tuple[int, list[int]]]:
-        """What has to be done for a layer, in an order that all ranks share: two ranks that exchange experts meet at
-        the same one first."""
+    def _layer_copies(self, layer: int) -> list[tuple[int, list[int]]]:
+        """Return the transfers of a layer, in an order that all ranks share, so that two ranks that exchange experts
+        start with the same one."""
         first, end = np.searchsorted(self._rows[:, 0], (layer, layer + 1))
         depth = self._plan.slots_per_rank
         wanted: dict[tuple[int, int], tuple[int, list[int]]] = {}
         for _, expert, source, slot in self._rows[first:end].tolist():
             wanted.setdefault((slot // depth, expert), (source, []))[1].append(slot)
-        return [errand for _, errand in sorted(wanted.items())]
+        return [copy for _, copy in sorted(wanted.items())]
 
     def _run(self, move: Move, source: int, slots: list[int]) -> None:
         depth = self._plan.slots_per_rank
@@ -230,7 +230,7 @@ class Rebalancer:
             move.arrivals[slot - self._first] = arrived
 
     def _advance(self, move: Move) -> None:
-        """Put a layer in place once it has arrived everywhere; give up what is left once it has failed anywhere."""
+        """Put a layer in place once it has arrived on all ranks; stop moving experts if a transfer failed on any."""
         state = self._group.minimum(move.state)
         if state == RUNNING:
             return
@@ -250,9 +250,9 @@ class Rebalancer:
 
     def _count_moved(self, move: Move) -> None:
         depth = self._plan.slots_per_rank
-        remote = sum(source // depth != slots[0] // depth for source, slots in move.errands)
+        remote = sum(source // depth != slots[0] // depth for source, slots in move.copies)
         self._note(
-            num_moved=self._update.num_moved + sum(len(slots) for _, slots in move.errands),
+            num_moved=self._update.num_moved + sum(len(slots) for _, slots in move.copies),
             moved_bytes=self._update.moved_bytes + remote * self._expert_bytes,
         )
 
@@ -261,14 +261,14 @@ class Rebalancer:
 
 
 def _shares(load: np.ndarray) -> bytes:
-    """Of [layers, parts], what each part has of the whole."""
+    """Return each part's share of the load, from [layers, parts]."""
     by_part = load.sum(axis=0)
     return bytes((by_part / max(by_part.sum(), 1e-9)).astype("<f4"))
 
 
 def put_in_place(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """On the CPU the tensor takes the memory of the new one, and no step waits for a copy. On a GPU copying is quick,
-    and captured graphs know addresses."""
+    """Replace a tensor's content. On the CPU the tensor takes over the new one's memory, so no step waits for a copy.
+    On a GPU copying is fast, and captured graphs refer to addresses."""
     if tensor.device.type == "cpu":
         tensor.set_(new)  # type: ignore[call-overload]  # missing in the stubs
     else:

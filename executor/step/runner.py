@@ -1,7 +1,7 @@
-"""Turns a `Step` into tensors, runs the model and the sampler, and turns what comes out into a `StepResult`.
+"""Turns a `Step` into tensors, runs the model and the sampler, and returns a `StepResult`.
 
-In two halves, so that a device can be busy with one step while the host builds the next: `launch` needs
-nothing that an earlier step has still to bring to the host, `finish` waits.
+It works in two halves, so that a device can compute one step while the host builds the next: `launch` does not need
+any result of an earlier step on the host; `finish` waits for the results.
 """
 
 import time
@@ -21,7 +21,7 @@ from penstock.executor.protocol import Admission, Row, Step, StepResult
 from penstock.executor.sampling.edits import RowMasks, is_plain
 from penstock.executor.sampling.sampler import SampledTokens, Sampler, prompt_logprobs
 from penstock.executor.staging import send
-from penstock.executor.step.inputs import Ends, Inputs
+from penstock.executor.step.inputs import Inputs, Samples
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.memory import naming_options
 from penstock.executor.step.pooling import Pooler
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     from penstock.executor.step.rebalance import Rebalancer
 
 STEP_OPTIONS = "lower gpu_memory_utilization, kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
-PROMPT_LOGPROB_ROWS = 128  # logits of so many prompt positions at a time: a whole prompt's would fill the memory
+PROMPT_LOGPROB_ROWS = 128  # prompt positions per chunk of logits: those of a whole prompt would fill the memory
 
 
 @dataclass(slots=True)
 class Launched:
-    """A step in flight. Row indices are the step's own."""
+    """A step in flight. Row indices are the step's."""
 
     step: Step
     started_s: float
     result: StepResult  # as far as it is known
-    is_masked: bool  # some of its rows sample what `set_masks` allows
+    is_masked: bool  # some rows wait for the masks of `set_masks`
     sampled: SampledTokens | None = None
     sampled_rows: list[int] = field(default_factory=list)
-    unsampled: tuple[Layout, Ends, torch.Tensor] | None = None  # its logits [S, vocabulary] wait for masks
+    unsampled: tuple[Layout, Samples, torch.Tensor] | None = None  # a step whose logits [S, vocabulary] wait for masks
 
 
 class ModelRunner:
@@ -69,24 +69,24 @@ class ModelRunner:
         self._inputs = inputs
         self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
         self._graphs, self._chunks, self._label_head, self._adapters = graphs, chunks, label_head, adapters
-        # By slot, as the store numbers them.
+        # Adapter numbers of the store, by slot.
         self._adapter_of = None if adapters is None else np.zeros(inputs.num_slots, dtype=np.int64)
         self._pooler, self._outbox = Pooler(), Outbox(device)
         self._admissions: dict[int, Admission] = {}  # by slot
         self._asks_more = np.zeros(inputs.num_slots, dtype=bool)  # prompt log-probabilities or an embedding …
-        self._asks_all = np.zeros(inputs.num_slots, dtype=bool)  # … for which every token's hidden state is read
-        self._is_plain = np.ones(inputs.num_slots, dtype=bool)  # no more than a draw; every rank must know, one samples
+        self._asks_all = np.zeros(inputs.num_slots, dtype=bool)  # … that need every token's hidden state
+        self._is_plain = np.ones(inputs.num_slots, dtype=bool)  # only needs a draw; every rank must know, one samples
 
     def capture_graphs(self, progress: Callable[[str], None]) -> bool:
-        """Before the first step. False if there are none to capture."""
-        if self._chunks is not None:  # the larger ones first: they share a pool
+        """Capture all graphs before the first step; return whether there are decode graphs."""
+        if self._chunks is not None:  # the larger graphs first, because they share a pool
             self._chunks.capture(progress)
         if self._graphs is not None:
             self._graphs.capture(progress)
         return self._graphs is not None
 
     def close(self) -> None:
-        """The last step is over. Whatever has kept the pages at hand lets go of them with this list."""
+        """Release the pages after the last step; clearing the list also releases those who share it."""
         self._pages.clear()
 
     @naming_options("a step", STEP_OPTIONS)
@@ -114,16 +114,16 @@ class ModelRunner:
     @naming_options("a step", STEP_OPTIONS)
     @torch.inference_mode()
     def sample_masked(self, launched: Launched, rows: np.ndarray, masks: np.ndarray) -> None:
-        """The second half of `launch` for a step with masked rows. rows [n], masks [n, words] as in `set_masks`."""
-        if self._sampler is None:  # this rank got the tokens from the first one
+        """Run the second half of `launch` for masked rows. rows [n] and masks [n, words] are those of `set_masks`."""
+        if self._sampler is None:  # this rank gets the tokens from the first one
             return
-        assert launched.unsampled is not None, "masks for a step that needs none, or got them already"
+        assert launched.unsampled is not None, "the step needs no masks, or already has them"
         (layout, ends, logits), launched.unsampled = launched.unsampled, None
         place = {row: place for place, row in enumerate(layout.order[layout.samples].tolist())}
         self._choose(layout, ends, logits, launched, RowMasks([place[row] for row in rows.tolist()], masks))
 
     def finish(self, launched: Launched) -> StepResult:
-        assert launched.unsampled is None, "a step is collected before its masks came"
+        assert launched.unsampled is None, "a step is collected before its masks have arrived"
         result, rows = launched.result, launched.sampled_rows
         if launched.sampled is not None:
             sampled, found, failed = launched.sampled.wait()
@@ -143,7 +143,7 @@ class ModelRunner:
     @naming_options("a step", STEP_OPTIONS)
     @torch.inference_mode()
     def hidden(self, step: Step) -> list[torch.Tensor]:
-        """Of every position of each row, [count, hidden]. Nothing is sampled, and no row has an adapter."""
+        """Return the hidden states of every position of each row, [count, hidden], without sampling or adapters."""
         for admission in step.admissions:
             self._admit(admission)
         self._inputs.take(step.rows)
@@ -154,7 +154,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the first rank. [n, hidden] -> [n, vocabulary]"""
+        """Return logits [n, vocabulary] of hidden states [n, hidden], on the first rank."""
         logits = self._model.logits(hidden)
         assert logits is not None
         return logits
@@ -203,35 +203,35 @@ class ModelRunner:
             self._sample(layout, ends, hidden, launched)
 
     def _replay(self, graphs: "DecodeGraphs", layout: Layout, launched: Launched) -> None:
-        """A step of single tokens: all of it by graphs, or up to the hidden states if a row wants more than a draw."""
+        """Run a single-token step by graphs: completely, or up to the hidden states if a row needs more than a draw."""
         num_rows = len(layout.slots)
         hidden, made = graphs.forward(layout)
         if launched.is_masked or not self._is_plain[layout.slots].all():
-            ends = Ends(made.targets[:num_rows], tuple(tensor[:num_rows] for tensor in made.draw()))
+            ends = Samples(made.targets[:num_rows], tuple(tensor[:num_rows] for tensor in made.draw()))
             self._sample(layout, ends, hidden, launched)
             return
-        self._outbox.hold()  # the last step's tokens lie where this one's will
+        self._outbox.hold()  # the graph overwrites the tokens of the last step
         tokens, largest = graphs.sample(num_rows)
-        if self._sampler is None:  # the first rank reports what came out
+        if self._sampler is None:  # the first rank reports the results
             return
         launched.sampled = SampledTokens(tokens, largest.expand(2, -1), [])
         launched.sampled.post(self._outbox)
         launched.sampled_rows = layout.order.tolist()
 
     def _wanted(self, layout: Layout) -> np.ndarray:
-        """Indices of the tokens whose hidden state is read, ascending, where some rows ask for more than a sample."""
+        """Return ascending indices of tokens whose hidden state is needed, if some rows ask for more than a sample."""
         need: np.ndarray = self._asks_all[layout.slots][layout.row_of]
         need[layout.query_starts[1:][layout.samples | self._asks_more[layout.slots]] - 1] = True
         return np.flatnonzero(need)
 
     def _answer_more(self, layout: Layout, row: int, hidden: torch.Tensor, launched: Launched) -> None:
-        """What one row asks for beside a sample: prompt log-probabilities, an embedding. hidden [n, hidden]: what it
-        wanted."""
+        """Compute what one row asks for beside a sample: prompt log-probabilities, an embedding. hidden [n, hidden]:
+        the states that it needs."""
         admission = self._admissions[int(layout.slots[row])]
         index, start, end = int(layout.order[row]), int(layout.starts[row]), int(layout.context_lens[row])
         num, num_prompt = admission.sampling.prompt_logprobs, admission.num_prompt
         if num is not None:
-            followed = hidden[: max(0, min(end, num_prompt - 1) - start)]  # by a token of the prompt
+            followed = hidden[: max(0, min(end, num_prompt - 1) - start)]  # states followed by a token of the prompt
             self._find_prompt_logprobs(index, admission.slot, start, followed, num, launched)
         try:
             embedding = None
@@ -247,7 +247,7 @@ class ModelRunner:
             launched.result.errors[index] = str(error)
 
     def _find_labels(self, tokens: tuple[int, ...], hidden: torch.Tensor) -> bytes | None:
-        """The head's numbers, or the logits of `tokens`, which the first rank alone has. hidden [1, hidden]"""
+        """Return the label head's outputs, or the logits of `tokens` (first rank only). hidden [1, hidden]"""
         if self._label_head is not None:
             return self._pooler.last(hidden.float() @ self._label_head.T)
         logits = self._model.logits(hidden)
@@ -256,7 +256,7 @@ class ModelRunner:
     def _find_prompt_logprobs(
         self, index: int, slot: int, start: int, hidden: torch.Tensor, num: int, launched: Launched
     ) -> None:
-        """hidden [n, hidden] of positions start … start + n - 1, which predict the prompt's next tokens."""
+        """Compute log-probabilities from the hidden [n, hidden] of positions start …, which predict the next tokens."""
         chosen = self._inputs.tokens[slot, start + 1 : start + 1 + len(hidden)].long()
         found = launched.result.prompt_logprobs[index] = []
         for first in range(0, len(hidden), PROMPT_LOGPROB_ROWS):
@@ -265,11 +265,11 @@ class ModelRunner:
             if logits is not None:
                 try:
                     found += prompt_logprobs(logits, chosen[part], num)
-                except ValueError as error:  # the other ranks go on with the next part, and so does this one
+                except ValueError as error:  # continue like the other ranks, which do not know of it
                     launched.result.errors.setdefault(index, str(error))
 
-    def _sample(self, layout: Layout, ends: Ends, hidden: torch.Tensor, launched: Launched) -> None:
-        """hidden [S, hidden] of the rows that sample."""
+    def _sample(self, layout: Layout, ends: Samples, hidden: torch.Tensor, launched: Launched) -> None:
+        """Sample from hidden [S, hidden] of the rows that sample, or wait for their masks."""
         logits = self._model.logits(hidden)
         if logits is not None and launched.is_masked:
             launched.unsampled = layout, ends, logits
@@ -279,12 +279,12 @@ class ModelRunner:
     def _choose(
         self,
         layout: Layout,
-        ends: Ends,
+        ends: Samples,
         logits: torch.Tensor | None,
         launched: Launched,
         masks: RowMasks | None = None,
     ) -> None:
-        """The tokens go to the table for the next step, and are sent to the host. logits [S, vocabulary]."""
+        """Sample from logits [S, vocabulary]; store the tokens for the next step and send them to the host."""
         slots, positions = layout.slots[layout.samples], layout.context_lens[layout.samples]
         if logits is None or self._sampler is None:
             tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
@@ -303,7 +303,7 @@ class ModelRunner:
 
 
 def written_blocks(rows: list[Row], block_size: int) -> list[int]:
-    """Of the blocks that these rows bring along, those that are written: by them, or by later ones of the request."""
+    """Return the new blocks that these rows or later rows of their requests write."""
     blocks: list[int] = []
     for row in rows:
         if row.blocks or row.groups:

@@ -1,8 +1,8 @@
-"""Steps that are made up before the first request, so that none waits for a kernel to be compiled or code to be loaded.
+"""Artificial steps that run before the first request, so that no request waits for compiling or loading a kernel.
 
-What there is to compile follows from dtypes, from the model and from sizes: how many rows, tokens and positions a step
-has. Of sizes `tiles.sizes` says which suffice, and there is a request here for everything that one may ask for. The
-steps go through a runner like any other, but one whose slots, sampler and two KV blocks are its own.
+Kernel variants depend on dtypes, on the model and on sizes: rows, tokens and positions of a step. `tiles.sizes` returns
+sizes that cover all variants, and there is an artificial request for every option. The steps run through a normal
+runner that has its own slots, sampler and two KV blocks.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from penstock.executor.progress import quarters
 from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling, Step
 from penstock.executor.step.runner import ModelRunner
 
-KV_BLOCKS = 2  # every position of every made-up request is in block 0
+KV_BLOCKS = 2  # every position of every artificial request is in block 0
 GREEDY = Sampling(temperature=0.0)
 SAMPLINGS = (
     GREEDY,
@@ -30,7 +30,7 @@ SAMPLINGS = (
 
 
 class Share(NamedTuple):
-    """A request's share of a made-up step: its last `num_tokens` positions."""
+    """The part of an artificial step that one request has: its last `num_tokens` positions."""
 
     num_tokens: int
     context: int
@@ -49,8 +49,8 @@ def warm_up(
     progress: Callable[[str], None],
     adapter: str | None = None,
 ) -> None:
-    """Run whatever requests of up to `longest` positions may bring, also with the adapter of this key. Several ranks do
-    it side by side."""
+    """Run everything that requests of up to `longest` positions may need, also with the adapter of this key. Ranks run
+    it in parallel."""
     planned = plan_steps(config.max_num_seqs, config.max_num_batched_tokens, longest)
     if adapter is not None:
         planned += plan_adapted_steps(config.max_num_seqs, config.max_num_batched_tokens, longest)
@@ -70,13 +70,13 @@ def run_step(
 
 
 def widest_step(max_rows: int, longest: int) -> list[Share]:
-    """Return the step of single tokens that takes the most memory: all rows there may be, with block tables as wide as
-    those of a graph. With fixed sums, attention's scratch grows with the product of both."""
+    """Return the single-token step that takes the most memory: the maximum number of rows, with block tables as wide as
+    those of a graph. With fixed sums, attention's scratch memory grows with the product of both."""
     return [Share(1, longest), *[Share(1, 1)] * (max_rows - 1)]
 
 
 def plan_steps(max_rows: int, max_tokens: int, longest: int) -> list[list[Share]]:
-    """The largest first: memory that does not suffice is found out before anything else takes time."""
+    """Return the steps, largest first, so that a lack of memory is detected before anything else takes time."""
     max_tokens = min(max_tokens, max_rows * longest)
     max_rows = min(max_rows, max_tokens)
     end, few = min(longest, max_tokens), min(longest, max_tokens, 2)
@@ -103,8 +103,8 @@ def plan_steps(max_rows: int, max_tokens: int, longest: int) -> list[list[Share]
 
 
 def plan_adapted_steps(max_rows: int, max_tokens: int, longest: int) -> list[list[Share]]:
-    """Return steps of every size that kernels are chosen by, with an adapter in every row: what is fused otherwise is
-    computed by other kernels then. What comes after the layers is as without adapters."""
+    """Return steps of every size that selects kernels, with an adapter in every row, because adapters replace fused
+    kernels by others. Everything after the layers is the same as without adapters."""
     max_tokens = min(max_tokens, max_rows * longest)
     single = Share(1, 1, is_adapted=True)
     return [
@@ -114,14 +114,14 @@ def plan_adapted_steps(max_rows: int, max_tokens: int, longest: int) -> list[lis
 
 
 def _split(total: int, most: int) -> list[int]:
-    """`total` in parts of `most`, the last one being what is left."""
+    """Split `total` into parts of at most `most`."""
     return [min(most, total - first) for first in range(0, total, most)]
 
 
 def _make_step(parts: list[Share], longest: int, adapter: str | None) -> Step:
     admissions, rows = [], []
     for slot, part in enumerate(parts):
-        # Every position that is computed has a next token of the prompt, as far as a request may be that long.
+        # Every computed position has a next prompt token, unless the request would become too long.
         is_asked = part.sampling.prompt_logprobs is not None
         num_prompt = min(part.context + is_asked, longest)
         admissions.append(

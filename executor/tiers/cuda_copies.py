@@ -4,10 +4,10 @@
     restoring stream                 ├── restores N ────┘
     saving stream                    └── saves N ────────────────────
 
-A step's copies begin when the rows before it are done; the rows of the step itself touch none of these blocks, so all run
-at once. The rows after it wait for what was restored. Nothing waits for a save but what would overwrite what it reads:
-rows that write to the block, a restore into it. The core hands out a block again only when the step that saved it is over,
-but it may have heard that from another rank, which is ahead of this one. The same holds for host blocks.
+A step's copies begin after the rows of the previous step; the step's own rows use none of these blocks, so all three
+run in parallel. The rows of the next step wait for restored blocks. Saves delay only operations that would overwrite
+their source: rows that write to the block, or a restore into it. The core reuses a block only after the step that saved
+it, but another rank may have reported that step while this rank is behind. The same applies to host blocks.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from penstock.executor.tiers.transfers import Pairs
 
 
 class CudaCopier:
-    """Pins `arena` until `close`. Call `start` before the rows of the step are launched."""
+    """Copies blocks by CUDA; pins `arena` until `close`. Call `start` before the rows of the step are launched."""
 
     def __init__(self, blocks: torch.Tensor, arena: np.ndarray) -> None:
         self._blocks = blocks  # uint8 [blocks, bytes of a block], on the GPU
@@ -31,17 +31,17 @@ class CudaCopier:
         if int(status) != 0:
             raise ExecutorError(f"kv_host_bytes: the driver refuses to pin {arena.nbytes} bytes (error {int(status)})")
         self._saving, self._restoring = (torch.cuda.Stream(blocks.device) for _ in range(2))
-        # Beginning and end of a step's copies.
+        # Start and end events of each step's copies.
         self._in_flight: deque[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = deque()
         self._saved: dict[int, torch.cuda.Event] = {}  # block → end of the copies that last read it
         self._used: dict[int, torch.cuda.Event] = {}  # host block → end of the copies that last used it
-        self._restored: torch.cuda.Event | None = None  # what the rows of the next step wait for
+        self._restored: torch.cuda.Event | None = None  # the event that the rows of the next step wait for
 
     def use(self, blocks: torch.Tensor) -> None:
         self._blocks = blocks
 
     def close(self) -> None:
-        """Unpin the arena once no copy reads or writes it. Another executor may get the same addresses to pin."""
+        """Unpin the arena once no copy uses it. Another executor may get the same addresses to pin."""
         for stream in (self._saving, self._restoring):
             stream.synchronize()
         torch.cuda.cudart().cudaHostUnregister(self._arena_address)
@@ -54,7 +54,7 @@ class CudaCopier:
         _wait(computing, self._saved, written)
 
     def start(self, saves: Pairs, restores: Pairs) -> None:
-        """No block and no host block is in both."""
+        """Start the copies of a step. No block and no host block is in both lists."""
         self._in_flight.append([])
         if restores:
             _wait(self._restoring, self._saved, (block for _, block in restores))
@@ -79,7 +79,7 @@ class CudaCopier:
     def _copy(
         self, stream: torch.cuda.Stream, copies: list[tuple[torch.Tensor, torch.Tensor]], hosts: list[int]
     ) -> torch.cuda.Event:
-        """copies: (target, source) each. They begin when the rows so far are done, and what was at these host blocks is."""
+        """Start copies (target, source) after the rows so far and after earlier uses of these host blocks."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream.wait_stream(torch.cuda.current_stream(self._blocks.device))
         _wait(stream, self._used, hosts)
@@ -94,6 +94,6 @@ class CudaCopier:
 
 
 def _wait(stream: torch.cuda.Stream, ends: dict[int, torch.cuda.Event], numbers: Iterable[int]) -> None:
-    """For the copies that used these blocks or host blocks. What comes later on any stream waits for this one, or for them."""
+    """Make a stream wait for the copies that used these blocks; later work waits for this stream or for the copies."""
     for event in {ends.pop(number) for number in numbers if number in ends}:
         stream.wait_event(event)

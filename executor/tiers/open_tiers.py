@@ -1,7 +1,7 @@
-"""The tiers of one rank, as its configuration asks for them: host blocks, the stores beneath, the port for peers.
+"""Opens the tiers of one rank as configured: host blocks, the stores below them, and the server for peers.
 
-Every executor opens them with `open_tiers` and says how its blocks are copied. It imports no torch, and what talks to
-disks and peers only where there are any.
+Every executor calls `open_tiers` and passes a factory for its copier. This module imports no torch, and imports the
+code for disks and peers only if they are configured.
 """
 
 import hashlib
@@ -19,20 +19,20 @@ from penstock.cache.tiers.base import DISK, Store, peer_name
 from penstock.cache.tiers.memory import huge_array
 from penstock.cache.tiers.peer.address import read_address, read_secret
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
-from penstock.executor.tiers.served import Served
+from penstock.executor.tiers.served import ServedBlocks
 from penstock.executor.tiers.transfers import Copier, RankTransfers
 
 if TYPE_CHECKING:
     from penstock.cache.tiers.peer.server import PeerServer
 
-ALIGNMENT = 4096  # a host block starts on a page, so that a store may read straight into it
-STAGING_BYTES = 2**30  # of the host, where a disk or a peer is given and no host tier: bytes pass through it
-SERVE_BYTES = 128 * 2**20  # of one rank's blocks on their way to peers at a time
+ALIGNMENT = 4096  # a host block starts on a page, so that a store can read directly into it
+STAGING_BYTES = 2**30  # host memory for transfers if a disk or peer is configured without a host tier
+SERVE_BYTES = 128 * 2**20  # limit of one rank's blocks being sent to peers at a time
 
 
 @dataclass(frozen=True, slots=True)
 class RankTiers:
-    """`transfers` is None without tiers; the rest is for `ModelInfo`."""
+    """The open tiers of a rank. `transfers` is None without tiers; the other fields are for `ModelInfo`."""
 
     transfers: RankTransfers | None = None
     host_slots: int = 0
@@ -46,7 +46,7 @@ class RankTiers:
 
 
 class RankBlock(NamedTuple):
-    """One rank's part of a block: its bytes in the host with their padding, and what gives them their meaning."""
+    """One rank's part of a block: its padded size in host memory, and the fingerprint of its meaning."""
 
     size: int
     fingerprint: bytes
@@ -61,8 +61,8 @@ def open_tiers(
     rank: int = 0,
     stores: Mapping[str, Store] = MappingProxyType({}),
 ) -> RankTiers:
-    """`make_copier` is given the host's memory, uint8 [host blocks + 1, their bytes and padding]; the first is never
-    used. `stores` come before those of the config."""
+    """Open the configured tiers. `make_copier` gets the host memory, uint8 [host blocks + 1, padded bytes]; its first
+    block is never used. `stores` come before the configured ones."""
     if not (config.kv_disk_path or config.kv_host_bytes or config.kv_peers or config.kv_peer_listen):
         return RankTiers()
     ranks, stride = config.tensor_parallel_size, -(-block_bytes // ALIGNMENT) * ALIGNMENT
@@ -77,7 +77,7 @@ def open_tiers(
     if config.kv_peer_listen:
         memory["for peers"] = SERVE_BYTES
     try:
-        arena = huge_array(num_blocks + 1, stride)  # memory is taken as host blocks are first written
+        arena = huge_array(num_blocks + 1, stride)  # host blocks take memory when they are first written
     except OSError as error:
         what = f"kv_host_bytes: {config.kv_host_bytes} given; {memory['host tier']} bytes for a rank: {error.strerror}"
         raise ExecutorError(what) from None
@@ -87,7 +87,7 @@ def open_tiers(
 
 
 def _num_host_blocks(config: ExecutorConfig, stride: int) -> int:
-    """Of one rank; what was asked for and cannot be is an error."""
+    """Return one rank's number of host blocks; raise ExecutorError if the configured memory is too small."""
     asked = config.kv_host_bytes or min(config.kv_disk_bytes or STAGING_BYTES, STAGING_BYTES)
     num_blocks = asked // config.tensor_parallel_size // stride
     if num_blocks < 2:
@@ -100,8 +100,8 @@ def _num_host_blocks(config: ExecutorConfig, stride: int) -> int:
 
 
 def rank_fingerprint(model: bytes, block_size: int, block_bytes: int, num_ranks: int, rank: int) -> bytes:
-    """Names all that gives a rank's bytes their meaning. `model` covers the weights, the dtypes and the numbers; the
-    first figure is the version of the keys and of the layout of a block."""
+    """Return the hash of everything that defines the meaning of a rank's bytes. `model` covers the weights and dtypes;
+    the first number is the version of block keys and block layout."""
     return hashlib.sha256(struct.pack("<5Q", 1, block_size, block_bytes, num_ranks, rank) + model).digest()
 
 
@@ -123,7 +123,7 @@ def _open_disk(config: ExecutorConfig, block: RankBlock) -> Store:
 
 
 def _open_peer(config: ExecutorConfig, block: RankBlock, peer: str) -> Store:
-    """Connected or not."""
+    """Open the tier of a peer, whether or not it can be reached now."""
     from penstock.cache.tiers.peer.store import PeerTier
 
     endpoint = read_address("kv_peers", peer, config.tensor_parallel_size).of_rank(block.rank)
@@ -134,8 +134,8 @@ def _open_peer(config: ExecutorConfig, block: RankBlock, peer: str) -> Store:
         raise ExecutorError(f"kv_peers: {peer!r}: {error.strerror}") from None
 
 
-def _serve(config: ExecutorConfig, block: RankBlock, served: Served) -> "PeerServer":
-    """Listening at `kv_peer_listen` from here on."""
+def _serve(config: ExecutorConfig, block: RankBlock, served: ServedBlocks) -> "PeerServer":
+    """Start the server that listens at `kv_peer_listen`."""
     from penstock.cache.tiers.peer.server import PeerServer
 
     address = read_address("kv_peer_listen", config.kv_peer_listen, config.tensor_parallel_size)

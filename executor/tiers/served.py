@@ -1,8 +1,8 @@
-"""What one rank can give to other engines: the content of its host blocks, and of its disk.
+"""The blocks that one rank offers to other engines: those in its host blocks and in its disk tier.
 
-The core decides what lies in which host block and names it in every step's transfers; this notes it down, so that a
-peer is answered without asking the core. A content counts from the end of the copy or load that filled its host block
-to the moment before the next one begins. Who copies it out meanwhile looks again afterwards whether it still counts.
+The core decides the content of host blocks and lists it in every step's transfers; this class records it, so that peers
+are answered without asking the core. An entry is valid from the end of the copy or load that filled its host block
+until the next one begins. A reader therefore checks after copying whether the entry is still valid.
 """
 
 import threading
@@ -15,46 +15,46 @@ from penstock.cache.tiers.base import DISK, Store
 
 
 class Filling(NamedTuple):
-    """What a host block will hold, if nothing else is written to it before."""
+    """The content that a host block will have, unless something else is written to it first."""
 
     host: int
     key: bytes
     version: int
 
 
-class Served:
-    """A `Source` for cache/tiers/peer/server.py. `lock` is the one under which the rank uses its stores."""
+class ServedBlocks:
+    """The `Source` of cache/tiers/peer/server.py. `lock` also protects the rank's use of its stores."""
 
     def __init__(
         self, arena: np.ndarray, stores: Mapping[str, Store], lock: threading.Lock, poll: Callable[[], None]
     ) -> None:
-        """arena: uint8 [host blocks, bytes of a block]. `poll`: see what the stores have done, under the lock; it calls
-        `end_read`."""
+        """arena: uint8 [host blocks, bytes per block]. `poll` processes completions of the stores, under the lock; it
+        calls `end_read`."""
         self._arena = arena
         self._disk = stores.get(DISK)
         self._lock = lock
         self._poll = poll
         self._host_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._versions = [0] * len(arena)  # of what was written to each
+        self._versions = [0] * len(arena)  # number of writes to each host block
         self._on_disk: set[bytes] = set()
-        self._changed: dict[bytes, bool] = {}  # since the last `take_changes`: whether it can be had now
-        self._reads: set[int] = set()  # the disk's tickets
+        self._changed: dict[bytes, bool] = {}  # since the last `take_changes`: key → is available now
+        self._reads: set[int] = set()  # tickets of the disk tier
         self._ended: list[tuple[int, bool]] = []
 
     # -- from the rank's threads, under the lock -----------------------------------------------------------
 
     def overwrite(self, host: int, key: bytes) -> Filling:
-        """Something else is about to be written there; `fill` when it is done."""
+        """Invalidate a host block that is about to be overwritten; call `fill` after the write."""
         self._versions[host] += 1
         before = self._key_of.pop(host, None)
-        if before is not None and self._host_of.get(before) == host:  # else another host block has it, too
+        if before is not None and self._host_of.get(before) == host:  # otherwise another host block has it too
             del self._host_of[before]
             self._note(before)
         return Filling(host, key, self._versions[host])
 
     def fill(self, filling: Filling) -> None:
-        """It counts from now on, unless its host block was overwritten again since."""
+        """Make the content available, unless its host block has been overwritten again."""
         host, key, version = filling
         if version == self._versions[host]:
             self._key_of[host] = key
@@ -68,7 +68,7 @@ class Served:
                 self._note(key)
 
     def forget(self) -> None:
-        """Nothing of what was computed so far may be found any more."""
+        """Withdraw everything that was computed so far."""
         gone = [*self._host_of, *self._on_disk]
         self._host_of.clear()
         self._key_of.clear()
@@ -77,7 +77,7 @@ class Served:
             self._note(key)
 
     def end_read(self, ticket: int, ok: bool) -> bool:
-        """Whether this read of the disk was for a peer."""
+        """Record the end of a disk read; return whether it was for a peer."""
         if ticket not in self._reads:
             return False
         self._reads.remove(ticket)
@@ -106,7 +106,7 @@ class Served:
         version = self._versions[host]
         if self._key_of.get(host) != key:  # overwritten a moment ago
             return False
-        np.copyto(np.frombuffer(out, np.uint8), self._arena[host])  # without the lock: a step would wait for it
+        np.copyto(np.frombuffer(out, np.uint8), self._arena[host])  # without the lock, which a step would wait for
         return self._versions[host] == version
 
     def start_read(self, key: bytes, out: memoryview) -> int | None:

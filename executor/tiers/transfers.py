@@ -1,8 +1,7 @@
-"""One rank's part in the tiers: its host blocks, the stores beneath them, and the copies between host and device.
+"""One rank's side of the tiers: its host blocks, the stores below them, and copies between host and device.
 
-Whatever runs steps calls `begin` when a step starts and `end` for its result. Nothing here decides anything, and
-nothing imports torch: how a block is copied is the copier's business (`NumpyCopier` where the device's memory is
-the host's, executor/tiers/cuda_copies.py where it is not).
+The runner calls `begin` when a step starts and `end` for its result. This module decides nothing and imports no torch:
+a copier copies blocks (`NumpyCopier` if the device's memory is the host's, otherwise executor/tiers/cuda_copies.py).
 """
 
 import threading
@@ -15,9 +14,9 @@ import numpy as np
 
 from penstock.cache.tiers.base import DISK, SERVED, Store
 from penstock.executor.protocol import TransferResult, Transfers
-from penstock.executor.tiers.served import Filling, Served
+from penstock.executor.tiers.served import Filling, ServedBlocks
 
-if TYPE_CHECKING:  # only engines with peers load what talks to them
+if TYPE_CHECKING:  # only engines with peers load the code for them
     from penstock.cache.tiers.peer.server import PeerServer
 
 STATS_EVERY_S = 1.0
@@ -26,70 +25,70 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class Copier(Protocol):
-    """Moves blocks. Copies of one `start` come after the rows of earlier steps and run beside those of their own."""
+    """Copies blocks. Copies of one `start` run after the rows of earlier steps and beside those of their own step."""
 
     def use(self, blocks: Any) -> None:
-        """In place of those that it was made with: an array where that is the host's memory, else a tensor."""
+        """Replace the device's blocks: an array if they are in host memory, else a tensor."""
         ...
 
     def begin_step(self, written: Iterable[int]) -> None:
-        """The rows from here on come after all restores that were started so far, and after all saves of the blocks that
-        are theirs to write from now on."""
+        """Order the step's rows after all restores started so far, and after all saves of blocks that the rows will
+        write."""
         ...
 
     def start(self, saves: Pairs, restores: Pairs) -> None: ...
 
     def finish(self) -> float:
-        """Wait for the copies of the oldest `start` that has not been finished; how many seconds they took."""
+        """Wait for the copies of the oldest unfinished `start`; return how many seconds they took."""
         ...
 
     def settle(self, hosts: Iterable[int]) -> None:
-        """Wait until no copy reads or writes these host blocks: a store is about to."""
+        """Wait until no copy uses these host blocks, because a store is about to."""
         ...
 
     def close(self) -> None:
-        """Release what was taken from the system. No copy is started afterwards."""
+        """Release system resources. No copy is started afterwards."""
         ...
 
 
 class Copies(NamedTuple):
-    """Of a step in flight."""
+    """The copies of a step in flight."""
 
     num_blocks: int
     saved: list[Filling]
 
 
 class RankTransfers:
-    """Owns `arena`, `stores` and the transfers in flight. One thread may begin steps while another ends them."""
+    """Owns `arena`, `stores` and the transfers in flight. One thread may begin steps while another one ends them."""
 
     def __init__(
         self,
         arena: np.ndarray,
         copier: Copier,
         stores: dict[str, Store],
-        serve: "Callable[[Served], PeerServer] | None" = None,
+        serve: "Callable[[ServedBlocks], PeerServer] | None" = None,
     ) -> None:
-        """arena: uint8 [host blocks, bytes of a block]. `serve` starts what gives our blocks to peers, if anything should."""
+        """arena: uint8 [host blocks, bytes per block]. `serve` starts the server for peers, if there is one."""
         self._arena = arena
         self._copier = copier
         self._stores = stores
-        self._loads: dict[tuple[str, int], tuple[int, Filling | None]] = {}  # (store, its ticket) → ours
+        self._loads: dict[tuple[str, int], tuple[int, Filling | None]] = {}  # (store, its ticket) → our ticket
         self._puts: dict[bytes, int] = {}  # key → our ticket
         self._done: list[tuple[int, bool]] = []  # completions to report
         self._in_flight: deque[Copies] = deque()
         self._stats_at_s = 0.0
         self._were_open: list[bool] = []
-        self._lock = threading.Lock()  # of the stores and what is known of them
-        self._served = None if serve is None else Served(arena, stores, self._lock, self._poll)
+        self._lock = threading.Lock()  # protects the stores and their state
+        self._served = None if serve is None else ServedBlocks(arena, stores, self._lock, self._poll)
         self._server = None if serve is None or self._served is None else serve(self._served)
 
     def use(self, blocks: Any) -> None:
-        """The device's blocks lie here from now on. No step is in flight."""
+        """Replace the device's blocks. No step is in flight."""
         self._copier.use(blocks)
 
     def begin(self, transfers: Transfers | None, written: Iterable[int] = ()) -> None:
-        """Start a step's transfers; called before its rows are launched. written: the blocks that are new to the rows, as
-        far as they write them."""
+        """Start a step's transfers, before its rows are launched. written: the new blocks of the rows that they will
+        write."""
         self._copier.begin_step(written)
         if transfers is None:
             self._in_flight.append(Copies(0, []))
@@ -98,13 +97,13 @@ class RankTransfers:
         self._in_flight.append(copies)
         if copies.num_blocks:
             self._copier.start(transfers.saves, transfers.restores)
-        # The core has seen the end of whatever used these before; this rank may be behind the one that reported it.
+        # The core knows that earlier uses have ended, but this rank may be behind the one that reported it.
         self._copier.settle([read[-1] for read in transfers.reads] + [write[-1] for write in transfers.writes])
         with self._lock:
             self._start(transfers)
 
     def end(self) -> TransferResult:
-        """With the result of the oldest step that has begun: what has been completed since the last."""
+        """Return everything completed since the last call, for the result of the oldest step that has begun."""
         num_copied, saved = self._in_flight.popleft()
         seconds = self._copier.finish() if num_copied else 0.0
         with self._lock:
@@ -116,7 +115,7 @@ class RankTransfers:
         return result
 
     def close(self) -> None:
-        """Nothing borrows a host block afterwards."""
+        """Wait for all copies and close the stores; nothing uses a host block afterwards."""
         while self._in_flight:
             if self._in_flight.popleft().num_blocks:
                 self._copier.finish()
@@ -128,7 +127,7 @@ class RankTransfers:
         self._copier.close()
 
     def _withdraw(self, transfers: Transfers) -> list[Filling]:
-        """What this step overwrites is not given to peers any more; what it saves can be when it is over."""
+        """Withdraw from peers what this step overwrites; return the contents to offer once its saves are done."""
         if self._served is None:
             return []
         with self._lock:
@@ -154,11 +153,11 @@ class RankTransfers:
         for ticket, key, host in transfers.writes:
             if self._stores[DISK].put(key, memoryview(self._arena[host])):
                 self._puts[key] = ticket
-            else:  # it is there already, or the queue is full
+            else:  # it is already stored, or the queue is full
                 self._done.append((ticket, self._stores[DISK].contains(key)))
 
     def _poll(self) -> None:
-        """Take in what the stores have finished, for the core or for a peer; under the lock."""
+        """Process completions of the stores, for the core or for a peer; called under the lock."""
         for name, store in self._stores.items():
             for completion in store.poll():
                 if completion.kind == "store":
@@ -183,7 +182,7 @@ class RankTransfers:
         return TransferResult(done, found, lost, num_copied, seconds, self._stats())
 
     def _stats(self) -> dict[str, dict[str, float]]:
-        """From time to time, and when a store can serve that could not, or the other way round."""
+        """Return statistics at intervals, and when a store has become available or unavailable."""
         now_s, are_open = time.monotonic(), [store.is_open for store in self._stores.values()]
         if now_s < self._stats_at_s and are_open == self._were_open:
             return {}
@@ -193,7 +192,7 @@ class RankTransfers:
 
 
 class NumpyCopier:
-    """Copies at once, where blocks and host blocks are both the host's memory."""
+    """Copies synchronously, if blocks and host blocks are both in host memory."""
 
     def __init__(self, blocks: np.ndarray, arena: np.ndarray) -> None:
         self._blocks = blocks  # uint8 [blocks, bytes of a block]
@@ -224,16 +223,16 @@ class NumpyCopier:
         pass
 
 
-class Merge:
-    """Makes one result of those of all ranks. A rank's result counts when it comes; none is waited for."""
+class ResultMerger:
+    """Merges the results of all ranks as they arrive, without waiting for any rank."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._open: dict[int, tuple[int, bool]] = {}  # ticket → ranks that have completed it, ok on all of them
-        self._has: dict[str, Counter[bytes]] = {}  # store → key → ranks that have it
+        self._open: dict[int, tuple[int, bool]] = {}  # ticket → (ranks that have completed it, all ok)
+        self._has: dict[str, Counter[bytes]] = {}  # store → key → number of ranks that have it
 
     def merge(self, results: Sequence[TransferResult]) -> TransferResult:
-        """`results` in any number and order, each rank's own in the order it gave them."""
+        """ResultMerger results in any number and order; each rank's own results must be in their original order."""
         completions = []
         stores: dict[str, dict[str, float]] = {}
         for result in results:
@@ -243,7 +242,7 @@ class Merge:
                     completions.append((ticket, all_ok and ok))
                 else:
                     self._open[ticket] = (count + 1, all_ok and ok)
-            stores |= result.stores  # of the rank that reported last: they all do the same
+            stores |= result.stores  # of the rank that reported last, because all ranks do the same
         found, lost = self._changes(results)
         num_copied = max((result.num_copied for result in results), default=0)  # every rank copies the same blocks
         slowest_s = max((result.copy_s for result in results), default=0.0)
@@ -270,7 +269,7 @@ class Merge:
 
 
 def _numbers(stats: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Flat, with names joined by underscores; what is not a number is not for a dashboard."""
+    """Flatten statistics, joining names by underscores; values that are not numbers are dropped."""
     numbers: dict[str, float] = {}
     for name, value in stats.items():
         name = prefix + name.replace(" ", "_")

@@ -4,7 +4,7 @@ from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.index import TierIndex
 from penstock.executor.protocol import TransferResult
 from penstock.executor.tiers.open_tiers import rank_fingerprint
-from penstock.executor.tiers.transfers import Merge
+from penstock.executor.tiers.transfers import ResultMerger
 from tests.support.tier_counts import match
 
 
@@ -125,7 +125,7 @@ def test_the_nearest_store_that_has_a_key_is_read() -> None:
 
 
 def test_a_ticket_is_over_when_every_rank_has_completed_it_and_good_when_all_are() -> None:
-    merge = Merge(3)
+    merge = ResultMerger(3)
     first = merge.merge([TransferResult([(1, True), (2, True)]), TransferResult([(1, True)])])
     assert first.completions == []
     assert merge.merge([TransferResult([(2, False), (1, True)])]).completions == [(1, True)]
@@ -133,7 +133,7 @@ def test_a_ticket_is_over_when_every_rank_has_completed_it_and_good_when_all_are
 
 
 def test_a_key_is_in_a_store_while_every_rank_has_it() -> None:
-    merge = Merge(2)
+    merge = ResultMerger(2)
     assert merge.merge([TransferResult(found={"disk": [key(1)]})]).found == {}
     assert merge.merge([TransferResult(found={"disk": [key(1)]})]).found == {"disk": [key(1)]}
     assert merge.merge([TransferResult(lost={"disk": [key(1)]})]).lost == {"disk": [key(1)]}

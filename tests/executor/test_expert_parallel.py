@@ -104,7 +104,7 @@ def test_the_offline_engine_says_how_evenly_experts_are_loaded() -> None:
     ("case", "options", "said"),
     [
         ("llama", {"enable_expert_parallel": True}, "enable_expert_parallel: given, but the model has no experts"),
-        ("mixtral", {"enable_eplb": True}, "enable_eplb: given; experts move only with enable_expert_parallel"),
+        ("mixtral", {"enable_eplb": True}, "enable_eplb requires enable_expert_parallel and several ranks"),
     ],
 )
 def test_options_of_experts_that_cannot_be_met_are_refused(case: str, options: dict[str, Any], said: str) -> None:

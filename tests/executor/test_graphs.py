@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.outbox import Mail, Outbox
+from penstock.executor.outbox import HostCopy, Outbox
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Row, Sampling, Step
 from penstock.executor.ranks import rank
 from penstock.executor.step import graphs
@@ -81,7 +81,7 @@ def pretend_a_gpu(
     monkeypatch.setattr(rank, "open_inputs", on_device)
     monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling_twin)
     monkeypatch.setattr("penstock.executor.step.graphs.CudaGraphs", open_pool)
-    monkeypatch.setattr(Outbox, "send", lambda _, tensors: Mail((), [tensor.clone() for tensor in tensors], None))
+    monkeypatch.setattr(Outbox, "send", lambda _, tensors: HostCopy((), [tensor.clone() for tensor in tensors], None))
     monkeypatch.setattr("penstock.executor.models.moe.Experts.is_fused", True)
 
 

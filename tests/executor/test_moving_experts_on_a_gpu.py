@@ -100,7 +100,7 @@ def test_whatever_goes_wrong_in_the_thread_the_move_has_failed() -> None:
         raise MemoryError("no memory for what arrives")
 
     here = cast(rebalance.Rebalancer, SimpleNamespace(_stream=None, _run=fail))
-    move = rebalance.Move(layer=0, errands=[(0, [1])])
+    move = rebalance.Move(layer=0, copies=[(0, [1])])
     with pytest.raises(MemoryError):
         rebalance.Rebalancer._bring(here, move)
     assert move.state == rebalance.FAILED

@@ -221,7 +221,7 @@ def test_a_stopped_rank_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("penstock.executor.ranks.worker_watch.BEAT_LIMIT_S", 4.0)
     with running(config_of("llama", 2)) as executor:
         os.kill(executor.worker_watch.workers[1].pid, signal.SIGSTOP)
-        with pytest.raises(ExecutorError, match=r"rank 1 \(process \d+\) has not been heard of for \d+ s"):
+        with pytest.raises(ExecutorError, match=r"rank 1 \(process \d+\) has sent no heartbeat for \d+ s"):
             while True:
                 time.sleep(0.2)
                 executor.check()

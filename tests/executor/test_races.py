@@ -12,7 +12,7 @@ import torch
 
 from penstock.executor import outbox
 from penstock.executor.models.weights import Weights
-from penstock.executor.outbox import Mail, Outbox
+from penstock.executor.outbox import HostCopy, Outbox
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.sampling.sampler import SampledTokens
 from penstock.executor.step import inputs
@@ -135,7 +135,7 @@ def _forget_the_saves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _forget_the_originals(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent may be another's at once."""
-    monkeypatch.setattr(outbox, "Mail", lambda _, copies, event: Mail((), copies, event))
+    monkeypatch.setattr(outbox, "HostCopy", lambda _, copies, event: HostCopy((), copies, event))
     monkeypatch.setattr(SampledTokens, "post", lambda sampled, to: _post_copies(sampled, to))
 
 

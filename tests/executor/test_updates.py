@@ -276,7 +276,7 @@ def test_adapters_stay_over_other_weights_as_a_start_would_have_them(
 def test_weights_do_not_change_beneath_experts_that_move() -> None:
     executor = single(folder("mixtral"))
     executor._rank._config = msgspec.structs.replace(executor._rank._config, enable_eplb=True)
-    refused = "enable_eplb: given; weights do not change beneath experts that move"
+    refused = "weights cannot be replaced with enable_eplb, which moves experts between ranks"
     with pytest.raises(WeightsError, match=refused):
         executor.update_weights(str(folder("mixtral")))
     with pytest.raises(WeightsError, match=refused):  # from which it could never wake
