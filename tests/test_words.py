@@ -9,12 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("engine", "executor", "cache", "eplb", "router")
-PARTS = ("kernels/cuda", "ranks", "ring", "sampling", "step", "tiers")
-PLAIN = (
-    "eplb",
-    "engine/commands/prove",
-    "executor/kernels/cuda",
-)  # rewritten in plain technical English; the rest follows
+EXECUTOR = ("kernels/cuda", "ranks", "ring", "sampling", "step", "tiers")
+# Folders that are rewritten in plain technical English; the rest follows.
+PLAIN = ("eplb", "engine/commands/prove", *(f"executor/{part}" for part in EXECUTOR))
 RIDDLE = re.compile(r'(^\s*(""")?|# |// |/\*+ )(Of|What|Who|Whose|Whether|Those|As|None of)\b')
 
 
