@@ -9,7 +9,6 @@ import json
 from typing import Any
 
 import msgspec
-from llguidance import LLMatcher
 
 from penstock.engine.grammar.ecma import UNWRITABLE, translated
 from penstock.engine.sampling_params import InvalidRequest, check_depth
@@ -59,12 +58,6 @@ def prepared(schema: Any, field: str, lenient: bool = False, name: str = "") -> 
         raise InvalidRequest(field, f"{place}{type(schema).__name__} given; a JSON schema is an object, true or false")
     found: dict[str, Any] = {"enum": []} if schema is False else {} if schema is True else schema
     return found
-
-
-def json_grammar(schema: dict[str, Any], **options: Any) -> str:
-    """Return the grammar of a prepared schema. `options` are llguidance's."""
-    overrides: Any = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES, **options}
-    return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
 
 
 def lark_json(

@@ -1,4 +1,4 @@
-"""From what a request asks for to a grammar that llguidance compiles. Cheap: a look at shape and size, no compiling.
+"""Makes the grammar that llguidance compiles of what a request asks for. Checks shape and size, and compiles nothing.
 
 Whitespace between JSON's tokens is bounded (a space, or a line break with its indent). Where it is free, a hot
 model can write blanks until its tokens are used up, and nothing that it wrote is JSON then.
@@ -10,9 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
-from llguidance import LLMatcher
 
-from penstock.engine.grammar.json_schema import WHITESPACE, json_grammar, lark_json, parsed, prepared
+from penstock.engine.grammar.json_schema import WHITESPACE, lark_json, parsed
 from penstock.engine.grammar.rules import Rules
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 
@@ -34,35 +33,19 @@ class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def grammar_source(
     wanted: StructuredOutputs, special_ids: Mapping[str, int] = MappingProxyType({}), field: str | None = None
 ) -> str:
-    """The grammar's text. `special_ids` are those of the tokenizer's special tokens, for tags that begin with one;
-    `field` is what the user called the value, if not by its name in `wanted`."""
+    """Return the grammar in llguidance's dialect of Lark. `special_ids` are those of the tokenizer's special tokens, for tags that
+    begin with one; `field` is what the client called the value, if not by its name in `wanted`."""
     wanted.check(field)
     kind, field = wanted.kind, field or wanted.field
     value = getattr(wanted, kind)
-    if kind == "json":
-        return json_source(value, field, wanted.coerce_one_of)
-    if kind == "json_object":
-        return json_source({"type": "object"}, field)
-    if kind == "regex":
-        return LLMatcher.grammar_from_regex(value)
-    if kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, dict.fromkeys(value))))
     if kind == "grammar":
         if "::=" in value:
             raise InvalidRequest(field, "this looks like GBNF or EBNF; a Lark grammar with a rule 'start' is expected")
-        return LLMatcher.grammar_from_lark(value)
-    return LLMatcher.grammar_from_lark(_tags(parsed(value, field), special_ids, field, wanted.coerce_one_of))
-
-
-def json_source(schema: str | dict[str, Any] | bool, field: str, coerce_one_of: bool = False) -> str:
-    schema = parsed(schema, field)
-    if schema is False:
-        raise InvalidRequest(field, "the schema 'false' accepts no answer at all")
-    found = prepared(schema, field)
-    try:
-        return json_grammar(found, coerce_one_of=coerce_one_of)
-    except (ValueError, TypeError) as error:  # an integer beyond 64 bits
-        raise InvalidRequest(field, f"the schema cannot be read: {error}") from None
+        return str(value)
+    if kind == "structural_tag":
+        return _tags(parsed(value, field), special_ids, field, wanted.coerce_one_of)
+    rules = Rules(special_ids)
+    return "\n".join([f"start: {rules.answer(wanted, field=field)}", *rules.lines])
 
 
 def _tags(value: Any, special_ids: Mapping[str, int], field: str, coerce_one_of: bool = False) -> str:

@@ -31,6 +31,7 @@ class Call:
         self.scope: Mapping[str, Any] = {}  # of ASGI
         self.is_gone = False  # the client left before the answer was complete
         self.is_stream = False
+        self.is_cancelled = False  # by a request on another connection: the failure that follows is none
         self.trace: Trace | None = None  # where requests are traced
         self.answers: list[Answer] = []  # one for each prompt
 

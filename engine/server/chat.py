@@ -10,8 +10,9 @@ from penstock.engine.front.answer import Update
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.answers import respond, sampling_params
 from penstock.engine.server.call import Call
+from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
-from penstock.engine.server.prompts import Conversation, conversation_of, given_ids, render, to_ids
+from penstock.engine.server.prompts import given_ids, render, to_ids
 from penstock.engine.server.reading import Reading
 from penstock.engine.server.requests import ChatRequest
 from penstock.engine.server.response_format import wanted_outputs
@@ -36,28 +37,33 @@ from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Pie
 async def chat(service: Service, call: Call, body: bytes) -> msgspec.Struct | AsyncGenerator[bytes, None]:
     """Answer the conversation, n times."""
     request = service.accept(call, body, ChatRequest)
-    plan = await ask(service, call, request, len(body))
+    # The engine's name of a field is not always the one that the client gave.
+    names = (("max_tokens", "max_completion_tokens"), ("logprobs", "top_logprobs"))
+    conversation = Conversation(
+        len(body), {name: other for name, other in names if getattr(request, other) is not None}
+    )
+    prompt_ids = given_ids(call, "messages", request.messages)
+    if prompt_ids is None:
+        conversation.decode(request.messages, service.info)
+    plan = await ask(service, call, request, conversation, prompt_ids)
     return await respond(service, call, request, ChatReply(service, call, request, plan))
 
 
 async def ask(
-    service: Service, call: Call, request: ChatRequest, size_bytes: int, conversation: Conversation | None = None
+    service: Service,
+    call: Call,
+    request: ChatRequest,
+    conversation: Conversation,
+    prompt_ids: list[int] | None = None,
 ) -> ReadingPlan:
-    """Check the request and hand it to the engine; return how its answers are read.
-
-    `size_bytes`: of its body. `conversation`: of the agents' APIs, in place of `request.messages`.
-    """
-    try:
-        return await _ask(service, call, request, size_bytes, conversation)
-    except InvalidRequest as error:  # the engine's name of a field is not always the client's
-        other = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}.get(error.field, "")
-        if getattr(request, other, None) is None:
-            raise
-        raise InvalidRequest(other, error.message) from None
+    """Check the request and hand it to the engine; return how its answers are read. `prompt_ids` stand in place of the
+    conversation's messages."""
+    with conversation.named_by_client():
+        return await _ask(service, call, request, conversation, prompt_ids)
 
 
 async def _ask(
-    service: Service, call: Call, request: ChatRequest, size_bytes: int, conversation: Conversation | None
+    service: Service, call: Call, request: ChatRequest, conversation: Conversation, prompt_ids: list[int] | None
 ) -> ReadingPlan:
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
@@ -75,16 +81,11 @@ async def _ask(
         special["max_tokens"] = max_tokens  # None: as many as the context allows
     params = sampling_params(service, request, **special)
     with service.admit(params.n):
-        given: str | list[int] | None = None
-        begun = ""
-        if conversation is None:
-            given = given_ids(call, "messages", request.messages)
-        if given is None:
-            conversation = conversation or conversation_of(request, service.info, size_bytes)
-            given, begun = await render(request, conversation, service), conversation.begun(request)
+        given = prompt_ids if prompt_ids is not None else await render(request, conversation, service)
         (prompt,) = await to_ids(
             "messages", [given], service, request.add_special_tokens, request.truncate_prompt_tokens
         )
+    begun = conversation.last_text if request.continue_final_message else ""
 
     async def begin(holds_optional: bool) -> ReadingPlan:
         plan, held = tools.plan(request, begun, calls, prompt, wanted, holds_optional=holds_optional)

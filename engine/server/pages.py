@@ -6,15 +6,13 @@ No scripts and nothing from elsewhere, so it works without a network and can be 
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 import penstock
+from penstock.engine.server.endpoint import PostRoute
 from penstock.engine.server.requests import Message
-
-if TYPE_CHECKING:
-    from penstock.engine.server.endpoint import PostRoute
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
@@ -31,7 +29,7 @@ _TEXT = {"type": "string"}
 
 
 def openapi(
-    posts: Sequence["PostRoute"], others: Iterable[tuple[str, str]], error: type[msgspec.Struct]
+    posts: Sequence[PostRoute], others: Iterable[tuple[str, str]], error: type[msgspec.Struct]
 ) -> dict[str, Any]:
     """The OpenAPI 3.1 document of all routes; `others`: method and path of those without a schema."""
     types = [kind for post in posts for kind in (post.takes, post.gives, post.streams) if kind] + [Message, error]

@@ -5,25 +5,21 @@ the interpreter's lock, and the streams of others keep flowing.
 """
 
 import asyncio
-import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
-import msgspec
 from msgspec import Raw
 
 from penstock.engine.front.submit import check_length, token_bytes
 from penstock.engine.http.body import decode
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.call import Call
-from penstock.engine.server.requests import ChatRequest, Message, TokenizeRequest
+from penstock.engine.server.conversation import Conversation
+from penstock.engine.server.requests import ChatRequest, TokenizeRequest
 from penstock.engine.server.service import Service
-from penstock.engine.server.tool_choice import check_history, for_template
-from penstock.engine.text.conversation import check_messages
+from penstock.engine.server.tool_choice import for_template
 from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, chat_prompt, rendering
 from penstock.executor.protocol import ModelInfo
-
-MAX_MESSAGES = 2048
 
 T = TypeVar("T")
 
@@ -103,73 +99,18 @@ async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if is_long else work()
 
 
-class Conversation(NamedTuple):
-    """The messages of a chat, decoded once, whichever API they came by."""
-
-    messages: list[Message]
-    places: Sequence[str]  # where the client wrote each message, for errors
-    size_bytes: int  # of the whole request, stored turns included
-
-    def begun(self, request: ChatRequest) -> str:
-        """Return the text of the message that the answer goes on from."""
-        last = self.messages[-1:] if request.continue_final_message else []
-        return str(check_messages([_plain(self.places[-1], last[0])])[0]["content"]) if last else ""
-
-
-def conversation_of(request: ChatRequest | TokenizeRequest, info: ModelInfo, size_bytes: int) -> Conversation:
-    """Decode the messages of a request; `size_bytes`: of its body."""
-    check_braces("messages", request.messages, info)
-    messages = decode(list[Message], request.messages, "messages")
-    return Conversation(messages, [f"messages[{place}]" for place in range(len(messages))], size_bytes)
-
-
 async def render(request: ChatRequest | TokenizeRequest, conversation: Conversation, service: Service) -> str:
     """Return the prompt that the model's chat template makes of the conversation."""
-    template, (messages, places, size_bytes) = service.template, conversation
+    template = service.template
     if template is None:
         raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise InvalidRequest("messages", f"{len(messages)} given; 1 to {MAX_MESSAGES} are allowed")
     tools = None if request.tool_choice == "none" else for_template(request.tools)
 
     def prompt() -> str:
-        check_history(messages, places)
-        plain = [_plain(place, message) for place, message in zip(places, messages, strict=True)]
-        try:
-            return chat_prompt(template, plain, tools=tools, **rendering(request))
-        except InvalidRequest as error:  # of one of the messages, by its number
-            if (found := re.fullmatch(r"messages\[(\d+)\](.*)", error.field)) is None:
-                raise
-            raise InvalidRequest(places[int(found[1])] + found[2], error.message) from None
+        conversation.check()
+        return chat_prompt(template, conversation.messages, tools=tools, **rendering(request))
 
-    return await in_thread_if(size_bytes > INLINE_CHARS, prompt)
-
-
-def check_braces(field: str, raw: Raw, info: ModelInfo) -> None:
-    """Building half a million objects holds up all other requests. A brace is the start of a message or of one of its
-    parts, or it is text, of which hardly any tokenizer takes more than four braces for a token."""
-    limit = 4 * (MAX_MESSAGES + info.max_model_len)
-    if bytes(raw).count(b"{") > limit:
-        raise InvalidRequest(field, f"more than {limit} objects or braces cannot fit the context")
-
-
-def _plain(place: str, message: Message) -> dict[str, Any]:
-    """A message as the text room takes it, without the fields that were not set."""
-    if message.role == "function":
-        raise InvalidRequest(f"{place}.role", "the older form of 'tool', which is served")
-    for field, what in (("function_call", "use tool_calls"), ("audio", "only text is understood")):
-        if getattr(message, field) is not None:
-            raise InvalidRequest(f"{place}.{field}", what)
-    plain: dict[str, Any] = {"role": message.role, "content": message.content}
-    for field in ("name", "reasoning_content", "tool_call_id"):
-        if getattr(message, field) is not None:
-            plain[field] = getattr(message, field)
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {"id": call.id, "type": call.type, "function": msgspec.structs.asdict(call.function)}
-            for call in message.tool_calls
-        ]
-    return plain
+    return await in_thread_if(conversation.size_bytes > INLINE_CHARS, prompt)
 
 
 def _kept_tokens(truncate_to: int | None, info: ModelInfo, num_answered: int) -> int:

@@ -13,9 +13,10 @@ from starlette.routing import Route
 
 import penstock
 from penstock.engine.http.errors import ErrorReply
+from penstock.engine.http.page.document import document
+from penstock.engine.server import control, pages, scoring
 from penstock.engine.server import requests as schema
 from penstock.engine.server import responses as reply
-from penstock.engine.server import scoring
 from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from penstock.engine.server.agents import items_api, messages_api, stored_api
 from penstock.engine.server.agents.block_writer import MessageReply
@@ -63,8 +64,6 @@ ADAPTER_POSTS = (
 def routes(service: Service, kv_events: KvEvents) -> list[Route]:
     posts, shown = (*POSTS, *(ADAPTER_POSTS if service.config.allow_lora_updates else ())), {}
     if service.config.allow_weight_updates:
-        from penstock.engine.server import control
-
         posts, shown = (*posts, *control.POSTS), control.GETS
     made = [Route(path, get, methods=["GET"]) for path, get in Gets(service, kv_events, posts, shown).table.items()]
     for post in posts:
@@ -155,12 +154,8 @@ class Gets:
     def _make_page(self, path: str) -> Response:
         """When it is first asked for: of most servers it never is."""
         if path == "/":
-            from penstock.engine.http.page.document import document
-
             found = document()
             return HTMLResponse(found.body, headers=found.headers)
-        from penstock.engine.server import pages
-
         others = [("GET", path) for path in self.table] + [(method, path) for method, path, _ in WITHOUT_SCHEMA]
         described = pages.openapi(self._posts, others, ErrorReply)
         if path == "/docs":

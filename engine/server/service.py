@@ -8,16 +8,17 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
+from penstock.engine.grammar.source import grammar_source
 from penstock.engine.http.errors import HttpError, clean_id, clip
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.adapters import Adapters
+from penstock.engine.server.agents.response_store import ResponseStore
 from penstock.engine.server.call import Call
 from penstock.engine.server.metrics import ServerMetrics
 from penstock.engine.server.requests import UNSERVED, PromptRequest, Unserved, parse
@@ -29,8 +30,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo
 
-if TYPE_CHECKING:
-    from penstock.engine.server.agents.response_store import ResponseStore
+if TYPE_CHECKING:  # it needs the extra `otel`
     from penstock.engine.server.spans import RequestSpans
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
@@ -54,6 +54,7 @@ class Service:
 
             self.spans = spans.RequestSpans(config.telemetry)
         self.metrics = ServerMetrics(config.served_model_names[0], engine)
+        self.responses = ResponseStore()
         self.is_draining = False
         self.text_digest = ""  # see know_text_digest
         self.num_open_requests = 0  # being read, worked on or answered; probes and pages do not count
@@ -69,14 +70,6 @@ class Service:
     @property
     def model_name(self) -> str:
         return self.config.served_model_names[0]
-
-    @cached_property
-    def responses(self) -> "ResponseStore":
-        """The responses that are stored for clients of the Responses API; made when the first one is, as most servers answer
-        chats only."""
-        from penstock.engine.server.agents.response_store import ResponseStore
-
-        return ResponseStore()
 
     async def know_text_digest(self) -> None:
         """Compute the digest of the tokenizer and the template, unless it is known. It is not done at the start, because
@@ -119,9 +112,6 @@ class Service:
         """Return the grammar of what a request wants, for `generate`. The core compiles it: see `compiled`."""
         if wanted.outputs is None:
             return None
-        # Most servers never need it, and reading it takes a while.
-        from penstock.engine.grammar.source import grammar_source
-
         return grammar_source(wanted.outputs, self.tokenizer.special_texts, wanted.field)
 
     async def compiled(self, call: Call, wanted: Wanted) -> None:

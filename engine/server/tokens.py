@@ -6,7 +6,8 @@ from penstock.engine.http.errors import HttpError
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from penstock.engine.server.call import Call
-from penstock.engine.server.prompts import conversation_of, decode_ids, in_thread_if, render, to_ids
+from penstock.engine.server.conversation import Conversation
+from penstock.engine.server.prompts import decode_ids, in_thread_if, render, to_ids
 from penstock.engine.server.requests import DetokenizeRequest, ResetRequest, TokenizeRequest, parse
 from penstock.engine.server.responses import Detokenized, Status, Tokens
 from penstock.engine.server.service import Service
@@ -27,7 +28,9 @@ async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
     with service.admit(1):
         text = request.prompt
         if text is None:
-            text = await render(request, conversation_of(request, service.info, len(body)), service)
+            conversation = Conversation(len(body))
+            conversation.decode(request.messages, service.info)
+            text = await render(request, conversation, service)
         field = "messages" if has_messages else "prompt"
         (ids,) = await to_ids(field, [text], service, request.add_special_tokens, num_answered=0)
         texts = None

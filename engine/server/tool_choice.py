@@ -7,16 +7,16 @@ the operator names them.
 import hashlib
 import logging
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from penstock.engine.grammar.tool_calls import grammar, messages_grammar
 from penstock.engine.http.errors import clip
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.server.reading import Reading
-from penstock.engine.server.requests import ChatRequest, Message, NamedTool, Tool
+from penstock.engine.server.requests import ChatRequest, NamedTool, Tool
 from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.text.template import ChatTemplate
@@ -33,7 +33,6 @@ log = logging.getLogger("penstock.engine")
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024  # of one function's parameters, as JSON
-MAX_PAST_CALLS = 128  # in one message
 MAX_UNHELD = 256
 END_TOKENS = 16  # of a prompt: enough for a mark and the blanks behind it
 
@@ -170,8 +169,6 @@ class Tools:
         # The text before a structural tag is free anyway, so reasoning fits into it.
         if calls is None and (answer is None or thought is None or answer.kind == "structural_tag"):
             return answer
-        from penstock.engine.grammar.tool_calls import grammar, messages_grammar
-
         if is_harmony(calls, thought):
             return StructuredOutputs(grammar=messages_grammar(self._special_ids, calls, answer))
         return StructuredOutputs(grammar=grammar(self._special_ids, calls, answer, thought))
@@ -192,31 +189,6 @@ def for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
         }}
         for tool in tools
     ]  # fmt: skip
-
-
-def check_history(messages: list[Message], places: Sequence[str]) -> None:
-    """Calls stand in the assistant's messages, and every tool's message answers one that came before it."""
-    called: set[str] = set()
-    for field, message in zip(places, messages, strict=True):
-        calls = message.tool_calls or []
-        if calls and message.role != "assistant":
-            raise InvalidRequest(f"{field}.tool_calls", f"only an assistant calls; the role is {clip(message.role)!r}")
-        if len(calls) > MAX_PAST_CALLS:
-            raise InvalidRequest(f"{field}.tool_calls", f"{len(calls)} calls; at most {MAX_PAST_CALLS} are allowed")
-        if len({call.id for call in calls}) < len(calls):
-            raise InvalidRequest(f"{field}.tool_calls", "two calls have the same id")
-        called.update(call.id for call in calls)
-        if message.role == "tool":
-            if message.tool_call_id is None:
-                raise InvalidRequest(f"{field}.tool_call_id", "the field is required in a tool's message")
-            if message.tool_call_id not in called:
-                raise InvalidRequest(
-                    f"{field}.tool_call_id", f"{clip(message.tool_call_id)!r} is the id of no call before it"
-                )
-        elif message.tool_call_id is not None:
-            raise InvalidRequest(
-                f"{field}.tool_call_id", f"only a tool answers a call; the role is {clip(message.role)!r}"
-            )
 
 
 def _functions(tools: list[Tool], coerce_one_of: bool) -> list[ToolSpec]:

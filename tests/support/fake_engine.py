@@ -79,6 +79,7 @@ class FakeEngine:
         self.on_cache_update: Any = None
         self.is_watched = False
         self.delay_s = delay_s
+        self.step_tokens = 1  # brought by one step
         self.max_open = max_open
         self.hold = False
         self.fail_next: str | None = None  # ends every running sequence with this error
@@ -174,7 +175,8 @@ class FakeEngine:
                 answer.take(index, Output(name, [], finish_reason="error", error=refusal, is_refusal=True))
                 return
             for position in range(max_tokens):
-                await self._step()
+                if position % self.step_tokens == 0:
+                    await self._step()
                 if self.fail_next is not None:
                     answer.take(index, Output(name, [], finish_reason="error", error=self.fail_next))
                     return

@@ -11,8 +11,9 @@ import msgspec
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.call import Call
+from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.logprobs import chat_logprobs
-from penstock.engine.server.prompts import Conversation, in_thread_if, render
+from penstock.engine.server.prompts import in_thread_if, render
 from penstock.engine.server.requests import ChatRequest
 from penstock.engine.server.responses import ChatFinish, ChatLogprobs
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
@@ -101,7 +102,8 @@ async def write(
 
 async def num_prompt_tokens(service: Service, request: ChatRequest, conversation: Conversation) -> int:
     """Count the tokens of a chat's prompt, however long it is."""
-    text = await render(request, conversation, service)
+    with conversation.named_by_client():
+        text = await render(request, conversation, service)
     adds = bool(request.add_special_tokens)
     return len(await in_thread_if(len(text) > INLINE_CHARS, lambda: service.tokenizer.encode(text, adds)))
 

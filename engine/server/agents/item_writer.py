@@ -76,7 +76,6 @@ class ItemWriter:
     ) -> None:
         self.reply = reply
         self.events = EventQueue(is_stream)
-        self.is_cancelled = False  # by a request on another connection: the failure that follows is none
         self._call, self._tokenizer, self._keep = call, tokenizer, keep
         self._num_events = 0
         self._kind: Kind | None = None  # of the last item, while it grows
@@ -122,10 +121,10 @@ class ItemWriter:
         await self._finish("completed")
 
     async def fail(self, error: HttpError) -> None:
-        if not self.is_cancelled:
+        if not self._call.is_cancelled:
             code = "server_error" if error.status >= 500 else "invalid_prompt"
             self.reply.error = {"code": code, "message": error.message}
-        await self._finish("cancelled" if self.is_cancelled else "failed")
+        await self._finish("cancelled" if self._call.is_cancelled else "failed")
 
     async def _finish(self, status: str) -> None:
         self._close("completed" if status == "completed" else "incomplete")

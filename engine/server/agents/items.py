@@ -1,73 +1,34 @@
-"""Turns what the agents' APIs call a conversation (items, blocks) into the messages of a chat, and the names in an error back
-into the client's own."""
+"""Checks the items of the Responses API and adds them to a conversation; reads the tools of both agents' APIs."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Raw
 
 from penstock.engine.http.body import decode
-from penstock.engine.http.errors import HttpError
 from penstock.engine.options import objection
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.agents.items_schema import (
     ITEM,
     AnyItem,
     CallItem,
+    FlatTool,
     MessageItem,
     ReasoningItem,
     ResultItem,
     TextPart,
 )
-from penstock.engine.server.prompts import MAX_MESSAGES, Conversation, check_braces
-from penstock.engine.server.requests import Message
-from penstock.engine.server.service import as_http_error
+from penstock.engine.server.agents.messages_schema import BlockTool
+from penstock.engine.server.conversation import MAX_MESSAGES, Conversation, check_braces
+from penstock.engine.server.requests import Function, Tool
 from penstock.engine.server.tool_choice import MAX_TOOLS
 from penstock.executor.protocol import ModelInfo
 
 T = TypeVar("T")
 Item = dict[str, Any]
 INPUT: Any = str | list[Item]
-
-
-class ConversationBuilder:
-    """Collects the messages of a chat, each with its place in the client's request. An assistant's reasoning, text and calls
-    in a row become one message."""
-
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self.places: list[str] = []
-
-    def build(self, size_bytes: int) -> Conversation:
-        """`size_bytes`: of the request, with the stored turns that belong to it."""
-        return Conversation(msgspec.convert(self.messages, list[Message]), self.places, size_bytes)
-
-    def add(self, place: str, role: str, **fields: Any) -> None:
-        self.messages.append({"role": role, **fields})
-        self.places.append(place)
-
-    def say(self, place: str, role: str, content: str | list[dict[str, str]]) -> None:
-        if role == "assistant":
-            self._assistants(place, "content", "tool_calls")["content"] = content
-        else:
-            self.add(place, role, content=content)
-
-    def think(self, place: str, text: str) -> None:
-        if text:
-            self._assistants(place, "content", "tool_calls", "reasoning_content")["reasoning_content"] = text
-
-    def call(self, place: str, call_id: str, name: str, arguments: str | dict[str, Any]) -> None:
-        function = {"name": name, "arguments": arguments}
-        self._assistants(place).setdefault("tool_calls", []).append({"id": call_id, "function": function})
-
-    def _assistants(self, place: str, *without: str) -> dict[str, Any]:
-        """The assistant's message at the end, if it has none of these fields yet; else a new one."""
-        if not self.messages or self.messages[-1]["role"] != "assistant" or self.messages[-1].keys() & set(without):
-            self.add(place, "assistant")
-        return self.messages[-1]
 
 
 def given_items(raw: Raw, info: ModelInfo) -> list[Item]:
@@ -104,23 +65,20 @@ def _check_parts(item: Item, field: str) -> None:
                 raise InvalidRequest(f"{field}.{name}[{place}].type", what)
 
 
-def to_messages(items: Sequence[tuple[str, AnyItem]], instructions: str | None) -> ConversationBuilder:
-    """Turn items, each with its place in the request, into the messages of a chat."""
-    chat = ConversationBuilder()
+def add_items(conversation: Conversation, items: Iterable[tuple[str, AnyItem]], instructions: str | None) -> None:
+    """Add items, each with its place in the request, to the messages of a chat."""
     if instructions:
-        chat.add("instructions", "system", content=instructions)
+        conversation.say("instructions", "system", instructions, "")
     for place, item in items:
         if isinstance(item, MessageItem):
-            chat.say(place, item.role, chat_text(item.content))
+            conversation.say(place, item.role, chat_text(item.content))
         elif isinstance(item, CallItem):
-            if item.status == "incomplete":
-                continue  # its arguments were cut off
-            chat.call(place, item.call_id, item.name, item.arguments)
+            if item.status != "incomplete":  # else its arguments were cut off
+                conversation.call(place, item.call_id, item.name, item.arguments)
         elif isinstance(item, ResultItem):
-            chat.add(place, "tool", tool_call_id=item.call_id, content=chat_text(item.output))
+            conversation.result(place, item.call_id, chat_text(item.output), "call_id")
         elif isinstance(item, ReasoningItem):
-            chat.think(place, "\n".join(part.text for part in item.content or item.summary))
-    return chat
+            conversation.think(place, "\n".join(part.text for part in item.content or item.summary))
 
 
 class _ToolType(msgspec.Struct):
@@ -129,19 +87,27 @@ class _ToolType(msgspec.Struct):
     type: Any = None
 
 
-def own_tools(given: Sequence[Raw] | None, kind: type[T], vendors: re.Pattern[str], ignored: list[str]) -> list[T]:
-    """Decode the tools that the client runs. Those whose type matches `vendors` run in a vendor's cloud only: they are
-    left out, and named in `ignored`."""
-    tools: list[T] = []
+def own_tools(given: Sequence[Raw] | None, kind: type[T], vendors: re.Pattern[str], ignored: list[str]) -> dict[int, T]:
+    """Decode the tools that the client runs, by their places. Those whose type matches `vendors` run in a vendor's cloud only:
+    they are left out, and named in `ignored`."""
+    tools: dict[int, T] = {}
     if given is not None and len(given) > MAX_TOOLS:
         raise InvalidRequest("tools", f"{len(given)} given; at most {MAX_TOOLS} are allowed")
     for place, raw in enumerate(given or ()):
         tool_type = decode(_ToolType, raw, f"tools[{place}]").type
         if not isinstance(tool_type, str) or vendors.fullmatch(tool_type) is None:
-            tools.append(decode(kind, raw, f"tools[{place}]"))
+            tools[place] = decode(kind, raw, f"tools[{place}]")
         elif (name := f"tools:{tool_type}") not in ignored:
             ignored.append(name)
     return tools
+
+
+def chat_tools(tools: Mapping[int, FlatTool | BlockTool], paths: dict[str, str], schema_field: str) -> list[Tool]:
+    """Return a chat's tools, and add the client's names of their parts to `paths`."""
+    for index, place in enumerate(tools):
+        paths[f"tools[{index}].function"] = f"tools[{place}]"
+        paths[f"tools[{index}].function.parameters"] = f"tools[{place}].{schema_field}"
+    return [Tool(Function(tool.name, tool.description, tool.parameters, tool.strict)) for tool in tools.values()]
 
 
 def chat_text(content: str | list[TextPart]) -> str | list[dict[str, str]]:
@@ -157,24 +123,3 @@ def of_kind(value: object, kind: Any, field: str) -> Any:
     except msgspec.ValidationError as error:
         within, what = objection(error, kind)
         raise InvalidRequest(field + within, what) from None
-
-
-@contextmanager
-def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
-    """Turn the chat's names of fields into those of the API that the request came by, in what is refused."""
-    try:
-        yield
-    except (InvalidRequest, HttpError) as error:
-        found = as_http_error(error)
-        if found.param is None:
-            raise
-        name = _renamed(found.param, names)
-        message = name + found.message.removeprefix(found.param)
-        raise HttpError(found.status, message, param=name, headers=found.headers) from None
-
-
-def _renamed(field: str, names: Mapping[str, str]) -> str:
-    field = field.replace("].function", "]") if field.startswith("tools[") else field
-    field = field.partition(".tool_calls")[0]  # the agents' APIs have calls in items or blocks of their own
-    old = max((name for name in names if field == name or field.startswith(f"{name}.")), default=None)
-    return field if old is None else names[old] + field[len(old) :]

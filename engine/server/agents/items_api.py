@@ -18,11 +18,11 @@ from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.events import num_prompt_tokens, thinking_switch, write
 from penstock.engine.server.agents.item_writer import ItemsReply, ItemWriter
 from penstock.engine.server.agents.items import (
+    add_items,
+    chat_tools,
     checked_items,
     given_items,
-    in_words_of,
     own_tools,
-    to_messages,
 )
 from penstock.engine.server.agents.items_schema import (
     ITEM,
@@ -38,13 +38,14 @@ from penstock.engine.server.agents.items_schema import (
 from penstock.engine.server.agents.response_store import RunningResponse, StoredResponse
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ask
-from penstock.engine.server.prompts import Conversation
+from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.service import Service
 
 MAX_CHAIN = 1000  # responses, each with its previous one
-NAMES = {  # the chat's names of fields, and ours
+PATHS = {  # of the chat's fields, in this API
     "messages": "input",
     "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
@@ -61,17 +62,14 @@ class InputTokens(msgspec.Struct, frozen=True):
 async def responses(service: Service, call: Call, body: bytes) -> ItemsReply | AsyncGenerator[bytes, None]:
     """Answer a conversation of items."""
     request = service.accept(call, body, ResponsesRequest, NOT_SERVED)
-    tools = own_tools(request.tools, FlatTool, VENDOR_TOOLS, call.ignored)
+    chat, conversation, tools, given = _chat(service, call, request, len(body))
     reply = _reply(service, call, request, tools)
-    chat = schema.ChatRequest(messages=Raw(), **_fields(request, tools))
-    given, conversation = _conversation(service, call, request, len(body))
-    with in_words_of(NAMES):
-        plan = await ask(service, call, chat, len(body), conversation)
+    plan = await ask(service, call, chat, conversation)
     keep = partial(_keep, service, call, request, given)
     writer = ItemWriter(call, reply, service.tokenizer, keep, is_stream=bool(request.stream))
     pieces = write(service, call, plan, writer, raises=not request.stream)
     if request.stream:
-        return _cancellable(service, RunningResponse(owner_of(call), call, writer), pieces)
+        return _cancellable(service, reply.id, RunningResponse(owner_of(call), call, reply), pieces)
     async for _ in pieces:
         pass
     return reply
@@ -80,12 +78,9 @@ async def responses(service: Service, call: Call, body: bytes) -> ItemsReply | A
 async def input_tokens(service: Service, call: Call, body: bytes) -> InputTokens:
     """How many tokens the prompt of a response would have."""
     request = service.accept(call, body, ItemsRequest, NOT_SERVED)
-    tools = own_tools(request.tools, FlatTool, VENDOR_TOOLS, call.ignored)
     with service.admit(1):
-        chat = schema.ChatRequest(messages=Raw(), **_fields(request, tools))
-        _, conversation = _conversation(service, call, request, len(body))
-        with in_words_of(NAMES):
-            return InputTokens(await num_prompt_tokens(service, chat, conversation))
+        chat, conversation, _, _ = _chat(service, call, request, len(body))
+        return InputTokens(await num_prompt_tokens(service, chat, conversation))
 
 
 def owner_of(call: Call) -> bytes:
@@ -98,10 +93,9 @@ def not_stored(field: str, response_id: str, status: int = 404) -> HttpError:
 
 
 async def _cancellable(
-    service: Service, running: RunningResponse, pieces: AsyncGenerator[bytes, None]
+    service: Service, response_id: str, running: RunningResponse, pieces: AsyncGenerator[bytes, None]
 ) -> AsyncGenerator[bytes, None]:
     """Pass the stream on, and let other connections find it by its id while it lasts."""
-    response_id = running.writer.reply.id
     service.responses.running[response_id] = running
     try:
         async with aclosing(pieces):
@@ -124,10 +118,13 @@ def _past(service: Service, call: Call, previous_id: str | None) -> list[StoredR
     return turns[::-1]
 
 
-def _conversation(
+def _chat(
     service: Service, call: Call, request: ItemsRequest, size_bytes: int
-) -> tuple[list[AnyItem], Conversation]:
-    """Return the items of the request, and the conversation that they and the stored turns are."""
+) -> tuple[schema.ChatRequest, Conversation, list[FlatTool], list[AnyItem]]:
+    """Return the chat that the request stands for, with its tools and its items. `size_bytes`: of its body."""
+    conversation = Conversation(size_bytes, PATHS)
+    tools = own_tools(request.tools, FlatTool, VENDOR_TOOLS, call.ignored)
+    fields = _fields(request, tools, conversation)
     past = _past(service, call, request.previous_response_id)
     given = checked_items(given_items(request.input, service.info), "input")
     placed: list[tuple[str, AnyItem]] = [
@@ -136,11 +133,12 @@ def _conversation(
     placed += [(f"input[{place}]", item) for place, item in enumerate(given)]
     if not placed:
         raise InvalidRequest("input", "at least one item is needed")
-    size_bytes += sum(len(stored.items) for stored in past)
-    return given, to_messages(placed, request.instructions).build(size_bytes)
+    conversation.size_bytes += sum(len(stored.items) for stored in past)
+    add_items(conversation, placed, request.instructions)
+    return schema.ChatRequest(messages=Raw(), **fields), conversation, [*tools.values()], given
 
 
-def _fields(request: ItemsRequest, tools: list[FlatTool]) -> dict[str, Any]:
+def _fields(request: ItemsRequest, tools: dict[int, FlatTool], conversation: Conversation) -> dict[str, Any]:
     """Return all fields of the chat but its messages."""
     choice = request.tool_choice
     fields: dict[str, Any] = {name: getattr(request, name, None) for name in SAME} | {"tool_choice": choice}
@@ -148,12 +146,10 @@ def _fields(request: ItemsRequest, tools: list[FlatTool]) -> dict[str, Any]:
         fields["tool_choice"] = schema.NamedTool(schema.FunctionName(choice.name))
     elif isinstance(choice, AllowedTools):
         fields["tool_choice"], names = choice.mode, {tool.name for tool in choice.tools}
-        if missing := names - {tool.name for tool in tools}:
+        if missing := names - {tool.name for tool in tools.values()}:
             raise InvalidRequest("tool_choice.tools", f"{clip(min(missing))!r} is not among the tools")
-        tools = [tool for tool in tools if tool.name in names]
-    fields["tools"] = [
-        schema.Tool(schema.Function(each.name, each.description, each.parameters, each.strict)) for each in tools
-    ]
+        tools = {place: tool for place, tool in tools.items() if tool.name in names}
+    fields["tools"] = chat_tools(tools, conversation.paths, "parameters")
     form = request.text.format if request.text is not None else None
     if form is not None:
         of_json = schema.JsonSchema(form.schema) if form.type == "json_schema" else None

@@ -12,7 +12,7 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.block_writer import BlockWriter, MessageReply
 from penstock.engine.server.agents.events import num_prompt_tokens, thinking_switch, write
-from penstock.engine.server.agents.items import ConversationBuilder, in_words_of, own_tools
+from penstock.engine.server.agents.items import chat_tools, own_tools
 from penstock.engine.server.agents.messages_schema import (
     NOT_SERVED,
     VENDOR_TOOLS,
@@ -26,11 +26,11 @@ from penstock.engine.server.agents.messages_schema import (
 )
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ask
-from penstock.engine.server.prompts import Conversation, check_braces
+from penstock.engine.server.conversation import Conversation, check_braces
 from penstock.engine.server.service import Service
 
 VERSIONS = ("2023-06-01", "2026-10-21")  # what is taken and given is the same under both
-NAMES = {  # what a chat calls otherwise
+PATHS = {  # of the chat's fields, in this API
     "stop": "stop_sequences",
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
@@ -49,8 +49,7 @@ async def messages(service: Service, call: Call, body: bytes) -> MessageReply | 
     """Answer a conversation of blocks."""
     request = _accepted(service, call, body, MessagesRequest)
     chat, conversation = _chat(service, call, request, len(body))
-    with in_words_of(NAMES):
-        plan = await ask(service, call, chat, len(body), conversation)
+    plan = await ask(service, call, chat, conversation)
     writer = BlockWriter(call, is_stream=bool(request.stream))
     pieces = write(service, call, plan, writer, raises=not request.stream)
     if request.stream:
@@ -63,7 +62,7 @@ async def messages(service: Service, call: Call, body: bytes) -> MessageReply | 
 async def count_tokens(service: Service, call: Call, body: bytes) -> CountReply:
     """How many tokens the prompt of a message would have."""
     chat, conversation = _chat(service, call, _accepted(service, call, body, CountRequest), len(body))
-    with service.admit(1), in_words_of(NAMES):
+    with service.admit(1):
         return CountReply(await num_prompt_tokens(service, chat, conversation))
 
 
@@ -85,11 +84,11 @@ def _chat(
         raise InvalidRequest("messages", "at least one is needed")
     if given[-1].role == "assistant" and not given[-1].content and len(given) > 1:
         given.pop()  # nothing is begun
-    chat = ConversationBuilder()
+    conversation = Conversation(size_bytes, PATHS)
     if request.system:
-        chat.add("system", "system", content=_text(request.system))
+        conversation.say("system", "system", _text(request.system), "")
     for index, message in enumerate(given):
-        _add(chat, f"messages[{index}]", message)
+        _add(conversation, f"messages[{index}]", message)
     fields: dict[str, Any] = {name: getattr(request, name, None) for name in SAME}
     if given[-1].role == "assistant":  # its beginning is given: the model goes on from there
         begun = given[-1].content
@@ -97,12 +96,13 @@ def _chat(
             what = "a turn of the assistant that ends the messages is gone on with, so its last block has to be a text"
             raise InvalidRequest(f"messages[{len(given) - 1}].content", what)
         fields["continue_final_message"] = True
-    fields |= _options(request, own_tools(request.tools, BlockTool, VENDOR_TOOLS, call.ignored))
-    return schema.ChatRequest(messages=Raw(), **fields), chat.build(size_bytes)
+    tools = own_tools(request.tools, BlockTool, VENDOR_TOOLS, call.ignored)
+    fields |= _options(request) | {"tools": chat_tools(tools, conversation.paths, "input_schema")}
+    return schema.ChatRequest(messages=Raw(), **fields), conversation
 
 
-def _add(chat: ConversationBuilder, place: str, message: BlockMessage) -> None:
-    """An assistant's blocks as one message; the results of tools each in a message of their own, and the text around."""
+def _add(chat: Conversation, place: str, message: BlockMessage) -> None:
+    """Add an assistant's blocks as one message, and the results of tools each as a message between the texts around them."""
     blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
     texts: list[dict[str, str]] | None = None
     for index, block in enumerate(blocks):
@@ -118,7 +118,7 @@ def _add(chat: ConversationBuilder, place: str, message: BlockMessage) -> None:
             chat.call(at, block.id, block.name, block.input)
         else:
             error = "Error: " if block.is_error else ""  # templates have no other word for it
-            chat.add(at, "tool", tool_call_id=block.tool_use_id, content=error + _text(block.content))
+            chat.result(at, block.tool_use_id, error + _text(block.content), "tool_use_id")
             texts = None
 
 
@@ -126,15 +126,12 @@ def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _options(request: CountRequest, tools: list[BlockTool]) -> dict[str, Any]:
+def _options(request: CountRequest) -> dict[str, Any]:
     """Return the fields that a chat has under another name or in another form."""
     fields: dict[str, Any] = {"stop": getattr(request, "stop_sequences", None)}
     if (thinking := request.thinking) is not None:
         fields["chat_template_kwargs"] = thinking_switch(thinking.type != "disabled")
         fields["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
-    fields["tools"] = [
-        schema.Tool(schema.Function(tool.name, tool.description, tool.input_schema, tool.strict)) for tool in tools
-    ]
     if (choice := request.tool_choice) is not None:
         if (choice.type == "tool") != (choice.name is not None):
             raise InvalidRequest("tool_choice.name", "needed with the type 'tool', and only there")

@@ -4,7 +4,7 @@ served."""
 import re
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Raw
+from msgspec import Meta, Raw, field
 
 from penstock.engine.server.agents.items_schema import AnyTool, Id, Strict
 from penstock.engine.server.requests import UNSERVED, PromptRequest, Unserved
@@ -53,11 +53,11 @@ class ThinkingConfig(Strict, frozen=True):
 VENDOR_TOOLS = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_(regex|bm25))(_\d{8})?|mcp_toolset")
 
 
-class BlockTool(Strict, frozen=True):
+class BlockTool(Strict, frozen=True, kw_only=True):
     """A function, which the client runs."""
 
     name: str
-    input_schema: dict[str, Any]
+    parameters: dict[str, Any] = field(name="input_schema")
     type: Literal["custom"] | None = None
     description: str | None = None
     strict: bool | None = None

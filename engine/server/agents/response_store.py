@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.engine.server.agents.item_writer import ItemWriter
+import msgspec
+
 from penstock.engine.server.call import Call
 
 MAX_RESPONSES = 10_000
@@ -35,7 +36,7 @@ class StoredResponse(NamedTuple):
 class RunningResponse:
     owner: bytes
     call: Call
-    writer: ItemWriter
+    reply: msgspec.Struct  # as far as it is written
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 

@@ -30,7 +30,7 @@ async def get(service: Service, call: Call, _body: bytes) -> Reply:
     if query.get("stream", ["false"])[-1] != "false":
         raise InvalidRequest("stream", "a response is streamed once, while it is made; only 'false' is served")
     if (running := _running(service, call)) is not None:
-        return running.writer.reply
+        return running.reply
     return Raw(_stored(service, call).reply)
 
 
@@ -53,15 +53,15 @@ async def cancel(service: Service, call: Call, _body: bytes) -> Reply:
             what = f"only a response that is still running can be cancelled; this one has ended ({status})"
             raise InvalidRequest("response_id", what)
         return Raw(stored.reply)
-    running.writer.is_cancelled = True
+    running.call.is_cancelled = True
     for answer in running.call.answers:
         answer.abort()
     try:
         async with asyncio.timeout(CANCEL_WAIT_S):
             await running.has_ended.wait()
     except TimeoutError:
-        return msgspec.structs.replace(running.writer.reply, status="cancelled")
-    return running.writer.reply
+        return msgspec.structs.replace(running.reply, status="cancelled")
+    return running.reply
 
 
 async def removed(_service: Service, call: Call, _body: bytes) -> Any:

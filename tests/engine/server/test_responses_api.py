@@ -209,7 +209,18 @@ def test_a_text_format_is_a_grammar(server: Running, client: Any) -> None:
             "input[0].content[0].type",
         ),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "function_call_output", "call_id": "no", "output": "x"}]}, "input[0].tool_call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "no", "output": "x"}]}, "input[0].call_id"),
+        (
+            {
+                "input": [
+                    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+                    {"role": "assistant", "content": "a"},
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                    {"type": "function_call", "call_id": "d", "name": "f", "arguments": "[1]"},
+                ]
+            },
+            "input[3].arguments",
+        ),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
         ({"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "msg_1"}]}, "input[1].type"),
         ({"input": [{"id": "msg_1"}]}, "input[0].type"),
@@ -218,6 +229,8 @@ def test_a_text_format_is_a_grammar(server: Running, client: Any) -> None:
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "name": "a b", "parameters": {}}]}, "tools[0].name"),
+        ({"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]}, "tools[1].name"),
+        ({"tools": [{"type": "web_search"}, {**TOOL, "parameters": {"type": "array"}}]}, "tools[1].parameters.type"),
         ({"tool_choice": {"type": "function", "name": "f"}, "tools": [TOOL]}, "tool_choice.name"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"include": ["file_search_call.results"]}, "include[0]"),

@@ -10,7 +10,8 @@ import msgspec
 import openai
 import pytest
 
-from penstock.engine.server.tool_choice import MAX_PAST_CALLS, MAX_SCHEMA_BYTES, MAX_TOOLS
+from penstock.engine.server.conversation import MAX_PAST_CALLS
+from penstock.engine.server.tool_choice import MAX_SCHEMA_BYTES, MAX_TOOLS
 from penstock.engine.text.template import ChatTemplate
 from tests.support.call_writers import WRITERS
 from tests.support.chat_samples import LLAMA3, QWEN3

@@ -11,7 +11,8 @@ import pytest
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.errors import HttpError
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.server.prompts import conversation_of, render, to_ids
+from penstock.engine.server.conversation import Conversation
+from penstock.engine.server.prompts import render, to_ids
 from penstock.engine.server.requests import ChatRequest, parse
 from penstock.engine.server.server_config import ServerConfig, resolve
 from penstock.engine.server.service import Service
@@ -44,7 +45,9 @@ def served(body: bytes, service: Service = SERVICE) -> list[int] | str:
 
     async def ids() -> list[int]:
         request = parse(body, ChatRequest, [])
-        text = await render(request, conversation_of(request, service.info, len(body)), service)
+        conversation = Conversation(len(body))
+        conversation.decode(request.messages, service.info)
+        text = await render(request, conversation, service)
         return (await to_ids("messages", [text], service, request.add_special_tokens))[0]
 
     try:

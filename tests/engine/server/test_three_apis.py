@@ -1,0 +1,313 @@
+"""Chats, Responses and Messages give the same answer: whole and streamed, in every format of tool calls, however the engine cuts it.
+
+Each reader below turns an API's answer, or its events, into one `Seen`. An error names the field as the client of that API wrote
+it, and is the same for a stream.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+import pytest
+
+from penstock.engine.text.template import ChatTemplate
+from tests.support.call_writers import FORMS, WRITERS
+from tests.support.chat_samples import QWEN3
+from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer
+from tests.support.running_server import MODEL, Running, running
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("weather", {"city": 'Zürich <"\n>', "days": 3}),
+    ("weather", {"city": "Ulm"}),
+]
+SIZES = (1, 7, 10_000)  # tokens (bytes) that one step of the engine brings
+
+
+class Seen(NamedTuple):
+    reasoning: str
+    text: str
+    calls: list[tuple[str, Any]]
+    finish: str
+    usage: tuple[int, int, int]  # tokens read, of them cached, and written
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def chat_usage(usage: dict[str, Any]) -> tuple[int, int, int]:
+    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
+
+
+def whole_chat(reply: dict[str, Any]) -> Seen:
+    (choice,) = reply["choices"]
+    message = choice["message"]
+    calls = [
+        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls", ())
+    ]
+    reasoning, text = message.get("reasoning_content", ""), message["content"] or ""
+    return Seen(reasoning, text, calls, choice["finish_reason"], chat_usage(reply["usage"]))
+
+
+def streamed_chat(found: list[dict[str, Any]]) -> Seen:
+    deltas = [choice["delta"] for event in found for choice in event["choices"]]
+    parts: list[list[str]] = []
+    for call in [call for delta in deltas for call in delta.get("tool_calls", ())]:
+        if "id" in call:
+            assert call["index"] == len(parts)
+            parts.append([call["function"]["name"], ""])
+        parts[call["index"]][1] += call["function"]["arguments"]
+    reasons = [choice["finish_reason"] for event in found for choice in event["choices"] if choice["finish_reason"]]
+    reasoning, text = ("".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning_content", "content"))
+    calls = [(name, json.loads(arguments)) for name, arguments in parts]
+    return Seen(reasoning, text, calls, "".join(reasons), chat_usage(found[-1]["usage"]))
+
+
+def whole_response(reply: dict[str, Any]) -> Seen:
+    items = reply["output"]
+    reasoning, text = (
+        "".join(part["text"] for item in items if item["type"] == kind for part in item["content"])
+        for kind in ("reasoning", "message")
+    )
+    calls = [(item["name"], json.loads(item["arguments"])) for item in items if item["type"] == "function_call"]
+    usage = reply["usage"]
+    read, cached = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
+    finish = {"completed": "tool_calls" if calls else "stop", "incomplete": "length"}[reply["status"]]
+    return Seen(reasoning, text, calls, finish, (read, cached, usage["output_tokens"]))
+
+
+def streamed_response(found: list[dict[str, Any]]) -> Seen:
+    """Read the deltas; the response in the last event must say the same."""
+    seen = whole_response(found[-1]["response"])
+    for name, kind in (("reasoning", "reasoning_text"), ("text", "output_text")):
+        deltas = [event["delta"] for event in found if event["type"] == f"response.{kind}.delta"]
+        assert "".join(deltas) == getattr(seen, name)
+    arguments = [event["delta"] for event in found if event["type"] == "response.function_call_arguments.delta"]
+    names = [event["name"] for event in found if event["type"] == "response.function_call_arguments.done"]
+    decoder, text, given = json.JSONDecoder(), "".join(arguments), []
+    while text:
+        value, end = decoder.raw_decode(text)
+        given.append(value)
+        text = text[end:]
+    assert list(zip(names, given, strict=True)) == seen.calls
+    return seen
+
+
+def whole_message(reply: dict[str, Any]) -> Seen:
+    blocks = reply["content"]
+    reasoning, text = (
+        "".join(block[kind] for block in blocks if block["type"] == kind) for kind in ("thinking", "text")
+    )
+    calls = [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
+    finish = {"tool_use": "tool_calls", "end_turn": "stop", "max_tokens": "length"}[reply["stop_reason"]]
+    return Seen(reasoning, text, calls, finish, message_usage(reply["usage"]))
+
+
+def message_usage(usage: dict[str, int]) -> tuple[int, int, int]:
+    cached = usage["cache_read_input_tokens"]
+    return usage["input_tokens"] + cached, cached, usage["output_tokens"]
+
+
+def streamed_message(found: list[dict[str, Any]]) -> Seen:
+    blocks: list[dict[str, Any]] = []
+    for event in found:
+        if event["type"] == "content_block_start":
+            blocks.append({**event["content_block"], "json": ""})
+        if event["type"] == "content_block_delta":
+            delta = event["delta"]
+            for kind, field in (("text_delta", "text"), ("thinking_delta", "thinking")):
+                if delta["type"] == kind:
+                    blocks[event["index"]][field] += delta[field]
+            blocks[event["index"]]["json"] += delta.get("partial_json", "")
+    content = [{**block, "input": json.loads(block["json"] or "{}")} for block in blocks]
+    (last,) = [event for event in found if event["type"] == "message_delta"]
+    return whole_message({"content": content, "usage": last["usage"], **last["delta"]})
+
+
+class Api(NamedTuple):
+    path: str
+    fields: dict[str, Any]  # of every request
+    stream: dict[str, Any]
+    tool: dict[str, Any]
+    whole: Callable[[dict[str, Any]], Seen]
+    streamed: Callable[[list[dict[str, Any]]], Seen]
+
+    def ask(self, server: Running, **more: Any) -> httpx.Response:
+        return server.post(self.path, {"model": MODEL, **self.fields, **more})
+
+
+def function(name: str = "weather", parameters: Any = SCHEMA) -> dict[str, Any]:
+    return {"name": name, "description": "Weather.", "parameters": parameters}
+
+
+HI = [{"role": "user", "content": "Hi, how is the weather?"}]
+APIS = {
+    "chat": Api(
+        "/v1/chat/completions",
+        {"messages": HI, "max_tokens": 700},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"type": "function", "function": function()},
+        whole_chat,
+        streamed_chat,
+    ),
+    "responses": Api(
+        "/v1/responses",
+        {"input": HI, "max_output_tokens": 700},
+        {"stream": True},
+        {"type": "function", **function()},
+        whole_response,
+        streamed_response,
+    ),
+    "messages": Api(
+        "/v1/messages",
+        {"messages": HI, "max_tokens": 700},
+        {"stream": True},
+        {"name": "weather", "description": "Weather.", "input_schema": SCHEMA},
+        whole_message,
+        streamed_message,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if " " not in name])
+def test_every_api_says_the_same_whole_and_streamed(name: str) -> None:
+    calls = CALLS if FORMS[name].has_many else CALLS[:1]
+    called = f"<think>\nHm, <tool>?\n</think>\n\nWell, <\n\n{WRITERS[name](calls)}"
+    tokenizer = byte_tokenizer(*FORMS[name].tokens)
+    template = ChatTemplate(QWEN3, {"bos_token": ""})
+    engine = FakeEngine(tokenizer=tokenizer, info=msgspec.structs.replace(INFO, max_model_len=4000))
+    with running(engine, tokenizer, template, tool_call_parser=name) as server:
+        for text, wanted, sizes in (("<think>Hm.</think>\nHello.", [], SIZES[:1]), (called, calls, SIZES)):
+            server.engine.reply = text
+            seen: list[tuple[Any, Seen]] = []
+            for size in sizes:
+                server.engine.step_tokens = size
+                for api in APIS.values():
+                    whole = api.ask(server, tools=[api.tool])
+                    assert whole.status_code == 200, whole.text
+                    seen.append(((api.path, size, "whole"), api.whole(whole.json())))
+                    streamed = events(api.ask(server, tools=[api.tool], **api.stream))
+                    seen.append(((api.path, size, "streamed"), api.streamed(streamed)))
+            first = seen[0][1]
+            assert (first.calls, first.finish) == (wanted, "tool_calls" if wanted else "stop")
+            assert first.reasoning.startswith("Hm") and first.text and first.usage[2] > 10
+            for which, each in seen:
+                assert each == first, which
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(template=ChatTemplate(QWEN3, {"bos_token": ""})) as started:
+        yield started
+
+
+def past_call(arguments: str) -> dict[str, Any]:
+    return {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+
+ITEM = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+LIST = {"type": "array"}
+SAID = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+USED = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
+# What is wrong, and the field that each API's client wrote it in.
+REFUSED: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
+    "a tool's name": {
+        "chat": ({"tools": [{"type": "function", "function": function("a b")}]}, "tools[0].function.name"),
+        "responses": ({"tools": [{"type": "web_search"}, {"type": "function", **function("a b")}]}, "tools[1].name"),
+        "messages": ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+    },
+    "a tool's schema": {
+        "chat": (
+            {"tools": [{"type": "function", "function": function("f", LIST)}]},
+            "tools[0].function.parameters.type",
+        ),
+        "responses": ({"tools": [{"type": "function", **function("f", LIST)}]}, "tools[0].parameters.type"),
+        "messages": ({"tools": [{"name": "f", "input_schema": LIST}]}, "tools[0].input_schema.type"),
+    },
+    "a result of no call": {
+        "chat": ({"messages": [{"role": "tool", "tool_call_id": "x", "content": "5"}]}, "messages[0].tool_call_id"),
+        "responses": ({"input": [{"type": "function_call_output", "call_id": "x", "output": "5"}]}, "input[0].call_id"),
+        "messages": (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
+            "messages[0].content[0].tool_use_id",
+        ),
+    },
+    "two calls with one id": {
+        "chat": (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [past_call("{}")] * 2}]},
+            "messages[0].tool_calls",
+        ),
+        "responses": ({"input": [SAID, ITEM, ITEM]}, "input[2]"),
+        "messages": (
+            {"messages": [HI[0], {"role": "assistant", "content": [USED, USED]}, HI[0]]},
+            "messages[1].content[1]",
+        ),
+    },
+    "arguments of a past call": {
+        "chat": (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [past_call("[1]")]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        "responses": ({"input": [SAID, {**ITEM, "call_id": "b"}, {**ITEM, "arguments": "[1]"}]}, "input[2].arguments"),
+    },
+    "a choice of no tool": {
+        "chat": (
+            {"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [APIS["chat"].tool]},
+            "tool_choice.function.name",
+        ),
+        "responses": (
+            {"tool_choice": {"type": "function", "name": "no"}, "tools": [APIS["responses"].tool]},
+            "tool_choice.name",
+        ),
+        "messages": (
+            {"tool_choice": {"type": "tool", "name": "no"}, "tools": [APIS["messages"].tool]},
+            "tool_choice.name",
+        ),
+    },
+    "no tokens": {
+        "chat": ({"max_tokens": 0}, "max_tokens"),
+        "responses": ({"max_output_tokens": 0}, "max_output_tokens"),
+        "messages": ({"max_tokens": 0}, "max_tokens"),
+    },
+    "a prompt beyond the context": {
+        "chat": ({"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
+        "responses": ({"input": "x" * 2000}, "input"),
+        "messages": ({"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
+    },
+    "a format that cannot be compiled": {
+        "chat": (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "colour"}}}},
+            "response_format.json_schema.schema",
+        ),
+        "responses": (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "colour"}}}},
+            "text.format.schema",
+        ),
+        "messages": (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "colour"}}}},
+            "output_config.format.schema",
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", APIS)
+@pytest.mark.parametrize("what", REFUSED)
+def test_an_error_names_the_field_as_the_client_wrote_it(server: Running, what: str, name: str, stream: bool) -> None:
+    fields, param = REFUSED[what].get(name, ({}, ""))
+    if not fields:
+        pytest.skip("this API cannot say it")
+    answer = APIS[name].ask(server, **fields, **(APIS[name].stream if stream else {}))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error["message"]
+    assert error["message"].startswith(f"{param}: ")
