@@ -19,8 +19,6 @@ from penstock.engine.text.tools.formats import Calls
 from penstock.engine.text.tools.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from penstock.engine.text.tools.thinking import Thinking
 
-_NUMBER = '":" /[0-9]{1,4}/'
-
 
 def grammar(
     special_ids: Mapping[str, int],
@@ -76,12 +74,7 @@ def _block(rules: Rules, calls: Calls, before: str, *, is_optional: bool = False
         # The text up to the arguments is one terminal: beside a terminal of free text the lexer would miss the end of a
         # shorter one.
         for heads, head in ((first, before), (later, written.join + written.before_name)):
-            if calls.form.is_numbered:
-                heads.append(
-                    f"{rules.text(head + function.name)} {_NUMBER} {rules.text(written.before_arguments)} {behind}"
-                )
-            else:
-                heads.append(f"{rules.text(head + function.name + written.before_arguments)} {behind}")
+            heads.append(f"{rules.text(head + function.name + written.before_arguments)} {behind}")
     rules.lines.append(f"{name}: {' | '.join(first)}")
     # In free text the next mark begins the next call where each call has marks of its own.
     if not calls.many or (is_optional and written.start and written.join.endswith(written.start)):

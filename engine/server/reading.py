@@ -29,7 +29,7 @@ class Reading:
         if is_last:
             found = found + self._reader.finish()
         return [
-            piece._replace(id=piece.id or self._new_id()) if isinstance(piece, CallStart) else piece
+            piece._replace(id=self._new_id()) if isinstance(piece, CallStart) else piece
             for piece in found
             if self._shows_reasoning or not isinstance(piece, Reasoning)
         ]

@@ -59,14 +59,6 @@ def _minimax(name: str, given: dict[str, Any]) -> str:
     return f'<invoke name="{name}">\n{values}</invoke>'
 
 
-def _kimi(calls: Sequence[Call]) -> str:
-    each = (
-        f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{_json(given)}<|tool_call_end|>"
-        for index, (name, given) in enumerate(calls)
-    )
-    return "<|tool_calls_section_begin|>" + "".join(each) + "<|tool_calls_section_end|>"
-
-
 def _python(literal: Callable[[Any], str]) -> Callable[[str, dict[str, Any]], str]:
     return lambda name, given: f"{name}({', '.join(f'{key}={literal(value)}' for key, value in given.items())})"
 
@@ -112,16 +104,13 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "glm47": _each(lambda *call: f"<tool_call>{_glm('')(*call)}</tool_call>", "", "", ""),
     "deepseek_v3": _deepseek("function<｜tool▁sep｜>{}\n```json\n", "\n```", "\n"),
     "deepseek_v31": _deepseek("{}<｜tool▁sep｜>", "", ""),
-    "kimi_k2": _kimi,
     "minimax_m2": _each(_minimax, "<minimax:tool_call>\n", "\n</minimax:tool_call>", "\n"),
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
-    "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "lfm2": _each(_python(_literal), "<|tool_call_start|>[", "]<|tool_call_end|>", ", "),
     "olmo3": _each(_python(_literal), "<function_calls>\n", "\n</function_calls>", "\n"),
     "granite": _objects("<|tool_call|>[", "]", ", "),
     "phi4_mini_json": _objects("functools[", "]", ", "),
     "hunyuan_a13b": _objects("<tool_calls>[", "]</tool_calls>", ", "),
-    "xlam": _objects("[", "]", ", "),
 }
 # The same with values as Python prints them, which is read, but forced of no model.
 PRINTED = _each(_python(repr), "<|tool_call_start|>[", "]<|tool_call_end|>", ", ")

@@ -1,13 +1,13 @@
-"""An answer as Anthropic's Messages API has it: blocks of thinking, text and calls, and the events of each as it grows."""
+"""Writes an answer for Anthropic's Messages API: blocks of thinking, text and calls, and the events of each as it grows."""
 
 from typing import Any
 
 import msgspec
 
 from penstock.engine.http.errors import HttpError, error_body
-from penstock.engine.server.agents.events import EventQueue, Kind
+from penstock.engine.server.agents.events import Kind, Writer
 from penstock.engine.server.call import Call
-from penstock.engine.server.responses import ChatFinish, ChatLogprobs
+from penstock.engine.server.responses import ChatFinish
 from penstock.engine.text.tools.reader import CallStart, object_in
 
 UNSIGNED = "unsigned"  # in the place of a signature, which some clients insist on
@@ -28,26 +28,18 @@ class MessageReply(msgspec.Struct, kw_only=True):
     usage: dict[str, int] = {}
 
 
-class BlockWriter:
+class BlockWriter(Writer):
     def __init__(self, call: Call, *, is_stream: bool) -> None:
+        super().__init__(call, is_stream=is_stream)
         self.reply = MessageReply(id=f"msg_{call.id}", model=call.model)
-        self.events = EventQueue(is_stream)
-        self._call = call
-        self._kind: Kind | None = None  # of the last block, while it grows
-        self._index = -1  # its, in the stream, which also has calls that are cut off
-        self._text: list[str] = []
+        self._index = -1  # of the last block in the stream, which also has calls that are cut off
 
     def begin(self) -> None:
         self.reply.usage = self._usage()
-        self.events.add("message_start", message=self.reply)
-        self.events.add("ping")
+        self._event("message_start", message=self.reply)
+        self._event("ping")
 
-    def tokens(self, _logprobs: ChatLogprobs) -> None:
-        raise AssertionError("log-probabilities cannot be asked for")
-
-    def start(self, kind: Kind, call: CallStart | None) -> None:
-        self._close()
-        self._kind, self._text = kind, []
+    def _open(self, kind: Kind, call: CallStart | None) -> None:
         block: dict[str, Any]
         if call is not None:
             block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
@@ -55,10 +47,9 @@ class BlockWriter:
             block = {"type": FIELDS[kind], FIELDS[kind]: "", **({"signature": ""} if kind == "reasoning" else {})}
         self.reply.content.append(block)
         self._index += 1
-        self.events.add("content_block_start", index=self._index, content_block=block)
+        self._event("content_block_start", index=self._index, content_block=block)
 
-    def grow(self, text: str) -> None:
-        self._text.append(text)
+    def _grow(self, text: str) -> None:
         if self._kind == "call":
             self._delta("input_json_delta", partial_json=text)
         else:
@@ -66,38 +57,35 @@ class BlockWriter:
             self._delta(f"{name}_delta", **{name: text})
 
     async def end(self, reason: ChatFinish, stop: int | str | None) -> None:
-        self._close()
+        self._end_part("completed")
         reply = self.reply
         reply.stop_reason, reply.usage = REASONS.get(reason, "end_turn"), self._usage()
         if isinstance(stop, str):
             reply.stop_reason, reply.stop_sequence = "stop_sequence", stop
         ended = {"stop_reason": reply.stop_reason, "stop_sequence": reply.stop_sequence}
-        self.events.add("message_delta", delta=ended, usage=reply.usage)
-        self.events.add("message_stop")
+        self._event("message_delta", delta=ended, usage=reply.usage)
+        self._event("message_stop")
 
     async def fail(self, error: HttpError) -> None:
         found = msgspec.json.decode(error_body(error.status, error.message))
-        self.events.add("error", error=found["error"])
+        self._event("error", error=found["error"])
 
-    def _close(self) -> None:
-        """A call that was cut off in its middle is none: it is left out of the whole answer."""
-        if self._kind is None:
-            return
-        block, text = self.reply.content[-1], "".join(self._text)
-        if self._kind == "reasoning":
+    def _close(self, kind: Kind, text: str, _status: str) -> None:
+        """Complete a block. The whole answer leaves out a call that was cut off in its middle."""
+        block = self.reply.content[-1]
+        if kind == "reasoning":
             block["signature"] = UNSIGNED
             self._delta("signature_delta", signature=UNSIGNED)
-        self.events.add("content_block_stop", index=self._index)
-        if self._kind != "call":
-            block[FIELDS[self._kind]] = text
+        self._event("content_block_stop", index=self._index)
+        if kind != "call":
+            block[FIELDS[kind]] = text
         elif (given := object_in(text or "{}")) is not None:
             block["input"] = msgspec.Raw(given.encode())  # as it is: a number may be beyond a float
         else:
             self.reply.content.pop()
-        self._kind = None
 
     def _delta(self, kind: str, **fields: str) -> None:
-        self.events.add("content_block_delta", index=self._index, delta={"type": kind, **fields})
+        self._event("content_block_delta", index=self._index, delta={"type": kind, **fields})
 
     def _usage(self) -> dict[str, int]:
         cached = self._call.num_cached_tokens

@@ -1,11 +1,11 @@
 """Hands the pieces of an answer to the Writer of an agents' API, which turns them into parts (reasoning, text, calls).
 
-A Writer makes an API's events and its whole answer. It is given all pieces in a stream and otherwise, so that both carry the
-same. It begins with the first token, since only then it is known how much of the prompt was cached.
+An answer begins with its first token, since only then it is known how much of the prompt was cached.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,49 +27,77 @@ KINDS: dict[type[Piece], Kind] = {Reasoning: "reasoning", Content: "text", CallS
 _ENCODER = msgspec.json.Encoder()
 
 
-class EventQueue:
-    """The events that are yet to be sent; kept only for a stream."""
+class Writer(ABC):
+    """Writes one answer as parts (reasoning, text, calls): the events of a stream, and the whole answer. It is given all pieces in
+    a stream and otherwise, so that both carry the same."""
 
-    def __init__(self, is_stream: bool) -> None:
-        self._is_stream = is_stream
-        self._waiting: list[bytes] = []
+    def __init__(self, call: Call, *, is_stream: bool) -> None:
+        self._call, self._is_stream = call, is_stream
+        self._kind: Kind | None = None  # of the last part, while it grows
+        self._text: list[str] = []  # of that part
+        self._events: list[bytes] = []  # not sent yet
 
-    def add(self, kind: str, **fields: Any) -> None:
-        if self._is_stream:
-            data = _ENCODER.encode({"type": kind, **fields})
-            self._waiting.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+    def take(self, piece: Piece) -> None:
+        """Add a piece to the part that grows, or begin a new part with it."""
+        start = piece if isinstance(piece, CallStart) else None
+        if KINDS[type(piece)] != self._kind or start is not None:
+            self._begin_part(KINDS[type(piece)], start)
+        if not isinstance(piece, CallStart):
+            self._text.append(piece.text)
+            self._grow(piece.text)
 
     def taken(self) -> bytes:
-        waiting, self._waiting = self._waiting, []
-        return b"".join(waiting)
+        """Return the events that are to be sent."""
+        events, self._events = self._events, []
+        return b"".join(events)
 
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin the answer. It is known how much of the prompt was cached."""
 
-class Writer(Protocol):
-    """Of one answer: `begin`, then parts, each with `start` and `grow`, until `end` or, at any time, `fail`."""
+    def tokens(self, _logprobs: ChatLogprobs, /) -> None:
+        """Take the log-probabilities of what comes next."""
+        raise AssertionError("log-probabilities cannot be asked for")
 
-    events: EventQueue
+    @abstractmethod
+    async def end(self, reason: ChatFinish, stop: int | str | None) -> None:
+        """End the answer, which is complete or was cut at its length."""
 
-    def begin(self) -> None: ...
+    @abstractmethod
+    async def fail(self, error: HttpError) -> None:
+        """End the answer, at any time."""
 
-    def tokens(self, logprobs: ChatLogprobs, /) -> None:
-        """Of what comes next."""
+    def _begin_part(self, kind: Kind, call: CallStart | None) -> None:
+        self._end_part("completed")
+        self._kind, self._text = kind, []
+        self._open(kind, call)
 
-    def start(self, kind: Kind, call: CallStart | None, /) -> None:
-        """The part before it is complete."""
+    @abstractmethod
+    def _open(self, kind: Kind, call: CallStart | None) -> None: ...
 
-    def grow(self, text: str, /) -> None: ...
+    @abstractmethod
+    def _grow(self, text: str) -> None: ...
 
-    async def end(self, reason: ChatFinish, stop: int | str | None, /) -> None: ...
+    def _end_part(self, status: str) -> None:
+        """Complete the part that grows, if there is one. `status`: "completed", or "incomplete" where the answer is cut off."""
+        if self._kind is not None:
+            self._close(self._kind, "".join(self._text), status)
+            self._kind = None
 
-    async def fail(self, error: HttpError, /) -> None: ...
+    @abstractmethod
+    def _close(self, kind: Kind, text: str, status: str) -> None: ...
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        if self._is_stream:
+            data = _ENCODER.encode({"type": kind, **fields})
+            self._events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
 
 
 async def write(
     service: Service, call: Call, plan: ReadingPlan, writer: Writer, *, raises: bool = False
 ) -> AsyncGenerator[bytes, None]:
-    """Write the whole answer, in pieces of a stream. `raises`: a failure is the caller's to report."""
+    """Write the whole answer and yield its events. With `raises`, a failure is left to the caller."""
     has_begun = False
-    kind: Kind | None = None
     reading, (answer,) = plan.begin(), call.answers
     try:
         async for updates in answer:
@@ -80,24 +108,19 @@ async def write(
                 if update.logprobs is not None:
                     writer.tokens(chat_logprobs(service.tokenizer, update.logprobs, as_ids=False))
                 for piece in reading.pieces(update.text, is_last=update.finish_reason is not None):
-                    start = piece if isinstance(piece, CallStart) else None
-                    if KINDS[type(piece)] != kind or start is not None:
-                        kind = KINDS[type(piece)]
-                        writer.start(kind, start)
-                    if not isinstance(piece, CallStart):
-                        writer.grow(piece.text)
+                    writer.take(piece)
                 reason = reading.finish_reason(update.finish_reason)
                 if reason == "abort":
                     raise HttpError(503, "the answer was ended before it was complete")
                 if reason is not None:
                     await writer.end(reason, update.stop_reason)
-            if written := writer.events.taken():
+            if written := writer.taken():
                 yield written
     except REFUSALS as error:
-        if raises or (call.reports and not has_begun):  # of a router: it asks another engine
+        if raises or (call.reports and not has_begun):  # a router asks another engine
             raise
         await writer.fail(as_http_error(error))
-        yield writer.events.taken()
+        yield writer.taken()
 
 
 async def num_prompt_tokens(service: Service, request: ChatRequest, conversation: Conversation) -> int:
@@ -109,5 +132,5 @@ async def num_prompt_tokens(service: Service, request: ChatRequest, conversation
 
 
 def thinking_switch(is_on: bool) -> dict[str, bool]:
-    """The variables by which templates learn whether the model shall think."""
+    """Return the variables by which templates learn whether the model shall think."""
     return {"enable_thinking": is_on, "thinking": is_on}

@@ -1,4 +1,4 @@
-"""An answer as the Responses API has it: items of reasoning, text and calls, and the events of each as it grows."""
+"""Writes an answer for the Responses API: items of reasoning, text and calls, and the events of each as it grows."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from penstock.engine.http.errors import HttpError
-from penstock.engine.server.agents.events import EventQueue, Kind
+from penstock.engine.server.agents.events import Kind, Writer
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
 from penstock.engine.server.responses import ChatFinish, ChatLogprobs
@@ -61,7 +61,7 @@ class ItemsReply(msgspec.Struct, kw_only=True):
     truncation: str = "disabled"
 
 
-class ItemWriter:
+class ItemWriter(Writer):
     """Writes one response. `keep` is called with it when it has ended, before the last event, and returns whether the
     response was stored."""
 
@@ -74,12 +74,10 @@ class ItemWriter:
         *,
         is_stream: bool,
     ) -> None:
+        super().__init__(call, is_stream=is_stream)
         self.reply = reply
-        self.events = EventQueue(is_stream)
-        self._call, self._tokenizer, self._keep = call, tokenizer, keep
+        self._tokenizer, self._keep = tokenizer, keep
         self._num_events = 0
-        self._kind: Kind | None = None  # of the last item, while it grows
-        self._text: list[str] = []
         self._waiting: list[Any] = []  # log-probabilities that go with the next text
         self._logprobs: list[Any] = []  # and those of the text that grows
 
@@ -87,12 +85,11 @@ class ItemWriter:
         self._event("response.created", response=self.reply)
         self._event("response.in_progress", response=self.reply)
 
-    def tokens(self, logprobs: ChatLogprobs) -> None:
+    def tokens(self, logprobs: ChatLogprobs, /) -> None:
         self._waiting += logprobs.content
 
-    def start(self, kind: Kind, call: CallStart | None) -> None:
-        self._close("completed")
-        self._kind, self._text, self._logprobs = kind, [], []
+    def _open(self, kind: Kind, call: CallStart | None) -> None:
+        self._logprobs = []
         item_type = TYPES[kind][0]
         item_id = f"{PREFIXES[item_type]}_{self._call.id}{len(self.reply.output):04x}"
         item: dict[str, Any] = {"type": item_type, "id": item_id, "status": "in_progress"}
@@ -105,9 +102,8 @@ class ItemWriter:
         if call is None:
             self._about("response.content_part.added", content_index=0, part=self._part())
 
-    def grow(self, text: str) -> None:
+    def _grow(self, text: str) -> None:
         assert self._kind is not None
-        self._text.append(text)
         self._about(f"response.{TYPES[self._kind][1]}.delta", delta=text, **self._place())
 
     async def end(self, reason: ChatFinish, _stop: int | str | None) -> None:
@@ -116,7 +112,7 @@ class ItemWriter:
             await self._finish("incomplete")
             return
         if self._kind in (None, "reasoning"):
-            self.start("text", None)
+            self._begin_part("text", None)
         self.reply.completed_at = int(time.time())
         await self._finish("completed")
 
@@ -127,32 +123,29 @@ class ItemWriter:
         await self._finish("cancelled" if self._call.is_cancelled else "failed")
 
     async def _finish(self, status: str) -> None:
-        self._close("completed" if status == "completed" else "incomplete")
+        self._end_part("completed" if status == "completed" else "incomplete")
         self.reply.status, self.reply.usage = status, await self._usage()
         self.reply.store = self._keep(self.reply)
         # There is no event of its own for a cancelled response.
         self._event(f"response.{'incomplete' if status == 'cancelled' else status}", response=self.reply)
 
-    def _close(self, status: str) -> None:
-        if self._kind is None:
-            return
-        item, text, what = self.reply.output[-1], "".join(self._text), TYPES[self._kind][1]
+    def _close(self, kind: Kind, text: str, status: str) -> None:
+        item, what = self.reply.output[-1], TYPES[kind][1]
         item["status"] = status
-        if self._kind == "call":
+        if kind == "call":
             item["arguments"] = text
             item["status"] = "incomplete" if object_in(text or "{}") is None else status
             self._about(f"response.{what}.done", arguments=text, name=item["name"])
         else:
             self._place()  # with the log-probabilities that came without a text
             item["content"] = [self._part()]
-            more = {"logprobs": self._logprobs} if self._kind == "text" else {}
+            more = {"logprobs": self._logprobs} if kind == "text" else {}
             self._about(f"response.{what}.done", content_index=0, text=text, **more)
             self._about("response.content_part.done", content_index=0, part=item["content"][0])
         self._event("response.output_item.done", output_index=len(self.reply.output) - 1, item=item)
-        self._kind = None
 
     def _place(self) -> dict[str, Any]:
-        """What an event of a text has beside the text."""
+        """Return what an event of a text has beside the text."""
         if self._kind != "text":
             return {} if self._kind == "call" else {"content_index": 0}
         shown, self._waiting = self._waiting, []
@@ -165,12 +158,12 @@ class ItemWriter:
         return {"type": TYPES[self._kind][1], "text": "".join(self._text), **more}
 
     def _about(self, kind: str, **fields: Any) -> None:
-        """An event of the last item."""
+        """Add an event of the last item."""
         output = self.reply.output
         self._event(kind, item_id=output[-1]["id"], output_index=len(output) - 1, **fields)
 
     def _event(self, kind: str, **fields: Any) -> None:
-        self.events.add(kind, sequence_number=self._num_events, **fields)
+        super()._event(kind, sequence_number=self._num_events, **fields)
         self._num_events += 1
 
     async def _usage(self) -> dict[str, Any]:

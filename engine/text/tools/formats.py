@@ -1,7 +1,7 @@
 """The ways in which models write calls, and which of them a model was trained on.
 
     objects        <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>       hermes, llama3_json, mistral …
-    named JSON     <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}   deepseek_v3, kimi_k2 …
+    named JSON     <｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>           deepseek_v31, mistral …
     tagged text    <function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>        qwen3_coder, glm45, minimax_m2 …
     literals       [f(a=1, b='x')]     call:f{a:1,b:<|"|>x<|"|>}                     lfm2, olmo3, gemma4 …
 
@@ -62,7 +62,7 @@ class Format:
     """`found_by`: texts in a chat template, all of one of the groups. `closers`: the marks that open calls, each with
     what closes them. `fences` are those that open other things as well. `extra` are further texts that may be tokens of
     their own. `is_bare`: a paragraph that begins with a bracket may be a call without a mark (objects only). `is_framed`: a call is a
-    name and its arguments, not an object; `is_numbered`: and a number. `has_args`: an object may be such a call.
+    name and its arguments, not an object. `has_args`: an object may be such a call.
     `has_many`: an answer may have several calls. `id_length`: what the template accepts as the id of a call."""
 
     name: str
@@ -73,7 +73,6 @@ class Format:
     fences: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
     is_bare: bool = False
-    is_numbered: bool = False
     has_args: bool = False
     has_many: bool = True
     id_length: int = 24
@@ -188,11 +187,6 @@ def _deepseek(name: str, before: str, between: str, behind: str, **more: Any) ->
     return _format(name, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", call, **more)
 
 
-def _gemma(name: str, start: str, end: str, quote: str) -> Format:
-    parameters = Parameters("", ":", join=",", quote=quote)
-    return _format(name, start, end, ("call:", "{", "}"), parameters, join=end + start, found_by=((start, quote),))
-
-
 # The first one whose texts a template has is its model's format: the special ones stand before the general ones.
 FORMATS = (
     replace(
@@ -234,20 +228,18 @@ FORMATS = (
     ),
     _deepseek("deepseek_v31", "", "<｜tool▁sep｜>", "", join="", found_by=(("<｜tool▁sep｜>",),)),
     _format(
-        "kimi_k2",
-        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-        ("<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-        join="",
-        is_numbered=True,
-    ),
-    _format(
         "minimax_m2",
         *("<minimax:tool_call>\n", "\n</minimax:tool_call>", ('<invoke name="', '">\n', "</invoke>")),
         Parameters('<parameter name="', '">', "</parameter>\n"),
         join="\n",
     ),
-    _gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
-    _gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+    _format(
+        "gemma4",
+        *("<|tool_call>", "<tool_call|>", ("call:", "{", "}")),
+        Parameters("", ":", join=",", quote='<|"|>'),
+        join="<tool_call|><|tool_call>",
+        found_by=(("<|tool_call>", '<|"|>'),),
+    ),
     _format(
         "lfm2",
         *("<|tool_call_start|>[", "]<|tool_call_end|>", *_PYTHON),
@@ -264,14 +256,6 @@ FORMATS = (
     _format("granite", "<|tool_call|>[", "]", _OBJECT, closers={"<|tool_call|>": "", "<tool_call>": ""}),
     _format("hunyuan_a13b", "<tool_calls>[", "]</tool_calls>", _OBJECT, closers={"<tool_calls>": "</tool_calls>"}),
     HERMES,
-    _format(
-        "xlam",
-        *("[", "]", _OBJECT),
-        found_by=(('[{"name": "tool_call_name"',), ('[{"name": "func_name1"',)),
-        closers={"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", "```": "```"},
-        fences=("```",),
-        is_bare=True,
-    ),
     LLAMA,
     CODER,
 )

@@ -41,7 +41,7 @@ class Content(NamedTuple):
 class CallStart(NamedTuple):
     call: int
     name: str
-    id: str = ""  # what the model calls it, where its format has that
+    id: str = ""  # given by the server
 
 
 class Arguments(NamedTuple):
@@ -78,7 +78,6 @@ class CallReader:
         self._blanks: list[str] = []  # of the content: dropped if a call follows
         self._raw: list[str] = []  # of a call that may still turn out to be content
         self._found: list[str] = []  # its arguments
-        self._ids: set[str] = set()
         self._is_closing = False  # what is not decided can only belong to a call that has been read
         self._out: list[Piece] = []
         self._reading = self._answer()
@@ -228,20 +227,16 @@ class CallReader:
         source, form, at = self._source, self._form, self._at
         place = yield from source.words(at, at, words)
         place = yield from source.sign(at, place)
-        end = behind = yield from source.run(place)
-        name, call_id = source.text[place:end], ""
-        if form.is_numbered:
-            place = yield from source.words(at, end, ":")
-            behind = yield from source.run(place)
-            call_id = f"functions.{name}:{source.text[place:behind]}"
+        end = yield from source.run(place)
+        name = source.text[place:end]
         if name not in self._functions:
             raise Malformed(end)
-        behind = yield from source.words(at, behind, form.written.before_arguments.split())
+        behind = yield from source.words(at, end, form.written.before_arguments.split())
         if form.parameters is None:
             behind = yield from source.sign(at, behind)
             if source.text[behind] != "{":
                 raise Malformed(behind)
-        return Head(name, behind, has_tail=False, id=call_id)
+        return Head(name, behind, has_tail=False)
 
     def _pass(self, word: str) -> Wait[bool]:
         """Whether this stands here, behind blanks; then it is passed."""
@@ -258,7 +253,7 @@ class CallReader:
         is_announced = self._is_certain and name is not None and head.kind == "object"
         self.is_within_call = is_announced
         if is_announced:
-            self._announce(name, head.id)
+            self._announce(name)
         else:
             self._raw.append(source.text[self._at : head.end])
         self._at, self._found = head.end, []
@@ -277,7 +272,7 @@ class CallReader:
             whole = object_in('"' + found if head.kind == "string" else found, head.kind == "string")
             if whole is None:
                 raise Malformed(self._at)
-            self._announce(name, head.id)
+            self._announce(name)
             self._out.append(Arguments(self.num_calls - 1, whole))
         self.is_within_call = False
 
@@ -352,12 +347,9 @@ class CallReader:
         elif found:
             self._out.append(Arguments(self.num_calls - 1, found))
 
-    def _announce(self, name: str | None, call_id: str) -> None:
+    def _announce(self, name: str | None) -> None:
         assert name is not None
-        if call_id and call_id in self._ids:
-            call_id = f"{call_id}_{self.num_calls}"  # no two calls of an answer may have the same
-        self._ids.add(call_id)
-        self._out.append(CallStart(self.num_calls, name, call_id))
+        self._out.append(CallStart(self.num_calls, name))
         self.num_calls += 1
         self._raw, self._blanks = [], []
 

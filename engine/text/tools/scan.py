@@ -55,7 +55,6 @@ class Head(NamedTuple):
     has_tail: bool = True  # the call is an object that goes on behind its arguments
     is_plain: bool = True  # begins with its name, or with its type and its name
     is_list: bool = False  # the first one in brackets
-    id: str = ""  # what the model itself calls the call
 
 
 class ObjectScan:

@@ -20,7 +20,7 @@ HARMONY = Marks("<|channel|>analysis", "<|channel|>final")  # read by a reader o
 IMPLIED = THINK._replace(is_implied=True)
 # The names that other servers give to the same thing are accepted.
 NAMES = {
-    **dict.fromkeys(("think", "qwen3", "deepseek_v3", "glm45", "glm47", "kimi_k2", "hunyuan_a13b", "olmo3"), THINK),
+    **dict.fromkeys(("think", "qwen3", "deepseek_v3", "glm45", "glm47", "hunyuan_a13b", "olmo3"), THINK),
     **dict.fromkeys(("deepseek_r1", "minimax_m2"), IMPLIED),
     "mistral": MISTRAL,
     "seed_oss": SEED,

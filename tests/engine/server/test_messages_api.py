@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from penstock.engine.front.answer import Update
-from penstock.engine.server.agents.events import EventQueue, write
+from penstock.engine.server.agents.events import write
 from penstock.engine.server.tool_choice import ReadingPlan
 from penstock.engine.text.template import ChatTemplate
 from tests.support.chat_samples import QWEN3
@@ -278,7 +278,7 @@ def test_what_is_held_back_sends_no_piece() -> None:
     """A router is answered with the first piece; one without anything in it would come before there is an answer."""
     calls = SimpleNamespace(reports=False, answers=[arriving()])
     service = SimpleNamespace(seen=lambda _answer, updates: updates)
-    writer = SimpleNamespace(events=EventQueue(is_stream=True), begin=lambda: None)
+    writer = SimpleNamespace(begin=lambda: None, taken=lambda: b"")
     plan = ReadingPlan(None, None, is_certain=False, shows_reasoning=True)
 
     async def pieces() -> list[bytes]:

@@ -414,7 +414,7 @@ def test_calls_in_fences_or_bare_are_read_where_the_operator_says_that_the_model
             assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "kimi_k2", "gemma4", "olmo3"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma4", "olmo3"])
 def test_calls_that_are_no_json_come_back_as_json_in_the_format_of_the_template(name: str) -> None:
     said = WRITERS[name]([("weather", {"city": 'Ulm <"\n>'}), ("weather", {"city": "Bonn"})])
     template = ChatTemplate("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}{# " + said + " #}")
@@ -427,7 +427,6 @@ def test_calls_that_are_no_json_come_back_as_json_in_the_format_of_the_template(
         assert calls == streamed["calls"]
         assert [json.loads(arguments)["city"] for _, arguments in calls] == ['Ulm <"\n>', "Bonn"]
         assert choice.finish_reason == streamed["reason"] == "tool_calls" and streamed["content"] == "Let me see."
-        assert (choice.message.tool_calls[1].id == "functions.weather:1") is (name == "kimi_k2")
         server.chat(messages=MESSAGES, tools=TOOLS, tool_choice="required")
         assert (grammar_of(server) or "").count("call_") > 1
 

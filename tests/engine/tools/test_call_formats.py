@@ -316,16 +316,6 @@ def test_a_hostile_text_of_any_length_comes_back_whole(name: str, unit: str) -> 
         assert content == read([whole], calls_for(name))[1]
 
 
-def test_ids_are_the_model_s_own_where_its_template_prints_them() -> None:
-    def ids(text: str) -> list[str]:
-        pieces = AnswerReader(calls_for("kimi_k2"), None, is_certain=False).feed(text)
-        return [piece.id for piece in pieces if isinstance(piece, CallStart)]
-
-    text = WRITERS["kimi_k2"]([("clock", {}), ("clock", {})])
-    assert ids(text) == ["functions.clock:0", "functions.clock:1"]
-    assert ids(text.replace(":1", ":0")) == ["functions.clock:0", "functions.clock:0_1"]
-
-
 @pytest.mark.parametrize(
     ("text", "schema", "meant"),
     [
@@ -385,17 +375,15 @@ def test_what_a_format_cannot_be_held_to_is_refused_if_strict_and_left_out_if_no
          [("trip", {"city": "\n\nx\n"})]),
         ("glm45", "<tool_call>clock</tool_call>", [("clock", {})]),
         ("glm47", "<tool_call>clock\n</tool_call>", [("clock", {})]),
-        ("functiongemma", "<start_function_call>\ncall:trip{city:<escape>a<escape>,  days: 2}\n<end_function_call>",
+        ("gemma4", '<|tool_call>\ncall:trip{city:<|"|>a<|"|>,  days: 2}\n<tool_call|>',
          [("trip", {"city": "a", "days": 2})]),
         ("gemma4", '<|tool_call>call:free{a:{<|"|>b c<|"|>:null}}<tool_call|>', [("free", {"a": {"b c": None}})]),
         ("lfm2", "<|tool_call_start|>[clock(), trip(city=\"a'\\x41\\u00e9\", days=2)]<|tool_call_end|>",
          [("clock", {}), ("trip", {"city": "a'Aé", "days": 2})]),
         ("olmo3", "<function_calls>\ntrip(city='a', far=true, price=null)\nclock()\n</function_calls>",
          [("trip", {"city": "a", "far": True, "price": None}), ("clock", {})]),
-        ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>functions.clock:7<|tool_call_argument_begin|>{}<|tool_call_end|>', [("clock", {})]),
         ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}", [("clock", {})]),
         ("granite", '<tool_call>[{"name": "clock", "arguments": {}}]', [("clock", {})]),
-        ("xlam", '```json\n[{"name": "clock", "arguments": {}}]\n```', [("clock", {})]),
         # What calls nothing is text.
         ("olmo3", "[link](http://x) and [clock]", []),
         ("olmo3", "<function_calls>trip(1)</function_calls>", []),
@@ -404,7 +392,6 @@ def test_what_a_format_cannot_be_held_to_is_refused_if_strict_and_left_out_if_no
         ("qwen3_coder", "<tool_call>\n<function=trip>\n<parameter=city>\nx\n</function>\n</tool_call>", []),
         ("gemma4", "<|tool_call>call:free{a:b}<tool_call|>", []),
         ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>[]", []),
-        ("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>", []),
     ],
 )  # fmt: skip
 def test_habits_of_models_are_read_and_what_is_no_call_is_text(name: str, text: str, calls: list[Call]) -> None:
