@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from penstock import __version__
 from penstock.engine.http.limits import MAX_REFUSALS, allow_open_files
-from penstock.engine.http.listen import BACKLOG, bind_sockets, url_of
+from penstock.engine.http.sockets import BACKLOG, bind_sockets, url_of
 from penstock.engine.options import add_options, built
 from penstock.engine.text.model_text import load_text
 from penstock.executor.process_life import Stopping, log_to_stderr, stop_signals, wait_for

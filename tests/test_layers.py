@@ -343,7 +343,7 @@ def test_torch_and_transformers_are_not_loaded_by(what: str) -> None:
 
 
 def test_what_a_start_does_not_need_at_once_is_not_waited_for() -> None:
-    before_the_core = "import penstock.engine.commands.serve, penstock.engine.http.listen"
+    before_the_core = "import penstock.engine.commands.serve, penstock.engine.http.sockets"
     assert modules_in_a_fresh_process(before_the_core) & {"numpy", "uvicorn", "jinja2", "llguidance"} == set()
     assert modules_in_a_fresh_process("from penstock import LLM") & {"jinja2", "llguidance"} == set()
 

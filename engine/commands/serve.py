@@ -12,6 +12,7 @@ from typing import Any, Literal
 from penstock.engine.config import ConfigError, EngineConfig, EngineOptions, add_engine_options, engine_config
 from penstock.engine.core.first_start import start_note
 from penstock.engine.front.client import AsyncEngine
+from penstock.engine.http.sockets import bind_sockets
 from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, recommended_sampling, resolve_model
 from penstock.engine.options import Option, add_options, built, flag, given_options, options_of
 from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig, resolve
@@ -96,8 +97,6 @@ def server_config(args: argparse.Namespace, name: str, recommended: dict[str, An
 async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, args: argparse.Namespace) -> int:
     # starlette and uvicorn take long to import: that happens after the core process has begun to load the model.
     started_s = time.monotonic()
-    from penstock.engine.http.listen import bind_sockets
-
     try:
         sockets = bind_sockets(server.host, server.port)  # reports a port that is in use before the model is loaded
     except OSError as error:

@@ -51,17 +51,17 @@ class GrammarRefused(ValueError):
 
 
 class Work:
-    """What a thread has spent on its job. The machine's other work does not count."""
+    """Measures the CPU time that a thread spends on its job."""
 
     def __init__(self) -> None:
-        """In the thread itself."""
+        """Begin to measure. Call it in the thread itself."""
         has_clock = hasattr(time, "pthread_getcpuclockid")  # not everywhere; else all time counts
         self._clock = time.pthread_getcpuclockid(threading.get_ident()) if has_clock else time.CLOCK_MONOTONIC
         self._began_s = time.clock_gettime(self._clock)
         self._began_at_s = time.monotonic()
 
     def spent_s(self) -> float:
-        """From any thread."""
+        """Return the seconds spent. Any thread may call it."""
         try:
             return time.clock_gettime(self._clock) - self._began_s
         except OSError:  # the thread has ended, and its job with it
@@ -105,7 +105,7 @@ class Compiler:
         self._given_up: set[Future[Matcher]] = set()  # being compiled; another thread has taken the place of theirs
 
     def cached(self, source: str) -> Matcher | None:
-        """A fresh matcher, if the grammar is known: 10 µs."""
+        """Return a fresh matcher if the grammar is known. Takes 10 µs."""
         with self._lock:
             if source not in self._kept or self._vocabulary is None:
                 return None
@@ -147,7 +147,7 @@ class Compiler:
         job.result.result()
 
     def give_up(self, job: Job) -> None:
-        """No request waits for it any more. If no thread has taken it up, none will; else that thread ends with it."""
+        """Cancel a job that no request waits for any more. If a thread runs it already, that thread ends with the job."""
         with self._lock:
             if job.result.cancel() or job.result.done() or len(self._given_up) == MAX_GIVEN_UP:
                 return

@@ -31,7 +31,7 @@ class MaskFiller:
     """One step at a time."""
 
     def __init__(self, max_rows: int) -> None:
-        """RuntimeError: no thread can be started."""
+        """Raise RuntimeError if no thread can be started."""
         self._max_rows = max_rows
         self._buffers: list[np.ndarray] = []  # made when the vocabulary is known; pages that are not used cost nothing
         self._ends: np.ndarray | None = None  # [words]: every token but those that end a text
@@ -52,7 +52,7 @@ class MaskFiller:
         return filling.result()
 
     def fill(self, rows: Sequence[tuple[int, Matcher]]) -> Masks:
-        """The same, in this thread."""
+        """Fill the masks in this thread."""
         assert len(rows) <= self._max_rows
         if not rows:
             return Masks(np.empty(0, np.int32), np.empty((0, 0), np.int32), [], {})
@@ -81,7 +81,7 @@ class MaskFiller:
         self._thread.shutdown()
 
     def _at_an_end(self, bits: np.ndarray) -> list[int]:
-        """The places of rows that allow nothing but an end of text. Nearly all allow some token of the long stretch of
+        """Return the places of rows that allow nothing but an end of text. Nearly all rows allow some token of the long stretch of
         words without an end, whose first byte that is not zero decides."""
         begin, end = self._plain
         doubtful = np.flatnonzero(~bits[:, begin:end].view(np.bool_).any(axis=1))

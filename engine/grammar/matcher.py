@@ -1,4 +1,4 @@
-"""Where one sequence stands in its grammar. The scheduler moves it on; the masks are made of it (masks.py)."""
+"""The position of one sequence in its grammar. The scheduler advances it; masks.py makes masks from it."""
 
 from array import array
 from collections.abc import Callable
@@ -13,7 +13,7 @@ LEXER_IS_FULL = "too many states"  # what llguidance says then; its stop reason 
 
 
 class Lexer:
-    """What all copies of one compiled grammar share: its states are found as texts need them, and only grow in number.
+    """The state that all copies of one compiled grammar share: lexer states are built as texts need them and are never freed.
 
     So one long answer can use them up for everybody; `compile` makes a grammar with a lexer of its own."""
 
@@ -45,7 +45,7 @@ class Matcher:
         return True
 
     def renew(self) -> bool:
-        """Where others have filled the shared lexer, go on with one of its own. False if that is not what is wrong."""
+        """Continue with a lexer of its own if the shared one is full. Return False if that is not the error."""
         lexer, self._lexer = self._lexer, None
         if lexer is None or LEXER_IS_FULL not in self.backend.get_error():
             return False
@@ -56,13 +56,13 @@ class Matcher:
         return self.backend.consume_tokens(self._taken.tolist())
 
     def forced(self) -> list[int]:
-        """The tokens that must follow, whatever the model would say: the grammar's only text, cut the way that the
+        """Return the tokens that must follow whatever the model samples: the grammar's only text, cut the way that the
         tokenizer cuts it. A last piece that could still be cut otherwise is left out. 2 µs if there is none."""
         return self.backend.compute_ff_tokens()
 
     @property
     def is_complete(self) -> bool:
-        """Nothing but an end of text may follow, or it has come."""
+        """Whether nothing but an end of text may follow, or it has come."""
         return self.backend.is_stopped()
 
     @property
@@ -78,7 +78,7 @@ ONE_OF_ADVICE = (
 
 
 def shortened(error: str) -> str:
-    """llguidance's message without its remarks about verbosity and stack frames, at a length one can print."""
+    """Return llguidance's message without remarks about verbosity and stack frames, cut to a printable length."""
     text = error.replace("<non-verbose/>", "").partition("<backtrace>")[0].strip()
     if ONE_OF_REFUSED in text:
         return ONE_OF_ADVICE

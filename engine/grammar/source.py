@@ -49,7 +49,7 @@ def grammar_source(
 
 
 def _tags(value: Any, special_ids: Mapping[str, int], field: str, coerce_one_of: bool = False) -> str:
-    """Lark for a structural tag: free text in which certain beginnings start a constrained piece, up to its end.
+    """Return Lark for a structural tag: free text in which certain beginnings start a constrained piece, up to its end.
 
         {"structures": [{"begin": "<f=", "schema": {…}, "end": ">"}], "triggers": ["<f"]}
 
@@ -76,7 +76,7 @@ def _tags(value: Any, special_ids: Mapping[str, int], field: str, coerce_one_of:
 
 
 def _after(structure: Structure, trigger: str, field: str, coerce_one_of: bool) -> str:
-    """What must follow the trigger."""
+    """Return Lark for what must follow the trigger."""
     texts = structure.begin[len(trigger) :], structure.end
     rest, end = (f"{json.dumps(text)} " if text else "" for text in texts)
     schema = lark_json(structure.schema, field, coerce_one_of=coerce_one_of, whitespace_pattern=WHITESPACE)

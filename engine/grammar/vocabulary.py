@@ -37,7 +37,7 @@ class GrammarVocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int) -> "GrammarVocabulary":
-        """`size` is the model's number of logits, which may be more or less than the tokenizer's ids."""
+        """Make the vocabulary of a tokenizer. `size` is the model's number of logits, which may differ from the number of ids."""
         num_known = min(size, tokenizer.vocab_size)
         special = [token_id for token_id in tokenizer.special_ids if token_id < num_known]
         tokens = [tokenizer.token_bytes(token_id) for token_id in range(num_known)]
@@ -48,12 +48,12 @@ class GrammarVocabulary:
 
 
 def load_vocabulary(config: ExecutorConfig, info: ModelInfo) -> GrammarVocabulary:
-    """That of the model which an executor runs, for a process that has no tokenizer of its own."""
+    """Load the vocabulary of the model that an executor runs, for a process without a tokenizer of its own."""
     return GrammarVocabulary.of(load_tokenizer(resolve_model(config.model, need_weights=False)), info.vocab_size)
 
 
 class ExactEncoder:
-    """How a forced text is cut into tokens: as the tokenizer cuts it where that gives the text's very bytes.
+    """Cuts a forced text into tokens as the tokenizer does, where that gives exactly the bytes of the text.
 
     SentencePiece puts a blank before a text, makes its mark for blanks of them, and has several tokens that read alike;
     what it cuts is compared with the bytes that the grammar will be given.
@@ -88,7 +88,7 @@ class ExactEncoder:
         return b"".join(self._tokens[token_id] if token_id < len(self._tokens) else b"" for token_id in ids)
 
     def _longest_first(self, rest: bytes) -> list[int]:
-        """Up to where no token goes on: the model samples the rest itself."""
+        """Return the longest tokens first, as far as there are any. The model samples the rest itself."""
         ids = []
         while rest:
             size = next((n for n in range(min(self._longest, len(rest)), 0, -1) if rest[:n] in self._by_bytes), 0)
@@ -100,7 +100,7 @@ class ExactEncoder:
 
 
 def _another(backend: Backend) -> Backend:
-    """A tokenizer with settings of its own over the same model: reading one of 152k tokens again takes 0.8 s."""
+    """Return a tokenizer with settings of its own over the same model. Reading one of 152k tokens again would take 0.8 s."""
     other = Backend(backend.model)
     other.normalizer, other.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
     added = backend.get_added_tokens_decoder()

@@ -15,7 +15,7 @@ from penstock.engine.http.telemetry import AccessForm
 
 
 class AccessLine(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What is not known, or has no meaning here, is left out."""
+    """The fields of a line. A field that is not known or has no meaning is left out."""
 
     time: str = ""
     route: str
@@ -49,7 +49,7 @@ class AccessLog:
             self._log.handlers, self._log.propagate = [handler], False
 
     def level(self, is_probe: bool) -> int | None:
-        """None: such a line is not wanted."""
+        """Return the level of a line; None if it is not to be written."""
         level = logging.DEBUG if is_probe else logging.INFO
         return level if self._log.isEnabledFor(level) else None
 
@@ -60,13 +60,13 @@ class AccessLog:
 
 
 def as_json(line: AccessLine) -> str:
-    """In ASCII: some readers take more than a line feed for the end of a line."""
+    """Return the line as JSON in ASCII: some readers take other characters than a line feed for the end of a line."""
     line.time = datetime.now(UTC).isoformat(timespec="milliseconds")
     return json.dumps(msgspec.to_builtins(line), separators=(",", ":"))
 
 
 def as_text(line: AccessLine) -> str:
-    """Without the time, which the log says itself."""
+    """Return the line as text, without the time, which the log adds."""
     _, route, status, total_ms, *values = msgspec.structs.astuple(line)
     said = [f"{name}={value}" for name, value in zip(_LISTED, values, strict=True) if value is not None]
     return f"{route} {status} {total_ms / 1000:.3f}s {' '.join(said)}"

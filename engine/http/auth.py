@@ -1,4 +1,4 @@
-"""Who may ask: one choke point before routing, closed unless a route is listed as open.
+"""Checks API keys: one choke point before routing, closed unless a route is listed as open.
 
 The decision uses the method and the path exactly as the router will match them, never a path put together
 from the Host header, and never a prefix: both have been ways round a key in other servers.

@@ -1,4 +1,4 @@
-"""From the bytes of a request to a typed struct, refusing early and saying which field is at fault.
+"""Decodes the bytes of a request into a typed struct, refuses early, and names the field at fault.
 
 Decoding goes in two passes: the first only finds where each top-level value begins and ends (1 GB/s), so that unknown,
 duplicate and oversized fields are refused before anything is built from them; the second decodes into the struct,
@@ -28,7 +28,7 @@ _MEDIA = re.compile(r"invalid value ('(?:image|document)')")  # msgspec's words 
 
 
 async def read_body(receive: Receive) -> bytes:
-    """The whole body. Its size is bounded by the connection, which refuses the rest before it comes here."""
+    """Read the whole body. The connection has bounded its size."""
     chunks: list[bytes] = []
     while True:
         message = await receive()
@@ -40,7 +40,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 def split_object(body: bytes) -> dict[str, msgspec.Raw]:
-    """The top-level fields of a JSON object, undecoded; a field given twice is refused."""
+    """Return the top-level fields of a JSON object, undecoded; refuse a field given twice."""
     if not body:
         raise HttpError(400, "the body is empty; a JSON object is expected")
     if not body.isascii():

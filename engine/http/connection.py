@@ -169,7 +169,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._set_deadline(LINGER_S, self.transport.abort)
 
     def _is_own_turn(self) -> bool:
-        """Whether an answer written now would be taken for the answer to the request being read."""
+        """Return whether the client would take an answer written now for the answer to the request being read."""
         if self._is_in_headers:
             return self.cycle is None or self.cycle.response_complete
         return not self.cycle.response_started and not self.pipeline

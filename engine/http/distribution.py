@@ -1,4 +1,4 @@
-"""What server and router make their metrics of: a histogram that costs a bisection to observe, and families of figures."""
+"""The parts of which server and router make their metrics: a histogram that costs a bisection to observe, and families of figures."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ class Distribution:
 def family(
     kind: Kind, name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
 ) -> Metric:
-    """`rows`: the values of the labels, and the figure."""
+    """Return a family of figures. `rows`: the values of the labels, and the figure."""
     found = kind(name, text, labels=labels)
     for values, figure in rows:
         found.add_metric(values, figure)

@@ -60,7 +60,7 @@ class ClientGone(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
-    """The JSON of an error, bounded in size whatever went into it."""
+    """Return the JSON of an error, bounded in size."""
     info = ErrorInfo(
         message=clip(message, MAX_MESSAGE_CHARS),
         type=_TYPES.get(status, "invalid_request_error"),
@@ -71,10 +71,10 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
 
 
 def clip(text: str, limit: int = MAX_ECHO_CHARS) -> str:
-    """At most `limit` characters of `text`; an ellipsis says that there was more."""
+    """Return at most `limit` characters of `text`, with an ellipsis if there was more."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def clean_id(text: str) -> str | None:
-    """Cut and cleaned until it can stand in a header and in a line of the log."""
+    """Return an id cut and cleaned so that it can stand in a header and in a line of the log; None if nothing is left."""
     return _NOT_IN_AN_ID.sub("", text[:MAX_ID_CHARS]) or None

@@ -1,4 +1,4 @@
-"""What an engine says about its cache to its routers: the frames of `GET /kv_events`.
+"""The frames of `GET /kv_events`, in which an engine tells its routers what it has cached.
 
 Server and router share this page. A frame is a little-endian u32 length and a msgpack array. Keys travel as the
 first 8 bytes of block keys, run together; token ids never do. A stream opens with `Hello` and a snapshot, then
@@ -21,7 +21,7 @@ class StreamError(Exception):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
-    """What the keys that follow mean. Another `engine_id` than last time: another process, with an empty cache."""
+    """Says what the keys that follow mean. Another `engine_id` than before means another process, with an empty cache."""
 
     engine_id: str
     hash: str
@@ -63,7 +63,7 @@ Frame = Hello | Snapshot | Changes | Alive
 
 
 def snapshot(seq: int, runs: Mapping[str, bytes]) -> list[Snapshot]:
-    """All that is cached, by tier, in parts; where nothing is, one says so."""
+    """Return all that is cached, by tier, in parts. For an empty cache one empty part."""
     size = FRAME_KEYS * KEY_BYTES
     parts = [(tier, run[at : at + size]) for tier, run in runs.items() for at in range(0, len(run), size)]
     parts = parts or [("device", b"")]
@@ -88,7 +88,7 @@ class FrameReader:
         self._decoder = msgspec.msgpack.Decoder(Frame)
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Raises StreamError; the stream is then of no further use."""
+        """Return the frames that are complete. After StreamError the stream cannot be read on."""
         self._buffer += data
         frames: list[Frame] = []
         at = 0

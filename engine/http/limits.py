@@ -1,4 +1,4 @@
-"""What a connection may cost before a request has proved itself: bytes, seconds and how many at once.
+"""Limits of a connection: bytes, seconds and how many at once.
 
 The defaults serve a 128k context; the flags of `penstock serve` and `penstock route` change them.
 """

@@ -1,111 +1,31 @@
-"""Sockets and the life of the HTTP server: bind, accept, close. Signals and draining are the caller's.
+"""The life of the HTTP server: accept, close. Signals and draining are the caller's.
 
 uvicorn's own Server is not used: it owns the signals, polls, and closes the listener before it drains, so a
 client would see a refused connection where it should see 503.
 """
 
 import asyncio
-import errno
 import socket
 import time
 from collections import Counter
 from email.utils import formatdate
-from typing import TYPE_CHECKING, Any
 
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.server import ServerState
+
+from penstock.engine.http.connection import GuardedConnection
 from penstock.engine.http.limits import KEEP_ALIVE_S, Limits, allow_open_files
+from penstock.engine.http.sockets import BACKLOG
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
-    from penstock.engine.http.connection import GuardedConnection
-
-Address = tuple[socket.AddressFamily, tuple[Any, ...]]
-
-BACKLOG = 2048
 SETTLE_S = 1.0
-FREE_PORT_ATTEMPTS = 20
-NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
 SPARE_FILES = 256  # file descriptors for everything that is not a client
-
-
-def bind_sockets(host: str, port: int) -> list[socket.socket]:
-    """Return a TCP socket for every address that `host` resolves to, all bound to one port and not listening yet.
-
-    Binding before the model loads shows a taken port at once. Port 0 takes one that is free at every address. IPv6
-    addresses are left out where this machine has no IPv6: `localhost` may name ::1 there.
-    """
-    addresses = _resolve(host, port)
-    num_attempts = FREE_PORT_ATTEMPTS if port == 0 else 1
-    for attempt in range(num_attempts):
-        try:
-            return _bind_all(addresses, port)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or attempt == num_attempts - 1:
-                raise
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _bind_all(addresses: list[Address], port: int) -> list[socket.socket]:
-    sockets: list[socket.socket] = []
-    missing: OSError | None = None
-    for address in addresses:
-        try:
-            sockets.append(_bind(address, sockets[0].getsockname()[1] if sockets else port))
-        except OSError as error:
-            if address[0] == socket.AF_INET6 and error.errno in NO_IPV6:
-                missing = error
-                continue
-            for sock in sockets:
-                sock.close()
-            raise
-    if not sockets:
-        assert missing is not None, "a name resolves to one address at least"
-        raise missing
-    return sockets
-
-
-def _resolve(host: str, port: int) -> list[Address]:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
-    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
-
-
-def _bind(address: Address, port: int) -> socket.socket:
-    family, (host, _, *rest) = address
-    sock: socket.socket | None = None
-    try:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted sockets inherit these: a client whose machine vanished is noticed after 90 s.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        sock.bind((host, port, *rest))
-    except OSError as error:
-        if sock is not None:
-            sock.close()
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
-    return sock
-
-
-def url_of(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Listener:
     """Serves `app` on all `sockets`, which it takes over, as long as it is entered."""
 
-    def __init__(self, app: "ASGIApp", sockets: list[socket.socket], limits: Limits, refused: Counter[int]) -> None:
-        # Here: who binds a socket and then starts the core does not wait for them.
-        import uvicorn
-        from uvicorn.server import ServerState
-
-        from penstock.engine.http.connection import GuardedConnection
-
+    def __init__(self, app: ASGIApp, sockets: list[socket.socket], limits: Limits, refused: Counter[int]) -> None:
         self.sockets = sockets
         self._limits, self._refused = limits, refused
         self._config = uvicorn.Config(
@@ -122,12 +42,12 @@ class Listener:
             server_header=False,
             timeout_keep_alive=int(KEEP_ALIVE_S),
         )
-        self._state, self._kind = ServerState(), GuardedConnection
+        self._state = ServerState()
         self._servers: list[asyncio.Server] = []
         self._clock: asyncio.TimerHandle | None = None
 
     @property
-    def connections(self) -> "set[GuardedConnection]":
+    def connections(self) -> set[GuardedConnection]:
         return self._state.connections  # type: ignore[return-value]  # all of them were made by _connection
 
     async def __aenter__(self) -> "Listener":
@@ -158,8 +78,10 @@ class Listener:
         while (self.connections or self._state.tasks) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
 
-    def _connection(self) -> "GuardedConnection":
-        return self._kind(self._limits, self._refused, config=self._config, server_state=self._state, app_state={})
+    def _connection(self) -> GuardedConnection:
+        return GuardedConnection(
+            self._limits, self._refused, config=self._config, server_state=self._state, app_state={}
+        )
 
     def _tick(self) -> None:
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]

@@ -6,7 +6,7 @@ _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
 
 def without_upgrade(data: bytes) -> bytes:
-    """An offer of another protocol may be ignored. Java's client makes one with every request, and a parser that sees it
+    """Rename a header that offers another protocol. Java's client sends one with every request, and a parser that sees it
     takes what follows for that protocol: the body would be lost, or be read as the next request."""
     end = data.find(b"\r\n\r\n")
     end = len(data) if end < 0 else end

@@ -1,4 +1,4 @@
-"""What servers and routers say of their requests to operators: how much is logged, and where spans go."""
+"""Options for logs and spans, of servers and routers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -20,7 +20,7 @@ CACHED_HEADER = "x-penstock-cached-tokens"
 
 
 def pack(fields: dict[str, Raw], field: str, ids: bytes) -> bytes:
-    """The fields of a JSON object with `field` null, and its ids behind them."""
+    """Return the fields of a JSON object with `field` null, and its ids behind them."""
     return join(msgspec.json.encode({**fields, field: Raw(b"null")}), ids)
 
 
@@ -29,7 +29,7 @@ def join(text: bytes, ids: bytes) -> bytes:
 
 
 def cut(form: bytes) -> tuple[bytes, bytes]:
-    """The JSON and the ids, as they stand there."""
+    """Split the form into the JSON and the packed ids."""
     if len(form) < 4:
         raise HttpError(400, "the body is shorter than its own length field")
     end = 4 + struct.unpack_from("<I", form)[0]
@@ -39,7 +39,7 @@ def cut(form: bytes) -> tuple[bytes, bytes]:
 
 
 def unpack(form: bytes) -> tuple[bytes, list[int]]:
-    """The JSON and the ids."""
+    """Split the form into the JSON and the ids."""
     text, packed = cut(form)
     ids = array("i")
     ids.frombytes(packed)

@@ -62,7 +62,7 @@ class Adapters:
         self._engine.unload_adapter(self.served.pop(name).key)
 
     async def load_all(self, modules: Iterable[LoraModule]) -> None:
-        """At the start; AdapterError names the one that cannot be used."""
+        """Load the adapters of the command line; AdapterError names one that cannot be used."""
         for module in modules:
             try:
                 await self.load(module.name, module.path)

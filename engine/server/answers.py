@@ -1,6 +1,6 @@
-"""What the completion endpoints share: how to sample, the whole answer, and its stream.
+"""The part that completions and chats share: sampling parameters, the whole answer, its stream and its usage.
 
-How a piece of an answer looks is the endpoint's `Reply`; when it comes, and what it is counted as, is here.
+The endpoint's `Reply` writes the choices.
 """
 
 import asyncio
@@ -27,20 +27,20 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Reply(Protocol):
-    """How an endpoint writes the answers of one call."""
+    """Writes the answers of one call in the form of its endpoint."""
 
     def whole(self, choices: list[list[Update]], /) -> Completion | Chat:
-        """Everything at once: of every prompt the choices, each as one update."""
+        """Return the whole answer. `choices`: for every prompt its choices, each as one update."""
 
     def chunks(self, place: int, update: Update, /) -> Sequence[Completion | ChatChunk]:
-        """The events of a stream for what is new in one choice of the prompt at `place`."""
+        """Return the events of a stream for an update of one choice of the prompt at `place`."""
 
     def empty(self) -> Completion | ChatChunk:
-        """An event without a choice, to carry the usage."""
+        """Return an event without a choice, to carry the usage."""
 
 
 def sampling_params(service: Service, request: GenerateRequest, **special: Any) -> SamplingParams:
-    """The model's defaults, then what the request says, then what its endpoint makes of the rest. Checked."""
+    """Return the sampling parameters, checked: the model's defaults, the request's own, and `special` ones of the endpoint."""
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "cannot be streamed")
     if request.stream_options is not None and not request.stream:
@@ -54,7 +54,7 @@ def sampling_params(service: Service, request: GenerateRequest, **special: Any) 
 async def respond(
     service: Service, call: Call, request: GenerateRequest, reply: Reply
 ) -> msgspec.Struct | AsyncGenerator[bytes, None]:
-    """The reply, or the server-sent events that add up to it."""
+    """Return the reply, or the server-sent events that add up to it."""
     if request.stream:
         return _stream(service, call, request.stream_options, reply)
     choices = [await gather(service, answer) for answer in call.answers]
@@ -69,7 +69,7 @@ async def respond(
 async def _stream(
     service: Service, call: Call, options: StreamOptions | None, reply: Reply
 ) -> AsyncGenerator[bytes, None]:
-    """The chunks of every update, the usage if asked for, the end mark."""
+    """Yield the chunks of every update, the usage if the client wants it, and the end mark."""
     with_usage = options is not None and options.include_usage
     continuously = options is not None and options.continuous_usage_stats
     counts = [0] * len(call.answers)
@@ -94,7 +94,7 @@ async def _stream(
 
 
 def usage(answers: Sequence[Answer], num_tokens: int | UnsetType = UNSET) -> Usage:
-    """Tokens read and written; `num_tokens` is left out where nothing is written."""
+    """Return the tokens read and written. `num_tokens` is left out where nothing is written."""
     num_prompt = sum(answer.num_prompt_tokens for answer in answers)
     cached = [count for answer in answers if (count := answer.num_cached_tokens) is not None]
     return Usage(
@@ -106,7 +106,7 @@ def usage(answers: Sequence[Answer], num_tokens: int | UnsetType = UNSET) -> Usa
 
 
 async def gather(service: Service, answer: Answer) -> list[Update]:
-    """Wait for every choice; each as one update."""
+    """Wait for every choice and return each as one update."""
     parts: list[list[Update]] = [[] for _ in answer.choices]
     async for updates in answer:
         for update in service.seen(answer, updates):
@@ -115,7 +115,7 @@ async def gather(service: Service, answer: Answer) -> list[Update]:
 
 
 async def _interleave(service: Service, answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, list[Update]], None]:
-    """The updates of several prompts as they come, each with the prompt's place."""
+    """Yield the updates of several prompts as they come, each with the prompt's place."""
     if len(answers) == 1:
         async for updates in answers[0]:
             yield 0, service.seen(answers[0], updates)

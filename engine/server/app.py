@@ -80,7 +80,7 @@ class ServerApp:
                 self._lines.write(level, _line(call, route, status, self._keys.number(scope["headers"])))
 
     def _template(self, path: str) -> str:
-        """The route as it is written in the table: the label may take no value that a client makes up."""
+        """Return the route as it is written in the table: a client cannot make up values of the label."""
         if path in self.templates:
             return path
         return next((route.path for route in self._patterns if route.path_regex.match(path)), "unmatched")
@@ -95,7 +95,7 @@ async def _refuse(_request: Request, error: Exception) -> Response:
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
-    """What the router itself refuses: an unknown path, or a method that the path does not have."""
+    """Answer for an unknown path, or a method that the path does not have."""
     assert isinstance(error, HTTPException)
     message = f"{request.method[:16]} {clip(request.scope['path'])}: there is no such route"
     if error.status_code == 405:
@@ -104,7 +104,7 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
 
 
 async def _fail(_request: Request, _error_of_ours: Exception) -> Response:
-    """A bug of ours. The traceback goes to the log, and nothing of it to the client."""
+    """Answer for a bug of ours. The traceback goes to the log only."""
     return _error(HttpError(500, "internal error"))
 
 

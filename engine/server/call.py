@@ -1,4 +1,4 @@
-"""One HTTP request as its handler and the log see it, and the answers that belong to it.
+"""One HTTP request as its handler and the log see it, with the answers that belong to it.
 
 No text of the conversation and no key is kept here. An id that the client chose is only echoed and logged, and never
 becomes a key of ours: two clients that send the same one would meet.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """`id` is ours and fresh; `client_id` is what the client sent, cleaned, only to be echoed and logged."""
+    """One HTTP request. `id` is fresh; `client_id` is what the client sent, cleaned, and is only echoed and logged."""
 
     def __init__(self, client_id: str | None) -> None:
         self.id = secrets.token_hex(16)
@@ -41,12 +41,12 @@ class Call:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompts, as far as it is known."""
+        """How many tokens of the prompts were cached, as far as it is known."""
         return sum(answer.num_cached_tokens or 0 for answer in self.answers)
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of all choices, as far as they were read; what had not ended was aborted."""
+        """Why each choice ended, as far as it was read. A choice that has not ended counts as aborted."""
         found: list[str] = []
         for answer in self.answers:
             found += answer.finish_reasons
@@ -55,10 +55,10 @@ class Call:
 
     @property
     def num_tokens(self) -> int:
-        """What was written so far."""
+        """How many tokens were generated so far."""
         return sum(answer.num_tokens for answer in self.answers)
 
 
 def client_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """The client's X-Request-Id, cut and cleaned until it can stand in a header and in a line of the log."""
+    """Return the client's X-Request-Id, cut and cleaned so that it can stand in a header and in a line of the log."""
     return next((clean_id(value.decode("latin-1")) for name, value in headers if name == b"x-request-id"), None)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: one conversation, whole or streamed."""
+"""POST /v1/chat/completions: answers one conversation, whole or streamed. The agents' APIs ask through `ask` as well."""
 
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -120,12 +120,12 @@ async def _ask(
 
 
 class ChatReply:
-    """The first chunk of every choice of a stream says who speaks."""
+    """Writes the answer to a chat. The first chunk of every choice of a stream has the role."""
 
     def __init__(self, service: Service, call: Call, request: ChatRequest, plan: ReadingPlan) -> None:
         self._tokenizer = service.tokenizer
         self._call, self._request, self._plan = call, request, plan
-        self._is_plain = plan.is_plain  # most are: their chunks take the short way
+        self._is_plain = plan.is_plain  # as most are: their chunks are made without a reader
         self._begun: dict[int, Reading] = {}  # by choice
 
     def whole(self, choices: list[list[Update]]) -> Chat:

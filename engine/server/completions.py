@@ -94,7 +94,7 @@ class CompletionReply:
         return choice
 
     def _choice(self, place: int, update: Update, is_first: bool) -> CompletionChoice:
-        """What the update says; a choice begins with the prompt, if it was asked for."""
+        """Return an update as a choice. The first one begins with the prompt if `echo` is set."""
         request, index = self._request, self._index(place, update)
         logprobs = self._logprobs(place, update, index, is_first)
         choice = CompletionChoice(index, update.text, logprobs, update.finish_reason, update.stop_reason)
@@ -122,7 +122,7 @@ class CompletionReply:
         return reply
 
     def _echo(self, place: int) -> str:
-        """The text that was given, if it is what the model reads."""
+        """Return the prompt as the client wrote it if that is what the model reads, else the decoded prompt."""
         given = self._inputs[place]
         if isinstance(given, str) and self._request.truncate_prompt_tokens is None:
             return given

@@ -1,4 +1,4 @@
-"""What a trainer asks of the engine, under vLLM's names: to pause, to sleep, and to take other weights.
+"""Routes for trainers, under vLLM's names: pause, sleep and update the weights.
 
 Only served where the operator allows it. What is asked for may stand in the query or in a JSON body.
 """

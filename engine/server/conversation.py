@@ -25,7 +25,7 @@ class Conversation:
     name, where the two differ; a name stands for everything beneath it."""
 
     def __init__(self, size_bytes: int, paths: Mapping[str, str] | None = None) -> None:
-        """`size_bytes`: of the request, with the stored turns that belong to it."""
+        """Begin an empty conversation. `size_bytes`: of the request, with the stored turns that belong to it."""
         self.messages: list[dict[str, Any]] = []
         self.paths = dict(paths or {})
         self.size_bytes = size_bytes

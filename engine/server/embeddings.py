@@ -50,7 +50,7 @@ async def pooled(
     params: SamplingParams,
     pooling: Pooled,
 ) -> list[bytes]:
-    """What the model makes of every input: float32 little-endian."""
+    """Return the model's vector for every input, as little-endian float32."""
     with service.admit(len(inputs)):
         prompts = await to_ids(field, inputs, service, request.add_special_tokens, request.truncate_prompt_tokens, 0)
         service.generate(call, request, prompts, params, pooling=pooling)
@@ -60,7 +60,7 @@ async def pooled(
 
 
 def _shown(embedding: bytes, request: EmbeddingRequest) -> list[float] | str:
-    """The vector at unit length unless asked otherwise, as numbers or as base64 of little-endian float32."""
+    """Return the vector as numbers or as base64 of little-endian float32, at unit length unless `normalize` is false."""
     vector = array("f", embedding)
     if request.normalize is not False:
         vector = unit_length(vector)

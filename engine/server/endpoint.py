@@ -1,4 +1,4 @@
-"""From ASGI to a handler and back: reads the body, watches for the client leaving, writes the reply or the stream.
+"""Connects ASGI and a handler: reads the body, watches for the client leaving, writes the reply or the stream.
 
 A handler gets the body's bytes and returns either a reply object or an iterator of server-sent events. It is
 cancelled as soon as the client disconnects, streaming or not, and what it started in the engine is freed.
@@ -67,7 +67,7 @@ class Endpoint:
             service.num_open_requests -= 1
 
     def _content_type(self, scope: Scope) -> bytes:
-        """JSON must be called JSON. A web page can make a browser post plain text anywhere, but not this."""
+        """Return the content type; refuse all but JSON, since a web page can make a browser post plain text anywhere."""
         given: bytes = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
         if self._takes_none and not given and all(name != b"origin" for name, _ in scope["headers"]):
             return b""  # no web page's: that has the one or the other
@@ -87,17 +87,17 @@ class Endpoint:
 
 
 def _report(call: Call) -> dict[str, str]:
-    """How much of the prompt was cached, for a router that asked."""
+    """Return the header that tells a router how much of the prompt was cached, if it asked."""
     if not call.reports or not call.answers:
         return {}
     return {token_form.CACHED_HEADER: str(call.num_cached_tokens)}
 
 
 async def _send_events(send: Send, events: AsyncGenerator[bytes, None], call: Call) -> None:
-    """The status is out before the first token: what goes wrong later becomes an event, and the end mark follows.
+    """Send a stream. Its status is sent before the first token, so a later failure is an event, with the end mark behind it.
 
-    For a router it is the other way round: only with the first token is it known what was cached, and up to then a
-    failure is still a status, with which it asks another engine.
+    A router gets the status with the first token: only then it is known what was cached, and for an earlier failure, which is
+    a status, it asks another engine.
     """
     async with aclosing(events):
         first = await anext(events, b"") if call.reports else b""

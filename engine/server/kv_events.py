@@ -1,4 +1,4 @@
-"""`GET /kv_events`: what is cached here, and how that changes, to any number of listeners.
+"""`GET /kv_events`: tells any number of listeners what is cached here, and how that changes.
 
 The core is asked for updates when the first listener comes, and to stop when the last has left. In between the
 keys are mirrored here, so that a snapshot costs the core nothing. Each listener has a bounded backlog: one that falls
@@ -14,7 +14,7 @@ from contextlib import aclosing
 from starlette.types import Receive, Scope, Send
 
 from penstock.engine.http.errors import ClientGone
-from penstock.engine.http.kv_stream import ALIVE_S, Alive, Changes, Hello, keys_in, pack, snapshot
+from penstock.engine.http.kv_stream import ALIVE_S, Alive, Changes, Frame, Hello, keys_in, pack, snapshot
 from penstock.engine.messages import CacheUpdate
 from penstock.engine.server.endpoint import unless_gone
 from penstock.engine.server.service import Service
@@ -48,10 +48,10 @@ class KvEvents:
     async def _send_frames(self, send: Send) -> None:
         async with aclosing(self.frames()) as frames:
             async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
+                await send({"type": "http.response.body", "body": pack(frame), "more_body": True})
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Packed frames for one listener, for as long as the server lives."""
+    async def frames(self) -> AsyncGenerator[Frame, None]:
+        """Yield the frames of one listener, until the server drains or the model's weights change."""
         listener = _Listener()
         self._listeners.add(listener)
         if len(self._listeners) == 1:
@@ -60,18 +60,18 @@ class KvEvents:
         try:
             info = self._service.info
             numbers = info.block_size, info.num_blocks - 1, info.hits_at_ends
-            yield pack(Hello(self._engine_id, "sha256", info.fingerprint, *numbers))
-            # The keys of other weights are others: who goes by them asks again.
+            yield Hello(self._engine_id, "sha256", info.fingerprint, *numbers)
+            # Other weights have other keys: a listener connects again.
             while self._service.info is info and not self._service.is_draining and self._service.engine.health().alive:
                 if listener.is_behind and self._mirror is not None:
                     listener.is_behind = False
                     # What changes while they are sent waits in the backlog.
                     for frame in snapshot(self._seq, {tier: b"".join(keys) for tier, keys in self._mirror.items()}):
-                        yield pack(frame)
+                        yield frame
                 while listener.backlog and not listener.is_behind:
                     yield listener.take()
                 if not await listener.wait(ALIVE_S):
-                    yield pack(Alive(self._seq))
+                    yield Alive(self._seq)
         finally:
             self._listeners.remove(listener)
             if not self._listeners:
@@ -94,23 +94,23 @@ class KvEvents:
             keys.difference_update(keys_in(update.removed))
             keys.update(keys_in(update.stored))
             self._seq += 1
-            frame = pack(Changes(self._seq, update.tier, update.stored, update.removed))
+            frame = Changes(self._seq, update.tier, update.stored, update.removed)
             for listener in self._listeners:
                 listener.put(frame)  # one that is too long for a frame is too long for a backlog
 
 
 class _Listener:
     def __init__(self) -> None:
-        self.backlog: deque[bytes] = deque()
+        self.backlog: deque[Changes] = deque()
         self.is_behind = True  # it needs a snapshot
         self._num_bytes = 0
         self._arrived = asyncio.Event()
 
-    def put(self, frame: bytes) -> None:
+    def put(self, frame: Changes) -> None:
         if self.is_behind:
             return
         self.backlog.append(frame)
-        self._num_bytes += len(frame)
+        self._num_bytes += _size_bytes(frame)
         if self._num_bytes > MAX_BACKLOG_BYTES:
             self.fall_behind()
         self._arrived.set()
@@ -121,13 +121,13 @@ class _Listener:
         self.is_behind = True
         self._arrived.set()
 
-    def take(self) -> bytes:
+    def take(self) -> Changes:
         frame = self.backlog.popleft()
-        self._num_bytes -= len(frame)
+        self._num_bytes -= _size_bytes(frame)
         return frame
 
     async def wait(self, timeout_s: float) -> bool:
-        """False where nothing came in that time."""
+        """Return False if nothing came in that time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._arrived.wait()
@@ -135,3 +135,7 @@ class _Listener:
             return False
         self._arrived.clear()
         return True
+
+
+def _size_bytes(frame: Changes) -> int:
+    return len(frame.stored) + len(frame.removed)

@@ -18,7 +18,7 @@ import zmq
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.config import ConfigError
-from penstock.engine.http.kv_stream import KEY_BYTES, Changes, Frame, FrameReader, Snapshot, keys_in
+from penstock.engine.http.kv_stream import KEY_BYTES, Changes, Frame, Snapshot, keys_in
 from penstock.engine.messages import Outputs, Submit
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.server_config import KvEventsConfig
@@ -59,7 +59,7 @@ class AllBlocksCleared(Event):
 
 
 class KnownBlock(NamedTuple):
-    """What a key stands for. `parent`: the key before it, b"" where it is the first; then the salt counts."""
+    """The block behind a key. `parent`: the key before it, b"" for the first block; only that one has a salt."""
 
     parent: bytes
     tokens: bytes
@@ -76,7 +76,7 @@ class OpenRequest:
 
 
 class Known:
-    """Which tokens stand behind a key, of all that pass."""
+    """Remembers the tokens of the blocks that pass in prompts and answers."""
 
     def __init__(self, fingerprint: bytes, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
@@ -86,7 +86,7 @@ class Known:
         self._open: dict[str, OpenRequest] = {}
 
     def change_model(self, fingerprint: bytes) -> None:
-        """What is open is computed again under keys of these weights."""
+        """Compute the keys of open requests again, under the fingerprint of other weights."""
         if fingerprint != self._fingerprint:
             self._fingerprint = fingerprint
             for before in [*self._open.values()]:
@@ -110,7 +110,7 @@ class Known:
                     del self._open[output.request_id]
 
     def forget(self, tiers: Iterable[set[bytes]]) -> None:
-        """All but what is cached, and the newest. Often there is nothing to do yet: every block is looked at."""
+        """Forget all blocks but the cached ones and the newest. It looks at every block, so it does so only now and then."""
         if len(self.blocks) > self._most:
             cached = set().union(*tiers)
             newest = dict(list(self.blocks.items())[-SPARE:])
@@ -118,7 +118,7 @@ class Known:
             self._most = len(self.blocks) + self._num_new
 
     def _extend(self, request: OpenRequest) -> None:
-        """Name the blocks that have become full."""
+        """Compute the keys of the blocks that have become full."""
         first, size = request.num_keyed, self.block_size
         full = len(request.tokens) // size * size
         if full == first:
@@ -148,7 +148,7 @@ class KvPublisher:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Raises ConfigError for an endpoint that cannot be had."""
+        """Bind the sockets and begin to publish; raise ConfigError for an endpoint that cannot be bound."""
         if self._service.info.hits_at_ends:
             raise ConfigError(
                 "kv_events_config: this model's recurrent states are cached at some ends of prompts alone, which vLLM's "
@@ -180,15 +180,13 @@ class KvPublisher:
         self._context.destroy(linger=0)
 
     async def _follow(self) -> None:
-        """Until the server drains or the engine is dead. With other weights a stream ends as well; the next one begins."""
+        """Follow the stream of changes until the server drains or the engine is dead; begin again with other weights."""
         info = None
         while info is not self._service.info:
             info = self._service.info
             self._known.change_model(info.fingerprint)
-            frames = FrameReader()
-            async for data in self._events.frames():
-                for frame in frames.feed(data):
-                    self._take(frame)
+            async for frame in self._events.frames():
+                self._take(frame)
 
     def _take(self, frame: Frame) -> None:
         events: list[Event] = []
@@ -204,7 +202,7 @@ class KvPublisher:
             self._publish(events)
 
     def _in_order(self, keys: Iterable[bytes]) -> Iterator[bytes]:
-        """Each behind its parent: a snapshot has no order."""
+        """Yield the keys of a snapshot, which has no order, each behind its parent."""
         left = dict.fromkeys(keys)
         while left:
             key = next(iter(left))
@@ -217,7 +215,7 @@ class KvPublisher:
             yield from reversed(chain)
 
     def _stored(self, tier: str, keys: Iterable[bytes]) -> Iterator[Event]:
-        """Runs of blocks that follow each other are one event each."""
+        """Yield one event for each run of blocks that follow each other."""
         cached = self._cached.setdefault(tier, set())
         run: list[bytes] = []
         for key in keys:
@@ -264,7 +262,7 @@ class KvPublisher:
         self._socket.send_multipart([self._config.topic.encode(), number.to_bytes(8, "big"), payload], zmq.NOBLOCK)
 
     def _repeat(self) -> None:
-        """Answer all questions that are there: the descriptor signals a change, not a state."""
+        """Answer all waiting requests for a replay: the descriptor signals a change, not a state."""
         topic = self._config.topic.encode()
         while self._replay.poll(0):
             who, *rest = self._replay.recv_multipart(zmq.NOBLOCK)

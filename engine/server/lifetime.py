@@ -11,7 +11,8 @@ import socket
 from collections.abc import AsyncIterator, Callable
 
 from penstock.engine.front.client import AsyncEngine
-from penstock.engine.http.listen import Listener, bind_sockets, url_of
+from penstock.engine.http.listen import Listener
+from penstock.engine.http.sockets import bind_sockets, url_of
 from penstock.engine.server.app import ServerApp
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import Service
@@ -56,7 +57,7 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def published(app: ServerApp, config: ServerConfig) -> AsyncIterator[None]:
-    """With cache events over ZMQ, if they are asked for; most servers load nothing of it."""
+    """Publish cache events over ZMQ while entered, if that is configured."""
     if config.kv_events_config is None or not config.kv_events_config.is_on:
         yield
         return
@@ -86,7 +87,7 @@ async def _drain(service: Service, timeout_s: float, stop: asyncio.Event) -> Non
 
 
 async def _leave_dead(engine: AsyncEngine, service: Service) -> int:
-    """The engine is dead or hangs: closing it ends every request with an error, and the clients still get that."""
+    """Close an engine that is dead or hangs. Every request ends with an error, which the clients still get."""
     log.error("the engine has failed: %s", engine.health().reason)
     service.is_draining = True
     await engine.close()

@@ -11,7 +11,7 @@ FLOOR = -9999.0  # stands for minus infinity, which JSON cannot say
 
 
 def id_text(id_: int) -> str:
-    """A token by its number, for clients that asked with `return_tokens_as_token_ids`."""
+    """Return a token by its number, for `return_tokens_as_token_ids`."""
     return f"token_id:{id_}"
 
 
@@ -31,7 +31,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], as_ids:
 def completion_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], offset: int, first_id: int | None, as_ids: bool | None
 ) -> tuple[CompletionLogprobs, int]:
-    """The old format: parallel lists, and the offset behind them. `first_id` is a token before the others that has no
+    """Return the old format, parallel lists, and the offset behind them. `first_id` is a token before the others that has no
     probability. A character of several tokens has one place, where each of them stands."""
     reply = CompletionLogprobs([], [], [], [])
     read = id_text if as_ids else tokenizer.token_text
@@ -57,7 +57,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs] | None) -> PromptLogprobs:
-    """One entry per prompt position, by token id; the first position has none."""
+    """Return one entry per prompt position, by token id; the first position has none."""
     return [None, *(candidates(_bounded(token), tokenizer.token_text) for token in tokens or ())]
 
 

@@ -95,7 +95,7 @@ class ServerMetrics(Collector):
         engine.on_step = self._see_step
 
     def see(self, answer: Answer, updates: list[Update]) -> None:
-        """What has just been read of an answer."""
+        """Count what has just been read of an answer."""
         num_tokens = 0
         for update in updates:
             num_tokens += len(update.token_ids)
@@ -114,7 +114,7 @@ class ServerMetrics(Collector):
         answer.read_s = arrived_s
 
     def end(self, answer: Answer) -> None:
-        """The reader is done or gone; choices whose end it has not read were aborted."""
+        """Count an answer whose reader is done or gone. Choices whose end it has not read were aborted."""
         self.finished["abort"] += len(answer.choices) - len(answer.finish_reasons)
         self.prompt.observe(answer.num_prompt_tokens)
         self.generated.observe(answer.num_tokens)
@@ -124,7 +124,7 @@ class ServerMetrics(Collector):
             self.queued.observe(answer.metrics.queued_s)
 
     def text(self) -> bytes:
-        """The exposition format, version 0.0.4."""
+        """Return all metrics in the exposition format, version 0.0.4."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -178,7 +178,7 @@ def _tier_families(tiers: Mapping[str, Mapping[str, float]], model: str) -> Iter
 
 
 def _expert_families(update: ExpertUpdate, model: str) -> Iterator[Metric]:
-    """How evenly experts' work is spread over the ranks, and what moving them took."""
+    """Yield how evenly experts' work is spread over the ranks, and what moving them took."""
     text = "Mean load of a rank over the load of the fullest, mean over the layers."
     yield family(GaugeMetricFamily, "penstock:expert_balance", text, ["model_name"], [((model,), update.balance)])
     for name, of, shares in (("rank_load", "rank", update.rank_load), ("load", "expert", update.expert_load)):

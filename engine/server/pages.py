@@ -1,6 +1,6 @@
-"""What describes the API: the OpenAPI document out of the structs, and the same as a page to read.
+"""Describes the API: an OpenAPI document made of the structs, and a page made of that document.
 
-No scripts and nothing from elsewhere, so it works without a network and can be locked down by its policy.
+The page has no scripts and loads nothing, so it works without a network and its policy forbids everything else.
 """
 
 import re
@@ -31,7 +31,7 @@ _TEXT = {"type": "string"}
 def openapi(
     posts: Sequence[PostRoute], others: Iterable[tuple[str, str]], error: type[msgspec.Struct]
 ) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of all routes; `others`: method and path of those without a schema."""
+    """Return the OpenAPI 3.1 document of all routes. `others`: method and path of the routes without a schema."""
     types = [kind for post in posts for kind in (post.takes, post.gives, post.streams) if kind] + [Message, error]
     _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     refused = {"description": "An error", "content": _content(error)}
@@ -65,7 +65,7 @@ def openapi(
 
 
 def docs(document: dict[str, Any]) -> str:
-    """The same as a page to read: every route, and for each that takes a body a table of its fields."""
+    """Return the document as a page: every route, with a table of the fields of its body."""
     schemas = document["components"]["schemas"]
     parts = [f"<h1>Penstock {escape(document['info']['version'])}</h1>"]
     for path, methods in document["paths"].items():
@@ -96,7 +96,7 @@ def _fields(schema: dict[str, Any]) -> str:
 
 
 def _type(field: dict[str, Any]) -> str:
-    """A schema in a few words; null is left out, since every optional field takes it."""
+    """Describe a schema in a few words. Null is left out, since every optional field takes it."""
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if "anyOf" in field:

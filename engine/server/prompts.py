@@ -1,4 +1,4 @@
-"""From what a request carries (text, ids, messages) to token ids, with every size checked before the work it causes.
+"""Turns what a request carries (text, ids, messages) into token ids, and checks every size before the work that it causes.
 
 Tokenizing half a megabyte takes tens of milliseconds, so long inputs go to a thread: the tokenizer releases
 the interpreter's lock, and the streams of others keep flowing.
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def decode_inputs(field: str, raw: Raw, max_inputs: int, info: ModelInfo) -> list[str] | list[list[int]]:
-    """The one or many texts or id lists that `prompt` and `input` may be.
+    """Decode the one or many texts or id lists that `prompt` and `input` may be.
 
     Brackets and commas are counted in the undecoded JSON first: three million ids are refused in 10 ms.
     """
@@ -52,7 +52,7 @@ def decode_inputs(field: str, raw: Raw, max_inputs: int, info: ModelInfo) -> lis
 
 
 def decode_ids(field: str, raw: Raw, info: ModelInfo) -> list[int]:
-    """A list of token ids that could be a prompt by its length."""
+    """Decode a list of token ids, unless it is too long for a prompt."""
     num_ids = bytes(raw).count(b",") + 1
     if num_ids > info.max_model_len:  # exactly as many are allowed where nothing is generated
         check_length(num_ids, info, field)
@@ -67,7 +67,7 @@ async def to_ids(
     truncate_to: int | None = None,
     num_answered: int = 1,
 ) -> list[list[int]]:
-    """Token ids of every input, each checked to be a prompt that this model can take with so many tokens behind it."""
+    """Return the token ids of every input, checked to fit the context together with `num_answered` tokens."""
     info, tokenizer = service.info, service.tokenizer
     texts = [text for text in inputs if isinstance(text, str)]
     limit = MAX_CHARS_PER_TOKEN * info.max_model_len
@@ -77,7 +77,7 @@ async def to_ids(
     keep = _kept_tokens(truncate_to, info, num_answered)
     prompts = [ids for ids in inputs if isinstance(ids, list)]
     if texts:
-        # Of messages, the template has written them.
+        # The chat template has written the special tokens into messages.
         adds = bool(add_special_tokens) if field == "messages" else add_special_tokens is not False
         prompts = await in_thread_if(sum(map(len, texts)) > INLINE_CHARS, lambda: tokenizer.encode_batch(texts, adds))
     if keep:
@@ -89,7 +89,7 @@ async def to_ids(
 
 
 def given_ids(call: Call, field: str, raw: Raw) -> list[int] | None:
-    """The ids that came with a body in place of `field`."""
+    """Return the ids that came with a body in place of `field`."""
     if call.prompt_ids is not None and bytes(raw) != b"null":
         raise InvalidRequest(field, "token ids follow the body, so it has to be null")
     return call.prompt_ids
@@ -114,7 +114,7 @@ async def render(request: ChatRequest | TokenizeRequest, conversation: Conversat
 
 
 def _kept_tokens(truncate_to: int | None, info: ModelInfo, num_answered: int) -> int:
-    """How many of the last tokens to keep; 0: all. A truncation of -1 means as many as fit."""
+    """Return how many of the last tokens to keep; 0 means all. A truncation of -1 means as many as fit."""
     field = "truncate_prompt_tokens"
     if truncate_to is None:
         return 0

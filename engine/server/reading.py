@@ -1,4 +1,4 @@
-"""The pieces of an answer (text, reasoning, calls), as the writers of all chat APIs take them."""
+"""Splits an answer into pieces (text, reasoning, calls) for the writers of all chat APIs."""
 
 import secrets
 
@@ -12,7 +12,7 @@ SHORT_ID = 9  # an id of this length has no prefix: Mistral's templates allow no
 
 
 class Reading:
-    """Reads one choice. Made by a ReadingPlan (tool_choice.py). Without a reader all of the answer is text."""
+    """Reads one choice. A ReadingPlan (tool_choice.py) makes it. Without a reader all of the answer is text."""
 
     def __init__(
         self, reader: AnswerReader | HarmonyReader | None, id_length: int = 0, shows_reasoning: bool = True
@@ -22,7 +22,7 @@ class Reading:
         self._shows_reasoning = shows_reasoning
 
     def pieces(self, text: str, *, is_last: bool) -> list[Piece]:
-        """Return what the next text of the answer makes certain. Every call has an id."""
+        """Return the pieces that the next text of the answer completes. Every call gets an id."""
         if self._reader is None:
             return [Content(text)] if text else []
         found = self._reader.feed(text)
@@ -35,7 +35,7 @@ class Reading:
         ]
 
     def finish_reason(self, reason: FinishReason | None) -> ChatFinish | None:
-        """Return why the answer ended: one that ended by itself and has called says so. To be asked after the last piece."""
+        """Return why the answer ended: "tool_calls" for one with calls that stopped by itself. Call it after the last piece."""
         has_called = self._reader is not None and self._reader.has_called
         return "tool_calls" if reason == "stop" and has_called else reason
 

@@ -1,4 +1,4 @@
-"""What clients may send: one struct per endpoint, and the fields of OpenAI and vLLM that we know but do not serve.
+"""The requests that clients may send: one struct per endpoint, and the fields of OpenAI and vLLM that are known but not served.
 
 A known field that cannot be served is refused by name where it would change the answer. A top-level field that is in
 none of these lists is ignored, so that a new field of a client's library is no outage: `parse` collects its name for
@@ -18,7 +18,7 @@ from penstock.engine.sampling_params import InvalidRequest, SamplingParams, Stru
 
 MAX_FIELD_BYTES = 256 * 1024  # of JSON in any one field, those that carry the text aside
 TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens", "query", "queries", "documents", "text_1", "text_2"})
-# Those of SamplingParams that a request has under the same name, with the same meaning.
+# Fields of SamplingParams that a request has under the same name, with the same meaning.
 SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in ("logprobs", "detokenize")]
 
 Request = TypeVar("Request", bound=msgspec.Struct)
@@ -33,7 +33,7 @@ _TEXTS_OR_IDS = Meta(
         ]
     }
 )
-# What holds the text is decoded by prompts.py, after a look at its size.
+# prompts.py and conversation.py decode fields with text after they have checked their size.
 Inputs = Annotated[Raw, _TEXTS_OR_IDS]
 Messages = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"$ref": "#/components/schemas/Message"}})]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -64,7 +64,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PromptRequest(msgspec.Struct, kw_only=True):
-    """What every endpoint takes that runs the model. An absent field and null mean the default."""
+    """The fields of every endpoint that runs the model. An absent field and null mean the default."""
 
     model: str | None = None
     truncate_prompt_tokens: Truncation | None = None
@@ -75,7 +75,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
 
 
 class GenerateRequest(PromptRequest, kw_only=True):
-    """What both completion endpoints take, beside what `with_sampling` adds."""
+    """The fields of both completion endpoints, beside those that `with_sampling` adds."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -89,7 +89,7 @@ class GenerateRequest(PromptRequest, kw_only=True):
 
 
 def with_sampling(kind: type[Request], without: Collection[str] = ()) -> type[Request]:
-    """`kind` with a field for each of SAMPLING_FIELDS that it does not declare, but for some."""
+    """Return `kind` with a field for each of SAMPLING_FIELDS that it does not declare, except those in `without`."""
     declared = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
     missing = [name for name in SAMPLING_FIELDS if name not in (*kind.__struct_fields__, *without)]
     added = [(name, declared[name] | None, None) for name in missing]
@@ -181,7 +181,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
     top_logprobs: int | None = None
 
 
-# Those that agents' APIs have under the same name, with the same meaning, where they have them.
+# Fields that agents' APIs have under the same name, with the same meaning, where they have them.
 CHAT_FIELDS = frozenset(ChatRequest.__struct_fields__) - {"messages", "tools", "tool_choice"}
 
 

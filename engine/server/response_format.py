@@ -1,4 +1,4 @@
-"""What the answer must look like: OpenAI's `response_format` and vLLM's `structured_outputs`, as one and the same."""
+"""Reads the wanted form of an answer from OpenAI's `response_format` or vLLM's `structured_outputs`."""
 
 from typing import NamedTuple
 
@@ -9,15 +9,15 @@ from penstock.engine.server.requests import GenerateRequest, ResponseFormat
 
 
 class Wanted(NamedTuple):
-    """`field`: the name of what the client wrote, for objections to it."""
+    """The wanted form of an answer. `field`: where the client wrote it, for errors."""
 
     outputs: StructuredOutputs | None
     field: str | None = None
 
 
 def wanted_outputs(request: GenerateRequest, coerce_one_of: bool) -> Wanted:
-    """What the request asks for, checked as far as it can be without compiling; raises InvalidRequest or HttpError.
-    `coerce_one_of`: of all requests."""
+    """Return the form that the request wants, checked as far as possible without compiling. `coerce_one_of`: the server's
+    setting for all requests."""
     wanted = Wanted(request.structured_outputs)
     if request.response_format is not None:
         _check_parts(request.response_format)
@@ -45,7 +45,7 @@ def _of_format(given: ResponseFormat) -> Wanted:
 
 
 def _check_parts(given: ResponseFormat) -> None:
-    """What belongs to another type would be ignored."""
+    """Refuse fields that belong to another type; they would be ignored."""
     for name, owner in (
         ("json_schema", "json_schema"),
         ("structures", "structural_tag"),

@@ -1,4 +1,4 @@
-"""What the server answers: the objects of the OpenAI API, with vLLM's additions where clients know them.
+"""The server's answers: the objects of the OpenAI API, with vLLM's additions where clients know them.
 
 An UNSET field is left out of the JSON; None is sent as null.
 """
@@ -46,7 +46,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class NamedAnswer(msgspec.Struct):
-    """What every answer begins with."""
+    """The fields that every answer begins with."""
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""The routes: what is asked by POST, and what a GET shows."""
+"""The table of routes, and the handlers of those that only show something."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ def routes(service: Service, kv_events: KvEvents) -> list[Route]:
 
 
 class Gets:
-    """What a GET shows: by their paths functions, or ASGI applications, which a response is too."""
+    """The GET routes: a function or an ASGI application (a response is one) by its path."""
 
     def __init__(
         self, service: Service, kv_events: KvEvents, posts: Sequence[PostRoute], shown: dict[str, Shown]
@@ -140,7 +140,7 @@ class Gets:
         return _json(reply.Status(state.reason), 200 if state.alive and state.ready else 503)
 
     async def tokenizer_info(self, _request: Request) -> Response:
-        """For clients that tokenize here and render themselves, under the names of tokenizer_config.json."""
+        """Return the special tokens and the template, under the names of tokenizer_config.json, for clients that render prompts."""
         service = self._service
         sources = {} if service.template is None else service.template.sources
         return _json({**service.tokenizer.special_tokens, "chat_template": sources.get("default")})
@@ -152,7 +152,7 @@ class Gets:
         return self._page(request.scope["path"])
 
     def _make_page(self, path: str) -> Response:
-        """When it is first asked for: of most servers it never is."""
+        """Make a page at its first request."""
         if path == "/":
             found = document()
             return HTMLResponse(found.body, headers=found.headers)

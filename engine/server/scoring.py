@@ -73,7 +73,7 @@ class Score(msgspec.Struct):
 
 
 class Labelled(NamedAnswer, Generic[Each]):
-    """Of /classify and of /score."""
+    """The answer of /classify and of /score."""
 
     data: list[Each]
     usage: Usage
@@ -94,7 +94,7 @@ class Reranked(msgspec.Struct):
 
 
 async def classify(service: Service, call: Call, body: bytes) -> Labelled[Classified]:
-    """The labels of every input, with their probabilities."""
+    """Classify every input: its most likely label, and the probabilities of all labels."""
     request = service.accept(call, body, ClassifyRequest)
     labels = labels_of(service.info)
     inputs = decode_inputs("input", request.input, MAX_INPUTS, service.info)
@@ -107,7 +107,7 @@ async def classify(service: Service, call: Call, body: bytes) -> Labelled[Classi
 
 
 async def score(service: Service, call: Call, body: bytes) -> Labelled[Score]:
-    """How well the two texts of every pair go together: one text with each of many, or each with its own."""
+    """Score how well the two texts of every pair go together: one text with each of many, or each with its own."""
     request = service.accept(call, body, ScoreRequest)
     ones, others = (request.text_1, request.queries), (request.text_2, request.documents)
     given = [_texts(each) for pair in (ones, others) for each in pair if each is not None]
@@ -120,7 +120,7 @@ async def score(service: Service, call: Call, body: bytes) -> Labelled[Score]:
 
 
 async def rerank(service: Service, call: Call, body: bytes) -> Reranked:
-    """The documents, those that go best with the query first."""
+    """Rank the documents by how well they go with the query."""
     request = service.accept(call, body, RerankRequest)
     texts = _texts(request.documents)
     found = await _of_pairs(service, call, request, [request.query], texts, ("query", "documents"))

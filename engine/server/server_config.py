@@ -1,4 +1,4 @@
-"""What the operator says about the HTTP server. `resolve` turns it into what runs."""
+"""Options of the HTTP server. `resolve` checks them and adds what the environment says."""
 
 import re
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 
 
 def _origins(text: str) -> list[str]:
-    """One origin, or a JSON list of them."""
+    """Read one origin, or a JSON list of them."""
     if not text.startswith("["):
         return [text]
     try:
@@ -40,7 +40,7 @@ class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _lora_module(text: str) -> LoraModule:
-    """`name=path`, or a JSON object."""
+    """Read `name=path`, or a JSON object."""
     if text.startswith("{"):
         return converted(json_object(text), LoraModule)
     name, _, path = text.partition("=")

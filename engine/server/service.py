@@ -1,4 +1,4 @@
-"""What every endpoint works with: the engine, the text room, the limits, and the calls in flight.
+"""Gives every endpoint the engine, the tokenizer and template, the limits, and the calls in flight.
 
 A request is admitted before it is tokenized, so that a full server says so at once; those that are being
 tokenized count as if they were in the queue already.
@@ -64,7 +64,7 @@ class Service:
 
     @property
     def info(self) -> ModelInfo:
-        """Changes with the weights."""
+        """The model that is served; it changes with the weights."""
         return self.engine.info
 
     @property
@@ -78,14 +78,14 @@ class Service:
             self.text_digest = await asyncio.to_thread(text_digest, self.tokenizer, self.template)
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with; one that is not served is a 404."""
+        """Return the name to answer with; a name that is not served is a 404."""
         if name is None:
             return self.model_name
         self.adapter_of(name)
         return name
 
     def adapter_of(self, name: str) -> str | None:
-        """The key of the adapter that is meant by this name of a model; None: the model's own."""
+        """Return the key of the adapter that this name of a model stands for; None for the model itself."""
         if name in self.config.served_model_names:
             return None
         if (found := self.adapters.served.get(name)) is not None:
@@ -100,7 +100,7 @@ class Service:
         kind: type[Asked],
         unserved: Mapping[str, Unserved] = UNSERVED,
     ) -> Asked:
-        """The request in `body`, for a model that is served."""
+        """Decode the request in `body`, which must be for a model that is served."""
         request = parse(body, kind, call.ignored, unserved)
         call.model = self.check_model(request.model)
         # An id in the body counts if there is none in the headers.
@@ -125,7 +125,7 @@ class Service:
 
     @contextlib.contextmanager
     def admit(self, num_sequences: int) -> Iterator[None]:
-        """Refuse now what could not be queued; hold the places until the sequences are with the engine."""
+        """Refuse sequences that could not be queued; reserve their places until the engine has them."""
         if self.is_draining:
             raise HttpError(503, "the server is shutting down", headers={"connection": "close", "retry-after": "1"})
         health = self.engine.health()
@@ -150,7 +150,7 @@ class Service:
     ) -> None:
         """Hand every prompt to the engine. The answers belong to the call, which is released at its end.
 
-        A length of the answer that the client did not ask for is cut to what the context leaves.
+        A default length of the answer is cut to what the context leaves.
         """
         like, adapter = None, self.adapter_of(call.model)
         options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt, "adapter": adapter}
@@ -166,7 +166,7 @@ class Service:
             self._answers.add(answer)
 
     def seen(self, answer: Answer, updates: list[Update]) -> list[Update]:
-        """Count what is about to be sent to the client; raises what ended a choice, if anything went wrong."""
+        """Count what is about to be sent to the client; raise HttpError if a choice has failed."""
         self.metrics.see(answer, updates)
         for update in updates:
             if update.finish_reason == "error":
@@ -177,26 +177,26 @@ class Service:
         return updates
 
     def release(self, call: Call) -> None:
-        """Free what the call's answers still hold; without effect on those that have ended."""
+        """Record the spans of a call and end its answers. Answers that have ended are not affected."""
         if self.spans is not None:
             self.spans.phases(call)
         self.forget(call)
 
     def forget(self, call: Call) -> None:
-        """End the call's answers."""
+        """Abort the call's answers."""
         for answer in call.answers:
             answer.abort()
             self.metrics.end(answer)
             self._answers.discard(answer)
 
     def abort_all(self) -> None:
-        """End what still runs; the readers still get the last update and finish their answers properly."""
+        """Abort all running answers. Their readers still get the last update and finish properly."""
         for answer in self._answers:
             answer.abort()
 
 
 def as_http_error(error: Exception) -> HttpError:
-    """The answer for what the engine, or the checks before it, objected to."""
+    """Return the HTTP error for what the engine, or a check before it, refused."""
     if isinstance(error, InvalidRequest):
         return HttpError(400, str(error), param=error.field)
     if isinstance(error, QueueFull):

@@ -1,5 +1,4 @@
-"""What runs no model: POST /tokenize and /detokenize, between text and token ids, /reset_prefix_cache, and the adapters'
-routes."""
+"""The POST routes that run no model: /tokenize, /detokenize, /reset_prefix_cache, and loading and unloading of adapters."""
 
 from penstock.engine.front.submit import token_bytes
 from penstock.engine.http.errors import HttpError
@@ -15,7 +14,7 @@ from penstock.engine.text.prompt import INLINE_CHARS, RENDERING
 
 
 async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
-    """The token ids of `prompt`, or of `messages` under the chat template."""
+    """Return the token ids of `prompt`, or of `messages` under the chat template."""
     request = parse(body, TokenizeRequest, call.ignored)
     service.check_model(request.model)
     has_messages = bytes(request.messages) not in (b"", b"null")
@@ -40,7 +39,7 @@ async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
 
 
 async def detokenize(service: Service, call: Call, body: bytes) -> Detokenized:
-    """The text of `tokens`."""
+    """Return the text of `tokens`."""
     request = parse(body, DetokenizeRequest, call.ignored)
     service.check_model(request.model)
     with service.admit(1):
@@ -56,7 +55,7 @@ async def detokenize(service: Service, call: Call, body: bytes) -> Detokenized:
 
 
 async def reset_prefix_cache(service: Service, call: Call, body: bytes) -> Status:
-    """For measurements, or where there is reason to distrust what is cached: forget all cached content, in all tiers; 409 while requests run or transfers are in flight."""
+    """Forget all cached content, in all tiers. 409 while requests run or transfers are in flight."""
     parse(body or b"{}", ResetRequest, call.ignored)
     if not await service.engine.reset_prefix_cache():
         raise HttpError(409, "requests or transfers between the tiers are in flight; try again when they are done")
@@ -64,14 +63,14 @@ async def reset_prefix_cache(service: Service, call: Call, body: bytes) -> Statu
 
 
 async def load_adapter(service: Service, call: Call, body: bytes) -> Status:
-    """Serve the PEFT adapter in a folder of the server's under a name of its own, beside the model."""
+    """Serve the PEFT adapter in a folder of the server under a name of its own, beside the model."""
     request = parse(body, LoadAdapterRequest, call.ignored)
     await service.adapters.load(request.lora_name, request.lora_path, bool(request.load_inplace))
     return Status(f"adapter {request.lora_name!r} is loaded")
 
 
 async def unload_adapter(service: Service, call: Call, body: bytes) -> Status:
-    """Take no more requests for an adapter; those in flight finish."""
+    """Accept no more requests for an adapter; requests in flight finish."""
     request = parse(body, UnloadAdapterRequest, call.ignored)
     service.adapters.unload(request.lora_name)
     return Status(f"adapter {request.lora_name!r} is unloaded")

@@ -1,4 +1,4 @@
-"""What a chat request says about tools: checked, and turned into what engine/tools works with.
+"""Checks what a chat request says about tools, and plans how its answers are read and held to a grammar.
 
 Which format of calls and which marks of reasoning the model uses is found once, from its chat template, unless
 the operator names them.
@@ -27,7 +27,7 @@ from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.harmony_reader import HarmonyReader
 from penstock.engine.text.tools.thinking import Thinking
 
-# What the `type` of a tool's arguments may not be; what is no type at all is refused with the schema.
+# Types that a tool's arguments may not have; the compiler refuses what is no type at all with the schema.
 NOT_OBJECTS = ("null", "boolean", "integer", "number", "string", "array")
 log = logging.getLogger("penstock.engine")
 
@@ -43,7 +43,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True)
 class ReadingPlan:
-    """How the answers of one request are read."""
+    """Says how the answers of one request are read."""
 
     calls: Calls | None
     thinking: Thinking | None
@@ -64,7 +64,7 @@ class ReadingPlan:
 
 
 class Tools:
-    """How the served model calls and reasons."""
+    """The way in which the served model calls and reasons."""
 
     def __init__(self, config: ServerConfig, template: ChatTemplate | None, tokenizer: Tokenizer) -> None:
         source = template.source if template is not None else ""
@@ -94,7 +94,7 @@ class Tools:
         self.shown_ids = frozenset(self._special_ids.values())  # the readers must see them
 
     def calls(self, request: ChatRequest) -> Calls | None:
-        """What the answer may call; None: nothing."""
+        """Return what the answer may call, or None."""
         tools, choice = request.tools or [], request.tool_choice or "auto"
         if not tools:
             if choice not in ("none", "auto"):
@@ -127,8 +127,8 @@ class Tools:
         *,
         holds_optional: bool = True,
     ) -> tuple[ReadingPlan, Wanted]:
-        """Return how the answers are to be read, and the grammar that answers to `wanted` under these calls and reasoning.
-        `begun`: the text that the answer goes on from. With `holds_optional` false, optional calls are read but no grammar holds them."""
+        """Return how the answers are read, and the grammar for `wanted` together with these calls and the reasoning. `begun`: the
+        text that the answer continues. With `holds_optional` false, optional calls are read, but no grammar holds them."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
         holds = self._constrains_auto and holds_optional
         is_held = calls is not None and (calls.must or wanted.outputs is not None or holds)
@@ -137,11 +137,11 @@ class Tools:
         return ReadingPlan(calls, thought, is_held, shows), Wanted(outputs, "tools" if is_held else wanted.field)
 
     def key(self, calls: Calls) -> bytes:
-        """Return what `unheld` knows these calls by."""
+        """Return the key of these calls in `unheld`."""
         return hashlib.sha256(msgspec.json.encode([calls.form.name, calls.many, calls.functions])).digest()
 
     def remember_unheld(self, key: bytes, calls: Calls, refusal: InvalidRequest) -> None:
-        """Keep that no grammar holds these calls, so that it is found out and logged once."""
+        """Remember that no grammar holds these calls, so that it is tried and logged once."""
         self.unheld[key] = None
         if len(self.unheld) > MAX_UNHELD:
             del self.unheld[next(iter(self.unheld))]
@@ -162,7 +162,7 @@ class Tools:
     def _constraint(
         self, calls: Calls | None, answer: StructuredOutputs | None, thought: Thinking | None
     ) -> StructuredOutputs | None:
-        """One grammar for all of it: calls or the wanted answer, behind the reasoning. None: anything goes."""
+        """Return one grammar for calls or the wanted answer, behind the reasoning; None if nothing is constrained."""
         if calls is not None and calls.must:
             answer = None  # a forced call follows the tool's schema; a format holds for text
         thought = None if thought is None or thought.is_over else thought
@@ -181,7 +181,7 @@ def is_harmony(calls: Calls | None, thought: Thinking | None) -> bool:
 
 
 def for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """The tools as chat templates take them, without what was not set."""
+    """Return the tools as chat templates take them, without the fields that were not set."""
     return None if not tools else [
         {"type": "function", "function": {
             name: value for name in ("name", "description", "parameters")

@@ -1,4 +1,4 @@
-"""What a chat template is given: messages, tools and documents, checked and made plain.
+"""Checks messages, tools and documents, and brings them into the form that a chat template is given.
 
 Users write OpenAI's form; templates expect text in one string and the arguments of calls as objects. Errors name
 the place in the request. Nothing but JSON data passes. Templates that know no tools get them as text; others write all
@@ -29,7 +29,7 @@ _HOW = (
 
 
 def check_messages(messages: list[Message]) -> list[Message]:
-    """A copy in the form that templates expect: text in one string, arguments of calls as objects."""
+    """Return a copy in the form that templates expect: text in one string, arguments of calls as objects."""
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages", "a list of at least one message is expected")
     return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
@@ -54,7 +54,7 @@ def _message(message: Message, field: str) -> Message:
 
 
 def _text(content: object, field: str) -> str:
-    """OpenAI's content: a string, a list of parts, or nothing beside tool calls."""
+    """Return the text of OpenAI's content: a string, a list of parts, or nothing beside tool calls."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -77,7 +77,7 @@ def _part(part: object, field: str) -> str:
 
 
 def _tool_call(call: dict[str, Any], field: str) -> dict[str, Any]:
-    """OpenAI's arguments are a string of JSON; templates print an object."""
+    """Decode a call's arguments, which are a string of JSON at OpenAI and an object for templates."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -100,7 +100,7 @@ def objects(values: object, field: str) -> list[dict[str, Any]] | None:
 
 
 def plain(value: Any, field: str, depth: int = 0) -> Any:
-    """A copy of JSON data. Nothing else reaches a template: an object's methods are not the sandbox's to judge."""
+    """Return a copy of JSON data; refuse anything else, since the sandbox does not guard an object's methods."""
     if depth > MAX_DEPTH:
         raise InvalidRequest(field, f"nested more than {MAX_DEPTH} levels deep")
     if value is None or type(value) in (int, float, bool):
@@ -146,8 +146,8 @@ def with_system_first(chat: list[Message], *, takes_later: bool) -> list[Message
 
 
 def without_tools(chat: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:
-    """The conversation without anything that only templates with tools understand: functions, calls and results as
-    text. The form is that of Hermes, which most models have seen."""
+    """Return the conversation for a template without tools: functions, calls and results as text, in the form of Hermes, which
+    most models have seen."""
     plain: list[Message] = []
     for message in chat:
         text = message["content"]
@@ -167,7 +167,7 @@ def without_tools(chat: list[Message], tools: list[dict[str, Any]] | None) -> li
 
 
 def with_arguments_as_text(chat: list[Message]) -> list[Message]:
-    """For templates that put the arguments of calls into their text as they are."""
+    """Write the arguments of calls as JSON, for templates that print them as they are."""
     for message in chat:
         for call in message.get("tool_calls", ()):
             function = call.get("function")
@@ -177,8 +177,8 @@ def with_arguments_as_text(chat: list[Message]) -> list[Message]:
 
 
 def _introduced(chat: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
-    """With the functions in the system message, or before the first text where there is none: not every template
-    takes a system message."""
+    """Add the functions to the system message, or before the first text if there is none: not every template takes a system
+    message."""
     how = _HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     first = chat[0]
     parts = [first["content"], how] if first["role"] == "system" else [how, first["content"]]

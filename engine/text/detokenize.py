@@ -26,7 +26,7 @@ KNOWN_DECODERS = "ByteLevel, Metaspace, or Replace + ByteFallback + Fuse + Strip
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The character that byte-level vocabularies write for each byte: printable Latin-1 stands for itself, the other
+    """Return the character that byte-level vocabularies write for each byte: printable Latin-1 stands for itself, the other
     68 bytes follow from U+0100 on (the scheme of GPT-2)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     rest = [byte for byte in range(256) if byte not in printable]
@@ -34,7 +34,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class DecoderPlan(msgspec.Struct, frozen=True):
-    """What a tokenizer's decoder does, as far as it differs between the tokenizers in use."""
+    """The steps of a tokenizer's decoder that differ between the tokenizers in use."""
 
     byte_level: bool = False
     joiner: str = ""  # before every token
@@ -49,10 +49,10 @@ class TextStream(Protocol):
     """Incremental detokenizing of one sequence."""
 
     def push(self, ids: list[int]) -> str:
-        """The text that these ids complete; bytes of an unfinished character are kept back."""
+        """Return the text that these ids complete. Bytes of an unfinished character are held back."""
 
     def flush(self) -> str:
-        """What was kept back, at the end of the sequence."""
+        """Return what was held back, at the end of the sequence."""
 
 
 class Detokenizer:
@@ -87,7 +87,7 @@ class Detokenizer:
         return _Pieces(lambda token_id: self._nothing if token_id in hidden else self._spell(token_id))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text: possibly a part of a character."""
+        """Return the bytes that one token adds to a text: possibly a part of a character."""
         piece = self._all[token_id]
         if isinstance(piece, int):
             return bytes((piece,))

@@ -1,4 +1,4 @@
-"""How byte-level vocabularies in GGUF files cut text into words before merging, by `tokenizer.ggml.pre`.
+"""The ways in which byte-level vocabularies in GGUF files cut text into words before merging, by `tokenizer.ggml.pre`.
 
 A GGUF file names the scheme only; the expressions are the ones of the models' own tokenizer.json files. A wrong
 scheme does not fail, it makes a model quietly worse, so a name that is not in this table is an error.

@@ -61,7 +61,7 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
 
 
 def read_gguf_metadata(path: Path) -> dict[str, Any]:
-    """Every key of the file with its value; arrays are lists. Raises ModelRefused where the bytes make no sense."""
+    """Return every key of the file with its value; arrays are lists. Raise ModelRefused if the bytes make no sense."""
     try:
         return GgufHeader(path).metadata
     except ExecutorError as error:
@@ -69,7 +69,7 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
 
 
 class _Vocabulary:
-    """What the metadata says about tokens, checked for shape."""
+    """The tokens, types and scores of the metadata, checked for shape."""
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self.metadata = metadata
@@ -194,7 +194,7 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 def _merges_of_scores(
     vocabulary: _Vocabulary, tokens: list[str], vocab: dict[str, int], ranks: list[float]
 ) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, best token first: what SentencePiece does, as a list of merges.
+    """Return every way to make a token of two others, best token first: what SentencePiece does, as a list of merges.
 
     Ties go to the longer left part and then the longer right one, like the converted tokenizer.json files have it.
     """
@@ -210,7 +210,7 @@ def _merges_of_scores(
 
 
 def _add_whole_tokens(backend: Backend, vocabulary: _Vocabulary) -> None:
-    """Control tokens, and those a user defined, are matched as a whole before anything else."""
+    """Add control and user-defined tokens, which are matched as a whole before anything else."""
     for add, types in ((backend.add_special_tokens, (UNKNOWN, CONTROL)), (backend.add_tokens, (USER_DEFINED,))):
         is_special = CONTROL in types
         texts = [(token_id, vocabulary.tokens[token_id]) for token_id in vocabulary.ids_of(*types)]

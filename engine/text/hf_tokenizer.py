@@ -84,7 +84,7 @@ def _convert_backend(folder: Path, config: dict[str, Any]) -> Backend:
 
 
 def _mark_special(backend: Backend, special_tokens: dict[str, str], config: dict[str, Any]) -> None:
-    """Tokens that the configuration calls special or added, but tokenizer.json does not, are matched whole too.
+    """Add tokens that only the configuration calls special or added; they are matched whole too.
 
     A named token that the vocabulary lacks altogether (often an unused [PAD]) stays out: the model has no row for it.
     """
@@ -117,7 +117,7 @@ def _token_text(entry: object) -> str | None:
 def _eos_ids(
     backend: Backend, special_tokens: dict[str, str], generation: dict[str, Any], model: dict[str, Any]
 ) -> frozenset[int]:
-    """generation_config.json knows best; config.json stands in for it. The tokenizer's own end counts in any case."""
+    """Return the ids that end a text: of generation_config.json, else of config.json, and the tokenizer's own."""
     text_model = model.get("text_config") if isinstance(model.get("text_config"), dict) else {}
     for source in (generation, model, text_model or {}):
         ids = source.get("eos_token_id")
@@ -132,7 +132,7 @@ def _eos_ids(
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Name → source. Files of their own come before the entry in tokenizer_config.json, as transformers has it."""
+    """Return the source of each template by its name. As in transformers, separate files override tokenizer_config.json."""
     entry = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(entry, list):
         named = [item for item in entry if isinstance(item, dict)]

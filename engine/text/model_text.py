@@ -12,14 +12,14 @@ from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def load_text(model: str | None, chat_template: str | None = None) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Both from the model's files, which need no weights. Raises ModelNotFound or ModelRefused."""
+    """Load the tokenizer and the template from the model's files; needs no weights. Raise ModelNotFound or ModelRefused."""
     files = resolve_model(model, need_weights=False)
     tokenizer = load_tokenizer(files)
     return tokenizer, load_template(tokenizer, chat_template)
 
 
 def text_digest(tokenizer: Tokenizer, template: ChatTemplate | None) -> str:
-    """32 hexadecimal characters over everything that decides which ids a text becomes."""
+    """Return 32 hexadecimal characters over everything that decides which ids a text becomes."""
     parts = (tokenizer.backend.to_str(), "" if template is None else template.digest)
     digest = hashlib.sha256()
     for part in parts:

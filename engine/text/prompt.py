@@ -1,5 +1,4 @@
-"""From a chat to the text of its prompt: the one place, for the server, the router and `LLM`, so that all three make
-the same of the same request."""
+"""Renders a chat into its prompt, for the server, the router and `LLM`, so that all three make the same of a request."""
 
 from typing import Any
 
@@ -24,8 +23,8 @@ def chat_prompt(
     chat_template_kwargs: dict[str, Any] | None = None,
     **given: Any,
 ) -> str:
-    """What `template.render` makes of it; `given` is passed on. A template that knows no tools would drop them and
-    their calls, so it gets them as text. Raises InvalidRequest."""
+    """Render the messages; `given` is passed on to `template.render`. A template that knows no tools would drop them and their
+    calls, so it gets them as text. Raise InvalidRequest."""
     variables = dict(chat_template_kwargs or {})
     for name in NOT_VARIABLES & variables.keys():
         raise InvalidRequest("chat_template_kwargs", f"{name!r} cannot be set there")
@@ -44,5 +43,5 @@ def chat_prompt(
 
 
 def rendering(request: object) -> dict[str, Any]:
-    """Of a request, what `chat_prompt` takes by name."""
+    """Return the fields of a request that `chat_prompt` takes by name."""
     return {name: getattr(request, name) for name in RENDERING}

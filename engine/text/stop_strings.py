@@ -20,7 +20,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, may_stop: bool = True) -> str:
-        """The text that is now certain to be output. Without `may_stop`, a string that ends in `text` is passed over,
+        """Return the text that is now certain to be output. Without `may_stop`, a string that ends in `text` is passed over,
         but one may begin in it."""
         ends = []
         for follower in self._followers:
@@ -39,13 +39,13 @@ class StopStrings:
         return pending[:cut]
 
     def flush(self) -> str:
-        """What was held back, when the text has ended otherwise."""
+        """Return what was held back, when the text has ended otherwise."""
         held, self._held = self._held, ""
         return held
 
 
 class _Follower:
-    """How many characters of one stop string the text so far ends with."""
+    """Counts how many characters of one stop string the text so far ends with."""
 
     __slots__ = ("_back", "matched", "stop")
 
@@ -55,7 +55,7 @@ class _Follower:
         self._back = _fallbacks(stop)
 
     def follow(self, text: str, may_stop: bool) -> int | None:
-        """The place in `text` just behind the first full match that counts."""
+        """Return the place in `text` just behind the first full match that counts."""
         stop, back, matched = self.stop, self._back, self.matched
         if not matched and stop[0] not in text:
             return None
@@ -74,7 +74,7 @@ class _Follower:
 
 @lru_cache(maxsize=256)
 def _fallbacks(stop: str) -> tuple[int, ...]:
-    """At n: the length of the longest proper prefix of `stop` that its first n characters end with. A pure function;
+    """Return at n the length of the longest proper prefix of `stop` that its first n characters end with. A pure function;
     cached because the choices of a request, and most requests of a server, share their few stop strings."""
     back = [0, 0]
     for character in stop[1:]:

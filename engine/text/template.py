@@ -78,7 +78,7 @@ class ChatTemplate:
         tools_as_text: bool = False,
         **template_kwargs: Any,
     ) -> str:
-        """The prompt. Raises InvalidRequest for messages that are malformed or that the template refuses.
+        """Return the prompt. Raise InvalidRequest for messages that are malformed or that the template refuses.
 
         With `continue_final_message` it ends within the last message, whose text the model goes on writing.
         `tools_as_text`: for a template that knows no tools, write them and their calls into the messages.
@@ -148,7 +148,7 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate | None:
-    """The chat template that came with a tokenizer, or the operator's: a file, or the template itself. None: there is
+    """Load the chat template that came with a tokenizer, or the operator's: a file, or the template itself. None if there is
     none."""
     sources = tokenizer.chat_templates if override is None else {"default": _operators(override)}
     return ChatTemplate(sources, tokenizer.special_tokens) if sources else None

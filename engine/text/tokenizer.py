@@ -48,13 +48,13 @@ class Tokenizer:
         self.stream, self.token_bytes = detokenizer.stream, detokenizer.token_bytes
 
     def special_id(self, name: str) -> int | None:
-        """Of "bos_token" and the like, as far as there is one."""
+        """Return the id of "bos_token" and the like, or None."""
         token = self.special_tokens.get(name)
         token_id: int | None = None if token is None else self.backend.token_to_id(token)
         return token_id
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`. Special tokens written out in it count as such."""
+        """Return the ids of `text`. Special tokens written out in it count as such."""
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
@@ -66,7 +66,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of all ids at once; what a stream's pushes and its flush add up to."""
+        """Return the text of all ids at once; a stream's pushes and its flush add up to it."""
         for token_id in ids:
             if not 0 <= token_id <= MAX_TOKEN_ID:
                 raise InvalidRequest("tokens", f"{token_id} is not a token id; it must be from 0 to {MAX_TOKEN_ID}")
@@ -74,7 +74,7 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """What one token adds to a text, for display: U+FFFD stands for a part of a character."""
+        """Return the text of one token for display; U+FFFD stands for a part of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def save(self, folder: Path | str, sampling: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -113,7 +113,7 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """The tokenizer of a model. Raises ModelNotFound or ModelRefused where there is none that can be trusted."""
+    """Load the tokenizer of a model. Raise ModelNotFound or ModelRefused if there is none that can be trusted."""
     if files.kind == "gguf":
         from penstock.engine.text.gguf_tokenizer import tokenizer_from_gguf
 

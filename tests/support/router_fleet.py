@@ -13,7 +13,7 @@ import httpx
 import uvloop
 
 from penstock.engine.http.limits import Limits
-from penstock.engine.http.listen import bind_sockets
+from penstock.engine.http.sockets import bind_sockets
 from penstock.router.config import Patience, RouterConfig, resolve
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.probe import Prober

@@ -13,7 +13,8 @@ import uvloop
 
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.limits import Limits
-from penstock.engine.http.listen import Listener, bind_sockets, url_of
+from penstock.engine.http.listen import Listener
+from penstock.engine.http.sockets import bind_sockets, url_of
 from penstock.engine.server.app import ServerApp
 from penstock.engine.server.server_config import ServerConfig, resolve
 from penstock.engine.server.service import Service

@@ -117,7 +117,7 @@ def chat_text(content: str | list[TextPart]) -> str | list[dict[str, str]]:
 
 
 def of_kind(value: object, kind: Any, field: str) -> Any:
-    """A plain object as a struct; raises InvalidRequest."""
+    """Convert a plain object to a struct; raise InvalidRequest if it does not fit."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -76,7 +76,7 @@ async def responses(service: Service, call: Call, body: bytes) -> ItemsReply | A
 
 
 async def input_tokens(service: Service, call: Call, body: bytes) -> InputTokens:
-    """How many tokens the prompt of a response would have."""
+    """Return how many tokens the prompt of a response would have."""
     request = service.accept(call, body, ItemsRequest, NOT_SERVED)
     with service.admit(1):
         chat, conversation, _, _ = _chat(service, call, request, len(body))

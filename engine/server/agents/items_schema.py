@@ -1,4 +1,4 @@
-"""What clients of the Responses API may send: one struct per request, item and tool, and the fields that are not served."""
+"""The requests of the Responses API: one struct per request, item and tool, and the fields that are not served."""
 
 import re
 from functools import partial

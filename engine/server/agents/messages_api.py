@@ -60,7 +60,7 @@ async def messages(service: Service, call: Call, body: bytes) -> MessageReply | 
 
 
 async def count_tokens(service: Service, call: Call, body: bytes) -> CountReply:
-    """How many tokens the prompt of a message would have."""
+    """Return how many tokens the prompt of a message would have."""
     chat, conversation = _chat(service, call, _accepted(service, call, body, CountRequest), len(body))
     with service.admit(1):
         return CountReply(await num_prompt_tokens(service, chat, conversation))

@@ -1,5 +1,4 @@
-"""What clients of Anthropic's Messages API may send: one struct per request, block and tool, and the fields that are not
-served."""
+"""The requests of Anthropic's Messages API: one struct per request, block and tool, and the fields that are not served."""
 
 import re
 from typing import Annotated, Any, Literal

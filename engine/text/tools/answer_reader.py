@@ -27,7 +27,7 @@ class AnswerReader:
 
     @property
     def has_called(self) -> bool:
-        """There are calls, and the last one is complete."""
+        """Whether there are calls and the last one is complete."""
         return self._calls is not None and self._calls.num_calls > 0 and not self._calls.is_within_call
 
     def feed(self, text: str) -> list[Piece]:
@@ -40,7 +40,7 @@ class AnswerReader:
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """What was held back; unfinished reasoning stays reasoning."""
+        """Return what was held back. Unfinished reasoning stays reasoning."""
         if self._is_thinking:
             self._reason(self._text)
         elif self._thinking is not None:
@@ -49,13 +49,13 @@ class AnswerReader:
         return self._taken() + (self._calls.finish() if self._calls is not None else [])
 
     def check(self) -> None:
-        """What holds between two pieces."""
+        """Assert the invariants that hold between two pieces."""
         assert not self._out and not (self._is_thinking and self._thinking is None)
         if self._calls is not None:
             self._calls.check()
 
     def _think(self, thinking: Thinking) -> Wait[None]:
-        """Up to the answer, whose beginning it leaves in `_text`."""
+        """Read the reasoning up to the answer, whose beginning stays in `_text`."""
         opening, closing, is_implied = thinking.marks
         self._is_thinking = thinking.is_open
         while not self._is_thinking:

@@ -49,16 +49,16 @@ _MEANT = dict(zip("ntrbfva/'\"\\", "\n\t\r\b\f\v\a/'\"\\", strict=True)) | {"\n"
 
 class ArgumentsReader(Protocol):
     def feed(self, text: str, at: int) -> Fed:
-        """Read on from `at`. Raises Malformed with what was found up to there."""
+        """Read on from `at`. Raise Malformed with what was found up to there."""
 
 
 def kinds(schema: Any, root: Any) -> frozenset[str]:
-    """The types of the values that a schema has room for."""
+    """Return the types of the values that a schema accepts."""
     return _kinds(schema, root, set()) & ALL or ALL
 
 
 def _kinds(schema: Any, root: Any, seen: set[str]) -> frozenset[str]:
-    """`seen`: references that have been followed, which may lead back."""
+    """Return the types by their names. `seen`: references that have been followed, which may lead back."""
     if not isinstance(schema, Mapping):
         return ALL
     if isinstance(given := schema.get("type"), (str, list)):
@@ -83,8 +83,8 @@ def _kinds(schema: Any, root: Any, seen: set[str]) -> frozenset[str]:
 
 
 def typed(text: str, wanted: Collection[str]) -> str:
-    """The JSON of a value that was written as text, where these types are wanted: what no other type can be is a
-    string, and what should be none but reads as none of them as well."""
+    """Return the JSON of a value that was written as text, where these types are wanted. A text that reads as none of the other
+    types is a string, even if the schema wants none."""
     body = text.strip()
     if wanted != _STRING:
         body = _CONSTANTS.get(body, body) if "string" not in wanted else body
@@ -108,7 +108,7 @@ def typed(text: str, wanted: Collection[str]) -> str:
 
 
 def expect(text: str, at: int, words: Collection[str]) -> int | None:
-    """The place behind these words with any blanks before each of them; None where only more text can tell."""
+    """Return the place behind these words with any blanks before each of them; None if more text is needed."""
     start = at
     for word in words:
         at = skip_blank(text, at)
@@ -123,7 +123,7 @@ def expect(text: str, at: int, words: Collection[str]) -> int | None:
 
 
 def _inside(text: str) -> str:
-    """As part of a JSON string."""
+    """Return text as a part of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -147,7 +147,7 @@ class PieceReader(ABC):
 
     @abstractmethod
     def _piece(self, text: str, at: int) -> tuple[int, bool]:
-        """The place behind what has been read, and whether there may be more."""
+        """Return the place behind what has been read, and whether there may be more."""
 
 
 class Tagged(PieceReader):
@@ -210,7 +210,7 @@ class Tagged(PieceReader):
         return end + len(self._closer), True
 
     def _ended(self, text: str, at: int) -> tuple[int, int]:
-        """How far the value goes in what is there, and where its end is, or -1. In a string within JSON there is none."""
+        """Return how far the value goes in the text so far, and where it ends, or -1. It does not end in a string within JSON."""
         while True:
             if self._is_quoted:
                 rest = _PLAIN['"'].match(text, at)
@@ -270,7 +270,7 @@ class Literals(PieceReader):
         return place, True
 
     def _word(self, text: str, at: int) -> tuple[int, bool]:
-        """A name, a number or a constant: what stands behind it says which."""
+        """Read a name, a number or a constant; what follows it decides which."""
         found = _WORD.match(text, at)
         place = at if found is None else skip_blank(text, found.end())
         if found is None or place - at > MAX_FRAME_CHARS:
@@ -317,7 +317,7 @@ class Literals(PieceReader):
 
 
 def arguments_reader(form: Format, schema: Mapping[str, Any], mark: str) -> ArgumentsReader:
-    """For one call that is a name and its arguments."""
+    """Return the reader of the arguments of one call that is a name and its arguments."""
     if form.parameters is None:
         return ObjectScan()
     if form.parameters.quote:

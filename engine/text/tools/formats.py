@@ -1,4 +1,4 @@
-"""The ways in which models write calls, and which of them a model was trained on.
+"""The formats in which models write calls, and how a model's format is detected.
 
     objects        <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>       hermes, llama3_json, mistral …
     named JSON     <｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>           deepseek_v31, mistral …
@@ -28,7 +28,7 @@ def tokens_in(*texts: str) -> tuple[str, ...]:
 
 
 class Written(NamedTuple):
-    """How a model is made to write calls: `start`, one or more calls with `join` between them, `end`."""
+    """The one spelling of calls that a grammar forces: `start`, one or more calls with `join` between them, `end`."""
 
     start: str
     before_name: str
@@ -39,7 +39,7 @@ class Written(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """How arguments are written that are no JSON: one by one, with `join` between them.
+    """The spelling of arguments that are no JSON: one by one, with `join` between them.
 
     Without `quote` a value is the text up to `after_value`, and the schema says what it means. With '"' values are literals of Python; with anything else they
     are JSON, but for strings, which stand between two `quote` as they are, and names, which stand alone.
@@ -53,7 +53,7 @@ class Parameters(NamedTuple):
 
     @property
     def trims(self) -> bool:
-        """A line break at either end of a value is not part of it."""
+        """Whether a line break at either end of a value is not part of it."""
         return self.before_value.endswith("\n")
 
 
@@ -101,7 +101,7 @@ class Format:
         )
 
     def closing(self, mark: str) -> list[str]:
-        """What closes calls that began with this mark, or without one."""
+        """Return what closes calls that began with this mark, or without one."""
         return re.findall(r"\]|[^\]]+", self.closers.get(mark, self.written.end).strip())
 
     def opening(self, mark: str) -> str:
@@ -119,7 +119,7 @@ class ToolSpec(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """What an answer may call. `must`: it is a call and nothing else. `many`: one after the other."""
+    """The calls that an answer may have. `must`: it is a call and nothing else. `many`: one after the other."""
 
     form: Format
     functions: Sequence[ToolSpec]
@@ -139,7 +139,7 @@ def _format(
     closers: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Format:
-    """`call`: what stands before the name, before the arguments and behind them. Without `join` the calls of a list have
+    """Make a format. `call`: the text before the name, before the arguments and behind them. Without `join` the calls of a list have
     a comma between them, others each their own `start` and `end`. The mark is what `start` has besides blanks and a
     bracket."""
     mark = start.strip().rstrip("[")
@@ -269,7 +269,7 @@ ALIASES = {
 
 
 def detect(source: str, has_tools: bool, has_args: bool) -> Format | None:
-    """The format that a chat template writes calls in; None where it is none of ours.
+    """Return the format in which a chat template writes calls; None if it is not known.
 
     A template that knows no tools gets them as text (engine/text/conversation.py), in the form of Hermes.
     """
@@ -277,7 +277,7 @@ def detect(source: str, has_tools: bool, has_args: bool) -> Format | None:
 
 
 def named(name: str, source: str, has_args: bool) -> Format:
-    """The format of this name, one of NAMES."""
+    """Return the format of this name, one of NAMES."""
     forms = [form for form in FORMATS if form.name == name]
     return _first(forms, source + "[TOOL_CALLS][ARGS]" * has_args) or forms[-1]
 

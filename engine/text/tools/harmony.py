@@ -28,11 +28,11 @@ FORM = Format(
 
 
 def is_written(source: str) -> bool:
-    """Whether a chat template is of this format."""
+    """Return whether a chat template is of this format."""
     return CHANNEL in source and MESSAGE in source
 
 
 def after_prompt(prompt: str) -> Thinking:
-    """`prompt`: its end. What it has begun belongs to the answer's first message."""
+    """Return how an answer begins behind the end of a prompt. What the prompt has begun belongs to the answer's first message."""
     begun = prompt[prompt.rindex(START) :].strip() if START in prompt else ""
     return Thinking(MARKS, begun="" if begun == f"{START}assistant" else begun)

@@ -18,7 +18,7 @@ _HEADER_BEGINS = ("<|", "to=")  # behind `<|start|>assistant`
 
 
 class HarmonyReader:
-    """As AnswerReader (answer_reader.py), for answers in this format."""
+    """Reads one answer like AnswerReader (answer_reader.py)."""
 
     def __init__(self, calls: Calls | None, thinking: Thinking | None, *, is_certain: bool) -> None:
         self._names: Collection[str] = () if calls is None else {function.name for function in calls.functions}
@@ -44,7 +44,7 @@ class HarmonyReader:
         return out
 
     def finish(self) -> list[Piece]:
-        """What was held back. A header that never ended is no text of the answer, unless it is none."""
+        """Return what was held back. A header that never ended is dropped; text that is no header is the answer."""
         if self._is_header and _TOKEN.search(self._text) is None:
             self._is_header, self._channel = False, "final"
         if not self._is_header:
@@ -55,11 +55,11 @@ class HarmonyReader:
         return out
 
     def check(self) -> None:
-        """What holds between two pieces."""
+        """Assert the invariants that hold between two pieces."""
         assert not self._out and not (self._is_within_call and self._body)
 
     def _read_header(self) -> bool:
-        """Up to the body, if it is there. What cannot be a header is the text of an answer without any."""
+        """Read a header if all of it is there. Text that cannot be a header is an answer without any."""
         at = self._text.find(MESSAGE)
         head = self._text.lstrip()
         may_be = any(head.startswith(mark[: len(head)]) for mark in _HEADER_BEGINS)
@@ -104,7 +104,7 @@ class HarmonyReader:
             self._out.append(Reasoning(text) if self._channel == "analysis" else Content(text))
 
     def _end_message(self) -> None:
-        """A call that no grammar held the model to is one if its arguments are an object."""
+        """End a message. Without a grammar it is a call only if its arguments are an object."""
         if self._function and not self._is_within_call:
             body, self._body = "".join(self._body), []
             if object_in(body or "{}") is not None:

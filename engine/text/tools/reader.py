@@ -1,4 +1,4 @@
-"""A model's answer as it comes, taken apart into text and calls.
+"""Splits a model's answer into text and calls, as it comes.
 
 The result does not depend on how the text is cut. A call is announced when its name and the brace that opens its
 arguments are there, and only then: what is no call is content, to the letter. Where a grammar holds the
@@ -83,13 +83,13 @@ class CallReader:
         self._reading = self._answer()
 
     def feed(self, text: str) -> list[Piece]:
-        """What `text` makes certain."""
+        """Return the pieces that `text` completes."""
         self._source.text += text
         next(self._reading)
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """What was held back, when the answer is over. Half of the signs that close a complete call is no content."""
+        """Return what was held back, at the end of the answer. An unfinished closing mark of a complete call is no content."""
         self._reading.close()
         self._content("".join(self._raw) + ("" if self._is_closing else self._source.text[self._at :]))
         if self._blanks and not self.num_calls:
@@ -98,7 +98,7 @@ class CallReader:
         return self._taken()
 
     def check(self) -> None:
-        """What holds between two pieces."""
+        """Assert the invariants that hold between two pieces."""
         assert 0 <= self._at <= len(self._source.text)
         assert not self._out
         assert not (self._raw and self.is_within_call)
@@ -107,7 +107,7 @@ class CallReader:
     # -- what an answer is made of: each reads on from self._at ----------------------------------------------
 
     def _answer(self) -> Wait[None]:
-        """Text and calls in turn, for as long as there is more."""
+        """Read text and calls in turn, for as long as there is more."""
         is_call = False
         if self._bare:
             yield from self._skip_blanks()
@@ -122,7 +122,7 @@ class CallReader:
             self._is_closing = self.is_within_call = False
 
     def _read_text(self) -> Wait[str]:
-        """Text up to a mark, and the mark."""
+        """Read text up to a mark, and return the mark."""
         may_call = self.num_calls < self._max_calls and self._num_false < MAX_FALSE
         while True:
             text, at = self._source.text, self._at
@@ -136,7 +136,7 @@ class CallReader:
             yield from self._wait()
 
     def _read_calls(self, mark: str) -> Wait[None]:
-        """A call, and those that follow without text between them. `mark`: of the call that is read or was read last."""
+        """Read a call, and the calls that follow without text between them. `mark`: of the current call."""
         form, in_list, is_first = self._form, False, True
         while True:
             head = yield from self._read_head(mark, is_first)
@@ -164,7 +164,7 @@ class CallReader:
                 mark = ""  # it was for one call
 
     def _read_head(self, mark: str, is_first: bool) -> Wait[Head]:
-        """A call up to its arguments. `is_first`: it stands right behind the mark, "" for none."""
+        """Read a call up to its arguments. `is_first`: it stands right behind the mark, which is "" for none."""
         source, form, at = self._source, self._form, self._at
         place = at
         if is_first and mark in form.fences:
@@ -186,7 +186,7 @@ class CallReader:
         return head
 
     def _read_bare_head(self, at: int) -> Wait[Head]:
-        """`f[ARGS]{`, `f[CALL_ID]abc[ARGS]{` or `f{`"""
+        """Read `f[ARGS]{`, `f[CALL_ID]abc[ARGS]{` or `f{`."""
         source = self._source
         end = behind = yield from source.run(at)
         id_at = yield from source.passed(end, "[CALL_ID]")
@@ -199,7 +199,7 @@ class CallReader:
         return Head(source.text[at:end], brace, has_tail=False)
 
     def _read_frames(self, mark: str) -> Wait[None]:
-        """Calls that are a name and its arguments, up to what closes them."""
+        """Read calls that are a name and its arguments, up to what closes them."""
         form, words = self._form, self._form.opening(mark).split()
         while True:
             head = yield from self._read_frame_head(words)
@@ -239,7 +239,7 @@ class CallReader:
         return Head(name, behind, has_tail=False)
 
     def _pass(self, word: str) -> Wait[bool]:
-        """Whether this stands here, behind blanks; then it is passed."""
+        """Pass over a word that stands here, behind blanks; return whether it does."""
         yield from self._skip_blanks()
         end = yield from self._source.passed(self._at, word)
         is_here = end > self._at
@@ -248,7 +248,7 @@ class CallReader:
         return is_here
 
     def _read_call(self, head: Head, arguments: ArgumentsReader) -> Wait[None]:
-        """The arguments and the end. Where the call is not announced before them, it is at its end, if it is valid."""
+        """Read the arguments and the end of a call. A call that was not announced before them is announced here if it is valid."""
         source, name = self._source, head.name
         is_announced = self._is_certain and name is not None and head.kind == "object"
         self.is_within_call = is_announced
@@ -292,8 +292,7 @@ class CallReader:
             yield from self._wait()
 
     def _read_after(self, mark: str, in_list: bool) -> Wait[tuple[int, bool]]:
-        """Behind a call and the blanks that follow it: the place of what comes next, and whether it is another call
-        without a mark of its own."""
+        """Return the place of what follows a call and its blanks, and whether it is another call without a mark of its own."""
         at = self._at
         if in_list and self._source.text[at] == "]":
             return at + 1, False
@@ -316,7 +315,7 @@ class CallReader:
             yield
 
     def _skip_blanks(self) -> Wait[None]:
-        """Up to what is no blank: the blanks become content unless a call follows."""
+        """Pass over blanks, which become content unless a call follows."""
         while True:
             end = skip_blank(self._source.text, self._at)
             if end > self._at:
@@ -327,7 +326,7 @@ class CallReader:
             yield from self._wait()
 
     def _wait(self) -> Wait[None]:
-        """For more text; what has been read of it so far can go."""
+        """Wait for more text, and drop what has been read so far."""
         kept = max(self._at - CONTEXT, 0)
         self._source.text = self._source.text[kept:]
         self._at -= kept
@@ -336,11 +335,11 @@ class CallReader:
     # -- what comes of it ------------------------------------------------------------------------------------
 
     def _goes_on(self, mark: str) -> bool:
-        """Behind a call may stand what closes it, or another one."""
+        """Return whether a closing mark or another call may follow a call."""
         return self._form.is_bare or bool(self._form.closers.get(mark))
 
     def _take_arguments(self, start: int, found: str) -> None:
-        """JSON of arguments that was written from `start` on."""
+        """Take the JSON of arguments that were written from `start` on."""
         if not self.is_within_call:
             self._raw.append(self._source.text[start : self._at])
             self._found.append(found)
@@ -374,8 +373,8 @@ class CallReader:
 
 
 def object_in(text: str, is_quoted: bool = False) -> str | None:
-    """The text of a JSON object, or the one that a JSON string holds; None where it is none. Its values are not looked
-    at: a number may be beyond a float."""
+    """Return the text of a JSON object, or of the object in a JSON string; None if it is none. Its values are not decoded, since a
+    number may be beyond a float."""
     try:
         text = msgspec.json.decode(text, type=str) if is_quoted else text
         msgspec.json.decode(text, type=dict[str, msgspec.Raw])

@@ -1,4 +1,4 @@
-"""Text that comes in pieces, and the JSON in it, read far enough to know where it ends. A character of the arguments is
+"""Reads text that comes in pieces, and JSON in it far enough to know where it ends. A character of the arguments is
 looked at once, and of what stands around them a bounded length is.
 
 Most of the work is done by expressions with possessive quantifiers: they never go back, so what a model (or its
@@ -67,7 +67,7 @@ class ObjectScan:
         self._is_escaped = False  # the last piece ended with a backslash
 
     def feed(self, text: str, at: int) -> Fed:
-        """Raises Malformed."""
+        """Read on from `at`; raise Malformed."""
         try:
             end = self._end(text, at)
         except Malformed as error:
@@ -76,7 +76,7 @@ class ObjectScan:
         return (len(text), text[at:], False) if end is None else (end, text[at:end], True)
 
     def _end(self, text: str, at: int) -> int | None:
-        """The place behind the last brace or quote, or None: all of `text` belongs to it.
+        """Return the place behind the last brace or quote, or None if all of `text` belongs to the value.
 
         A block is first looked at as a whole (no Python per character: 20 ns for the worst of them); only one in
         which the object ends, or breaks, is walked through.
@@ -106,7 +106,7 @@ class ObjectScan:
         return None
 
     def _walk(self, text: str, at: int, stop: int) -> int | None:
-        """Sign by sign. Strings are complete here."""
+        """Follow the signs one by one. Strings are complete here."""
         for found in _SIGN.finditer(text, at, stop):
             sign = found[0]
             if sign not in _WEIGHTS:
@@ -131,7 +131,7 @@ class ObjectScan:
 
 
 def num_held(text: str, at: int, marks: Collection[str]) -> int:
-    """How many characters at the end of the text may be the beginning of a mark."""
+    """Return how many characters at the end of the text may be the beginning of a mark."""
     longest = min(max(map(len, marks)) - 1, len(text) - at)
     for length in range(longest, 0, -1):
         if any(mark.startswith(text[-length:]) for mark in marks):
@@ -152,7 +152,7 @@ class Incoming:
         self.text = ""
 
     def passed(self, at: int, mark: str) -> Wait[int]:
-        """The place behind `mark` if it stands here, else this place."""
+        """Return the place behind `mark` if it stands here, else this place."""
         while not self.text.startswith(mark, at):
             if not mark.startswith(self.text[at : at + len(mark)]):
                 return at
@@ -160,7 +160,7 @@ class Incoming:
         return at + len(mark)
 
     def words(self, start: int, at: int, words: Iterable[str]) -> Wait[int]:
-        """The place behind these words, which may have blanks before each of them."""
+        """Return the place behind these words, which may have blanks before each of them."""
         for word in words:
             sign = yield from self.sign(start, at)
             at = yield from self.passed(sign, word)
@@ -169,7 +169,7 @@ class Incoming:
         return at
 
     def sign(self, start: int, at: int) -> Wait[int]:
-        """The place of what follows the blanks, within the length that a frame has from `start` on."""
+        """Return the place of what follows the blanks, within the length that a frame has from `start` on."""
         while True:
             place = skip_blank(self.text, at)
             if place - start >= MAX_FRAME_CHARS:
@@ -179,7 +179,7 @@ class Incoming:
             yield
 
     def run(self, at: int) -> Wait[int]:
-        """The place behind a name or an id, when it is certain where it ends."""
+        """Return the place behind a name or an id, when it is certain where it ends."""
         while True:
             found = _RUN.match(self.text, at)
             if found is None and at < len(self.text):
@@ -200,7 +200,7 @@ class Incoming:
         return (yield from self._members(start, sign.end(), name, may_have_arguments=False))
 
     def _members(self, start: int, at: int, name: str | None, *, may_have_arguments: bool) -> Wait[Head]:
-        """Names and values in any order, up to the arguments or to the brace behind the last one. A name or arguments
+        """Read names and values in any order, up to the arguments or to the brace behind the last one. A name or arguments
         that come twice would leave it open what is called; ids and types, which some models add, are passed over."""
         is_plain = True
         while True:
@@ -223,7 +223,7 @@ class Incoming:
             at = end.end()
 
     def _next(self, pattern: re.Pattern[str], start: int, at: int) -> Wait[re.Match[str]]:
-        """A word of a call that begins at `start`."""
+        """Return the next word of a call that begins at `start`."""
         while True:
             text = self.text
             found = pattern.match(text, at)

@@ -30,13 +30,13 @@ NAMES = {
 
 
 def detect(source: str) -> Marks | None:
-    """The marks that a chat template knows; None: its model does not reason aloud."""
+    """Return the marks that a chat template knows; None if its model does not reason aloud."""
     known = (THINK, MISTRAL, SEED, GEMMA, HARMONY)
     return next((marks for marks in known if marks.open in source or marks.close in source), None)
 
 
 class Thinking(NamedTuple):
-    """How an answer may begin: within reasoning (`is_open`), or with it unless the prompt has closed it (`is_over`),
+    """Says how an answer may begin: within reasoning (`is_open`), or with it unless the prompt has closed it (`is_over`),
     which asks the model not to think."""
 
     marks: Marks
@@ -46,7 +46,7 @@ class Thinking(NamedTuple):
 
 
 def thinking_after(marks: Marks, prompt: str, begun: str = "") -> Thinking:
-    """`begun`: the end of the prompt that the answer goes on from, reasoning included."""
+    """Return how an answer begins behind a prompt. `begun`: the end of the prompt that the answer continues, reasoning included."""
     before = prompt[: -len(begun)].rstrip() if begun else prompt.rstrip()
     if not begun.strip():
         return Thinking(marks, before.endswith(marks.open), before.endswith(marks.close))

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from penstock.engine.http.limits import Limits
-from penstock.engine.http.listen import bind_sockets
+from penstock.engine.http.sockets import bind_sockets
 from penstock.engine.server.server_config import ServerConfig, resolve
 from tests.support.running_server import running, until
 
