@@ -44,7 +44,7 @@ async def chat(service: Service, call: Call, body: bytes) -> msgspec.Struct | As
     )
     prompt_ids = given_ids(call, "messages", request.messages)
     if prompt_ids is None:
-        conversation.decode(request.messages, service.info)
+        conversation.read(request.messages, service.info)
     plan = await ask(service, call, request, conversation, prompt_ids)
     return await respond(service, call, request, ChatReply(service, call, request, plan))
 

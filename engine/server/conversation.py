@@ -30,7 +30,7 @@ class Conversation:
         self.paths = dict(paths or {})
         self.size_bytes = size_bytes
 
-    def decode(self, raw: Raw, info: ModelInfo) -> None:
+    def read(self, raw: Raw, info: ModelInfo) -> None:
         """Decode the messages of a chat request."""
         check_braces("messages", raw, info)
         self.messages = [

@@ -28,7 +28,7 @@ async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
         text = request.prompt
         if text is None:
             conversation = Conversation(len(body))
-            conversation.decode(request.messages, service.info)
+            conversation.read(request.messages, service.info)
             text = await render(request, conversation, service)
         field = "messages" if has_messages else "prompt"
         (ids,) = await to_ids(field, [text], service, request.add_special_tokens, num_answered=0)

@@ -1,7 +1,6 @@
 """The one tokenizer of the engine: text to token ids and back, over the `tokenizers` library.
 
-`load_tokenizer` finds it for any model: tokenizer.json of a folder, another format that transformers can convert,
-or the vocabulary inside a .gguf file. What comes with a tokenizer in those files comes along: the ids that end a
+`load_tokenizer` (load.py) finds it for any model. What comes with a tokenizer in those files comes along: the ids that end a
 text, the names of the special tokens, and the chat templates' sources (engine/text/template.py renders them).
 """
 
@@ -15,7 +14,7 @@ from typing import Any
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.model_files import ModelFiles, ModelRefused
+from penstock.engine.model_files import ModelRefused
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.detokenize import Detokenizer
 
@@ -23,7 +22,7 @@ MAX_TOKEN_ID = 2**32 - 1  # what the library can be asked about
 
 
 class Tokenizer:
-    """Made by `load_tokenizer`. Safe to use from several threads; streams are not."""
+    """Made by `load_tokenizer` (load.py). Safe to use from several threads; streams are not."""
 
     def __init__(
         self,
@@ -110,17 +109,6 @@ def refusing(what: str) -> Iterator[None]:
         if type(error) is not Exception:
             raise
         raise ModelRefused(f"{what}: {error}") from None
-
-
-def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """Load the tokenizer of a model. Raise ModelNotFound or ModelRefused if there is none that can be trusted."""
-    if files.kind == "gguf":
-        from penstock.engine.text.gguf_tokenizer import tokenizer_from_gguf
-
-        return tokenizer_from_gguf(files.path)
-    from penstock.engine.text.hf_tokenizer import tokenizer_from_folder
-
-    return tokenizer_from_folder(files.path, files.config)
 
 
 def _refuse_bad_text(texts: Sequence[str]) -> None:

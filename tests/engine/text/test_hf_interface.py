@@ -9,9 +9,9 @@ from transformers import AutoTokenizer
 from penstock.engine.front.hf_interface import FamiliarTokenizer
 from penstock.engine.model_files import resolve_model
 from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.text.load import load_tokenizer
 from penstock.engine.text.prompt import chat_prompt
 from penstock.engine.text.template import ChatTemplate
-from penstock.engine.text.tokenizer import load_tokenizer
 from tests.support import text_samples
 from tests.support.chat_samples import CALL, RESULT, TOOLS, USER
 
