@@ -231,7 +231,10 @@ REFUSED: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
             "tools[0].function.parameters.type",
         ),
         "responses": ({"tools": [{"type": "function", **function("f", LIST)}]}, "tools[0].parameters.type"),
-        "messages": ({"tools": [{"name": "f", "input_schema": LIST}]}, "tools[0].input_schema.type"),
+        "messages": (
+            {"tools": [{"type": "web_search_20250305", "name": "w"}, {"name": "f", "input_schema": LIST}]},
+            "tools[1].input_schema.type",
+        ),
     },
     "a result of no call": {
         "chat": ({"messages": [{"role": "tool", "tool_call_id": "x", "content": "5"}]}, "messages[0].tool_call_id"),

@@ -13,7 +13,6 @@ import pytest
 from penstock.engine.server.conversation import MAX_PAST_CALLS
 from penstock.engine.server.tool_choice import MAX_SCHEMA_BYTES, MAX_TOOLS
 from penstock.engine.text.template import ChatTemplate
-from tests.support.call_writers import WRITERS
 from tests.support.chat_samples import LLAMA3, QWEN3
 from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer, line_template
 from tests.support.running_server import MODEL, Running, running
@@ -412,23 +411,6 @@ def test_calls_in_fences_or_bare_are_read_where_the_operator_says_that_the_model
             choice = server.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]
             assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
             assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
-
-
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma4", "olmo3"])
-def test_calls_that_are_no_json_come_back_as_json_in_the_format_of_the_template(name: str) -> None:
-    said = WRITERS[name]([("weather", {"city": 'Ulm <"\n>'}), ("weather", {"city": "Bonn"})])
-    template = ChatTemplate("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}{# " + said + " #}")
-    with running(template=template) as server, client(server) as openai_client:
-        server.engine.reply = "Let me see.\n\n" + said
-        asked = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
-        choice = openai_client.chat.completions.create(**asked).choices[0]
-        streamed = gathered(openai_client.chat.completions.create(**asked, stream=True))
-        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
-        assert calls == streamed["calls"]
-        assert [json.loads(arguments)["city"] for _, arguments in calls] == ['Ulm <"\n>', "Bonn"]
-        assert choice.finish_reason == streamed["reason"] == "tool_calls" and streamed["content"] == "Let me see."
-        server.chat(messages=MESSAGES, tools=TOOLS, tool_choice="required")
-        assert (grammar_of(server) or "").count("call_") > 1
 
 
 # Refusals.
