@@ -105,6 +105,8 @@ def _adjusted(schema: Any, lenient: bool) -> Any:
 def _keyword(keyword: str, value: Any, lenient: bool) -> Any:
     if keyword in ("const", "enum"):
         return _writable(keyword, value)
+    if isinstance(value, int):
+        _check_integers(keyword, value)
     if keyword == "pattern" and isinstance(value, str):
         return _pattern(value)
     if keyword in _NAMED and isinstance(value, dict):
@@ -120,8 +122,21 @@ def _pattern(pattern: str) -> str:
         raise _NotHeld(f"pattern {pattern[:100]!r}: {error}") from None
 
 
+def _check_integers(keyword: str, value: Any) -> None:
+    """Raise _NotHeld for an integer beyond 64 bits, which llguidance would read as a float."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list):
+        for member in value:
+            if not isinstance(member, str):
+                _check_integers(keyword, member)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise _NotHeld(f"{keyword}: an integer beyond 64 bits")
+
+
 def _writable(keyword: str, value: Any) -> Any:
     """Return the values of an enumeration that can be written without a \\u escape."""
+    _check_integers(keyword, value)
     values = value if keyword == "enum" and isinstance(value, list) else [value]
     found = [value for value in values if UNWRITABLE.isdisjoint(_text(value))]
     if values and not found:

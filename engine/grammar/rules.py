@@ -69,16 +69,13 @@ class Rules:
             return f"({opening})? thoughts "
         return "thoughts " if thinking.is_open else f"({opening} thoughts)? "
 
-    def answer(
-        self, wanted: StructuredOutputs, thinking: Thinking | None = None, field: str = "structured_outputs.json"
-    ) -> str:
-        """Return the name of a rule for an answer in the form that the request asks for. `field`: the client's name of it."""
+    def answer(self, wanted: StructuredOutputs, thinking: Thinking | None = None) -> str:
+        """Return the name of a rule for an answer in the form that the request asks for."""
         kind = wanted.kind
         value = getattr(wanted, kind)
         if kind in ("json", "json_object"):
+            field = "structured_outputs.json"
             schema = {"type": "object"} if kind == "json_object" else parsed(value, field)
-            if schema is False:
-                raise InvalidRequest(field, "the schema 'false' accepts no answer at all")
             body = lark_json(schema, field, coerce_one_of=wanted.coerce_one_of, whitespace_pattern=WHITESPACE)
         elif kind == "regex":
             body = f"/{slashed(value)}/"

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.grammar.json_schema import WHITESPACE, lark_json, parsed
+from penstock.engine.grammar.json_schema import ESCAPES, WHITESPACE, lark_json, parsed, prepared
 from penstock.engine.grammar.rules import Rules
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 
@@ -33,7 +33,7 @@ class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def grammar_source(
     wanted: StructuredOutputs, special_ids: Mapping[str, int] = MappingProxyType({}), field: str | None = None
 ) -> str:
-    """Return the grammar in llguidance's dialect of Lark. `special_ids` are those of the tokenizer's special tokens, for tags that
+    """Return the grammar's text. `special_ids` are those of the tokenizer's special tokens, for tags that
     begin with one; `field` is what the client called the value, if not by its name in `wanted`."""
     wanted.check(field)
     kind, field = wanted.kind, field or wanted.field
@@ -44,8 +44,19 @@ def grammar_source(
         return str(value)
     if kind == "structural_tag":
         return _tags(parsed(value, field), special_ids, field, wanted.coerce_one_of)
+    if kind in ("json", "json_object"):
+        return json_source(parsed(value, field) if kind == "json" else {"type": "object"}, field, wanted.coerce_one_of)
     rules = Rules(special_ids)
-    return "\n".join([f"start: {rules.answer(wanted, field=field)}", *rules.lines])
+    return "\n".join([f"start: {rules.answer(wanted)}", *rules.lines])
+
+
+def json_source(schema: Any, field: str, coerce_one_of: bool) -> str:
+    """Return the grammar of a schema alone. It is no Lark, so that llguidance's errors speak of the schema only."""
+    if schema is False:
+        raise InvalidRequest(field, "the schema 'false' accepts no answer at all")
+    options = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES, "coerce_one_of": coerce_one_of}
+    grammar = {"json_schema": {**prepared(schema, field), "x-guidance": options}}
+    return msgspec.json.encode({"grammars": [grammar]}).decode()
 
 
 def _tags(value: Any, special_ids: Mapping[str, int], field: str, coerce_one_of: bool = False) -> str:

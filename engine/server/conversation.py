@@ -17,7 +17,6 @@ from penstock.executor.protocol import ModelInfo
 
 MAX_MESSAGES = 2048
 MAX_PAST_CALLS = 128  # in one message
-KEPT = ("name", "reasoning_content", "tool_call_id")  # fields of a chat's message that templates read as they are
 
 
 class Conversation:
@@ -144,7 +143,12 @@ def _plain(place: str, message: Message) -> dict[str, Any]:
         if getattr(message, field) is not None:
             raise InvalidRequest(f"{place}.{field}", what)
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
-    plain |= {field: value for field in KEPT if (value := getattr(message, field)) is not None}
+    others = {
+        "name": message.name,
+        "reasoning_content": message.reasoning_content,
+        "tool_call_id": message.tool_call_id,
+    }
+    plain |= {name: value for name, value in others.items() if value is not None}
     if message.tool_calls:
         plain["tool_calls"] = [
             {"id": call.id, "type": call.type, "function": msgspec.structs.asdict(call.function)}

@@ -7,7 +7,7 @@ their digests and forbids HTML made from text, so nothing that a model or a user
 
 import base64
 import hashlib
-from importlib import resources
+from pathlib import Path
 from typing import NamedTuple
 
 SCRIPTS = (
@@ -56,7 +56,7 @@ def document() -> Page:
 
 
 def _read(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text("utf-8")
+    return Path(__file__).with_name(name).read_text("utf-8")
 
 
 def _digest(text: str) -> str:
