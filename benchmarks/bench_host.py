@@ -1,10 +1,10 @@
-"""What the host does for a decoding step of a GPU, with a device that takes no time. CPU time of the one thread that does it.
+"""Measures the host's CPU time per GPU decoding step, in its one thread, with a device that takes no time.
 
     python benchmarks/bench_host.py [--batches 1 8 32 256] [--steps 2000] [--pairs 5]
 
-From the plan to the outputs everything is real but the device: the core's loop one step ahead, the scheduler, the packed
-copy of the step's inputs, the tokens' way back. Replaying a graph does nothing, and the runtime's own calls (a copy, two
-graphs, some events) are not in it. A step is hidden where its time is less than the device takes.
+Everything from the plan to the outputs is real except the device: the core's loop one step ahead, the scheduler, the
+packed copy of the step's inputs, returning the tokens. Replaying a graph does nothing, and the runtime's own calls (a
+copy, two graphs, some events) are not included. A step's host time is hidden if it is less than the device's.
 """
 
 import time
@@ -42,7 +42,7 @@ SAMPLINGS = {
 
 
 class IdleGraphs:
-    """As `DecodeGraphs`: a step's inputs are sent, and nothing is computed from them."""
+    """A stand-in for `DecodeGraphs` that sends a step's inputs and computes nothing."""
 
     def __init__(self, inputs: DeviceInputs, num_slots: int) -> None:
         self._inputs, self._hidden = inputs, torch.zeros(num_slots, 1)
@@ -60,7 +60,7 @@ class IdleGraphs:
 
 
 class NoModel:
-    """For the steps with prompts, which are not measured."""
+    """A stand-in for the model in prefill steps, which are not measured."""
 
     def forward(self, batch: Any, pages: None) -> torch.Tensor:
         return torch.zeros(len(batch.tokens) if batch.wanted is None else len(batch.wanted), 1)
@@ -97,7 +97,7 @@ class NoDevice:
 
 
 def started(batch: int, sampling: Sampling) -> EngineCore:
-    """A core whose requests have their prompts behind them."""
+    """Return a core whose requests have completed their prompts."""
     executor: Any = NoDevice(batch)
     config = EngineConfig(executor=ExecutorConfig(max_num_seqs=batch), scheduler=SchedulerConfig(max_num_seqs=batch))
     core = EngineCore(config, executor)

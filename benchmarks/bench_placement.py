@@ -1,13 +1,13 @@
-"""The router's placement without its sockets: what a decision costs, how it grows, and what it is worth.
+"""The router's placement without sockets: the cost of a decision, its growth, and its benefit.
 
     python benchmarks/bench_placement.py decision [--tokens 39000] [--replicas 8] [--rounds 1000]
     python benchmarks/bench_placement.py scale [--blocks-each 8192]      8 to 1,000 replicas: memory, updates, decisions
     python benchmarks/bench_placement.py trace --trace TRACE.jsonl       Mooncake's format: timestamp, lengths, hash_ids
 
-`decision`: keys of a long prompt, the match, and the whole way to a charged replica, where every replica holds as many
-other blocks as a real one; microseconds of this thread's CPU. `trace`: a recorded hour of requests under
-simulated time (tests/support/route_model.py), by every policy, beside one cache of the size of all replicas' together and without
-delay; idle means one request at a time.
+`decision`: keys of a long prompt, the match, and the complete choice of a replica, where every replica holds as many
+other blocks as a real one; microseconds of this thread's CPU. `trace`: a recorded hour of requests in simulated time
+(tests/support/route_model.py), with every policy, compared with one cache of the size of all replicas' caches together
+without delay; idle means one request at a time.
 """
 
 import json
@@ -30,11 +30,11 @@ from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import POLICIES, PolicyConfig
 
 BLOCKS_EACH = 65_536
-UPDATE_BLOCKS = 64  # stored, and as many removed, in one update
+UPDATE_BLOCKS = 64  # blocks stored, and blocks removed, per update
 
 
 def filled(num_replicas: int, num_blocks: int, block_size: int, max_facts: int) -> tuple[Placement, dict[str, Any]]:
-    """Replicas that hold so many blocks each; the keys of these."""
+    """Return a placement of replicas that hold `num_blocks` each, and the keys of these blocks."""
     placement = Placement(PolicyConfig(max_facts=max_facts))
     rng = np.random.default_rng(0)
     held = {f"r{number}": rng.integers(0, 2**64, num_blocks, dtype=np.uint64) for number in range(num_replicas)}
@@ -49,7 +49,7 @@ def filled(num_replicas: int, num_blocks: int, block_size: int, max_facts: int) 
 
 
 def measure(call: Callable[..., Any], rounds: int, given: Iterable[tuple[Any, ...]] = repeat(())) -> dict[str, float]:
-    """Microseconds of this thread's CPU for one call, without what it takes to make the arguments that it is given."""
+    """Return the CPU microseconds of this thread per call, excluding the time to make its arguments."""
     times = []
     for words in islice(given, rounds):
         start = time.thread_time_ns()
@@ -72,7 +72,7 @@ def decision(tokens: int = 39_000, replicas: int = 8, rounds: int = 1000) -> dic
 
 
 def decisions(placement: Placement, tokens: bytes, rounds: int) -> dict[str, dict[str, float]]:
-    """The replicas hold the prompt to different depths, one of them all of it."""
+    """Measure decisions where the replicas hold the prompt to different depths, one of them completely."""
     keys = placement.prepare(tokens).spaces[0][1].keys
     for number, replica in enumerate(placement.view()):
         run = keys[: len(keys) * (number + 1) // len(placement.view())].tobytes()
@@ -104,7 +104,7 @@ def scale(blocks_each: int = 8192, tokens: int = 39_000) -> dict[str, Any]:
 
 
 def grown(num_replicas: int, blocks_each: int, num_tokens: int) -> dict[str, float]:
-    """A full index, updates at full speed, and decisions in the midst of them. CPU time of this process."""
+    """Measure updates of a full index at full speed, with decisions between them, in CPU time of this process."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     placement, held = filled(num_replicas, blocks_each, 32, max(2 * num_replicas * blocks_each, 2**16))
     memory_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
@@ -152,7 +152,7 @@ def grown(num_replicas: int, blocks_each: int, num_tokens: int) -> dict[str, flo
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """Mooncake's traces. A hash id stands for a block and all before it, so it is a key; the last may not be full."""
+    """Read a trace of Mooncake. A hash id identifies a block and its prefix, so it is a key; the last may be partial."""
     arrivals = []
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -170,7 +170,7 @@ def trace(
     interference: float = 0.0,
     idle_gap_s: float = 6.0,
 ) -> dict[str, Any]:
-    """Of a replica: its prefill speed, its cache, and what each answer in flight costs of that speed."""
+    """Simulate a trace. Per replica: prefill speed, cache size, and the slowdown per answer in flight."""
     if trace is None:
         raise SystemExit("--trace: none given; Mooncake's conversation_trace.jsonl is what the page shows")
     settings = Settings(replicas, tokens_per_s, cache_tokens // BLOCK_SIZE, interference=interference)

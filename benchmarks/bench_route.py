@@ -1,4 +1,4 @@
-"""What the router costs, and what it is good for, as real processes on real sockets.
+"""Measures the router's cost and benefit, with real processes on real sockets.
 
     python benchmarks/bench_route.py cost --peer-python PATH   requests and chunks per second of its CPU beside an aiohttp
                                            proxy (an environment with aiohttp and uvloop), and the latency it adds
@@ -6,13 +6,14 @@
     python benchmarks/bench_route.py failover  [--replicas 8] [--pairs 5]
     python benchmarks/bench_route.py split  [--seconds 6] [--prompt-tokens 6000] [--every 0.5]
 
-`cost`: a figure is divided by the CPU seconds of the proxy's own process, so it is per core whatever else runs. The router
-runs as its users run it; the aiohttp proxy only passes on. Latency is that of clients at half of the router's throughput,
-through it and straight to the backend in turn. `gateways`: two backends, prompts that begin differently, and
-our router by its default policy without a tokenizer, as theirs work on text; DIR as in benchmarks/gateways.py. `failover`: a replica of eight is killed under 64 clients; a request fails when
-its answer is not 200. `split`: 16 answers stream, a prompt of 6,000 tokens that no replica has seen comes every 500 ms;
-one pool of two replicas beside one that computes prompts for the other. Replicas of the last two are real servers with a
-model's pace and no model (tests/support/mock_replica.py); their blocks really move, but are small.
+`cost`: figures are per CPU second of the proxy's process, so they are per core whatever else runs. The router has
+default options; the aiohttp proxy only forwards. Latency is that of clients at half of the router's throughput, through
+it and directly to the backend in turn. `gateways`: two backends, prompts with different beginnings, and our router with
+its default policy without a tokenizer, because the others work on text; DIR as in benchmarks/gateways.py. `failover`:
+one of eight replicas is killed under 64 clients; any status but 200 is a failure. `split`: 16 answers stream while a
+new prompt of 6,000 tokens arrives every 500 ms; two equal replicas are compared with one that prefills for the other.
+Replicas of the last two are real servers with a model's pace and no model (tests/support/mock_replica.py); they
+transfer real but small blocks.
 """
 
 import asyncio
@@ -40,10 +41,10 @@ from penstock.engine.commands.prove.http_client import Client, Target
 
 LOADS = f"{sys.path[0]}/route_load.py"
 ROUTE = (sys.executable, "-m", "penstock.cli", "route", "--port", "0", "--max-requests", "4096")
-EVENTS = 200  # of a stream
+EVENTS = 200  # events per stream
 PEER_POLICIES = ("cache_aware", "round_robin")
-SETTLE_S = 1.0  # until the answers of `split` stream
-STREAMS, TOKEN_S = 16, 0.01  # of `split`
+SETTLE_S = 1.0  # time until the answers of `split` stream
+STREAMS, TOKEN_S = 16, 0.01  # streams of `split`, and their seconds per token
 
 
 class Answer(NamedTuple):
@@ -52,7 +53,7 @@ class Answer(NamedTuple):
 
 
 async def ask(client: Client, fields: dict[str, Any]) -> Answer:
-    """Send a request whose answer need not be a stream, and ignore the content of its answer."""
+    """Send a request that need not be streamed, and ignore the content of its answer."""
     started_s = time.perf_counter()
     status = await client.exchange(content_of(client, fields), lambda _status, _data, _now_s: None)
     return Answer(status, time.perf_counter() - started_s)
@@ -70,7 +71,7 @@ def client_of(port: int) -> Iterator[Client]:
 
 
 async def repeat(port: int, connections: int, seconds: float, next_call: Callable[[], dict[str, Any]]) -> list[Answer]:
-    """Each connection asks one thing after the other."""
+    """Send requests one after another on each connection."""
     end_s = time.perf_counter() + seconds
     with client_of(port) as client:
 
@@ -87,12 +88,12 @@ async def repeat(port: int, connections: int, seconds: float, next_call: Callabl
 
 SMALL = {"model": "m", "max_tokens": 16, "temperature": 0, "prompt": "word " * 190}
 STREAM = {"model": "m", "stream": True, "num_events": EVENTS, "prompt": "word"}
-PROMPTS = 500  # that begin differently, for gateways that look at them
+PROMPTS = 500  # prompts with different beginnings, for gateways that examine them
 
 
 async def paced(port: int, rate: float, seconds: float) -> list[float]:
-    """Milliseconds of requests at even times. Spins: a loop's timers are a millisecond coarse, and would send what is due
-    in one as a volley."""
+    """Return the milliseconds of requests sent at even intervals. It spins, because an event loop's timers have a
+    resolution of a millisecond and would send bursts."""
     with client_of(port) as client:
         due_s = time.perf_counter()
         end_s, tasks = due_s + seconds, []
@@ -106,13 +107,13 @@ async def paced(port: int, rate: float, seconds: float) -> list[float]:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of CPU that the process has used, with all its threads: its clock, whose number is made of its own. What
-    /proc has in ticks of 10 ms is too coarse for a fast machine, where a round of chunks is ten of them."""
+    """Return the CPU seconds used by all threads of the process, from its CPU-time clock. The ticks of 10 ms in /proc
+    are too coarse for a fast machine, where a round of chunks takes ten of them."""
     return time.clock_gettime(~pid << 3 | 2)
 
 
 def per_cpu_second(proxy: tuple[int, int], streams: bool, seconds: float, prompts: int = 1) -> float:
-    """Requests, or chunks of streams; of so many prompts that begin differently."""
+    """Return requests or stream chunks per CPU second of the proxy, with `prompts` different beginnings."""
     port, pid = proxy
     begun_s, turns = cpu_s(pid), itertools.count()
     fields, times = (STREAM, 1) if streams else (SMALL, 190)
@@ -178,7 +179,7 @@ def gateways(
 
 
 async def out_of_rotation(port: int, victim: MockReplica) -> float:
-    """Kill it; the seconds until the router lists it as not available."""
+    """Kill the replica; return the seconds until the router lists it as not available."""
     victim.send(signal.SIGKILL)
     killed_s = time.perf_counter()
     with client_of(port) as client:
@@ -232,7 +233,7 @@ async def gaps_and_first_tokens(
             fields = {"prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
             return EncodedCall(content_of(client, fields), num_tokens, at_s)
 
-        calls = [call(64, round(end_s / TOKEN_S), 0.0) for _ in range(STREAMS)]  # they take as long at least
+        calls = [call(64, round(end_s / TOKEN_S), 0.0) for _ in range(STREAMS)]  # they last at least until `end_s`
         calls += [call(prompt_tokens, 16, SETTLE_S + number * every) for number in range(int(seconds / every))]
         outcomes = (await drive(client, calls)).outcomes
     assert not any(each.error for each in outcomes), Counter(each.error for each in outcomes)

@@ -2,10 +2,10 @@
 
     python benchmarks/bench_scheduler.py [--running 256] [--steps 400] [--pairs 10]
 
-The figures are microseconds per request and step; the floor to hold is 8 at 256 running requests. In `decode` requests only
-generate. In `mixed`, finished requests are replaced by new prompts at once, so that admission, prefill chunks, block keys,
-eviction and release are in the figure too. In `tight`, short prompts get long answers from a pool half as large as they
-need, so that they preempt each other.
+The figures are microseconds per request and step; the floor to hold is 8 at 256 running requests. In `decode` requests
+only generate. In `mixed`, finished requests are replaced by new prompts at once, so that admission, prefill chunks,
+block keys, eviction and release are in the figure too. In `tight`, short prompts get long answers from a pool half as
+large as they need, so that they preempt each other.
 """
 
 import random
@@ -33,7 +33,7 @@ GREEDY = Sampling(temperature=0.0, stop_ids=(2,))
 
 
 class Load:
-    """A scheduler at work, its pipeline kept full as EngineCore.step keeps it. Times are of the scheduler alone."""
+    """A scheduler with a pipeline kept full as EngineCore.step keeps it. Times are of the scheduler alone."""
 
     def __init__(self, running: int, num_blocks: int) -> None:
         self.running = running
@@ -81,7 +81,7 @@ class Load:
 
 
 class Prompts:
-    """Random ones, half of which begin alike, so that lookups hit as they do in practice."""
+    """Random prompts, half of which share a prefix, so that prefix-cache lookups hit as often as in practice."""
 
     def __init__(self) -> None:
         self._rng = random.Random(0)
@@ -94,7 +94,7 @@ class Prompts:
 
 
 def decode(running: int, steps: int) -> Load:
-    """All requests are past their prompts; each step is one token for each of them."""
+    """Measure steps in which every request has completed its prompt and generates one token."""
     load, prompt = Load(running, running * 80), Prompts()
     for _ in range(running):
         load.submit(prompt(512), 4096)
@@ -118,7 +118,7 @@ def tight(running: int, steps: int) -> Load:
 
 
 def _turnover(load: Load, steps: int, prompts: tuple[int, int], answers: tuple[int, int]) -> Load:
-    """What ends is replaced at once; measured after 200 steps, when the requests are at all points of their lives."""
+    """Replace requests that end at once; measure after 200 steps, when requests are in all phases."""
     lengths, prompt = random.Random(1), Prompts()
     for _ in range(load.running):
         load.submit(prompt(lengths.randint(*prompts)), lengths.randint(*answers))

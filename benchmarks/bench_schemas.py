@@ -1,11 +1,11 @@
-"""What structured outputs make of JSON schemas that others wrote: how many compile, and what their grammars accept.
+"""Measures structured outputs with JSON schemas of others: how many compile, and what their grammars accept.
 
     python benchmarks/bench_schemas.py {suite,public} --folder FOLDER [--coerce-one-of] [--list-all]
 
-`suite`: FOLDER has files of the JSON-Schema-Test-Suite; the sdist of `jsonschema` on PyPI carries json/tests/draft2020-12,
-with the required part in the folder itself. `public`: FOLDER has one schema per file, at any depth; a random answer to each
-that compiles is checked by `jsonschema`. The vocabulary is the 256 bytes. Wrong answers that are accepted are printed,
-with `--list-all` also refusals and right answers that are rejected.
+`suite`: FOLDER has files of the JSON-Schema-Test-Suite; the sdist of `jsonschema` on PyPI carries
+json/tests/draft2020-12, with the required part in the folder itself. `public`: FOLDER has one schema per file, at any
+depth; a random answer to each that compiles is checked by `jsonschema`. The vocabulary is the 256 bytes. Wrong answers
+that are accepted are printed, with `--list-all` also refusals and right answers that are rejected.
 """
 
 import json

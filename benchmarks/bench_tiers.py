@@ -1,4 +1,4 @@
-"""What the cache tiers cost when they do not help, and what they save when they do.
+"""Measures what the cache tiers cost when they do not help, and what they save when they do.
 
     python benchmarks/bench_tiers.py cost   duration of a batch of new prompts: no tiers, host, host and disk
     python benchmarks/bench_tiers.py found  time to first token of a prompt that is found in memory, at a peer, and on the disk
@@ -6,13 +6,13 @@
                                             hybrid (the shape of Qwen3.5-0.8B, which has recurrent layers), default, or any
     python benchmarks/bench_tiers.py disk   the disk tier alone: what storing costs its caller; look-up; restart
 
-The engines of `cost` live side by side in this process and take turns, so that a busy machine meets them all. Floors:
+The engines of `cost` run in this process and take turns, so that a busy machine slows all of them. Floors:
 host / none ≤ 1.03, host+disk / host ≤ 1.01; found / computed at 2,000 tokens ≤ 0.3 on the default model and ≤ 0.2 with
 recurrent layers. Disks are temporary directories under --disk-path.
 
-`disk`: a store of 2,048 tokens is eight chunks of 8 MiB. Its cost on the calling thread is taken on an empty disk and with
-20,000 resident chunks where every further one evicts, in turn; writing and unlinking are left out. A restart opens 100,000
-records.
+`disk`: a store of 2,048 tokens is eight chunks of 8 MiB. Its cost on the calling thread is taken on an empty disk and
+with 20,000 resident chunks where every further one evicts, in turn; writing and unlinking are left out. A restart opens
+100,000 records.
 """
 
 import itertools
@@ -43,12 +43,12 @@ FIRST_ID = 1000
 
 
 def run(llm: LLM, prompts: list[list[int]], max_tokens: int) -> float:
-    """Seconds for the batch. What is still in flight to the tiers afterwards is not in it."""
+    """Return the seconds for the batch, excluding transfers to the tiers that are in flight afterwards."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     started_s = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     elapsed_s = time.perf_counter() - started_s
-    llm._running().settle()  # the next engine has the machine for itself
+    llm._running().settle()  # so that it does not disturb the next engine
     return elapsed_s
 
 
@@ -88,7 +88,7 @@ def cost(
 
 
 def ratio(name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """How many times as long the first of the sides takes: 1.03 means 3 % slower."""
+    """Return how many times as long the first of the sides takes: 1.03 means 3 % slower."""
     return summary(f"{name}, {' / '.join(seconds)}", seconds, "s", higher_is_better=True)
 
 
@@ -150,7 +150,7 @@ def found(
 
 
 def wait_for_blocks(llm: LLM, count: int) -> None:
-    """Wait until the peer has announced as many blocks; the core takes them in with its next request."""
+    """Wait until the peer has announced as many blocks; the core processes that with its next request."""
     (peer,) = llm._running().executor._rank._tiers.transfers._stores.values()  # type: ignore[attr-defined]
     while len(peer) < count:
         time.sleep(0.001)
@@ -166,7 +166,7 @@ BATCHES_A_ROUND = 30
 
 
 class NoWrites(SystemCalls):
-    """Records go nowhere; all else is as always."""
+    """System calls that skip the writes of records; everything else is real."""
 
     def writev(self, file: int, parts: Sequence[Any], offset: int) -> int:
         return sum(map(len, parts)) if len(parts) > 1 else super().writev(file, parts, offset)
@@ -181,7 +181,7 @@ def options_of(folder: Path, num_cells: int) -> dict[str, Any]:
 
 
 def store(tier: DiskTier, chunks: Sequence[memoryview], count: int) -> list[float]:
-    """Store so many batches of new records; return the seconds that each took on the caller's thread."""
+    """Store `count` batches of new records; return the seconds that each took on the caller's thread."""
     seconds = []
     for _ in range(count):
         keys = [os.urandom(32) for _ in chunks]

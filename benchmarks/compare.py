@@ -4,8 +4,8 @@
     python benchmarks/compare.py --side a=http://10.0.0.1:8000 --side b=http://10.0.0.2:8000
     python benchmarks/compare.py --side old='PYTHON -m penstock.cli serve --port {port}' --side new=penstock
 
-A side is an address, a command with {port} in it, or one of the kinds below with what it is run by. The sides that are
-started here are stopped (SIGSTOP) while it is another one's turn. Options after `--` go to `penstock bench serve`; the
+A side is an address, a command with {port} in it, or one of the kinds below with its interpreter or binary. Sides that
+are started here are stopped (SIGSTOP) during the turns of others. Options after `--` go to `penstock bench serve`; the
 ratios are those of the first side over each other one, the medians over the rounds.
 
     penstock                this checkout              vllm:PYTHON           vLLM of that environment
@@ -54,7 +54,7 @@ class Side(NamedTuple):
 
 
 def command_of(what: str, model: str | None) -> list[str]:
-    """The words of a side that is started here."""
+    """Return the command of a side that is started here."""
     kind, _, by = what.partition(":")
     commands = {
         "vllm": [by, "-m", "vllm.entrypoints.openai.api_server", "--model", model or ""],
@@ -96,7 +96,7 @@ def listens(port: int) -> bool:
 
 
 def measure(side: Side, options: Sequence[str], seeds: Iterator[int]) -> dict[str, float]:
-    """The figures of one round. Every round has prompts of its own, so no cache knows them."""
+    """Measure one round. Every round has its own prompts, so nothing of them is cached."""
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
     words = ["--base-url", side.url, "--seed", str(next(seeds)), "--disable-tqdm"]

@@ -15,14 +15,14 @@ from vllm.distributed.eplb.rebalance_execute import move_to_buffer
 
 
 class NoWire:
-    """A communicator that carries nothing: what is left is the planning of transfers."""
+    """A communicator that sends nothing, so that only the planning of transfers remains."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
 
 
 def plan(ask: dict[str, Any]) -> float:
-    """The placement with old slots kept, and its inverse maps: what a rebalance computes on every rank."""
+    """Time the placement with old slots kept, and its inverse maps, which every rank computes in a rebalance."""
     load = torch.from_numpy(np.load(ask["load"]))
     old = torch.from_numpy(np.load(ask["old"])) if "old" in ask else None
     start = time.thread_time()
@@ -36,7 +36,7 @@ def plan(ask: dict[str, Any]) -> float:
 
 
 def transfers(ask: dict[str, Any]) -> float:
-    """What rank 0 computes for all layers; every rank does as much."""
+    """Time what rank 0 computes for all layers; every rank does as much."""
     old, new = np.load(ask["old"]).astype(np.int64), np.load(ask["new"]).astype(np.int64)
     start = time.thread_time()
     for layer in range(len(old)):

@@ -1,4 +1,4 @@
-"""What the planner of experts is measured with: shapes of models, synthetic loads, and the published algorithm as loops.
+"""Workloads for the expert planner: model shapes, synthetic loads, and the published algorithm as loops.
 
 The published algorithm: every expert gets one copy, and each spare slot goes to the expert with the largest load per
 copy. Then copies are packed in falling order of load, each to the lightest rank that is not full.
@@ -46,7 +46,7 @@ CELLS = (
     Cell("Qwen3-235B", 94, 128, 8, 128, 16),
     Cell("Qwen3-235B", 94, 128, 8, 160, 16),
 )
-# Drift is met by copies; without any, what cannot be reached is not a matter of moves.
+# Drift is compared with copies; without copies, moves alone cannot reach the target.
 DRIFTING = tuple(cell for cell in CELLS if cell.is_redundant)
 
 
@@ -55,7 +55,7 @@ def load(cell: Cell, kind: str, seed: int) -> NDArray[np.int64]:
 
 
 def drifted(cell: Cell, kind: str, seed: int, drift: str) -> NDArray[np.int64]:
-    """Return the load a while later: another sample, every expert off by a lognormal factor, or new favourites."""
+    """Return the load some time later: another sample, a lognormal factor per expert, or other hot experts."""
     if drift == "switch":
         return load(cell, kind, seed + 100)
     return loads.drifted(load(cell, kind, seed), 0.0 if drift == "noise" else float(drift), seed + 200)
@@ -73,7 +73,7 @@ def plan_by_definition(load: ArrayLike, slots: int, ranks: int) -> NDArray[np.in
 def replicate(
     load: NDArray[np.float64], slots: int, limit: int | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """(the expert of every copy, the load per copy of every expert); with a limit no expert has more copies."""
+    """Return the expert of every copy and each expert's load per copy; `limit` is the maximum number of copies."""
     count = np.ones(len(load), np.int64)
     for _ in range(slots - len(load)):
         share = load / count
@@ -84,7 +84,7 @@ def replicate(
 
 
 def pack(weights: NDArray[np.float64], num_packs: int) -> list[list[int]]:
-    """The items of every pack, equally many in each."""
+    """Return the items of every pack, equally many in each."""
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     total = np.zeros(num_packs)
     for item in np.argsort(-weights, kind="stable"):

@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face folder (safetensors and tokenizer), so that other engines run the very same weights.
+"""Writes a model as a Hugging Face folder (safetensors and tokenizer), so that other engines run the same weights.
 
     python benchmarks/export.py [MODEL] --output DIR [--dtype auto|float32|bfloat16|float16]
 
@@ -16,7 +16,7 @@ from penstock.executor.protocol import DType, ExecutorError
 
 
 def write_folder(model: str | None, output: str | Path, dtype: DType = "auto") -> None:
-    """Write the weights, the tokenizer and the sampling that the model's authors recommend."""
+    """Write the weights, the tokenizer and the sampling parameters that the model's authors recommend."""
     files = resolve_model(model)
     tokenizer = load_tokenizer(files)
 

@@ -1,8 +1,8 @@
-"""The gateways that `penstock route` is measured beside: how each is started before the same replicas.
+"""The gateways that `penstock route` is compared with: how each is started before the same replicas.
 
-A gateway is named PROGRAM:POLICY (`vllm-router:cache_aware`, `sglang-router:round_robin`, `nginx`). Their programs lie in
-the `bin` of an environment with the wheels vllm-router (0.1.17 was used) and sglang-router (0.3.2); nginx is given by its
-path. Each runs with its own defaults but for its log, and is ready when it has answered one request.
+A gateway is named PROGRAM:POLICY (`vllm-router:cache_aware`, `sglang-router:round_robin`, `nginx`). Their programs lie
+in the `bin` of an environment with the wheels vllm-router (0.1.17 was used) and sglang-router (0.3.2); nginx is given
+by its path. Each runs with its own defaults but for its log, and is ready when it has answered one request.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ http {{ access_log off; client_body_temp_path {folder}; proxy_temp_path {folder}
 
 
 class Worker(NamedTuple):
-    """A replica, and where it publishes its events."""
+    """A replica, and the address at which it publishes its events."""
 
     url: str
     events: int | None = None
@@ -43,7 +43,7 @@ class Worker(NamedTuple):
 
 
 class Events(NamedTuple):
-    """What a gateway has to know of the replicas' blocks to follow their events."""
+    """The data that a gateway needs to follow the replicas' block events."""
 
     model: str
     tokenizer: str
@@ -80,7 +80,7 @@ def command_of(
 def gateway(
     name: str, workers: Sequence[Worker], programs: Mapping[str, str], events: Events | None = None, model: str = "m"
 ) -> Iterator[tuple[int, int]]:
-    """Yield its port and its process id."""
+    """Start a gateway; yield its port and its process id."""
     port, path = free_port(), os.pathsep.join((str(ROOT / "src"), str(ROOT)))
     body = json.dumps({"model": model, "prompt": "ready?", "max_tokens": 1}).encode()
     question = urllib.request.Request(

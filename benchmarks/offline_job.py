@@ -1,9 +1,8 @@
-"""One engine in a process of its own, asked by `peers.py` to run one batch after the other, or by `bench_agreement.py`
-for answers.
+"""One engine in its own process, which runs batches for `peers.py` or answers prompts for `bench_agreement.py`.
 
 The same file runs under Penstock's interpreter and under the peer's (vLLM, llama.cpp's binding), so both get the same
-prompts, the same sampling and the same clock. Its argument is a job as JSON. A question is [prompts, their length, tokens to
-generate for each], the answer the seconds that it took; or it is a list of prompts, the answer a list of answers.
+prompts, the same sampling and the same clock. Its argument is a job as JSON. A question is [prompts, their length,
+tokens to generate for each], answered by the seconds it took, or a list of prompts, answered by a list.
 """
 
 import itertools
@@ -38,7 +37,7 @@ class Engine:
         return self._seconds(*question) if isinstance(question[0], int) else self._answers(question)
 
     def _seconds(self, num_prompts: int, input_len: int, max_tokens: int) -> float:
-        """Fresh prompts every time: no prefix cache can help."""
+        """Return the seconds for fresh prompts, so that no prefix cache can help."""
         vocabulary = range(FIRST_ID, self._job["vocab_size"])
         prompts = [self._rng.choices(vocabulary, k=input_len) for _ in range(num_prompts)]
         started = time.perf_counter()
@@ -61,7 +60,7 @@ class Engine:
 
 
 def llama_cpp(job: dict[str, Any]) -> Any:
-    """Prompt after prompt, with the library's own defaults."""
+    """Run prompts one after another, with the library's own defaults."""
     import llama_cpp as library  # type: ignore[import-not-found]
 
     llm = library.Llama(job["model"], verbose=False, **job["options"])

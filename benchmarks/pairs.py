@@ -1,5 +1,5 @@
-"""The one harness of the benchmarks: two things measured in turn in one run, what may be said about their ratio, and the
-line of JSON that it ends in. Arguments, processes that answer and servers that are asked are started here too.
+"""The harness of the benchmarks: measures two sides in turn in one run, computes the ratio and its confidence interval,
+and writes the result as a line of JSON. It also parses arguments and starts worker processes and servers.
 
 A busy machine, a warm CPU or a slow hour meets both sides when they alternate, so the ratio stands where the figures
 drift. It is reported as the median over the pairs with its interval, never as the best of them. This module needs
@@ -42,7 +42,7 @@ Found = TypeVar("Found")
 
 
 class Verdict(NamedTuple):
-    """How many times as good ours is; above 1 is better, whatever the unit."""
+    """How many times as good our side is; above 1 is better, whatever the unit."""
 
     ratio: float  # the median over the pairs
     low: float | None  # the interval of that median; None with fewer than six pairs
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
 
 
 def rounds(sides: Mapping[str, Callable[[], Found]], count: int) -> dict[str, list[Found]]:
-    """Measure every side so many times: each begins in its turn, and goes on to the others."""
+    """Measure every side `count` times; in each round the sides take turns, and another one begins."""
     names = list(sides)
     found: dict[str, list[Found]] = {name: [] for name in names}
     for number in range(count):
@@ -75,15 +75,15 @@ def judge(ours: Sequence[float], theirs: Sequence[float], *, higher_is_better: b
 
 
 def compare(name: str, sides: Mapping[str, Callable[[], float]], count: int, unit: str) -> dict[str, Any]:
-    """`rounds` of two sides, and their `summary`."""
+    """Run `rounds` of two sides and return their `summary`."""
     return summary(name, rounds(sides, count), unit)
 
 
 def summary(
     name: str, found: Mapping[str, Sequence[float]], unit: str, higher_is_better: bool | None = None
 ) -> dict[str, Any]:
-    """A line of the table: the medians of both sides and their verdict; the same as figures of the result. More is better
-    where the unit is a rate, unless said otherwise."""
+    """Print a line of the table (medians of both sides and the verdict) and return the same figures. More is better if
+    the unit is a rate, unless said otherwise."""
     ours, theirs = found.values()
     is_rate = "/s" in unit or "per " in unit
     verdict = judge(ours, theirs, higher_is_better=is_rate if higher_is_better is None else higher_is_better)
@@ -94,7 +94,7 @@ def summary(
 
 
 def _interval_rank(count: int) -> int | None:
-    """The median lies between the values of this rank from either end, with the confidence asked for.
+    """Return the rank of the values, from either end, that enclose the median with the requested confidence.
 
     By the sign test: how many values fall below a median is a binomial of ½. Nothing is assumed about the
     distribution, so one stalled run does not move it.
@@ -114,19 +114,19 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 
 def cpu_ms(call: Callable[[], object]) -> float:
-    """Return the CPU time of this thread, which other processes disturb less than the time on the clock."""
+    """Return the CPU time of this thread, which other processes disturb less than wall time."""
     start = time.thread_time()
     call()
     return (time.thread_time() - start) * 1e3
 
 
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of every figure that the runs have."""
+    """Return the median of every figure in the runs."""
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def rounded(value: float | None) -> float | None:
-    """To four digits, and whole numbers whole."""
+    """Round to four digits, and whole numbers to whole numbers."""
     if value is None or value == 0 or not math.isfinite(value):
         return value
     return round(value, max(0, 3 - math.floor(math.log10(abs(value)))))
@@ -136,8 +136,8 @@ def rounded(value: float | None) -> float | None:
 
 
 def main(doc: str | None, name: str, *modes: Callable[..., Mapping[str, Any] | None]) -> None:
-    """A script from its arguments to its line: the modes are functions, and their parameters the options. The first one is
-    run where none is given. One that returns nothing leaves no line."""
+    """Run a script: parse its arguments, call a mode and record its figures. Modes are functions, their parameters are
+    options, and the first mode is the default. A mode that returns None records nothing."""
     named = {mode.__name__.replace("_", "-"): mode for mode in modes}
     mode, options = parse(doc, named)
     found = named[mode](**options)
@@ -148,7 +148,7 @@ def main(doc: str | None, name: str, *modes: Callable[..., Mapping[str, Any] | N
 def parse(
     doc: str | None, modes: Mapping[str, Callable[..., Any]], argv: Sequence[str] | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Return the mode, and those of its parameters that were given. A parameter with a default is an option of its type."""
+    """Return the mode and the given parameters. A parameter with a default becomes an option of that type."""
     words = list(sys.argv[1:] if argv is None else argv)
     mode = words.pop(0) if words and words[0] in modes else next(iter(modes))
     parser = argparse.ArgumentParser(
@@ -166,7 +166,7 @@ def parse(
 
 
 def table(rows: Sequence[Mapping[str, Any]], width: int = 12) -> None:
-    """The rows under the names of their columns; the first column is as wide as it needs to be."""
+    """Print rows below their column names; the first column is as wide as necessary."""
     first, *others = rows[0]
     left = max(len(str(row[first])) for row in [*rows, {first: first}])
     print(f"{first:<{left}}" + "".join(f"{name:>{max(width, len(name) + 2)}}" for name in others))
@@ -194,7 +194,7 @@ def record(name: str, figures: Mapping[str, Any]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on. Where something else ran before the benchmark did, do not trust them."""
+    """Return the conditions of a measurement. Do not trust figures if the machine was busy before the benchmark."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.processor())
     return {
@@ -207,7 +207,7 @@ def machine() -> dict[str, Any]:
 
 
 def _command() -> str:
-    """As it was typed, with paths cut to their last part: where a user keeps things is not a result."""
+    """Return the command as typed, with paths cut to their last part, because a user's folders are not a result."""
     words = [f"…/{Path(word).name}" if word.startswith(("/", "~", "..")) else word for word in sys.argv[1:]]
     script = Path(sys.argv[0]).parts
     inside = script[-1:] if "benchmarks" not in script[:-1] else script[-script[::-1].index("benchmarks") :]
@@ -215,7 +215,7 @@ def _command() -> str:
 
 
 def commit() -> str:
-    """The commit that was measured, with a + when the tree had changes."""
+    """Return the measured commit, with a + if the tree had changes."""
     asked = ["git", "-C", str(HERE), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         answer = subprocess.run(asked, capture_output=True, text=True, check=False)
@@ -228,8 +228,8 @@ def commit() -> str:
 
 
 class Asked(contextlib.AbstractContextManager["Asked"]):
-    """A side in a process of its own, often under another interpreter: it answers each question with a line of JSON
-    (`answer_questions`), and is stopped, in the sense of SIGSTOP, unless it is asked. `started` is its first answer."""
+    """A side in its own process, often with another interpreter: it answers each question with a line of JSON
+    (`answer_questions`) and is stopped by SIGSTOP between questions. `started` is its first answer."""
 
     def __init__(self, *command: str, env: Mapping[str, str] | None = None) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -283,7 +283,7 @@ class Asked(contextlib.AbstractContextManager["Asked"]):
 
 
 def answer_questions(answer: Callable[[Any], Any], started: Any = None) -> None:
-    """The other end of `Asked`, until nothing more is asked; then all processes of the group end."""
+    """Answer the questions of `Asked` until it closes the input; then all processes of the group end."""
     print(f"\n{MARK}{json.dumps(started)}", flush=True)
     for line in sys.stdin:
         print(f"\n{MARK}{json.dumps(answer(json.loads(line)))}", flush=True)

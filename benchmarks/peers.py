@@ -1,4 +1,4 @@
-"""Penstock beside vLLM on a CPU: the same work, by turns, in one run; a ratio, its spread, and one JSON line.
+"""Compares Penstock with vLLM on a CPU: the same work by turns in one run; a ratio, its spread, and a line of JSON.
 
     python benchmarks/peers.py throughput-0.6b --peer-python PATH [--pairs 10]
     python benchmarks/peers.py all --peer-python PATH
@@ -35,8 +35,8 @@ from penstock.engine.commands.bench import startup
 
 MAX_MODEL_LEN = 2048
 PROMPT = "The capital of France is"  # vLLM 0.32 ends at a prompt of one token where layers are recurrent, on a CPU
-# By its words: all for a thread on every core (vLLM keeps one core for itself), float32 for the numbers, eager for no
-# compiler.
+# The words of a mode: "all" runs a thread on every core (vLLM keeps one core for itself), "float32" sets the dtype,
+# "eager" disables the compiler.
 PEER_MODES = ("compiled", "eager", "float32", "float32-eager", "all", "all-eager", "all-float32", "all-float32-eager")
 DEFAULT_VOCAB = 49_152  # of the default model
 SHAPES = {  # of the models with random weights
@@ -57,15 +57,15 @@ class Batch(NamedTuple):
     input_len: int
     output_len: int
     measure: str  # output: generated tokens per second of the whole; decode: after the first; prefill: prompt tokens
-    is_installed: bool = False  # ours is the default model as it is installed, not the peer's numbers
+    is_installed: bool = False  # our side is the default model as installed, not in the peer's dtype
 
     @property
     def engines(self) -> tuple[str, bool]:
-        """Batches that have them in common are run by the same ones."""
+        """Return the key of the engines that can run this batch; batches with equal keys share them."""
         return self.model, self.is_installed
 
     def value(self, ask: Callable[[Any], float]) -> float:
-        """Tokens per second. A question is prompts, their length, tokens for each; the answer the seconds."""
+        """Return tokens per second. A question is (prompts, their length, tokens for each), its answer seconds."""
 
         def run(tokens: int) -> float:
             return ask([self.num_prompts, self.input_len, tokens])
@@ -95,7 +95,7 @@ BATCHES = {
 
 
 class Setup(NamedTuple):
-    """What all comparisons of a run share."""
+    """Settings that all comparisons of a run share."""
 
     peer_python: str
     work: Path
@@ -104,7 +104,7 @@ class Setup(NamedTuple):
 
     def peer_env(self, mode: str) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        # Compiled code is kept from one start to the next, as a user's would be.
+        # Compiled code is kept between starts, as on a user's machine.
         cache = {
             "VLLM_CACHE_ROOT": str(self.work / "peer-cache"),
             "TORCHINDUCTOR_CACHE_DIR": str(self.work / "inductor"),
@@ -114,13 +114,13 @@ class Setup(NamedTuple):
         return {**env, **cache, **quiet, **threads, "VLLM_CPU_KVCACHE_SPACE": "2"}
 
     def folder(self, model: str) -> Path:
-        """The model as a folder that both sides read; written once."""
+        """Write the model once, as a folder that both sides read; return it."""
         path = self.work / model
         if not (path / "config.json").exists():
             if model == "default":
                 command = [sys.executable, str(HERE / "export.py"), "--output", str(path), "--dtype", "bfloat16"]
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            else:  # any tokenizer will do: a server wants one
+            else:  # the server needs a tokenizer, but any will do
                 shutil.copytree(self.folder("default"), path, ignore=shutil.ignore_patterns("*.safetensors*"))
                 (path / "generation_config.json").unlink(missing_ok=True)
                 (path / "config.json").write_text(json.dumps(SHAPES[model]))
@@ -172,10 +172,10 @@ def median(values: Sequence[float]) -> float:
 
 
 def compare_startup(name: str, setup: Setup) -> None:
-    """Process start to first token over HTTP: what a user waits for. Files and compiled code are warm."""
+    """Measure process start to first token over HTTP, with warm files and compiled code."""
     model = name.removeprefix("startup").removeprefix("-")
     folder = setup.folder(model or "default")
-    # What `vllm serve` runs; the command itself does not start where the package is called vllm-cpu.
+    # The code that `vllm serve` runs; the command itself does not start if the package is called vllm-cpu.
     serve = [setup.peer_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", "{port}"]
     serve += ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN)]
     own = {"max_model_len": MAX_MODEL_LEN} if model else {}
@@ -206,7 +206,7 @@ def report(name: str, setup: Setup, sides: dict[str, Callable[[], float]], count
 
 STARTS = ("startup", "startup-qwen3.5-0.8b", "startup-gpt-oss")
 NAMES = (*STARTS, *BATCHES)
-GROUPS = ("installed", "qwen3.5-0.8b", "gpt-oss")  # all whose names begin so, by the same engines
+GROUPS = ("installed", "qwen3.5-0.8b", "gpt-oss")  # prefixes of the names of batches that share engines
 
 
 def compare(

@@ -1,5 +1,5 @@
-"""What stands around a router that is measured, as small as it can be: a backend with canned answers, and an aiohttp proxy
-that only passes on, to compare with.
+"""Minimal counterparts for measuring a router: a backend with canned answers, and an aiohttp proxy without features to
+compare with.
 
     python benchmarks/route_load.py backend            each prints its port and serves until its input closes
     python benchmarks/route_load.py aiohttp PORT
@@ -76,8 +76,8 @@ class Backend(asyncio.Protocol):
 
 
 async def produce(streams: dict[Backend, int]) -> None:
-    """The steps of an engine: every 5 ms each open stream gets an event. Paced, so that no proxy meets several events
-    in one read: what is compared is the cost of one."""
+    """Simulate the steps of an engine: every 5 ms each open stream gets an event. The pace ensures that a proxy reads
+    one event at a time, whose cost is compared."""
     event = chunk(EVENT)
     while True:
         for stream, left in list(streams.items()):
@@ -107,7 +107,7 @@ async def backend() -> None:
 
 
 async def aiohttp_proxy(backend_port: str) -> None:
-    """The least that such a proxy can do: no routing, no limits, no retries."""
+    """Run the minimal proxy: no routing, no limits, no retries."""
     from aiohttp import ClientSession, TCPConnector, web
 
     session = ClientSession(connector=TCPConnector(limit=0), auto_decompress=False)

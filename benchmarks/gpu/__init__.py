@@ -1,3 +1,3 @@
-"""What runs on a GPU: a ladder of parts. Each is a process that prints a JSON line per figure; killed, it has reported the rest."""
+"""GPU measurements as a ladder of parts. Each is a process that prints a JSON line per figure, even if killed later."""
 
-MARK = "=> "  # begins such a line
+MARK = "=> "  # prefix of such a line

@@ -1,5 +1,5 @@
-"""Made-up batches over a cache that lies as the engine's does: blocks first, then layers, so that a layer's pages are far
-apart. What is measured or checked on pages that lie side by side says nothing about the engine's."""
+"""Artificial batches over a cache with the engine's layout: blocks first, then layers, so that pages of a layer are far
+apart. Measurements and checks on adjacent pages would say nothing about the engine's."""
 
 import itertools
 
@@ -9,12 +9,12 @@ from penstock.executor.batch import ForwardBatch
 from penstock.executor.step.memory import allocate_kv
 
 PAGE = 16
-Rows = list[tuple[int, int]]  # tokens of a row, and the context that they end; rows of one token first
+Rows = list[tuple[int, int]]  # (tokens, context length) of each row; rows of one token come first
 
 
 def make_batch(rows: Rows, device: torch.device, longest: int = 0) -> ForwardBatch:
-    """Each row has blocks of its own, from 1 on, in a random order. `longest`: of any request there may be, which settles
-    how graphs cut a context (executor/step/graphs.py); 0: of these rows alone, as in a step without a graph."""
+    """Make a batch whose rows have their own blocks, from 1 on, in random order. `longest`: the longest possible
+    request, which determines how graphs split a context (executor/step/graphs.py); 0: that of these rows."""
     counts, contexts = [count for count, _ in rows], [context for _, context in rows]
     blocks = torch.tensor([-(-context // PAGE) for context in contexts])
     width = max(int(blocks.max()), -(-longest // PAGE))
@@ -42,26 +42,26 @@ def make_batch(rows: Rows, device: torch.device, longest: int = 0) -> ForwardBat
 
 
 def num_blocks(rows: Rows) -> int:
-    """Of a cache that holds them, with block 0."""
+    """Return the size of a cache for these rows, including block 0."""
     return 1 + sum(-(-context // PAGE) for _, context in rows)
 
 
 def make_cache(
     blocks: int, layers: int, parts: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """[blocks, layers, parts, PAGE, width] of random numbers, by the engine's own hand."""
+    """Return random numbers [blocks, layers, parts, PAGE, width], allocated like the engine's cache."""
     kv = allocate_kv(blocks, layers, parts, PAGE, width, dtype, device)
     fill(kv)
     return kv
 
 
 def pages_of(kv: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's keys and values [blocks, PAGE, width], as a rank gives them to the model; one part is both."""
+    """Return a layer's keys and values [blocks, PAGE, width] as the model gets them; a single part is both."""
     return kv[:, layer, 0], kv[:, layer, -1]
 
 
 def fill(kv: torch.Tensor) -> None:
-    """With random numbers: zeros are read faster than anything else. Those of eight bits are made as wider ones."""
+    """Fill with random numbers, because zeros are read faster. FP8 numbers are converted from wider ones."""
     if kv.dtype is not torch.float8_e4m3fn:
         kv.normal_()
         return

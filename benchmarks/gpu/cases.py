@@ -1,6 +1,6 @@
-"""Calls of every kernel at the shapes of models people serve: one table, for the rung that holds them against their twins
-and for the one that measures them. Nearer to the engine than the tests: its pages, its contexts, its numbers of tokens.
-"""
+"""Calls of every kernel at the shapes of popular models, for the rung that compares them with their reference
+implementations and the rung that measures them. Their pages, contexts and numbers of tokens are closer to the engine's
+than those of the tests."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -27,23 +27,23 @@ from penstock.executor.kernels.eight_bits import BLOCK, FP8_MAX
 from penstock.executor.kernels.state import OPTIONS, Places
 
 Tensors = tuple[torch.Tensor, ...]
-Heads = tuple[int, int, int]  # of queries, of keys and values; dimension
+Heads = tuple[int, int, int]  # query heads, key-value heads, dimension
 
 
 class Kernels(NamedTuple):
-    """A set of kernels, or their twins."""
+    """A set of kernels, or their reference implementations."""
 
     ops: Ops
     sampling: SamplingOps
     inputs: InputOps
-    attends_in: torch.dtype | None = None  # attention's numbers are given in; None: as they are
-    is_held: bool = True  # against its twin: each writes to pages of its own
+    attends_in: torch.dtype | None = None  # dtype of attention's inputs; None: unchanged
+    is_held: bool = True  # compared with the reference: each writes to its own pages
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.attends_in is None else x.to(self.attends_in)
 
 
-# Attention's twin computes in float32 from the same numbers.
+# Attention's reference computes in float32 from the same numbers.
 TWINS = Kernels(
     changed(torch_ops, fused_experts=fused_experts, blocks=eight_bits),
     sampling,
@@ -55,19 +55,19 @@ TWINS = Kernels(
 class Case(NamedTuple):
     name: str
     call: Callable[[Kernels], Any]
-    error: float | None = None  # beside the twin; None: what the dtype allows
-    num_bytes: float = 0  # that have to move: each input read and each output written once
-    operations: float = 0  # of the result
-    is_choice: bool = False  # tokens, which are the same or not
+    error: float | None = None  # allowed difference from the reference; None: by dtype
+    num_bytes: float = 0  # bytes that have to move: each input read once, each output written once
+    operations: float = 0  # operations for the result
+    is_choice: bool = False  # results are tokens, which are equal or not
 
 
 class Kit(NamedTuple):
-    """What cases are made with."""
+    """The materials of cases: device, dtype, kernels and cache size."""
 
     device: torch.device
     dtype: torch.dtype
     is_tiny: bool
-    layers: int = 3  # of a cache; only the middle one holds numbers, and another stride finds NaN
+    layers: int = 3  # of a cache; only the middle one holds numbers, so a wrong stride reads NaN
 
     def random(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, device=self.device) * scale).to(self.dtype)
@@ -83,7 +83,7 @@ class Kit(NamedTuple):
 
 
 def open_kit(job: dict[str, Any]) -> Kit:
-    """Of a part's job: its device and the way in which kernels are launched there."""
+    """Return the kit for a part's job: its device, and how kernels are launched there."""
     device = open_device(job)
     set_launch(job)
     torch.manual_seed(0)
@@ -91,8 +91,8 @@ def open_kit(job: dict[str, Any]) -> Kit:
 
 
 def work(rows: Rows, q: torch.Tensor, width: int) -> tuple[float, float]:
-    """Attention's: the bytes of contexts of that width, of queries and results; the operations of all pairs of a query and
-    a position that it sees."""
+    """Return attention's work: the bytes of contexts of that width, queries and results, and the operations of all
+    visible (query, position) pairs."""
     seen = sum(count * context - count * (count - 1) // 2 for count, context in rows)
     num_bytes = q.itemsize * (sum(context for _, context in rows) * width + 2 * q.numel())
     return num_bytes, 4 * seen * q[0].numel()
@@ -181,7 +181,7 @@ def row_cases(kit: Kit, num_rows: int) -> Iterator[Case]:
 
 
 def experts(kit: Kit, counts: tuple[int, ...]) -> Iterator[Case]:
-    """As Qwen3-30B-A3B's, in the model's dtype and in eight bits; a favourite makes some tiles full and some empty."""
+    """Yield the experts of Qwen3-30B-A3B in the model's dtype and in FP8; a hot expert fills some tiles."""
     num, width, inner, top_k = (5, 128, 128, 2) if kit.is_tiny else (128, 2048, 768, 8)
     gate_up = kit.random(num, 2 * inner, width, scale=width**-0.5)
     down = kit.random(num, width, inner, scale=inner**-0.5)
@@ -207,7 +207,7 @@ def experts(kit: Kit, counts: tuple[int, ...]) -> Iterator[Case]:
 
 
 def block_cases(kit: Kit) -> Iterator[Case]:
-    """Eight bits. 509 and 1001 rows are no multiple of anything; above 256 the product is cuBLAS's."""
+    """Yield FP8 cases. 509 and 1001 rows are no multiple of anything; above 256 cuBLAS computes the product."""
     width, depth = (256, 384) if kit.is_tiny else (6144, 4096)
     weight, scales = in_blocks(kit.random(width, depth, scale=depth**-0.5))
     norm = 1 + 0.1 * torch.randn(depth, device=kit.device)
@@ -232,7 +232,7 @@ def block_cases(kit: Kit) -> Iterator[Case]:
 
 
 def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[…, N, K], multiples of 128 -> eight bits, and the scales as the kernels take them."""
+    """Quantize […, N, K], multiples of 128, to FP8; return the values and scales in the kernels' layout."""
     blocks = weight.float().unflatten(-2, (-1, BLOCK)).unflatten(-1, (-1, BLOCK))  # […, N / 128, 128, K / 128, 128]
     scales = blocks.abs().amax((-3, -1)) / FP8_MAX
     values = (blocks / scales[..., :, None, :, None]).to(torch.float8_e4m3fn)
@@ -240,7 +240,7 @@ def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sampling_cases(kit: Kit) -> Iterator[Case]:
-    """Of 256 rows two may draw another token than the twin's, by near ties."""
+    """Yield sampling cases. Two of 256 rows may draw another token than the reference, because of near ties."""
     rows, vocab_size = (4, 5000) if kit.is_tiny else (256, 151_936)
     logits, device = kit.random(rows, vocab_size, scale=4.0), kit.device
     seeds = torch.arange(rows, device=device) * -(2**40) + 12345
@@ -278,7 +278,7 @@ def input_cases(kit: Kit) -> Iterator[Case]:
     places = Places(length + 1, (slots + 1) * (length + 1), blocks, 0, slots * (length + 1), PAGE)
     places = places._replace(options_at=places.blocks_at + slots * blocks)
     state = torch.randint(0, 2**20, (places.options_at + slots * OPTIONS,), dtype=torch.int32, device=kit.device)
-    counts, first = [1, 1, 3, 400, 1], [17, 600, 100, 200, 0]  # the last one only pads
+    counts, first = [1, 1, 3, 400, 1], [17, 600, 100, 200, 0]  # the last row is padding
     starts = torch.tensor([0, *counts]).cumsum(0).tolist()
     numbers = [4, 0, 0, 0, *starts, 3, 0, 4, 1, 0, *first, 0, 601, 102, 390, 0]
     packed = torch.tensor(numbers, dtype=torch.int32, device=kit.device)

@@ -1,4 +1,4 @@
-"""What this machine is: the device, the versions, tools, what a copy and a matrix product reach. The first rung."""
+"""The first rung: describes the machine (device, versions, tools) and measures a copy and a matrix product."""
 
 import importlib.metadata
 import os
@@ -38,7 +38,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def extension() -> str | None:
-    """Why our part in C cannot be imported, if it cannot."""
+    """Return why our C extension cannot be imported, or None if it can."""
     try:
         import penstock._csrc  # noqa: F401
     except ImportError as error:

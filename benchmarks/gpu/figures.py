@@ -1,4 +1,4 @@
-"""How a part says what it found, and how a call on a device is timed."""
+"""How a part reports figures, and how a call on a device is timed."""
 
 import json
 import statistics
@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from benchmarks.gpu import MARK
 
-FLUSH_BYTES = 256 << 20  # written between two calls, so that none finds its input in the cache
+FLUSH_BYTES = 256 << 20  # written between two calls, so that no call finds its input in the cache
 
 
 def report(name: str, prefix: str = "", **figures: Any) -> None:
-    """One figure of the part: who started it collects these lines, whatever else is printed."""
+    """Print a figure of the part; the parent process collects these lines from all output."""
     print(f"{MARK}{json.dumps({'name': prefix + name, **figures}, ensure_ascii=False)}", flush=True)
 
 
 def open_device(job: dict[str, Any]) -> torch.device:
-    """The job's; a machine without it ends the part with a word on why."""
+    """Return the job's device; exit with a message on a machine without it."""
     if job["device"] == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"torch {torch.__version__} sees no GPU")
     return torch.device(job["device"])
 
 
 def set_launch(job: dict[str, Any]) -> None:
-    """Whether kernels may start early: what is launched, and captured, from now on."""
+    """Set whether kernels that are launched or captured from now on may start early."""
     if job["device"] == "cuda":
         from penstock.executor.kernels.cuda import dependent
 
@@ -33,8 +33,8 @@ def set_launch(job: dict[str, Any]) -> None:
 
 
 class Timer:
-    """Seconds that a call takes on the device, the median of several. On a GPU the call is captured into a graph first,
-    so that what launching costs the host is not counted; it must not wait for the device."""
+    """Measures the device seconds of a call, as the median of several. On a GPU the call is captured into a graph
+    first, so that the host's launch time is not counted; the call must not synchronize with the device."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self._device, self._repeats = device, repeats
@@ -72,8 +72,8 @@ class Timer:
 
 
 def ceilings(timer: Timer, device: torch.device, dtype: torch.dtype, is_tiny: bool) -> tuple[float, float]:
-    """Bytes per second of a copy, read and written ones; operations per second of a product of square matrices. Both are
-    reported."""
+    """Measure and report the bytes per second of a copy (read plus written), and the operations per second of a
+    product of square matrices."""
     source = torch.randint(0, 255, (1 << 16 if is_tiny else 2 << 30,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = 2 * source.numel() / timer.seconds(lambda: target.copy_(source))

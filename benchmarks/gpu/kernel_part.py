@@ -35,13 +35,13 @@ def main(job: dict[str, Any]) -> None:
     for case in table(kit):
         if case.num_bytes:
             measure(case, kernels, timer, copy, product)
-        del case  # with its cache: the next one's may need its place
+        del case  # frees its cache, because the next case may need the memory
 
 
 def measure(case: Case, kernels: Kernels, timer: Timer, copy: float, product: float) -> None:
     try:
         seconds = timer.seconds(functools.partial(case.call, kernels))
-    except Exception as error:  # one that this device or this torch refuses must not hide the others
+    except Exception as error:  # a call that this device or torch refuses must not hide the others
         report(case.name, skipped=f"{type(error).__name__}: {str(error)[:300]}")
         return
     rates = {"gb_per_s": case.num_bytes / seconds / 1e9, "tflop_per_s": case.operations / seconds / 1e12}
@@ -61,7 +61,7 @@ def table(kit: Kit) -> Iterator[Case]:
 
 
 def attention_cases(kit: Kit) -> Iterator[Case]:
-    """Llama-3.1-8B's, on a cache that takes half of the memory at most. What that cannot hold, no engine could."""
+    """Yield attention of Llama-3.1-8B, on a cache of at most half of the memory."""
     heads = (4, 2, 16) if kit.is_tiny else (32, 8, 128)
     decodes = [
         (rows, 1, context)
@@ -84,7 +84,7 @@ def attention_cases(kit: Kit) -> Iterator[Case]:
 
 
 def torch_attention(kit: Kit, rows: int, count: int, heads: tuple[int, int, int], case: Case) -> Iterator[Case]:
-    """Whole prompts through torch's attention, keys and values side by side: by cuDNN, and by FlashAttention 2."""
+    """Yield whole prompts through torch's attention on contiguous keys and values: cuDNN and FlashAttention 2."""
     num, kv_heads, dim = heads
     q, k, v = (kit.random(rows, part, count, dim) for part in (num, kv_heads, kv_heads))
     on_gpu = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
@@ -99,14 +99,14 @@ def torch_attention(kit: Kit, rows: int, count: int, heads: tuple[int, int, int]
 
 
 def latent_cases(kit: Kit) -> Iterator[Case]:
-    """DeepSeek-V2-Lite's, likewise."""
+    """Yield attention of DeepSeek-V2-Lite."""
     shapes = [(1, 48), (3, 48)] if kit.is_tiny else [(1, 1024), (32, 1024), (256, 1024), (32, 8192)]
     for rows, context in shapes:
         yield from cases.latents(kit, f"latent decode {rows} at {context}", [(1, context)] * rows, 16, 8192)
 
 
 def linear_cases(kit: Kit) -> Iterator[Case]:
-    """The four products of a layer of Qwen3-8B for few rows, as the device's library computes them."""
+    """Yield the four products of a Qwen3-8B layer for few rows, computed by the device's library."""
     for depth, width in [(32, 64)] if kit.is_tiny else [(4096, 6144), (4096, 4096), (4096, 24_576), (12_288, 4096)]:
         weight = kit.random(width, depth)
         for rows in (1, 2, 4, 8, 16, 24, 32):

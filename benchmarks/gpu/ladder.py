@@ -1,4 +1,4 @@
-"""The first half hour on a GPU: from the cheapest question to the dearest, each a rung with a limit of its own.
+"""The first half hour on a GPU: rungs from the cheapest question to the most expensive, each with a time limit.
 
     python -m benchmarks.gpu.ladder --output DIR [--rungs 1-7] [--again]
     python -m benchmarks.gpu.ladder --output DIR --device cpu --tiny      (a rehearsal: nothing of it is a measurement)
@@ -31,11 +31,11 @@ class Rung(NamedTuple):
     limit_s: float
     module: str
     argument: Mapping[str, Any] = MappingProxyType({})
-    processes: int = 1  # at once, each with its share: what takes long at first is compiling
+    processes: int = 1  # parallel processes, each with its share, because compiling takes long at first
 
 
 KERNEL_TESTS = ["tests/executor/kernels"]
-RACE_TESTS = ["tests/executor/test_races.py"]  # thousands of steps from graphs, beside copies, and without graphs
+RACE_TESTS = ["tests/executor/test_races.py"]  # thousands of steps with and without graphs, with concurrent copies
 DECODED = ["qwen3-0.6b", "llama-3.1-8b"]
 MODEL_TESTS = ["tests/executor/test_graphs.py", "tests/executor/test_on_a_gpu.py"]
 
@@ -92,7 +92,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def numbers(text: str) -> list[int]:
-    """1-3,5 → [1, 2, 3, 5]"""
+    """Parse rung numbers: 1-3,5 → [1, 2, 3, 5]."""
     found: list[int] = []
     for part in text.split(","):
         if (bounds := re.fullmatch(r"(\d+)(?:-(\d+))?", part)) is None:
@@ -104,7 +104,7 @@ def numbers(text: str) -> list[int]:
 
 
 def read_lines(record: Path) -> Iterator[dict[str, Any]]:
-    """The latest first; one that was cut off as the machine went is none."""
+    """Yield the recorded lines, latest first, without a line that was cut off when the machine was taken away."""
     for text in reversed(record.read_text().splitlines() if record.exists() else []):
         try:
             yield json.loads(text)
@@ -142,7 +142,7 @@ def climb(number: int, rung: Rung, args: argparse.Namespace, hear: Any) -> dict[
 
 
 def say(log: TextIO, text: str) -> None:
-    """At once: what is printed when the time is over must have been printed."""
+    """Print and log a line immediately, because the process may be killed at any time."""
     print(text, flush=True)
     print(text, file=log, flush=True)
 

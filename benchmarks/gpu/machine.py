@@ -1,7 +1,7 @@
-"""A machine with a GPU as it is found: no network, few packages, perhaps no compiler. What it lacks is carried there.
+"""Prepares a bare GPU machine: no network, few packages, perhaps no compiler. Missing packages are carried there.
 
-`make gpu-wheels` fills .whl/ where there is a network: wheels, and the C extension as it was built. `prepare` puts to use
-what a machine lacks of it. Nothing here needs more than Python's own library.
+`make gpu-wheels` fills .whl/ where there is a network: wheels, and the C extension as it was built. `prepare` puts to
+use what a machine lacks of it. Nothing here needs more than Python's own library.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 ROOMS = ("engine", "cache", "executor", "router", "eplb")
 EXTENSION = ROOT / "src/penstock/_csrc.abi3.so"
 CARRIED = ROOT / ".whl"
-MAX_BYTES = 64 << 20  # what is carried in all
+MAX_BYTES = 64 << 20  # limit of everything that is carried
 
-# Beside torch, triton, numpy, transformers and pytest: what is imported on the way to `LLM`, and for tests on many cores.
-# The last line is what these need themselves.
+# Besides torch, triton, numpy, transformers and pytest: imports of `LLM`, and what parallel tests need. The last line
+# lists their own dependencies.
 PACKAGES = (
     *("msgspec", "cffi", "xxhash", "llguidance", "tokenizers", "safetensors", "gguf"),
     *("pyzmq", "httptools", "starlette", "uvicorn", "uvloop", "prometheus_client"),
@@ -30,12 +30,12 @@ PACKAGES = (
     "typing_extensions",
 )
 PYTHON = "3.12"
-GLIBC = (39, 35, 34, 31, 28, 27, 24, 17)  # pip takes each to the letter
+GLIBC = (39, 35, 34, 31, 28, 27, 24, 17)  # pip matches each version exactly
 OLD_NAMES = ("manylinux2014_x86_64", "manylinux1_x86_64")
 
 
 def environment(carried: Path = CARRIED) -> dict[str, str]:
-    """For whatever is run from here: our sources first, then what was carried."""
+    """Return the environment for child processes: our sources first on the path, then carried packages."""
     paths = [str(ROOT / "src"), str(ROOT), str(carried / "site"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -45,7 +45,7 @@ def environment(carried: Path = CARRIED) -> dict[str, str]:
 
 
 def prepare(carried: Path = CARRIED) -> list[str]:
-    """Links, packages, the extension. What could not be done is said, and is no reason to stop."""
+    """Restore links, packages and the extension; return messages about failures, which are no reason to stop."""
     for room in ROOMS:
         link = ROOT / "src/penstock" / room
         if not link.exists():  # archives may drop symlinks
@@ -54,7 +54,7 @@ def prepare(carried: Path = CARRIED) -> list[str]:
 
 
 def unpack(carried: Path) -> list[str]:
-    """The wheels of packages that this Python lacks, into carried/site; no installer is needed for these."""
+    """Unpack wheels that this Python lacks into carried/site, without an installer."""
     site, problems = carried / "site", []
     shutil.rmtree(site, ignore_errors=True)
     for wheel in sorted(carried.glob("*.whl")):
@@ -78,7 +78,7 @@ def is_installed(name: str) -> bool:
 
 
 def extend(carried: Path) -> list[str]:
-    """penstock._csrc: the one that is there, the one that was carried if it is of these sources, else a new one."""
+    """Provide penstock._csrc: the existing one, a carried one if built from these sources, or a new build."""
     ready = carried / carried_name()
     if not _can_import(carried) and ready.exists():
         shutil.copy(ready, EXTENSION)
@@ -94,7 +94,7 @@ def extend(carried: Path) -> list[str]:
 
 
 def _can_import(carried: Path) -> bool:
-    """It is newer than its sources, and Python takes it."""
+    """Tell whether the extension is newer than its sources and can be imported."""
     if not EXTENSION.exists() or EXTENSION.stat().st_mtime < max(path.stat().st_mtime for path in _sources()):
         return False
     command = [sys.executable, "-c", "import penstock._csrc"]
@@ -106,7 +106,7 @@ def _sources() -> list[Path]:
 
 
 def carried_name() -> str:
-    """Of the extension among the wheels. It is of the stable ABI, so one serves every Python."""
+    """Return the extension's name among the wheels. It uses the stable ABI, so one file serves every Python."""
     digest = hashlib.sha256()
     for path in _sources():
         digest.update(path.name.encode() + path.read_bytes())
@@ -114,7 +114,7 @@ def carried_name() -> str:
 
 
 def download(carried: Path = CARRIED) -> None:
-    """What `make gpu-wheels` does: the packages in constraints.txt's versions, for the machines' Python."""
+    """Download the packages for `make gpu-wheels`, in constraints.txt's versions, for the machines' Python."""
     shutil.rmtree(carried, ignore_errors=True)
     carried.mkdir()
     platforms = [*(f"manylinux_2_{minor}_x86_64" for minor in GLIBC), *OLD_NAMES]
@@ -129,7 +129,7 @@ def download(carried: Path = CARRIED) -> None:
 
 
 def pinned(names: tuple[str, ...]) -> list[str]:
-    """name==version of each, as constraints.txt has it."""
+    """Return name==version of each package, as pinned in constraints.txt."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     versions = {line.partition("==")[0].lower(): line for line in lines if "==" in line}
     return [versions[name.lower()] for name in names]

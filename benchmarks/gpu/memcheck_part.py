@@ -1,7 +1,7 @@
-"""Every kernel under compute-sanitizer's memcheck, at tiny shapes: reads and writes beyond the end, which neither the
-interpreter nor a comparison of results sees.
+"""Runs every kernel under compute-sanitizer's memcheck, at tiny shapes, to find out-of-bounds accesses that neither the
+interpreter nor a comparison of results detects.
 
-The allocator's cache is off: each tensor is an allocation, so that its end is one.
+The allocator's cache is off, so that each tensor is its own allocation with a checked end.
 """
 
 import importlib.util
@@ -18,8 +18,8 @@ from benchmarks.gpu.processes import follow
 
 NAME = "compute-sanitizer"
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-MAX_LINES = 60  # of what the tool says
-MARGIN_S = 4.0  # of the part's time, to say what there was until then
+MAX_LINES = 60  # of the tool's output
+MARGIN_S = 4.0  # of the part's time, to report partial results
 
 
 def main(job: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def find_sanitizer() -> str | None:
-    """On the PATH, where the toolkit is installed, or in the wheels that torch and triton bring."""
+    """Find the tool on the PATH, in an installed toolkit, or in the wheels of torch and triton."""
     if found := shutil.which(NAME):
         return found
     roots = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]

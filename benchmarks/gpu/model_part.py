@@ -4,8 +4,8 @@
 
 Decoding and prompts go to the executor directly: no scheduler, requests that are "at" a length because the cache holds
 random numbers there. The batch of requests goes through `LLM`. Without `engine` in the job there is no engine and no
-measuring of memory, the shortest way from nothing to a step's time; it is measured with kernels that may start early, with
-kernels launched as usual, and with `batch_invariant`, to show what each costs.
+measuring of memory, the shortest way from nothing to a step's time; it is measured with kernels that may start early,
+with kernels launched as usual, and with `batch_invariant`, to show what each costs.
 """
 
 import gc
@@ -29,8 +29,8 @@ from penstock.executor.protocol import Executor, ExecutorConfig, Row
 from penstock.executors import open_executor
 
 VARIANTS = {"dependent launch": {}, "usual launch": {"dependent": False}, "fixed sums": {"batch_invariant": True}}
-NUM_KERNELS = 15  # of a profile, those that take longest
-KV_BYTES = 40 << 30  # 256 requests of a Llama-3.1-8B at 1,100 positions; beside its weights an H100 holds that
+NUM_KERNELS = 15  # slowest kernels to list from a profile
+KV_BYTES = 40 << 30  # 256 requests of Llama-3.1-8B at 1,100 positions; fits on an H100 beside its weights
 
 
 def main(job: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ def measure(model: str, job: dict[str, Any], prefix: str) -> None:
 
 
 def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tuple[Any, Executor]:
-    """The engine and its executor; without the engine's packages, or where none is asked for, the executor alone."""
+    """Return the engine and its executor; only the executor if the engine's packages are missing or not needed."""
     options: dict[str, Any] = {
         "device": job["device"],
         "load_format": "dummy",
@@ -80,7 +80,7 @@ def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tupl
     try:
         from penstock import LLM
 
-        # Prefixes of made-up prompts repeat nowhere; looking for them would cost both sides of nothing.
+        # Artificial prompts share no prefixes, so prefix lookups would only cost time.
         llm = LLM(folder, skip_tokenizer=True, enable_prefix_caching=False, max_num_batched_tokens=8192, **options)
         assert llm._core is not None
         return llm, llm._core.executor
@@ -90,7 +90,7 @@ def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tupl
 
 
 class Bench:
-    """Steps made by hand: every request has its slot and blocks, and nothing is ever freed."""
+    """Runs artificial steps: every request has its slot and blocks, and nothing is ever freed."""
 
     def __init__(self, executor: Executor, config: dict[str, Any], job: dict[str, Any], prefix: str) -> None:
         self._executor, self._config, self._job = executor, config, job
@@ -116,7 +116,7 @@ class Bench:
                     self.prefill(rows, count)
 
     def decode(self, batch: int, context: int, num_steps: int) -> None:
-        """Steps of `batch` rows; the first are not counted."""
+        """Measure steps of `batch` rows; the first ones are not counted."""
         name, warm = f"decode {batch} at {context}", max(4, num_steps // 4)
         blocks = self._blocks(name, batch, context + num_steps + warm)
         if blocks is None:
@@ -137,7 +137,7 @@ class Bench:
         )
 
     def profile(self, batch: int, context: int, num_steps: int) -> None:
-        """What one step's kernels take, the longest first."""
+        """Report the time of each kernel in a step, longest first."""
         name, warm = f"profile {batch} at {context}", 4
         blocks = self._blocks(name, batch, context + num_steps + warm)
         if blocks is None:
@@ -165,7 +165,7 @@ class Bench:
         )
 
     def _decode(self, blocks: np.ndarray, context: int, count: int) -> Iterator[float]:
-        """The first step admits the requests, at that position already."""
+        """Yield step times. The first step admits the requests directly at that position."""
         rows = [Row(slot, context - 1, 1, True, blocks=tuple(own)) for slot, own in enumerate(blocks.tolist())]
         self._steps.submit(self._prompts(len(blocks), context), rows)
         self._steps.collect()
@@ -186,8 +186,8 @@ class Bench:
         self._report(name, step_ms=seconds * 1e3, tokens_per_s=rows * count / seconds)
 
     def _blocks(self, name: str, rows: int, length: int) -> np.ndarray | None:
-        """[rows, blocks of a request], in a random order as after a while of serving; None, and reported, if the cache is
-        too small."""
+        """Return blocks [rows, blocks per request] in random order, as after some time of serving; report and return
+        None if the cache is too small."""
         each = -(-min(length + 1, self._info.max_model_len) // self._info.block_size)
         if rows * each >= self._info.num_blocks:
             has = f"{self._info.num_blocks} blocks of {self._info.block_bytes} bytes"
@@ -201,7 +201,7 @@ class Bench:
 
 
 def mixed_lengths(name: str, llm: Any, is_tiny: bool) -> None:
-    """nano-vllm's bench.py: 256 prompts and answers of 100 to 1,024 tokens each, drawn at temperature 0.6."""
+    """Run nano-vllm's bench.py: 256 prompts and answers of 100 to 1,024 tokens each, drawn at temperature 0.6."""
     from penstock import SamplingParams
 
     random.seed(0)
@@ -237,7 +237,7 @@ def generate(llm: Any, prompts: list[list[int]], answer: int) -> list[int]:
 def throughput(
     name: str, config: dict[str, Any], is_tiny: bool, generate: Callable[[list[list[int]], int], list[int]]
 ) -> None:
-    """Prompts of 1,500 tokens, answers of 150. `generate` returns how many tokens each answer has."""
+    """Run prompts of 1,500 tokens with answers of 150. `generate` returns the number of tokens of each answer."""
     num, length, answer = (4, 24, 6) if is_tiny else (256, 1500, 150)
     rng = np.random.default_rng(1)
     warm, asked = (rng.integers(config["vocab_size"], size=(count, length)).tolist() for count in (4, num))

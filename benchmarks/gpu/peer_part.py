@@ -24,7 +24,7 @@ def main(job: dict[str, Any]) -> None:
     settings = {"num_blocks": 16, "max_batch_tokens": 64, "page_size": 16} if job["tiny"] else {}
 
     def generate(prompts: list[list[int]], answer: int) -> list[int]:
-        # No token ends an answer, so all are as long.
+        # No token ends an answer, so all answers are equally long.
         asked = transformers.GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
         answers = model.generate_batch(
             prompts,
@@ -35,4 +35,4 @@ def main(job: dict[str, Any]) -> None:
         return [len(each.generated_tokens) for each in answers.values()]
 
     throughput("throughput of transformers", config, job["tiny"], generate)
-    os._exit(0)  # its manager's thread would keep the process
+    os._exit(0)  # the manager's thread would keep the process alive

@@ -1,4 +1,4 @@
-"""A part in a process of its own: it says its figures line by line, and is ended when its time is over."""
+"""Runs a part in its own process, which prints figures line by line and is ended when its time is over."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ Figures = dict[str, dict[str, Any]]
 def run_part(
     module: str, argument: dict[str, Any], limit_s: float, hear: Callable[[str], None] = print
 ) -> tuple[Figures, str | None]:
-    """What benchmarks.gpu.<module> said until it ended or its time was over, and why there is not more."""
+    """Return what benchmarks.gpu.<module> printed until it ended or its time was over, and why there is not more."""
     ends_s = time.monotonic() + limit_s
     argument = argument | {"started_s": time.time(), "limit_s": limit_s}
     found: Figures = {}
@@ -46,7 +46,7 @@ def run_part(
 def run_shares(
     module: str, argument: dict[str, Any], count: int, limit_s: float, hear: Callable[[str], None] = print
 ) -> tuple[Figures, str | None]:
-    """As `run_part`, in so many processes at once, each of which gets its share."""
+    """Call `run_part` in several parallel processes, each with its share of the work."""
     shares = [argument | {"share": [index, count]} for index in range(count)]
     with ThreadPoolExecutor(count) as pool:
         parts = list(pool.map(lambda share: run_part(module, share, limit_s, hear), shares))
@@ -61,8 +61,8 @@ def follow(
     env: Mapping[str, str],
     process_group: int | None = None,
 ) -> int | None:
-    """Run it and take its lines as they come; its exit code, or None where its time was over before it had ended. With a
-    process group of its own, 0, the processes that it has started end with it."""
+    """Run a process and handle its lines as they arrive; return its exit code, or None if its time was over. With
+    process group 0, the processes that it has started end with it."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -85,7 +85,7 @@ def follow(
 
 
 def lines(process: subprocess.Popen[bytes], ends_s: float) -> Iterator[str]:
-    """What the process prints, line by line, until it closes its output or the time is over."""
+    """Yield the process's output line by line, until it closes its output or the time is over."""
     assert process.stdout is not None
     pending = b""
     with selectors.DefaultSelector() as selector:

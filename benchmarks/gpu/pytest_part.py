@@ -1,4 +1,4 @@
-"""The tests that need a GPU, on many cores: one that hangs is ended with its process, one that fails is reported at once.
+"""Runs tests that need a GPU on many cores: a test that hangs is ended with its process, failures are printed at once.
 
 python -m benchmarks.gpu pytest_part '{"device": "cuda", "paths": ["tests/executor/kernels"], "marks": "gpu"}'
 """
@@ -15,8 +15,8 @@ from benchmarks.gpu.figures import open_device, report
 from benchmarks.gpu.processes import follow
 
 TEST_LIMIT_S = 90
-MAX_PROCESSES = 8  # each has a context on the device
-MARGIN_S = 4.0  # of the part's time, to say what there was until then
+MAX_PROCESSES = 8  # each has its own context on the device
+MARGIN_S = 4.0  # of the part's time, to report partial results
 REHEARSAL = {"paths": ["tests/executor/kernels/test_environment.py"], "marks": "not gpu"}
 OUTCOME = re.compile(
     r"(PASSED|FAILED|ERROR|SKIPPED)\s+(tests/\S+)|(tests/\S+(?: \S+)*?)\s+(PASSED|FAILED|ERROR|SKIPPED)"
@@ -28,7 +28,7 @@ def main(job: dict[str, Any]) -> None:
     open_device(job)
     if job["tiny"]:
         job = job | REHEARSAL
-    # In the way of a bare machine: settings that only a plugin knows, and other versions' deprecations.
+    # Overrides for a bare machine: settings that only a plugin knows, and deprecations of other versions.
     command = [sys.executable, "-m", "pytest", "-v", "-rN", "--tb=short", "-W", "default", "-m", job["marks"]]
     command += ["-p", "no:cacheprovider", *([] if job["tiny"] else plugins()), *job["paths"]]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes()))}
@@ -54,7 +54,7 @@ def num_processes() -> int:
 
 
 def plugins() -> list[str]:
-    """As far as they are there; the thread is the way to end a test that waits for the device for ever."""
+    """Return the installed plugins' options; only the thread method ends tests that wait for the device forever."""
     options = []
     if importlib.util.find_spec("xdist"):
         options += ["-n", str(num_processes()), "--dist", "load", "--max-worker-restart", str(MAX_PROCESSES)]

@@ -1,4 +1,4 @@
-"""The table in docs/performance.md: what a decoding step takes, beside what reading its bytes at a copy's speed would.
+"""Writes the table in docs/performance.md: the time of a decoding step and the time to read its bytes at copy speed.
 
 python -m benchmarks.gpu.roofline DIR/ladder.jsonl
 """
@@ -16,7 +16,7 @@ MARKS = "<!-- roofline: written by benchmarks/gpu/roofline.py -->", "<!-- end of
 
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
-    """Lines of Markdown from the rungs' lines: the device and a copy's speed from the first, steps from the last."""
+    """Return Markdown lines from the rungs' lines: device and copy speed from the first one, steps from the last."""
     rungs = {line["name"]: line for line in lines if not line["tiny"]}
     device, suite = (rungs.get(name, {}).get("figures", {}) for name in ("device", "suite"))
     copy = device.get("copy", {}).get("gb_per_s")
@@ -52,7 +52,7 @@ def main(path: Path) -> None:
 
 
 def write_between(page: Path, marks: tuple[str, str], lines: Sequence[str]) -> None:
-    """Replace the part of a page between two marks."""
+    """Replace the part of a page between two markers."""
     head, _, rest = page.read_text().partition(marks[0])
     assert rest, f"{page.name} has lost its mark: {marks[0]}"
     page.write_text("\n".join([head + marks[0], "", *lines]) + marks[1] + rest.partition(marks[1])[2])

@@ -1,4 +1,4 @@
-"""The models that are measured, as config.json would say them, and cut down to what a test computes on a CPU."""
+"""Configurations of the measured models, as in config.json, and reduced versions that a test computes on a CPU."""
 
 import json
 from collections.abc import Iterator
@@ -58,8 +58,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"mlp_only_layers": []},
 }
 
-# Two that are measured on a CPU (benchmarks/peers.py): Qwen3.5-0.8B's text, and gpt-oss-20b with 4 of its 24 layers and
-# 16 of its 32 experts, as numbers.
+# Two models that are measured on a CPU (benchmarks/peers.py): Qwen3.5-0.8B's text model, and gpt-oss-20b with 4 of its
+# 24 layers and 16 of its 32 experts, unquantized.
 HYBRID: dict[str, Any] = (
     {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 248_320}
     | {"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 3584, "tie_word_embeddings": True}
@@ -80,7 +80,7 @@ GPT_OSS: dict[str, Any] = (
     }
 )
 
-# How much of the suite's time each may take, in the order of the suite: what is near the front is measured for sure.
+# Share of the suite's time per model, in the suite's order: models near the front are certain to be measured.
 SHARES = {"qwen3-0.6b": 50, "llama-3.1-8b": 65, "deepseek-v2-lite": 70, "qwen3-30b-a3b": 105}
 SHARES |= {"qwen3-1.7b": 40, "opt-125m": 25}
 
@@ -118,15 +118,15 @@ def config_of(name: str, is_tiny: bool) -> dict[str, Any]:
 
 @contextmanager
 def model_folder(config: dict[str, Any]) -> Iterator[str]:
-    """For made-up weights a configuration is all that a model needs."""
+    """Write a folder with only a configuration, which suffices for random weights."""
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         yield folder
 
 
 def decode_bytes(config: dict[str, Any], weight_bytes: int, itemsize: int, batch: int) -> int:
-    """What one step has to read of the weights at least: all, but of the experts only those that some row chose, which
-    with rows that choose at random are so many of them."""
+    """Return the bytes of weights that one step reads at least: everything, except that of the experts only those
+    chosen by some row count, estimated for rows that choose at random."""
     experts = config.get("num_experts") or config.get("n_routed_experts")
     table = 0 if config.get("tie_word_embeddings", True) else config["vocab_size"] * config["hidden_size"] * itemsize
     if not experts:

@@ -1,4 +1,4 @@
-"""Steps made by hand and sent straight to an executor: every request has its slot and blocks, and nothing is ever freed."""
+"""Artificial steps sent directly to an executor: every request has its slot and blocks, and nothing is ever freed."""
 
 import time
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ GREEDY = Sampling(temperature=0.0)
 class Steps:
     def __init__(self, executor: Executor) -> None:
         self._executor, self._step_id = executor, -1
-        self.update: ExpertUpdate | None = None  # the last that came with a result
+        self.update: ExpertUpdate | None = None  # the last one that a result contained
 
     def prefill(self, blocks: np.ndarray, prompts: np.ndarray) -> None:
-        """Whole prompts [requests, tokens] in one step; each has a slot and a row of `blocks`."""
+        """Run whole prompts [requests, tokens] in one step; each has a slot and a row of `blocks`."""
         count = prompts.shape[1]
         self.submit(prompts, [Row(slot, 0, count, True, blocks=tuple(own)) for slot, own in enumerate(blocks.tolist())])
         self.collect()
 
     def decode(self, rows: int, start: int, count: int) -> Iterator[float]:
-        """Steps of one token for each row from that position on, as many in flight as may be; when each was collected.
-        The executor knows the rows."""
+        """Run single-token steps of rows that the executor knows, from position `start` on, with the maximum number in
+        flight; yield the time at which each was collected."""
         submitted = 0
         for collected in range(count):
             while submitted < count and submitted - collected < self._executor.info.max_in_flight:
@@ -33,7 +33,7 @@ class Steps:
             yield time.perf_counter()
 
     def submit(self, prompts: np.ndarray | None, rows: list[Row]) -> None:
-        """`prompts`: of the requests that this step admits, to the slots from 0 on."""
+        """Submit a step. `prompts`: of the requests that this step admits, to the slots from 0 on."""
         admissions = [
             Admission(
                 slot=slot,
@@ -44,7 +44,7 @@ class Steps:
             )
             for slot, prompt in enumerate(() if prompts is None else prompts)
         ]
-        self._step_id -= 1  # counted down: an engine's own are counted up
+        self._step_id -= 1  # counts down, because the engine's own ids count up
         self._executor.submit(Step(self._step_id, admissions, rows))
 
     def collect(self) -> None:

@@ -1,4 +1,4 @@
-"""Models on made-up weights, one after the other, each with transformers beside it or alone: the last rung.
+"""The last rung: models with random weights one after another, each alone or compared with transformers.
 
     python -m benchmarks.gpu.ladder --output DIR --rungs 9 --suite='--parts decode,prefill --models qwen3-0.6b'
 
@@ -16,7 +16,7 @@ from benchmarks.gpu.processes import Figures, run_part
 from benchmarks.gpu.shapes import MODELS, SHARES
 
 PARTS = ("startup", "decode", "profile", "prefill", "throughput", "peer")
-BESIDE = ("qwen3-0.6b", "llama-3.1-8b")  # transformers takes as long as all the rest again: these two
+BESIDE = ("qwen3-0.6b", "llama-3.1-8b")  # the others would take too long with transformers
 PEER_SHARE = 45
 MARGIN_S = 15.0  # of the rung's time
 
@@ -78,7 +78,7 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def missing(job: Job, found: Figures, problem: str | None) -> str | None:
-    """The job's parts that reported nothing, and why."""
+    """Return why parts of the job reported nothing, or None if all did."""
     reported = {name.split()[0] for name in found}
     unheard = ", ".join(part for part in job.parts if part not in reported)
     if not unheard and not problem:

@@ -1,9 +1,9 @@
-"""One call of every kernel at the shapes of models people serve, beside its plain-torch twin on the same device.
+"""Compares one call of every kernel at the shapes of popular models with its torch reference on the same device.
 
     python -m benchmarks.gpu twin_part '{"device": "cuda", "tiny": false, "dependent": false, "share": [0, 1]}'
 
-Cheaper than the tests. Several processes each take a share of the cases, so that kernels are compiled on many cores. On a
-CPU the kernels are interpreted.
+Cheaper than the tests. Several processes each take a share of the cases, so that kernels are compiled on many cores. On
+a CPU the kernels are interpreted.
 """
 
 import traceback
@@ -17,7 +17,7 @@ from benchmarks.gpu.batches import Rows
 from benchmarks.gpu.cases import TWINS, Case, Kernels, Kit, open_kit
 from benchmarks.gpu.figures import report
 
-ERROR = {torch.bfloat16: 1e-2, torch.float32: 1e-4}  # norm of the difference / norm, where nothing else is said
+ERROR = {torch.bfloat16: 1e-2, torch.float32: 1e-4}  # norm of the difference / norm, unless a case has its own limit
 
 
 @torch.inference_mode()
@@ -47,15 +47,15 @@ def open_kernels(device: torch.device) -> Kernels | None:
 
 
 def compare(case: Case, kernels: Kernels, dtype: torch.dtype) -> None:
-    """One figure: the largest difference of a number, and the difference beside the whole; NaN is never right."""
+    """Report the largest difference of a number, and the relative difference of the whole; NaN is always wrong."""
     allowed = ERROR[dtype] if case.error is None else case.error
     try:
         pairs = list(zip(flat(case.call(kernels)), flat(case.call(TWINS)), strict=True))
-        if case.is_choice:  # ones where the same was chosen, beside ones
+        if case.is_choice:  # 1 where both chose the same, compared with ones
             pairs = [((got == wanted).double(), torch.ones_like(wanted)) for got, wanted in pairs]
         largest = max(float((got - wanted).abs().max()) for got, wanted in pairs)
         error = max(float((got - wanted).norm() / wanted.norm().clamp(min=1e-30)) for got, wanted in pairs)
-    except Exception as error_:  # one kernel that fails must not hide the others
+    except Exception as error_:  # a kernel that fails must not hide the others
         traceback.print_exc()
         report(case.name, ok=False, problem=f"{type(error_).__name__}: {str(error_)[:300]}")
         return

@@ -61,8 +61,9 @@ def test_a_server_that_is_right_has_no_findings(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_found_and_called_by_its_name(fault: str) -> None:
-    result, _ = proven(WrongServer(fault))
-    assert {*result["findings"]} == {KIND_OF.get(fault, fault)}
+    kind = KIND_OF.get(fault, fault)
+    result, _ = proven(WrongServer(fault), timeout=1.0 if kind == "hang" else 60.0)  # a busy machine may take a second
+    assert {*result["findings"]} == {kind}
 
 
 def test_what_a_server_cannot_do_is_skipped_by_name() -> None:
