@@ -1,24 +1,24 @@
-"""The block pool: who holds which KV block, what content it carries, and which one is evicted next.
+"""The block pool: reference counts, cached keys and eviction order of KV blocks.
 
-It knows block ids and keys, nothing of requests, tokens or tensors. The scheduler is its only caller, from
-one thread. Every operation costs O(1) per block and allocates nothing: the free list is a ring threaded
-through two flat lists of ints, and a key is a `bytes`, so the garbage collector tracks nothing per block.
+It handles block ids and keys, not requests, tokens or tensors. The scheduler and the tier index call it from one
+thread. Every operation costs O(1) per block and allocates nothing: the free list is a ring of links in two flat lists
+of ints, and a key is a `bytes`, so the garbage collector tracks nothing per block.
 
-A block is *held* (ref count > 0) or *free*. A free block may still carry a key: it is cached content that a
-later request can take back until the block is handed out again.
+A block is *held* (reference count > 0) or *free*. A free block may still have a key: its content is cached, and a
+request with the same prefix can hold it again until the block is allocated for other content.
 
-The free ring, with block 0 (never handed out) as its anchor:
+The free ring, with block 0 (never allocated) as its anchor:
 
-    0 ── next to go ───────────────────────────────────────── last to go ── 0
+    0 ── allocated next ──────────────────────────────── allocated last ── 0
          blocks without a key,   cached blocks, least recently released first;
-         last released first     of one request the end of the chain before its start
+         last released first     within a request, the end of the chain before its start
 """
 
 from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """`num_blocks` counts block 0, which serves as padding in the executor and is never handed out."""
+    """A pool of `num_blocks` blocks, including block 0, which the executor uses as padding and which is never allocated."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, num_blocks
@@ -27,8 +27,8 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}  # key → the one block that carries it
-        self.changes: dict[bytes, bool] | None = None  # while changes are listened to: key → whether it is cached now
-        # All blocks start free, in order, so that a fresh pool hands out 1, 2, 3 …
+        self.changes: dict[bytes, bool] | None = None  # key → is cached now; None if no subscriber wants changes
+        # All blocks start free, in order, so that a new pool allocates 1, 2, 3 …
         self._next = [*range(1, num_blocks), 0]
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
 
@@ -41,7 +41,7 @@ class BlockPool:
         return len(self._index)
 
     def lookup(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix of a chain. Takes no reference: `hold` them before allocating."""
+        """Return the blocks of the longest cached prefix of a chain, without a reference: `hold` them before allocating."""
         blocks = []
         get = self._index.get
         for key in keys:
@@ -52,23 +52,23 @@ class BlockPool:
         return blocks
 
     def find(self, key: bytes) -> int:
-        """The block that carries this content; 0 when there is none."""
+        """Return the block with this key; 0 if there is none."""
         return self._index.get(key, 0)
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of these are free at the moment: holding them takes that many from the free ones."""
+        """Count how many of these blocks are free: holding them lowers `num_free` by that number."""
         refs = self._refs
         return sum(1 for block in blocks if refs[block] == 0)
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Take one reference to each."""
+        """Add one reference to each block."""
         for block in blocks:
             if self._refs[block] == 0:
                 self._unlink(block)
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks of unknown content, each with one reference. The caller has checked `num_free`."""
+        """Return `count` blocks of undefined content, each with one reference. The caller has checked `num_free`."""
         assert count <= self.num_free, (count, self.num_free)
         blocks = []
         for _ in range(count):
@@ -85,10 +85,10 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back one reference to each block of a chain, in chain order.
+        """Drop one reference to each block of a chain, given in chain order.
 
-        The end of the chain is released first and therefore evicted first: without its start, the rest of a
-        chain can never be found again.
+        The end of the chain is released first and therefore evicted first: without its start, the rest of a chain can
+        never be matched again.
         """
         refs = self._refs
         for block in reversed(blocks):
@@ -96,14 +96,14 @@ class BlockPool:
             assert count >= 0, block
             refs[block] = count
             if count == 0:
-                # Content that cannot be found again goes to the front: reusing it costs no cached block.
+                # Blocks without a key go to the front: reusing them evicts no cached block.
                 self._link(block, after=0 if self._keys[block] is None else self._prev[0])
 
     def register(self, block: int, key: bytes) -> int:
-        """Say that a held block carries this content; returns the block that stands for the key from now on.
+        """Assign the key of its content to a held block; return the block that the key maps to from now on.
 
-        Identical full blocks are kept once: when another block carries the key already, that one is returned
-        with a new reference, and the caller releases `block` as soon as no step writes to it any more.
+        Identical full blocks are kept once: if another block has the key already, that one is returned with a new
+        reference, and the caller releases `block` as soon as no step writes to it any more.
         """
         assert self._refs[block] > 0, block
         known = self._index.setdefault(key, block)
@@ -117,7 +117,7 @@ class BlockPool:
         return known
 
     def forget(self) -> bool:
-        """Drop all cached content; refused (False) while any block is held."""
+        """Drop all cached content; return False, and drop nothing, while any block is held."""
         if self.num_free != self.num_usable:
             return False
         if self.changes is not None:
@@ -144,7 +144,7 @@ class BlockPool:
         assert sum(key is not None for key in self._keys) == len(self._index)
 
     def free_order(self) -> list[int]:
-        """The free blocks, next to be handed out first."""
+        """Return the free blocks in the order of their allocation."""
         order = []
         block = self._next[0]
         while block != 0:

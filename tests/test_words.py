@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("engine", "executor", "cache", "eplb", "router")
 EXECUTOR = ("kernels/cuda", "ranks", "ring", "sampling", "step", "tiers")
 # Folders that are rewritten in plain technical English; the rest follows.
-PLAIN = ("benchmarks", "eplb", "engine/commands/prove", *(f"executor/{part}" for part in EXECUTOR))
+PLAIN = ("benchmarks", "cache", "eplb", "engine/commands/prove", *(f"executor/{part}" for part in EXECUTOR))
 RIDDLE = re.compile(r'(^\s*(""")?|# |// |/\*+ )(Of|What|Who|Whose|Whether|Those|As|None of)\b')
 
 

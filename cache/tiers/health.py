@@ -1,4 +1,4 @@
-"""When a tier is left alone, and when it is asked again. Knows times and outcomes, nothing of files.
+"""A circuit breaker for a cache tier: decides when to bypass it and when to probe it again.
 
 OPEN ──3 errors in a row, or a call that hangs──▶ BYPASSED ──pause over, nothing hangs──▶ PROBING ──▶ OPEN
                                                      ▲                                       │
@@ -10,23 +10,23 @@ from typing import NamedTuple
 
 log = logging.getLogger("penstock.cache")
 
-STALLED = "stalled"  # a reason
+STALLED = "stalled"  # a reason for a bypass
 
 
 class HealthLimits(NamedTuple):
     max_errors: int = 3  # in a row
-    stall_s: float = 2.0  # a call that takes longer hangs
+    stall_s: float = 2.0  # a call that takes longer counts as hung
     first_pause_s: float = 1.0
     longest_pause_s: float = 30.0
 
 
 class TierHealth:
-    """One thread calls it, with the time as it sees it."""
+    """The state of the circuit breaker of one tier. One thread calls it and passes the current time."""
 
     def __init__(self, limits: HealthLimits) -> None:
         self.is_open = True
         self.num_bypasses = 0
-        self.reason = ""  # of the bypass that is on, or was on last
+        self.reason = ""  # for the current or the latest bypass
         self._limits = limits
         self._num_errors = 0
         self._pause_s = limits.first_pause_s
@@ -34,20 +34,20 @@ class TierHealth:
         self._opened_s = float("-inf")
         self._is_probing = False
 
-    def worked(self) -> None:
-        """A call came back well. While bypassed that says little: it may be one from before."""
+    def record_success(self) -> None:
+        """Record a successful call. It does not end a bypass: the call may have started before the bypass."""
         self._num_errors = 0
 
-    def failed(self, now_s: float, reason: str) -> bool:
-        """Whether the tier is bypassed from now on."""
+    def record_failure(self, now_s: float, reason: str) -> bool:
+        """Record a failed call; return whether this starts a bypass."""
         self._num_errors += 1
         if not self.is_open or self._num_errors < self._limits.max_errors:
             return False
         self.bypass(now_s, reason)
         return True
 
-    def watch(self, now_s: float, oldest_started_s: float | None) -> bool:
-        """Whether the tier is bypassed from now on. `oldest_started_s`: when the oldest call in flight began."""
+    def check_stall(self, now_s: float, oldest_started_s: float | None) -> bool:
+        """Detect a hung call, given the start time of the oldest call in flight; return whether this starts a bypass."""
         if oldest_started_s is None or now_s - oldest_started_s < self._limits.stall_s:
             return False
         if self.is_open:
@@ -56,18 +56,18 @@ class TierHealth:
         self._until_s = max(self._until_s, now_s + self._pause_s)
         return False
 
-    def wants_probe(self, now_s: float) -> bool:
-        """True once per pause: the caller then probes, and reports with `probed`."""
+    def start_probe(self, now_s: float) -> bool:
+        """Return True once per pause: the caller then sends a probe and reports its result with `finish_probe`."""
         if self.is_open or self._is_probing or now_s < self._until_s:
             return False
         self._is_probing = True
         return True
 
-    def probed(self, now_s: float, ok: bool) -> None:
+    def finish_probe(self, now_s: float, ok: bool) -> None:
         self._is_probing = False
         self._num_errors = 0
         if ok:
-            log.info("a cache tier is asked again")
+            log.info("a cache tier is in use again")
             self.is_open = True
             self._opened_s = now_s
         else:
@@ -75,11 +75,11 @@ class TierHealth:
 
     def bypass(self, now_s: float, reason: str) -> None:
         if self.is_open:
-            log.warning("a cache tier is left alone for a while: %s", reason)
+            log.warning("a cache tier is bypassed for a while: %s", reason)
         self.is_open = False
         self.reason = reason
         self.num_bypasses += 1
-        # A probe is small and may miss what is broken, so only time shows whether the disk is well again.
+        # A small probe may succeed on a broken disk, so the pause is reset only after the tier was open for a while.
         was_well = now_s - self._opened_s > self._limits.longest_pause_s
         self._pause(now_s, self._limits.first_pause_s if was_well else self._pause_s * 2)
 

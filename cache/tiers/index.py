@@ -1,11 +1,11 @@
-"""Which block key lies in which host block, in which store, and what is in flight: the core's side of the tiers.
+"""The engine core's index of the cache tiers: the host block and stores of each key, and the transfers in flight.
 
-It knows keys and the numbers of blocks, nothing of requests, bytes or time. One thread calls it, and no call makes a
-system call. Host blocks are kept by the same pool as the device's: a held one is pinned, a free one with a key is
-cached content in the order of eviction.
+It handles keys and block numbers, not requests, bytes or time. One thread calls it, and no method makes a system call.
+Host blocks are managed by the same pool class as device blocks: a held block is pinned, a free block with a key is
+cached and can be evicted.
 
-The life of a host block:  free → held by a save or read (no key yet: it cannot be matched) → free with its key
-                           and held again while a restore reads it, a write borrows it, or a request waits for it
+The life of a host block:  free → held by a save or read (without a key, so it cannot be matched) → free with its key
+                           → held again while a restore or write reads it, or while a request waits for it
 """
 
 from collections import Counter, OrderedDict
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.base import DISK
 
-WRITE_SHARE = 4  # a slow disk may pin one host block in so many
+WRITE_SHARE = 4  # writes to a slow disk may pin at most 1 / WRITE_SHARE of the host blocks
 
 
 class StoreCopy(NamedTuple):
-    """Between a store and a host block."""
+    """A transfer between a store and a host block."""
 
     store: str
     key: bytes
@@ -27,24 +27,24 @@ class StoreCopy(NamedTuple):
 
 
 class TierIndex:
-    """`num_blocks` host blocks, counted from 1, and the named stores beneath them, nearest first."""
+    """An index of `num_blocks` host blocks, numbered from 1, and the named stores below them, nearest first."""
 
     def __init__(self, num_blocks: int, stores: Sequence[str]) -> None:
         self.host = BlockPool(num_blocks + 1)
         self.stores: dict[str, set[bytes]] = {name: set() for name in stores}
         self.reads: dict[int, StoreCopy] = {}  # by ticket
         self.writes: dict[int, StoreCopy] = {}
-        self.counts: Counter[str] = Counter()  # what happened so far, by name
-        self._tickets: dict[bytes, int] = {}  # key → the read that brings it
-        self._saving: dict[int, bytes] = {}  # host block → its key, until the step that fills it is over
+        self.counts: Counter[str] = Counter()  # events since the start, by name
+        self._tickets: dict[bytes, int] = {}  # key → the ticket of the read that loads it
+        self._saving: dict[int, bytes] = {}  # host block → its key, until the step that fills it has finished
         self._saving_keys: set[bytes] = set()
-        self._new_reads: list[int] = []  # tickets, for the next step to carry
-        self._offers: OrderedDict[bytes, None] = OrderedDict()  # full device blocks that the host lacks, oldest first
-        self._unwritten: OrderedDict[bytes, None] = OrderedDict()  # keys in the host that no disk has yet
-        self._written_keys: set[bytes] = set()  # of `writes`
+        self._new_reads: list[int] = []  # tickets to send with the next step
+        self._offers: OrderedDict[bytes, None] = OrderedDict()  # full device blocks missing in the host, oldest first
+        self._unwritten: OrderedDict[bytes, None] = OrderedDict()  # keys in the host that are not yet on disk
+        self._written_keys: set[bytes] = set()  # keys of `writes`
         self._num_tickets = 0
 
-    # -- what is where -------------------------------------------------------------------------------------
+    # -- lookups -------------------------------------------------------------------------------------------
 
     def store_of(self, key: bytes) -> str | None:
         for name, keys in self.stores.items():
@@ -55,10 +55,10 @@ class TierIndex:
     def ticket_of(self, key: bytes) -> int | None:
         return self._tickets.get(key)
 
-    # -- from the device down ------------------------------------------------------------------------------
+    # -- device → host → disk ------------------------------------------------------------------------------
 
     def offer(self, key: bytes) -> None:
-        """A device block with this content is full. It is saved with one of the next steps if it is still there."""
+        """Queue a full device block for saving. A later step saves it if it has not been evicted by then."""
         if self.host.find(key):
             self._want_written(key)
         elif key not in self._saving_keys:
@@ -69,10 +69,10 @@ class TierIndex:
         return len(self._offers)
 
     def take_saves(self, device: BlockPool, limit: int, keep_free: int) -> list[tuple[int, int]]:
-        """Device blocks to save with the next step, each with its host block. Both are held until `finish_saves`.
+        """Return the (device block, host block) pairs to save with the next step, both held until `finish_saves`.
 
-        Blocks that no request holds are taken only while `keep_free` others are left to hand out: saving must not
-        make a running request wait.
+        A free device block is saved only while more than `keep_free` blocks are free: saving must not make a running
+        request wait.
         """
         saves = []
         for _ in range(min(limit, len(self._offers))):
@@ -83,7 +83,7 @@ class TierIndex:
             elif self.host.find(key) or key in self._saving_keys:
                 continue
             elif device.refs(block) == 0 and device.num_free <= keep_free:
-                self._offers[key] = None  # once more, later
+                self._offers[key] = None  # retry later
             elif (host_block := self._take_block()) == 0:
                 self.counts["drops_host_full"] += 1
             else:
@@ -94,11 +94,11 @@ class TierIndex:
         return saves
 
     def saving_keys(self, saves: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The content of saves that are in flight."""
+        """Return the keys of saves in flight."""
         return [self._saving[host_block] for _, host_block in saves]
 
     def finish_saves(self, saves: Sequence[tuple[int, int]], device: BlockPool) -> None:
-        """The step that carried them is over: their content can be matched."""
+        """Release the blocks of saves whose step has finished, and make their host blocks matchable."""
         held = []
         for _, host_block in saves:
             key = self._saving.pop(host_block)
@@ -109,7 +109,7 @@ class TierIndex:
         device.release([block for block, _ in saves])
 
     def take_writes(self) -> list[tuple[int, bytes, int]]:
-        """What the disk should take now, as (ticket, key, host block); each is held until its completion."""
+        """Return the next disk writes as (ticket, key, host block); each host block is held until its completion."""
         writes = []
         for _ in range(min(len(self._unwritten), max(self.host.num_usable // WRITE_SHARE, 1) - len(self.writes))):
             key, _ = self._unwritten.popitem(last=False)
@@ -128,10 +128,10 @@ class TierIndex:
         if DISK in self.stores and key not in self.stores[DISK] and key not in self._written_keys:
             self._unwritten[key] = None
 
-    # -- from below up -------------------------------------------------------------------------------------
+    # -- disk, peer → host ---------------------------------------------------------------------------------
 
     def start_load(self, key: bytes) -> int | None:
-        """The ticket of a read of this key into the host, begun now or before; None without a store or a free host block."""
+        """Start reading this key, or find the read in flight; return its ticket, None without a store or free block."""
         ticket = self._tickets.get(key)
         if ticket is not None:
             return ticket
@@ -144,12 +144,12 @@ class TierIndex:
         return ticket
 
     def take_reads(self) -> list[tuple[int, str, bytes, int]]:
-        """The reads begun since the last call, as (ticket, store, key, host block): the next step carries them."""
+        """Return the reads started since the last call as (ticket, store, key, host block), to send with the next step."""
         tickets, self._new_reads = self._new_reads, []
         return [(ticket, *self.reads[ticket]) for ticket in tickets]
 
     def complete(self, ticket: int, ok: bool) -> int:
-        """A read or write has ended. For a good read, the host block that can be matched from now on; else 0."""
+        """Finish a read or write; return the host block, matchable from now on, of a successful read, else 0."""
         write = self.writes.pop(ticket, None)
         if write is not None:
             self._written_keys.remove(write.key)
@@ -170,7 +170,7 @@ class TierIndex:
         return host_block
 
     def note(self, found: dict[str, list[bytes]], lost: dict[str, list[bytes]]) -> None:
-        """What the stores say about themselves. A key in both was lost last."""
+        """Apply the key changes that the stores report. A key in both was found and then lost."""
         for store, keys in found.items():
             self.stores[store].update(keys)
         for store, keys in lost.items():
@@ -179,20 +179,20 @@ class TierIndex:
     # -- host blocks ---------------------------------------------------------------------------------------
 
     def pin(self, host_blocks: Iterable[int]) -> None:
-        """Keep these from eviction; once more for every call."""
+        """Protect these blocks from eviction until as many `unpin` calls."""
         self.host.hold(host_blocks)
 
     def unpin(self, host_blocks: Sequence[int]) -> None:
         self.host.release(host_blocks)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """A chain was used: its end goes before its start, and both after what was used earlier."""
+        """Mark a chain as most recently used; its end is evicted before its start."""
         host_blocks = list(filter(None, map(self.host.find, keys)))
         self.host.hold(host_blocks)
         self.host.release(host_blocks)
 
     def forget(self) -> bool:
-        """No key can be matched any more, in stores either (their bytes stay). Refused while anything is held."""
+        """Forget all keys, also those in stores, whose bytes stay; return False and keep all while a block is held."""
         if not self.host.forget():
             return False
         self._offers.clear()
@@ -203,11 +203,11 @@ class TierIndex:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is in flight and nothing waits to be."""
+        """Return whether no transfer is in flight or queued."""
         return not (self._offers or self._unwritten or self._saving or self.reads or self.writes)
 
     def _take_block(self) -> int:
-        """A held host block without a key; 0 when all are pinned."""
+        """Allocate a host block; return 0 if all are pinned."""
         if self.host.num_free == 0:
             return 0
         before = self.host.num_cached
@@ -216,7 +216,7 @@ class TierIndex:
         return host_block
 
     def _publish(self, host_block: int, key: bytes) -> int:
-        """The one that stands for this key from now on, held once: this one, or one that was there before."""
+        """Make the key matchable; return its block, held once: this one, or the one that had the key already."""
         known = self.host.register(host_block, key)
         if known != host_block:
             self.host.release((host_block,))
@@ -228,7 +228,7 @@ class TierIndex:
         return self._num_tickets
 
     def check(self, pins: Iterable[int] = ()) -> None:
-        """Assert every invariant; `pins` are all that `pin` took and `unpin` has not given back."""
+        """Assert every invariant; `pins` lists the host blocks pinned by `pin` and not yet unpinned."""
         self.host.check()
         expected = Counter(pins)
         expected.update(self._saving.keys())
@@ -239,4 +239,4 @@ class TierIndex:
         assert {write.key for write in self.writes.values()} == self._written_keys
         assert all(self.reads[ticket].key == key for key, ticket in self._tickets.items())
         for read in self.reads.values():
-            assert self.host.refs(read.host_block) == 1, "what is being read into belongs to the read alone"
+            assert self.host.refs(read.host_block) == 1, "a host block being read into has another reference"

@@ -1,8 +1,8 @@
-"""Memory that disks and devices can read and write directly: aligned, private, on huge pages where there are any.
+"""Aligned private memory for direct I/O by disks and devices, on huge pages where the system has them.
 
-Huge pages are worth 20-40 % of the bandwidth of O_DIRECT here: a request of 4 MiB is then a few segments instead of
-more than the device takes at once. Python's anonymous `mmap` is shared memory by default, and shared
-memory has huge pages only where the administrator allowed it; hence MAP_PRIVATE.
+Huge pages raised the bandwidth of O_DIRECT by 20-40 %: a 4 MiB request then has a few segments instead of more than the
+device accepts in one command. Python's anonymous `mmap` is shared memory by default, which gets huge pages only if the
+administrator allows it; hence MAP_PRIVATE.
 """
 
 import mmap
@@ -16,7 +16,7 @@ HUGE_PAGE = 2 * 2**20
 
 
 def huge_buffer(size_bytes: int) -> memoryview:
-    """Zeroed bytes at an address that is a multiple of 2 MiB; the kernel gives memory when a page is first touched."""
+    """Allocate zeroed bytes aligned to 2 MiB; the kernel assigns memory when a page is first touched."""
     if size_bytes < 1:
         raise ValueError(f"size_bytes: {size_bytes} given; at least 1 is needed")
     pages = mmap.mmap(-1, size_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -27,7 +27,7 @@ def huge_buffer(size_bytes: int) -> memoryview:
 
 
 def huge_array(rows: int, row_bytes: int) -> np.ndarray:
-    """The same as uint8 [rows, row_bytes]."""
+    """Allocate a `huge_buffer` as a uint8 array [rows, row_bytes]."""
     return np.frombuffer(huge_buffer(rows * row_bytes), np.uint8).reshape(rows, row_bytes)
 
 

@@ -226,20 +226,20 @@ def test_failed_opening_leaves_nothing_locked_or_open(tmp_path: Path) -> None:
 
 def test_health_doubles_its_pause_while_probes_fail_and_forgets_it_after_a_long_time() -> None:
     health = TierHealth(HealthLimits(max_errors=2, stall_s=1, first_pause_s=1, longest_pause_s=4))
-    health.failed(0, "EIO")
-    health.worked()
-    health.failed(0, "EIO")
+    health.record_failure(0, "EIO")
+    health.record_success()
+    health.record_failure(0, "EIO")
     assert health.is_open
-    health.failed(0, "EIO")
+    health.record_failure(0, "EIO")
     assert not health.is_open and health.reason == "EIO"
     now_s = 0.0
     for pause_s in (1, 2, 4, 4):
-        assert not health.wants_probe(now_s + pause_s - 0.1)
+        assert not health.start_probe(now_s + pause_s - 0.1)
         now_s += pause_s
-        assert health.wants_probe(now_s) and not health.wants_probe(now_s)
-        health.probed(now_s, ok=False)
-    health.probed(now_s, ok=True)
+        assert health.start_probe(now_s) and not health.start_probe(now_s)
+        health.finish_probe(now_s, ok=False)
+    health.finish_probe(now_s, ok=True)
     assert health.is_open
-    health.watch(now_s + 100, now_s)
+    health.check_stall(now_s + 100, now_s)
     assert not health.is_open and health.reason == "stalled"
-    assert health.wants_probe(now_s + 101)
+    assert health.start_probe(now_s + 101)

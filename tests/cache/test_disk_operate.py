@@ -23,7 +23,7 @@ def test_inspect_tells_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixtu
     folder = filled(tmp_path)
     assert main(["cache", "inspect", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert folder.name in said and "records      8 of" in said and "in use       no" in said and "in order" in said
+    assert folder.name in said and "records      8 of" in said and "in use       no" in said and "cleanly" in said
 
 
 def test_inspect_names_who_uses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +48,7 @@ def test_verify_finds_the_one_bad_record(tmp_path: Path, capsys: pytest.CaptureF
 def test_verify_needs_no_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (filled(tmp_path) / "index").unlink()
     assert main(["cache", "verify", str(tmp_path)]) == 0
-    assert "0 good, 0 bad, 8 good ones that the index does not know" in capsys.readouterr().out
+    assert "0 good, 0 bad, 8 good but missing in the index" in capsys.readouterr().out
 
 
 def test_clear_touches_only_its_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +81,7 @@ def test_every_action_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as end:
             main(words)
         assert end.value.code == 0
-    assert "Other files are left alone" in capsys.readouterr().out
+    assert "Other files are kept" in capsys.readouterr().out
 
 
 def test_a_namespace_that_cannot_be_checked_holds_up_no_other(
@@ -94,7 +94,7 @@ def test_a_namespace_that_cannot_be_checked_holds_up_no_other(
     (linked / "slab-000000").symlink_to(folder / "slab-000000")
     assert main(["cache", "verify", str(tmp_path)]) == 1
     said = capsys.readouterr().out
-    assert said.count(": not checked: ") == 2 and f"{folder.name}: 8 good, 0 bad" in said
+    assert said.count(": not verified: ") == 2 and f"{folder.name}: 8 good, 0 bad" in said
 
 
 def test_a_cell_that_the_disk_cannot_read_is_bad(

@@ -10,7 +10,7 @@ from penstock.cache.tiers.health import HealthLimits
 from penstock.cache.tiers.peer import server as peer_server
 from penstock.cache.tiers.peer.address import read_address, read_secret
 from penstock.cache.tiers.peer.store import PeerTier
-from penstock.cache.tiers.peer.wire import Block, Get, Miss, seed_of
+from penstock.cache.tiers.peer.wire import Block, Get, Miss, checksum_seed
 from tests.support.peer_rig import (
     CHUNK,
     FINGERPRINT,
@@ -100,9 +100,7 @@ def test_bytes_cross_only_with_the_right_secret_and_are_the_same(caplog: pytest.
                 fail_twice(peer)
                 assert len(peer) == 0 and not peer.stats()["is_open"]
                 until(lambda: bool(caplog.messages), "it is said")
-                assert caplog.messages == [
-                    f"peer {server.endpoint}: its handshakes fail; both ends need the same secret"
-                ]
+                assert caplog.messages == [f"peer {server.endpoint}: handshakes fail; both ends need the same secret"]
         assert server.stats()["blocks"] == 1 and server.stats()["clients"] == 1
 
 
@@ -121,22 +119,22 @@ def test_a_peer_whose_bytes_mean_something_else_is_refused() -> None:
 
 def corrupt(get: Get, send: Send) -> None:
     data = content(get.key[3])
-    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, seed_of(FINGERPRINT)) ^ 1), data)
+    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, checksum_seed(FINGERPRINT)) ^ 1), data)
 
 
 def of_another_model(get: Get, send: Send) -> None:
     data = content(get.key[3])
-    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, seed_of(b"x" * 32))), data)
+    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, checksum_seed(b"x" * 32))), data)
 
 
 def another_block(get: Get, send: Send) -> None:
     data = content(99)
-    send(Block(get.ticket, key(99), xxh3_64_intdigest(data, seed_of(FINGERPRINT))), data)
+    send(Block(get.ticket, key(99), xxh3_64_intdigest(data, checksum_seed(FINGERPRINT))), data)
 
 
 def short(get: Get, send: Send) -> None:
     data = content(get.key[3])[:-1]
-    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, seed_of(FINGERPRINT))), data)
+    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, checksum_seed(FINGERPRINT))), data)
 
 
 def without_payload(get: Get, send: Send) -> None:
@@ -145,7 +143,7 @@ def without_payload(get: Get, send: Send) -> None:
 
 def with_two_payloads(get: Get, send: Send) -> None:
     data = content(get.key[3])
-    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, seed_of(FINGERPRINT))), data, data)
+    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, checksum_seed(FINGERPRINT))), data, data)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +276,7 @@ def test_every_load_ends_once_also_at_the_end() -> None:
 
 def test_a_peer_may_announce_no_more_keys_than_the_limit() -> None:
     with serving(source()) as server, tier(server.endpoint, max_keys=10) as peer:
-        until(lambda: peer.stats()["unheard_keys"] == 30, "the rest is not heard")
+        until(lambda: peer.stats()["ignored_keys"] == 30, "the rest is not heard")
         assert len(peer) == 10
         peer.check()
 
@@ -323,7 +321,7 @@ def test_many_readers_and_a_source_that_changes_never_give_wrong_bytes() -> None
         ("tcp://host:9100", "HOST:PORT is expected"),
         ("*:9100", "HOST:PORT is expected"),
         ("host:0", "port 0 given"),
-        ("host:65535", "port 65535 given; each of 2 ranks takes one, so 1 to 65534"),
+        ("host:65535", "port 65535 given; 2 ranks need a port each, so 1 to 65534"),
     ],
 )
 def test_addresses_that_cannot_be_meant_are_refused(text: str, message: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cache.tiers.base import StoreResult
-from penstock.cache.tiers.disk.tier import DiskTier, cells_within, least_capacity
+from penstock.cache.tiers.disk.tier import DiskTier, cells_within, min_capacity
 from penstock.cache.tiers.memory import huge_buffer
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def payload_of(name: object, size: int = CHUNK) -> bytes:
 
 
 def capacity_for(cells: int, chunk: int = CHUNK) -> int:
-    capacity = least_capacity(chunk)
+    capacity = min_capacity(chunk)
     while cells_within(capacity, chunk) < cells:
         capacity += chunk
     return capacity

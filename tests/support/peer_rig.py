@@ -17,7 +17,7 @@ from penstock.cache.tiers.health import HealthLimits
 from penstock.cache.tiers.peer.link import LinkLimits
 from penstock.cache.tiers.peer.server import PeerServer
 from penstock.cache.tiers.peer.store import MAX_KEYS, PeerTier
-from penstock.cache.tiers.peer.wire import Block, Get, KeyUpdate, PeerHello, ToPeer, Welcome, seed_of
+from penstock.cache.tiers.peer.wire import Block, Get, KeyUpdate, PeerHello, ToPeer, Welcome, checksum_seed
 
 CHUNK = 96 * 1024  # more than zmq copies when it is asked not to
 FINGERPRINT = b"f" * 32
@@ -206,4 +206,4 @@ class LyingPeer:
 
 def right(get: Get, send: Send) -> None:
     data = content(get.key[3])
-    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, seed_of(FINGERPRINT))), data)
+    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, checksum_seed(FINGERPRINT))), data)

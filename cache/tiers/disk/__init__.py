@@ -1,4 +1,4 @@
-"""The disk tier: KV blocks on a local disk, found by key."""
+"""The disk tier: a store of KV blocks on a local disk."""
 
 from penstock.cache.tiers.disk.tier import DiskTier
 

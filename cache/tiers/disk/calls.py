@@ -1,6 +1,6 @@
-"""The system calls of the disk tier, one method each, so that tests can put errors in front of them.
+"""The system calls of the disk tier, one method each, so that tests can inject errors.
 
-Everything is opened relative to a directory's descriptor and never through a symbolic link.
+Files are opened relative to a directory descriptor and never through a symbolic link.
 """
 
 import errno
@@ -13,7 +13,7 @@ FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 
 
 class SystemCalls:
-    """As the system does them. Methods raise OSError; those that move bytes may move fewer than asked."""
+    """The real system calls. Methods raise OSError; `readv` and `writev` may transfer fewer bytes than requested."""
 
     def open(self, directory: int, name: str, flags: int) -> int:
         return os.open(name, flags | _ALWAYS, FILE_MODE, dir_fd=directory)
@@ -25,12 +25,12 @@ class SystemCalls:
         return os.preadv(file, parts, offset)
 
     def allocate(self, file: int, size_bytes: int) -> None:
-        """Make the file this long and give it its blocks, or leave it as it was."""
+        """Extend the file to this size and allocate its blocks, or raise and restore its size."""
         before = os.fstat(file).st_size
         try:
             os.posix_fallocate(file, 0, size_bytes)
         except OSError:
-            os.ftruncate(file, before)  # some of the blocks may have been given
+            os.ftruncate(file, before)  # frees blocks that were allocated before the error
             raise
 
     def truncate(self, file: int, size_bytes: int) -> None:
@@ -51,7 +51,7 @@ def write_all(calls: SystemCalls, file: int, data: Any, offset: int) -> None:
     while view:
         written = calls.writev(file, [view], offset)
         if written == 0:
-            raise OSError(errno.EIO, "a write moved nothing")
+            raise OSError(errno.EIO, "a write wrote no bytes")
         view, offset = view[written:], offset + written
 
 

@@ -1,12 +1,11 @@
-"""Which record lies in which cell, which cells can be given out next, and what has changed. No files, no threads.
+"""The allocation state of the cells of a disk tier: records, free cells, eviction order, changes. No file access.
 
     new ─take─▶ BUSY ─publish─▶ READY ─evict─▶ (taken again)
      ▲           │                │
     free ◀───────┴─── release ◀───┴─ forget
 
-Every operation takes a fixed number of steps at any fill. The record that was used least recently is evicted first.
-Callers report the use of a chain from its end to its start, so that its end goes first: without its start, the rest of a
-chain can never be found.
+Every operation takes constant time. The least recently used record is evicted first. Callers report the use of a chain
+from its end to its start, so that its end is evicted first: without its start, the rest of a chain cannot be matched.
 """
 
 import time
@@ -20,35 +19,35 @@ from penstock.cache.tiers.base import KeyChanges
 from penstock.cache.tiers.disk.snapshot import Table
 
 _FREE, _BUSY, _READY = 0, 1, 2
-_MAX_PASSED = 64  # records in use that eviction looks past
+_MAX_PASSED = 64  # how many records being loaded eviction skips before it gives up
 
 
 class Catalog:
-    """`num_cells` cells, of which `num_backed` may hold records of an earlier life."""
+    """The state of `num_cells` cells, of which the first `num_backed` may hold records of an earlier run."""
 
     def __init__(self, num_cells: int, num_backed: int) -> None:
-        self.cells: dict[bytes, int] = {}  # READY ones
+        self.cells: dict[bytes, int] = {}  # key → READY cell
         self.table = Table(num_cells)
-        self.changes = KeyChanges()  # of what can be read
+        self.changes = KeyChanges()  # changes of the readable keys
         self.loading: Counter[int] = Counter()  # cell → loads in flight
-        self.is_full = False  # nothing is left but to evict
+        self.is_full = False  # the next `take` has to evict
         self.num_evictions = 0
         self.retention_s = 0.0  # moving average of how long records stay unused before they are evicted
         self._state = bytearray(num_cells)
         self._used_s = array("d", bytes(8 * num_cells))
         self._by_use: OrderedDict[int, None] = OrderedDict()  # READY cells, least recently used first
-        self._stamp = 0  # of the last use: a restart puts records in the order of their stamps
-        self._free: dict[int, None] = dict.fromkeys(range(num_backed - 1, -1, -1))  # popitem gives the first
-        self._frontier, self._end = num_backed, num_cells  # cells from the one to the other are new
-        self._num_lost = 0  # cells that the file system has no room for
+        self._stamp = 0  # the last use stamp: a restart restores the eviction order from the stamps
+        self._free: dict[int, None] = dict.fromkeys(range(num_backed - 1, -1, -1))  # popitem returns cell 0 first
+        self._frontier, self._end = num_backed, num_cells  # cells in this range were never used
+        self._num_lost = 0  # cells for which the file system has no space
         self._is_hidden = False
 
     def restore(self, rows: np.ndarray) -> None:
-        """Take over rows of live cells in the order of their stamps."""
+        """Load the rows of a snapshot: live cells in the order of their stamps."""
         rows = rows[rows["cell"] < self._frontier]
         keys, cells = rows["key"].tolist(), rows["cell"].tolist()
         self.cells.update(zip(keys, cells, strict=True))
-        if len(self.cells) < len(cells):  # a key was written again elsewhere: its last row counts
+        if len(self.cells) < len(cells):  # a key is listed with several cells: its latest row is valid
             rows = rows[[self.cells[key] == cell for key, cell in zip(keys, cells, strict=True)]]
             cells = rows["cell"].tolist()
         self.table.rows[cells] = rows
@@ -61,13 +60,13 @@ class Catalog:
         self._free = dict.fromkeys(np.flatnonzero(state[: self._frontier] == _FREE)[::-1].tolist())
 
     def to_scan(self) -> list[int]:
-        """Cells that may hold something else than is known of them: first those of which nothing is known."""
+        """Return the cells whose contents may differ from the catalog, cells without a known record first."""
         return sorted(self._free) + sorted(self.cells.values())
 
-    # -- giving cells out ----------------------------------------------------------------------------------
+    # -- allocation ----------------------------------------------------------------------------------------
 
     def take(self, keep_free: bool) -> int | None:
-        """Return a cell for a store; None if all hold records in use. `keep_free`: rather a new one than a free one."""
+        """Return a cell for a store; None if all are in use. With `keep_free`, prefer never-used cells to free ones."""
         cell = self._next_cell(keep_free)
         if cell is not None:
             self._state[cell] = _BUSY
@@ -91,20 +90,20 @@ class Catalog:
                 self.num_evictions += 1
                 age_s = time.monotonic() - self._used_s[cell]
                 self.retention_s += 0.01 * (age_s - self.retention_s)
-                # Its row stays until the next record has come: a restart before that still finds this one.
+                # The row stays until the next record is written: after a restart before that, this record is still found.
                 self._drop(cell, self.table.record_in(cell)[0])
                 return cell
             if passed == _MAX_PASSED:
                 break
         return None
 
-    # -- what becomes of a cell ----------------------------------------------------------------------------
+    # -- cell states ---------------------------------------------------------------------------------------
 
     def publish(self, cell: int, key: bytes, sequence: int) -> None:
-        """The cell holds this record: it can be found."""
+        """Register the record that was written to the cell: it can be found from now on."""
         self.cells[key] = cell
         self._state[cell] = _READY
-        self.table.set(cell, key, sequence, self._used(cell))
+        self.table.set(cell, key, sequence, self._mark_used(cell))
         self._note(key, True)
 
     def release(self, cell: int) -> None:
@@ -114,9 +113,9 @@ class Catalog:
         self._free[cell] = None
 
     def stop_growing(self, is_backed: Callable[[int], bool]) -> None:
-        """Do without the cells that the file system has no room for, until the next start.
+        """Give up the cells for which the file system has no space, until the next start.
 
-        A tier that holds no record has nothing to evict: it goes on trying.
+        A tier without records has nothing to evict, so it keeps trying to grow.
         """
         if not self.cells:
             return
@@ -127,16 +126,16 @@ class Catalog:
         self._end = self._frontier
 
     def forget(self, cell: int, key: bytes, sequence: int) -> None:
-        """This record is bad; unless the cell holds another by now, it is free."""
+        """Drop a bad record and free its cell, unless the cell holds another record by now."""
         if self.cells.get(key) == cell and self.table.record_in(cell) == (key, sequence):
             self._drop(cell, key)
             self.release(cell)
 
     def adopt(self, cell: int, key: bytes, sequence: int) -> bool:
-        """Take in what a scan found, unless cell or key have another use by now, or something newer."""
+        """Register a record that the scan found, unless the cell is in use or the key has a newer record."""
         old_key, old_sequence = self.table.record_in(cell)
         if self._state[cell] == _READY and old_sequence < sequence:
-            self.forget(cell, old_key, old_sequence)  # its row was older than its record
+            self.forget(cell, old_key, old_sequence)  # the row is older than the record on disk
         elsewhere = self.cells.get(key)
         if cell not in self._free or (elsewhere is not None and self.table.record_in(elsewhere)[1] >= sequence):
             return False
@@ -147,11 +146,11 @@ class Catalog:
         return True
 
     def use(self, cell: int) -> None:
-        """The record there was used."""
-        self.table.use(cell, self._used(cell))
+        """Mark the record in the cell as used."""
+        self.table.use(cell, self._mark_used(cell))
 
-    def _used(self, cell: int) -> int:
-        """Put the cell last in the order of eviction; return its stamp."""
+    def _mark_used(self, cell: int) -> int:
+        """Move the cell to the end of the eviction order; return its stamp."""
         self._by_use[cell] = None
         self._by_use.move_to_end(cell)
         self._used_s[cell] = time.monotonic()
@@ -164,10 +163,10 @@ class Catalog:
         del self._by_use[cell]
         self._note(key, False)
 
-    # -- what others hear of it ----------------------------------------------------------------------------
+    # -- changes for subscribers ---------------------------------------------------------------------------
 
     def hide(self, is_hidden: bool) -> None:
-        """While nothing can be read, all is lost as far as others are concerned."""
+        """Report all keys as lost while the tier cannot be read (`is_hidden`), and as found again afterwards."""
         self._is_hidden = is_hidden
         for key in self.cells:
             self.changes.note(key, not is_hidden)

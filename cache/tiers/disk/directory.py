@@ -1,10 +1,10 @@
-"""The directory of one namespace: who may use it, and its slab files.
+"""The directory of one namespace: its permissions, its lock and its slab files.
 
-PATH/<namespace, 32 hex digits>/    0700, and everything in it 0600
-    lock              flock of the process that uses it; says which one that is
-    probe             a page to try the disk with
+PATH/<namespace, 32 hex digits>/    mode 0700; all files in it have mode 0600
+    lock              locked with flock by the process that uses the directory; contains its process id
+    probe             a page for testing the disk
     index             see snapshot.py
-    slab-000000 …     cells of records, preallocated, 1 GiB each and the last one shorter
+    slab-000000 …     cells of records, preallocated; 1 GiB each, except the last
 """
 
 import contextlib
@@ -28,11 +28,11 @@ SLAB_FILE = re.compile(r"slab-(\d{6,})")
 
 
 class DirectoryInUse(OSError):
-    """Another process holds the lock."""
+    """The error for a directory that another process has locked."""
 
 
 def open_directory(path: str, create: bool) -> int:
-    """A descriptor of a directory that belongs to us alone."""
+    """Open a directory that belongs to this user and set its mode to 0700 if others had access; return its descriptor."""
     if create:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, DIRECTORY_MODE)
@@ -47,14 +47,14 @@ def open_directory(path: str, create: bool) -> int:
 
 
 def lock(calls: SystemCalls, directory: int, path: str) -> int:
-    """The descriptor that holds the lock; closing it gives the lock back, and so does the end of the process."""
+    """Lock the directory; return the descriptor that holds the lock until it is closed or the process ends."""
     file = calls.open(directory, LOCK_FILE, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(file, 0)
         os.pwrite(file, b"%d\n" % os.getpid(), 0)
     except BlockingIOError:
-        holder = os.pread(file, 20, 0).decode("ascii", "replace").strip() or "that has not said its number yet"
+        holder = os.pread(file, 20, 0).decode("ascii", "replace").strip() or "(id not written yet)"
         os.close(file)
         raise DirectoryInUse(f"{path} is in use by process {holder}") from None
     except BaseException:
@@ -63,8 +63,8 @@ def lock(calls: SystemCalls, directory: int, path: str) -> int:
     return file
 
 
-def takes_direct(calls: SystemCalls, directory: int) -> bool:
-    """Whether O_DIRECT works here, found out by writing a page and reading it back. Leaves the probe file."""
+def supports_direct_io(calls: SystemCalls, directory: int) -> bool:
+    """Test whether O_DIRECT works here by writing a page and reading it back; this creates the probe file."""
     page = huge_buffer(PAGE)
     page[:8] = b"penstock"
     for flag in (os.O_DIRECT, 0):
@@ -82,7 +82,7 @@ def takes_direct(calls: SystemCalls, directory: int) -> bool:
 
 
 class Slabs:
-    """The slab files, opened and grown when they are first needed. Worker threads call it."""
+    """The slab files, opened and allocated at first use. Worker threads call it."""
 
     def __init__(
         self, calls: SystemCalls, directory: int, geometry: Geometry, *, slab_bytes: int, is_direct: bool
@@ -94,11 +94,11 @@ class Slabs:
         self._directory = directory
         self._flags = os.O_RDWR | (os.O_DIRECT if is_direct else 0)
         self._files: dict[int, int] = {}
-        self._backed: set[int] = set()  # slabs that have all their blocks
-        self._lock = threading.Lock()  # held while a slab is opened or grown, never while records move
+        self._backed: set[int] = set()  # fully allocated slabs
+        self._lock = threading.Lock()  # held while a slab is opened or grown, never during record I/O
 
     def trim(self) -> int:
-        """Give back what lies beyond the capacity, which may have been larger before; how many cells have room."""
+        """Delete what exceeds the capacity, which may have been larger before; return the number of allocated cells."""
         num_backed = 0
         for slab, name in sorted(self._found()):
             size = self._size(slab)
@@ -114,12 +114,12 @@ class Slabs:
                 os.close(file)
             if have >= size:
                 self._backed.add(slab)
-            if slab * self.cells_per_slab == num_backed:  # nothing is missing before it
+            if slab * self.cells_per_slab == num_backed:  # no gap before this slab
                 num_backed += min(have, size) // self.cell_bytes
         return num_backed
 
     def place(self, cell: int, *, grow: bool) -> tuple[int, int]:
-        """The file and offset of a cell. Without `grow`, a slab that was never made is a FileNotFoundError."""
+        """Return the file and offset of a cell. Without `grow`, raise FileNotFoundError if its slab does not exist."""
         slab, index = divmod(cell, self.cells_per_slab)
         file = self._files.get(slab)
         if file is None or (grow and slab not in self._backed):

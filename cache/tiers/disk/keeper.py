@@ -1,7 +1,7 @@
-"""The thread that keeps the index on disk, and after a crash looks into cells that the index says nothing of.
+"""The thread that writes the index to disk and, after a crash, scans the cells for records missing in the index.
 
-It reads the table of rows while the tier's thread changes it: a row that is caught half-written is a wrong one, which
-does no harm. So neither a snapshot nor a slow disk ever holds up the caller.
+It reads the table of rows without a lock while the tier's thread changes it. A half-written row is harmless, because
+records are verified when they are read. So neither a snapshot nor a slow disk ever blocks the caller.
 """
 
 import threading
@@ -15,32 +15,32 @@ from penstock.cache.tiers.disk.snapshot import Table
 from penstock.cache.tiers.disk.transport import Transport
 
 TICK_S = 0.2
-# At most: 100,000 records every 1.6 s. What a crash finds in no snapshot is left to the scan.
+# The limit of snapshot writes: 100,000 records every 1.6 s. After a crash, the scan finds records missing in a snapshot.
 SNAPSHOT_BYTES_PER_S = 4e6
-USES_S = 60.0  # where records were only used: a crash may cost the order of eviction so much
-SCAN_STRIDE = 128  # cells between two ticks
+USES_S = 60.0  # interval if records were only used: a crash loses at most so much of the eviction order
+SCAN_STRIDE = 128  # cells scanned per tick
 
 
 class Keeper:
-    """`write(rows, clean)` makes a snapshot, or raises OSError. Take what the scan found from `found`."""
+    """The keeper thread. `write(rows, clean)` writes a snapshot or raises OSError; the scan appends to `found`."""
 
     def __init__(self, write: Callable[[np.ndarray, bool], None], table: Table, transport: Transport) -> None:
-        self.found: deque[tuple[int, bytes, int]] = deque()  # cell, key and sequence of records
-        self.scan_left = 0  # cells still to look into
+        self.found: deque[tuple[int, bytes, int]] = deque()  # (cell, key, sequence) of found records
+        self.scan_left = 0  # cells still to be scanned
         self.num_errors = 0
         self._write = write
         self._table = table
         self._transport = transport
         self._to_scan: deque[int] = deque()
-        self._saved = -1, -1  # changes and uses that the snapshot has
-        self._due_s = self._uses_due_s = 0.0  # for the next one
-        self._lock = threading.Lock()  # held while a snapshot is made
+        self._saved = -1, -1  # numbers of changes and uses in the latest snapshot
+        self._due_s = self._uses_due_s = 0.0  # when the next snapshot is due
+        self._lock = threading.Lock()  # held while a snapshot is written
         self._wake = threading.Event()
         self._is_ending = False
         self._thread = threading.Thread(target=self._serve, name="penstock-disk-keeper", daemon=True)
 
     def start(self, to_scan: list[int], is_saved: bool) -> None:
-        """`is_saved`: the snapshot on disk says what the table says."""
+        """Start the thread; `is_saved` means that the snapshot on disk equals the table."""
         self._to_scan.extend(to_scan)
         self.scan_left = len(to_scan)
         if is_saved:
@@ -48,7 +48,7 @@ class Keeper:
         self._thread.start()
 
     def save(self, timeout_s: float) -> bool:
-        """Bring the snapshot up to date; False if another one takes too long."""
+        """Write a snapshot now if the last is outdated; return False if one in progress takes too long."""
         if not self._lock.acquire(timeout=timeout_s):
             return False
         try:
@@ -58,7 +58,7 @@ class Keeper:
         return True
 
     def stop(self, timeout_s: float) -> bool:
-        """Write the last snapshot and end; False if the disk hangs."""
+        """Write the final snapshot and end the thread; return False if the disk hangs."""
         self._is_ending = True
         self._wake.set()
         self._thread.join(timeout_s)

@@ -1,7 +1,7 @@
-"""`penstock cache inspect|verify|clear DIR`: what an operator can do with the directory of a disk tier.
+"""The command `penstock cache inspect|verify|clear DIR` for the directory of a disk tier.
 
-Works on the files alone; a process that has a namespace locked keeps it, and is named. `clear` removes files that have
-our names, in directories that have our names, and nothing else.
+It works on the files alone. `verify` and `clear` skip a namespace that a process has locked, and print its process id.
+`clear` removes only files with the tier's file names in directories with its directory names.
 """
 
 import argparse
@@ -29,23 +29,23 @@ from penstock.cache.tiers.disk.snapshot import read_snapshot
 
 
 class CacheError(Exception):
-    """One that the operator can mend."""
+    """An error that the operator can fix."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary in (
-        ("inspect", "Show what lies in a directory that was given as --kv-disk-path."),
-        ("verify", "Read every record and check it. Exit code 1 if some are bad."),
-        ("clear", "Remove all records. Other files are left alone."),
+        ("inspect", "Show the contents of a directory used as --kv-disk-path."),
+        ("verify", "Read and verify every record. Exits with code 1 if a record is bad."),
+        ("clear", "Remove all records. Other files are kept."),
     ):
         action = actions.add_parser(name, help=summary, description=summary)
         action.add_argument("directory", type=Path, metavar="DIR")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 if all is well, 1 if something is bad or in use."""
-    actions = {"inspect": (_inspect, "inspected"), "verify": (_verify, "checked"), "clear": (_clear, "cleared")}
+    """Run the action on every namespace; return exit code 0, or 1 if a record is bad or a namespace failed."""
+    actions = {"inspect": (_inspect, "inspected"), "verify": (_verify, "verified"), "clear": (_clear, "cleared")}
     act, done = actions[args.action]
     codes = []
     for path in _namespaces(args.directory):
@@ -63,56 +63,56 @@ def _inspect(path: Path) -> int:
     directory = open_directory(str(path), create=False)
     try:
         known = read_snapshot(SystemCalls(), directory)
-        held = _held(directory, os.listdir(directory))
+        held = _disk_usage(directory, os.listdir(directory))
     finally:
         os.close(directory)
     print(path.name)
     print(f"  in use       {_holder(path) or 'no'}")
     print(f"  on disk      {held} bytes")
     if known is None:
-        print("  index        none that can be trusted; the next start looks into every cell")
+        print("  index        missing or invalid; the next start scans every cell")
         return 0
     print(f"  records      {len(known.rows)} of {known.header.num_cells}, {known.header.cell_bytes} bytes each")
-    print(f"  closed       {'in order' if known.header.clean else 'no, or still open'}")
+    print(f"  closed       {'cleanly' if known.header.clean else 'no, or still open'}")
     return 0
 
 
 def _verify(path: Path) -> int:
-    """Check every cell of a namespace that no process uses. Slabs are taken to have their usual size."""
+    """Verify every cell of a namespace that no process uses, assuming slabs of the default size."""
     with _locked(path) as directory:
         known = read_snapshot(SystemCalls(), directory)
-        namespace, size = (known.header.namespace, known.header.cell_bytes) if known else _guess(path)
+        namespace, size = (known.header.namespace, known.header.cell_bytes) if known else _read_first_header(path)
         listed = {row["cell"]: (row["key"].tobytes(), row["sequence"]) for row in known.rows} if known else {}
         good = unlisted = 0
-        bad = set(listed)  # not what the index says, or not whole
+        bad = set(listed)  # cells whose record differs from the index or is corrupt
         for cell, record, is_whole in _records(path, namespace, size):
             if cell not in listed:
                 unlisted += is_whole
             elif is_whole and listed[cell] == record:
                 good += 1
                 bad.remove(cell)
-    print(f"{path.name}: {good} good, {len(bad)} bad, {unlisted} good ones that the index does not know")
+    print(f"{path.name}: {good} good, {len(bad)} bad, {unlisted} good but missing in the index")
     return 1 if bad else 0
 
 
 def _clear(path: Path) -> int:
-    """Remove what is ours in a namespace that no process uses."""
+    """Remove the tier's files of a namespace that no process uses."""
     with _locked(path) as directory:
         names = [name for name in os.listdir(directory) if OUR_FILES.fullmatch(name)]
-        size = _held(directory, names)
-        for name in sorted(names, key=lambda name: name == LOCK_FILE):  # it comes last: until then it is held
+        size = _disk_usage(directory, names)
+        for name in sorted(names, key=lambda name: name == LOCK_FILE):  # the lock file last: it guards the others
             os.unlink(name, dir_fd=directory)
-    with contextlib.suppress(OSError):  # other files are kept there
+    with contextlib.suppress(OSError):  # other files keep the directory
         path.rmdir()
-    print(f"{path.name}: {size} bytes given back")
+    print(f"{path.name}: {size} bytes freed")
     return 0
 
 
-def _held(directory: int, names: list[str]) -> int:
-    """Bytes on disk."""
+def _disk_usage(directory: int, names: list[str]) -> int:
+    """Return the bytes that the files occupy on disk."""
     blocks = 0
     for name in names:
-        with contextlib.suppress(FileNotFoundError):  # a snapshot that has got its name meanwhile
+        with contextlib.suppress(FileNotFoundError):  # a snapshot may be renamed meanwhile
             blocks += os.stat(name, dir_fd=directory, follow_symlinks=False).st_blocks
     return blocks * 512
 
@@ -128,7 +128,7 @@ def _namespaces(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """The namespace's directory, ours alone meanwhile."""
+    """Open and lock the namespace's directory; yield its descriptor."""
     with contextlib.ExitStack() as undo:
         try:
             directory = open_directory(str(path), create=False)
@@ -147,18 +147,18 @@ def _holder(path: Path) -> str | None:
         return re.sub(".* is in use ", "", str(error))
 
 
-def _guess(path: Path) -> tuple[bytes, int]:
-    """Namespace and size of a cell from the first record of all, where there is no index."""
+def _read_first_header(path: Path) -> tuple[bytes, int]:
+    """Read the namespace and the cell size from the first record of a slab, for a directory without an index."""
     for slab in sorted(path.glob("slab-*")):
         with open(_no_link(slab), "rb") as file:
             header = read_header(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"))
         if header is not None:
             return header.namespace, cell_bytes(header.length)
-    raise CacheError(f"{path}: neither an index nor a first record says how large the cells are")
+    raise CacheError(f"{path}: the cell size is unknown: neither the index nor a first record is readable")
 
 
 def _records(path: Path, namespace: bytes, size: int) -> Iterator[tuple[int, tuple[bytes, int], bool]]:
-    """(cell, key and sequence, whole or not) of every cell with something like a record of this namespace in it."""
+    """Yield (cell, (key, sequence), is whole) for every cell with a valid record header of this namespace."""
     for slab in sorted(path.iterdir()):
         if not (match := SLAB_FILE.fullmatch(slab.name)):
             continue
@@ -168,7 +168,7 @@ def _records(path: Path, namespace: bytes, size: int) -> Iterator[tuple[int, tup
                 try:
                     file.seek(number * size)
                     page, payload = file.read(HEADER_BYTES), file.read(size - HEADER_BYTES)
-                except OSError:  # the disk cannot read it: bad, where the index names it
+                except OSError:  # unreadable: counts as bad if the index lists it
                     continue
                 header = read_header(page)
                 if header is not None and header.namespace == namespace:

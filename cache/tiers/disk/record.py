@@ -1,8 +1,8 @@
-"""What a record on disk looks like, and how it proves itself. Pure functions over bytes; no files.
+"""The format and verification of a record on disk: pure functions over bytes, without file access.
 
-A record is a header of one page and the payload behind it, in a cell of fixed size. Nothing is ever synced, so
-whatever is read back may be torn, stale, or another record's. A payload counts only if the header's own checksum
-holds, the header is for this namespace, key, sequence and length, and the payload has the checksum it names.
+A record is a one-page header followed by the payload, in a cell of fixed size. Records are never synced, so a read may
+return torn, stale or foreign data. A payload is valid only if the header's own checksum matches, the header has the
+expected namespace, key, sequence and length, and the payload matches the checksum in the header.
 
     0     8        12        16            48    80         88       96          104      4088       4096
     magic version  reserved  namespace(32) key   sequence   length   xxh3 of     zeros    xxh3 of 0 to 4088
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest as checksum
 
-PAGE = 4096  # alignment of everything that O_DIRECT touches
+PAGE = 4096  # O_DIRECT requires addresses, lengths and offsets aligned to this
 HEADER_BYTES = PAGE
 KEY_BYTES = 32
 FORMAT_VERSION = 1
@@ -26,7 +26,7 @@ _CHECKED_BYTES = HEADER_BYTES - _CHECKSUM.size
 
 
 class Geometry(NamedTuple):
-    """Of one namespace's directory."""
+    """The parameters of one namespace's directory."""
 
     namespace: bytes
     cell_bytes: int
@@ -34,7 +34,7 @@ class Geometry(NamedTuple):
 
 
 class RecordHeader(NamedTuple):
-    """Of a record whose header is whole; whether it is the one that was looked for is another question."""
+    """The header of a record, with a valid checksum of its own; the caller checks that it is the expected record."""
 
     namespace: bytes
     key: bytes
@@ -44,14 +44,14 @@ class RecordHeader(NamedTuple):
 
 
 def namespace_of(fingerprint: bytes, chunk_bytes: int) -> bytes:
-    """32 bytes that name everything which gives the payloads their meaning; a directory holds one namespace."""
+    """Hash everything that payloads depend on into the 32-byte namespace; a directory holds one namespace."""
     digest = hashlib.sha256(b"penstock disk tier")
     digest.update(struct.pack("<QQQ", FORMAT_VERSION, chunk_bytes, len(fingerprint)) + fingerprint)
     return digest.digest()
 
 
 def cell_bytes(chunk_bytes: int) -> int:
-    """The room that a record takes on disk: the header's page and whole pages for the payload."""
+    """Return the size of a record on disk: the header's page and whole pages for the payload."""
     return HEADER_BYTES + round_up(chunk_bytes)
 
 
@@ -60,7 +60,7 @@ def round_up(size_bytes: int) -> int:
 
 
 def write_header(into: Any, namespace: bytes, key: bytes, sequence: int, payload: Any) -> None:
-    """Fill one page, zeros included: the page was another record's before."""
+    """Write a header and zero the rest of its page, which may contain another record's data."""
     length = len(payload)
     into[:HEADER_BYTES] = bytes(HEADER_BYTES)
     _HEADER.pack_into(into, 0, MAGIC, FORMAT_VERSION, 0, namespace, key, sequence, length, checksum(payload))
@@ -68,7 +68,7 @@ def write_header(into: Any, namespace: bytes, key: bytes, sequence: int, payload
 
 
 def read_header(page: Any) -> RecordHeader | None:
-    """None unless the page is a header that was written whole by this version."""
+    """Return the header in the page; None unless it is a complete header of this version."""
     magic, version, _, namespace, key, sequence, length, payload_checksum = _HEADER.unpack_from(page)
     if magic != MAGIC or version != FORMAT_VERSION:
         return None

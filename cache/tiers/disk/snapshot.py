@@ -1,10 +1,10 @@
-"""Which cell holds which key, in a file that a restart reads: one row for each cell with a record.
+"""The index file of a disk tier, read at a restart: one row with the key of each cell that holds a record.
 
-A snapshot cannot do harm: a row that is wrong leads to a record that fails its check. So it is written only now and
-then, and synced only so that a crash of the machine does not cost the whole cache. What it has missed is found by
-reading the headers of records (keeper.py).
+A wrong row is harmless: it leads to a record that fails verification. So the file is written only now and then, and is
+synced only so that a crash of the machine does not lose the whole cache. Records missing in it are found by reading
+their headers (keeper.py).
 
-    index     header, rows of all live cells; written beside and renamed
+    index     header, rows of all live cells; written to index.tmp and renamed
     header    magic, version, clean, namespace, cell bytes, cells, zero, next sequence, rows, their checksum,
               checksum of the header
 """
@@ -27,16 +27,16 @@ _STAMP, _STAMP_OFFSET = struct.Struct("<Q"), 40
 _HEADER = struct.Struct("<8sII32sQQQQQQ")
 _CHECKSUM = struct.Struct("<Q")
 _HEADER_BYTES = _HEADER.size + _CHECKSUM.size
-_AROUND_BYTES = 8192  # of a file: its header, and what the file system rounds up
+_AROUND_BYTES = 8192  # overhead of a file: its header, and rounding by the file system
 
 
 class IndexHeader(NamedTuple):
     magic: bytes
     version: int
-    clean: int  # closed in order: there is nothing that the rows do not say
+    clean: int  # 1 after a clean shutdown: the rows are complete
     namespace: bytes
     cell_bytes: int
-    num_cells: int  # as it was when the snapshot was written
+    num_cells: int  # when the snapshot was written
     zero: int
     next_sequence: int
     num_rows: int
@@ -53,11 +53,11 @@ class IndexSnapshot(NamedTuple):
 
 
 class Table:
-    """What every cell holds, as rows. The caller's thread writes them while the keeper's takes snapshots."""
+    """The rows of all cells. The tier's thread writes them while the keeper's thread copies them for snapshots."""
 
     def __init__(self, num_cells: int) -> None:
         self.rows = np.zeros(num_cells, ROWS)
-        self.num_changes = 0  # of what lies where
+        self.num_changes = 0  # counts `set` and `clear`
         self.num_uses = 0
         self._bytes = self.rows.view(np.uint8).data
 
@@ -66,7 +66,7 @@ class Table:
         self.num_changes += 1
 
     def use(self, cell: int, stamp: int) -> None:
-        """The record there was used."""
+        """Record the use stamp of the cell's record."""
         _STAMP.pack_into(self._bytes, cell * _ROW.size + _STAMP_OFFSET, stamp)
         self.num_uses += 1
 
@@ -75,25 +75,25 @@ class Table:
         self.num_changes += 1
 
     def whole_rows(self) -> np.ndarray:
-        """A copy of those of live cells, without the ones that are being written meanwhile."""
+        """Copy the rows of live cells, without rows that were being written during the copy."""
         cells = np.flatnonzero(self.rows["live"] == 1)
         rows = self.rows[cells]
         whole: np.ndarray = rows[(rows["cell"] == cells) & (rows["live"] == 1)]
         return whole
 
     def record_in(self, cell: int) -> tuple[bytes, int]:
-        """Key and sequence of what lies there, or did until its cell was given to another record."""
+        """Return key and sequence of the record in the cell, or of the last one if the cell was taken since."""
         key, sequence, _, _, _ = _ROW.unpack_from(self._bytes, cell * _ROW.size)
         return key, sequence
 
 
-def room_bytes(num_cells: int) -> int:
-    """What the index and its successor may take on disk together."""
+def index_bytes(num_cells: int) -> int:
+    """Return the disk space of the index file and its successor together."""
     return 2 * (_AROUND_BYTES + num_cells * _ROW.size)
 
 
 def read_snapshot(calls: SystemCalls, directory: int, namespace: bytes | None = None) -> IndexSnapshot | None:
-    """None if there is none that can be trusted; one of another namespace cannot."""
+    """Read the index file; return None if it is missing, invalid, or for another namespace than the given one."""
     try:
         file = calls.open(directory, INDEX, os.O_RDONLY)
     except FileNotFoundError:
@@ -118,7 +118,7 @@ def read_snapshot(calls: SystemCalls, directory: int, namespace: bytes | None = 
 def write_snapshot(
     calls: SystemCalls, directory: int, geometry: Geometry, rows: np.ndarray, next_sequence: int, *, clean: bool
 ) -> None:
-    """From here on these rows are what is known. A failed write raises OSError, and the snapshot before still counts."""
+    """Replace the index file atomically. If a write fails, raise OSError; the previous snapshot stays valid."""
     body = rows.view(np.uint8).data
     header = IndexHeader(_MAGIC, _VERSION, clean, *geometry, 0, next_sequence, len(rows), checksum(body))
     file = calls.open(directory, SCRATCH, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -132,7 +132,7 @@ def write_snapshot(
 
 
 def mark_open(calls: SystemCalls, directory: int, header: IndexHeader) -> None:
-    """Records will come that this snapshot knows nothing of: it no longer counts as closed in order."""
+    """Clear the clean flag of the index file: records written from now on are missing in it."""
     file = calls.open(directory, INDEX, os.O_WRONLY)
     try:
         write_all(calls, file, header._replace(clean=0).packed(), 0)

@@ -1,8 +1,8 @@
-"""KV blocks on a local disk: fixed cells in preallocated files, found by key, checked whenever they are read.
+"""The store of KV blocks on a local disk: fixed cells in preallocated files, found by key, verified at every read.
 
-The caller's thread owns the index and does nothing that can block: a lookup is a dict's, a `put` takes a cell and
-appends to a queue. Worker threads move the bytes (transport.py), a keeper writes the index down (keeper.py); what
-they finish comes back through `poll`. Any failure of the disk is a miss. docs/tiers.md has the whole.
+The caller's thread owns the index and never blocks: a lookup is a dict lookup, a `put` takes a cell and appends to a
+queue. Worker threads transfer the bytes (transport.py), a keeper thread writes the index to disk (keeper.py); `poll`
+returns the results. Any failure of the disk is a miss. docs/tiers.md describes the whole.
 
     put ─▶ writes ─┐               ┌─▶ done ─▶ poll: index, counters, results
     start_load ─▶ reads ─▶ workers ┘          └▶ table of cells ─▶ keeper ─▶ snapshots
@@ -17,40 +17,40 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.cache.tiers.base import JobTimes, StoreResult, chunk_of
+from penstock.cache.tiers.base import JobTimes, StoreResult, chunk_view
 from penstock.cache.tiers.disk.admission import AdmissionPolicy
 from penstock.cache.tiers.disk.calls import DIRECTORY_MODE, SystemCalls
 from penstock.cache.tiers.disk.catalog import Catalog
-from penstock.cache.tiers.disk.directory import SLAB_BYTES, Slabs, lock, open_directory, takes_direct
+from penstock.cache.tiers.disk.directory import SLAB_BYTES, Slabs, lock, open_directory, supports_direct_io
 from penstock.cache.tiers.disk.keeper import Keeper
 from penstock.cache.tiers.disk.record import KEY_BYTES, PAGE, Geometry, cell_bytes, namespace_of
-from penstock.cache.tiers.disk.snapshot import mark_open, read_snapshot, room_bytes, write_snapshot
+from penstock.cache.tiers.disk.snapshot import index_bytes, mark_open, read_snapshot, write_snapshot
 from penstock.cache.tiers.disk.transport import CORRUPT, NO_ROOM, STALE, Transport
 from penstock.cache.tiers.disk.workers import LOAD, PROBE, STORE, DiskJob, Workers
 from penstock.cache.tiers.health import HealthLimits, TierHealth
 
 MAX_CHUNK_BYTES = 2**30
-MAX_CELLS = 2**28  # each takes some 100 bytes of memory once it is used; the index counts them in 32 bits
-NUM_WORKERS = 3  # two keep the disk busy, one checks or hashes meanwhile
-_BAD_RECORD = (CORRUPT, STALE, "EIO")  # trying again will not mend it
+MAX_CELLS = 2**28  # a used cell takes about 100 bytes of memory; the index stores cell numbers in 32 bits
+NUM_WORKERS = 3  # two keep the disk busy while one computes checksums
+_BAD_RECORD = (CORRUPT, STALE, "EIO")  # a retry will not help
 
 
 class DiskLimits(NamedTuple):
-    """Bounds that suit every disk we know; tests have tighter ones."""
+    """Limits that suit every disk measured so far; tests use tighter ones."""
 
-    queue_bytes: int = 256 * 2**20  # of stores in flight
-    queue_s: float = 2.0  # the same, by how fast the disk has been
+    queue_bytes: int = 256 * 2**20  # stores in flight
+    queue_s: float = 2.0  # the expected time to finish the stores in flight
     close_s: float = 10.0
     slab_bytes: int = SLAB_BYTES
     health: HealthLimits = HealthLimits()
 
 
 class DiskTier:
-    """One namespace's records below `path`, at most `capacity_bytes` with everything that belongs to them.
+    """The records of one namespace below `path`, using at most `capacity_bytes` of disk space in all.
 
-    Payloads have `chunk_bytes` bytes and keys 32. `fingerprint` names everything that gives the bytes their meaning;
-    other fingerprints and chunk sizes live in directories of their own. One thread at a time may call. Raises OSError
-    if the directory cannot be used (DirectoryInUse if another process does), ValueError for what cannot work.
+    Payloads have `chunk_bytes` bytes and keys 32. `fingerprint` identifies everything that the bytes depend on; each
+    fingerprint and chunk size has a directory of its own. One thread at a time may call. Raises OSError if the directory
+    cannot be used (DirectoryInUse if another process uses it), ValueError for impossible sizes.
     """
 
     def __init__(
@@ -70,52 +70,52 @@ class DiskTier:
         self._capacity_bytes = capacity_bytes
         self._chunk_bytes = chunk_bytes
         self._admission = AdmissionPolicy(num_cells)
-        # A call that moves much may take longer: 10 MB/s are slow, not hanging.
+        # Large chunks may take longer than stall_s: a disk with 10 MB/s is slow, but not hung.
         stall_s = max(limits.health.stall_s, chunk_bytes / 10e6)
         self._health = TierHealth(limits.health._replace(stall_s=stall_s))
         self._counts: Counter[str] = Counter()
         self._drops: Counter[str] = Counter()  # puts that were refused or failed, by reason
-        self._failures: Counter[str] = Counter()  # of calls, by errno or kind
+        self._failures: Counter[str] = Counter()  # failed calls, by errno or kind
         self._stored, self._loaded = JobTimes(), JobTimes()
         self._storing: set[bytes] = set()
-        self._num_jobs = 0  # given to the workers and not taken back yet
-        self._store_s = 0.0  # moving average of one store
+        self._num_jobs = 0  # queued and not finished yet
+        self._store_s = 0.0  # moving average of the duration of a store
         self._results: list[StoreResult] = []
         self._next_ticket = 1
-        self._sequence = 1  # of the next record
+        self._sequence = 1  # sequence number of the next record
         self._is_closed = False
         os.makedirs(path, DIRECTORY_MODE, exist_ok=True)
         with contextlib.ExitStack() as undo:
             self._open(calls or SystemCalls(), Geometry(namespace, cell_bytes(chunk_bytes), num_cells), undo)
             self._files = undo.pop_all()
-        self._max_storing = self._store_room()
+        self._max_storing = self._store_limit()
 
     @property
     def is_open(self) -> bool:
-        """Not bypassed."""
+        """Return whether the tier is in use, that is, not bypassed."""
         return self._health.is_open
 
-    # -- what is there -------------------------------------------------------------------------------------
+    # -- lookups -------------------------------------------------------------------------------------------
 
     def contains(self, key: bytes) -> bool:
-        """Whether there is a record. No system call."""
+        """Return whether there is a record, without a system call."""
         return key in self._cells
 
     def __len__(self) -> int:
         return len(self._cells)
 
     def keys(self) -> list[bytes]:
-        """Of all records, in no particular order."""
+        """Return the keys of all records, in no particular order."""
         return list(self._cells)
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Keys that can be read and could not at the last call, and the other way round."""
+        """Return the keys that became readable since the last call, and those that became unreadable."""
         return self._catalog.changes.take()
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Note that these were used, in this order; the end of a chain comes before its start, and is evicted first."""
+        """Mark keys as used, in this order; pass the end of a chain before its start, so that it is evicted first."""
         for key in keys:
-            self._admission.saw(key)
+            self._admission.note_use(key)
             cell = self._cells.get(key)
             if cell is not None:
                 self._catalog.use(cell)
@@ -123,15 +123,16 @@ class DiskTier:
     # -- storing -------------------------------------------------------------------------------------------
 
     def put(self, key: bytes, buffer: Any) -> bool:
-        """Queue a store. True borrows the buffer until `poll` yields its result; False does not, and none comes.
+        """Queue a store. True borrows the buffer until `poll` returns its result; after False no result comes.
 
-        False says that it is there already or in flight, or that it was dropped (`stats` counts why): the disk is
-        behind, bypassed, full of what is in use, or does not find the block worth it. Never blocks.
+        False means that the key is stored or in flight already, or that the store was dropped (`stats` counts the
+        reasons): the queue is full, the tier is bypassed, all records are in use, or the admission policy refused the key.
+        Never blocks.
         """
         if len(key) != KEY_BYTES:
             raise ValueError(f"key: {len(key)} bytes given; {KEY_BYTES} are expected")
-        payload = chunk_of("buffer", buffer, self._chunk_bytes)
-        self._admission.saw(key)
+        payload = chunk_view("buffer", buffer, self._chunk_bytes)
+        self._admission.note_use(key)
         if key in self._storing:
             return False
         if key in self._cells:
@@ -139,11 +140,11 @@ class DiskTier:
             return False
         cell = None
         if len(self._storing) >= self._max_storing:
-            reason = self._why_no_room()
+            reason = self._refusal_reason()
         elif self._catalog.is_full and not self._admission.admits(key):
             reason = "not seen before"
         else:
-            # Until the scan is over, it may find records in cells that seem free.
+            # Until the scan has finished, it may find records in cells that seem free.
             cell, reason = self._catalog.take(keep_free=self._keeper.scan_left > 0), "all in use"
         if cell is None:
             self._drops[reason] += 1
@@ -154,8 +155,8 @@ class DiskTier:
         self._start(DiskJob(STORE, key, cell, sequence, payload, sequence))
         return True
 
-    def _store_room(self) -> int:
-        """How many stores may be in flight: bounded by bytes, and by the time that they will take."""
+    def _store_limit(self) -> int:
+        """Return how many stores may be in flight, limited by their bytes and by the time they are expected to take."""
         if self._is_closed or not self._health.is_open:
             return 0
         room = self._limits.queue_bytes // self._chunk_bytes
@@ -163,7 +164,7 @@ class DiskTier:
             room = min(room, int(NUM_WORKERS * self._limits.queue_s / self._store_s))
         return max(room, NUM_WORKERS)
 
-    def _why_no_room(self) -> str:
+    def _refusal_reason(self) -> str:
         if self._is_closed:
             return "closed"
         return "queue is full" if self._health.is_open else "bypassed"
@@ -171,14 +172,14 @@ class DiskTier:
     # -- loading -------------------------------------------------------------------------------------------
 
     def start_load(self, key: bytes, out: Any) -> int | None:
-        """A ticket, and `out` borrowed until `poll` yields its result; None if there is nothing to read.
+        """Queue a read into `out`, borrowed until `poll` returns its result; return its ticket, or None for a miss.
 
-        `out` holds the payload if the result is ok, and anything if it is not. A load that hangs keeps its ticket
-        and `out` until the system lets go of both, however long: memory that a late read can still write to must not
-        be used. Wait no longer than is worth it, and put `out` to no other use.
+        `out` holds the payload if the result is ok; otherwise its content is undefined. A hung load keeps `out` borrowed
+        until the system call returns, however long that takes: a late read could still write to it. The caller may stop
+        waiting, but must not reuse `out` before the result.
         """
-        into = chunk_of("out", out, self._chunk_bytes, to_write=True)
-        self._admission.saw(key)
+        into = chunk_view("out", out, self._chunk_bytes, to_write=True)
+        self._admission.note_use(key)
         cell = self._cells.get(key)
         if cell is None:
             self._counts["misses"] += 1
@@ -194,21 +195,21 @@ class DiskTier:
         self._start(DiskJob(LOAD, key, cell, sequence, into, ticket))
         return ticket
 
-    # -- what the threads have done ------------------------------------------------------------------------
+    # -- results and shutdown ------------------------------------------------------------------------------
 
     def poll(self) -> list[StoreResult]:
-        """Return what has ended since the last call, and look after the disk's health. Never blocks."""
-        self._settle()
+        """Return the results since the last call, and update the health of the disk. Never blocks."""
+        self._finish_jobs()
         if self._keeper.found:
-            self._adopt()
+            self._adopt_found()
         if not self._is_closed:
-            self._watch()
-        self._max_storing = self._store_room()
+            self._check_health()
+        self._max_storing = self._store_limit()
         results, self._results = self._results, []
         return results
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Wait until all that is queued has ended and the index on disk has it; False if that takes too long."""
+        """Wait until all queued jobs have ended and the index is on disk; return False after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._results = self.poll()
@@ -219,10 +220,10 @@ class DiskTier:
             time.sleep(0.0005)
 
     def close(self) -> None:
-        """Drop what no thread has begun, wait for the rest, write the index. Results can still be polled.
+        """Cancel queued jobs, wait for running ones and write the index. Results can still be polled.
 
-        If the disk hangs, threads and files are left to the end of the process: a descriptor that is closed under
-        a thread could be another file's by the time it is used.
+        If the disk hangs, threads and files stay until the process ends: a descriptor closed while a thread uses it
+        could refer to another file by then.
         """
         if self._is_closed:
             return
@@ -230,7 +231,7 @@ class DiskTier:
         self._max_storing = 0
         self._cancel("closed")
         ended = self._workers.stop(self._limits.close_s)
-        self._settle()
+        self._finish_jobs()
         if self._keeper.stop(self._limits.close_s) and ended:
             self._files.close()
 
@@ -240,10 +241,10 @@ class DiskTier:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # -- how things stand ----------------------------------------------------------------------------------
+    # -- statistics ----------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the tier was opened, and how things stand. Numbers, and dicts of numbers."""
+        """Return counters since the tier was opened and its current state: numbers, and dicts of numbers."""
         return {
             "entries": len(self._cells),
             "slots": self._slabs.num_cells,
@@ -251,7 +252,7 @@ class DiskTier:
             "used_bytes": len(self._cells) * self._slabs.cell_bytes,
             "capacity_bytes": self._capacity_bytes,
             "queue_bytes": len(self._storing) * self._chunk_bytes,
-            "pinned": len(self._catalog.loading),  # records that eviction passes by
+            "pinned": len(self._catalog.loading),  # records that eviction skips
             "loading": self._catalog.loading.total(),
             "is_open": self._health.is_open,
             "is_direct": self._slabs.is_direct,
@@ -277,19 +278,19 @@ class DiskTier:
         }
 
     def check(self) -> None:
-        """What holds between any two calls."""
+        """Assert the invariants that hold between any two calls."""
         self._catalog.check(len(self._storing))
         assert not self._storing & self._cells.keys()
         assert self._num_jobs >= len(self._storing) + self._catalog.loading.total()
 
-    # -- beneath -------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------
 
     def _open(self, calls: SystemCalls, geometry: Geometry, undo: contextlib.ExitStack) -> None:
         started_s = time.monotonic()
         directory = open_directory(self.directory, create=True)
         undo.callback(os.close, directory)
         undo.callback(os.close, lock(calls, directory, self.directory))
-        is_direct = takes_direct(calls, directory)
+        is_direct = supports_direct_io(calls, directory)
         self._slabs = Slabs(calls, directory, geometry, slab_bytes=self._limits.slab_bytes, is_direct=is_direct)
         undo.callback(self._slabs.close)
         self._transport = Transport(calls, directory, self._slabs, geometry.namespace, self._chunk_bytes)
@@ -304,7 +305,7 @@ class DiskTier:
             self._sequence = known.header.next_sequence
         if known is not None and is_clean:
             mark_open(calls, directory, known.header)
-        else:  # beyond what records may lie there that the index does not know of
+        else:  # exceed the sequence numbers of records that the index may be missing
             self._sequence = max(self._sequence, int(time.time()) << 32)
 
         def write(rows: np.ndarray, clean: bool) -> None:
@@ -320,22 +321,22 @@ class DiskTier:
         self._num_jobs += 1
         self._workers.add(job)
 
-    def _settle(self) -> None:
+    def _finish_jobs(self) -> None:
         done = self._workers.done
         while done:
             job = done.popleft()
-            self._end(job)
+            self._end_job(job)
             if job.kind is PROBE:
-                self._health.probed(time.monotonic(), job.ok)
+                self._health.finish_probe(time.monotonic(), job.ok)
                 if self._health.is_open:
                     self._catalog.hide(False)
             elif job.ok:
-                self._health.worked()
+                self._health.record_success()
             else:
-                self._blame(job.reason)
+                self._record_failure(job.reason)
 
-    def _end(self, job: DiskJob) -> None:
-        """Every job comes here once, whether it was done or taken back."""
+    def _end_job(self, job: DiskJob) -> None:
+        """Finish a job, executed or cancelled; called exactly once per job."""
         self._num_jobs -= 1
         if job.kind is STORE:
             self._end_store(job)
@@ -367,7 +368,7 @@ class DiskTier:
             self._counts[job.reason] += 1
             self._catalog.forget(job.cell, job.key, job.sequence)
 
-    def _adopt(self) -> None:
+    def _adopt_found(self) -> None:
         found = self._keeper.found
         while found:
             cell, key, sequence = found.popleft()
@@ -376,44 +377,44 @@ class DiskTier:
 
     # -- health --------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _check_health(self) -> None:
         now_s = time.monotonic()
-        if self._health.watch(now_s, self._workers.oldest_started_s()):
-            self._withdraw()
-        elif self._health.wants_probe(now_s):
+        if self._health.check_stall(now_s, self._workers.oldest_started_s()):
+            self._bypass()
+        elif self._health.start_probe(now_s):
             self._start(DiskJob(PROBE))
 
-    def _blame(self, reason: str) -> None:
-        """A job has failed. A bad record, or a file system without room to grow, says nothing about the disk."""
+    def _record_failure(self, reason: str) -> None:
+        """Count a failed job. A bad record or a full file system does not count against the health of the disk."""
         self._failures[reason] += 1
-        if reason not in (CORRUPT, STALE, NO_ROOM) and self._health.failed(time.monotonic(), reason):
-            self._withdraw()
+        if reason not in (CORRUPT, STALE, NO_ROOM) and self._health.record_failure(time.monotonic(), reason):
+            self._bypass()
 
-    def _withdraw(self) -> None:
-        """The tier is bypassed: nothing is queued any more, and nothing can be read until it is back."""
+    def _bypass(self) -> None:
+        """Enter the bypass: report all keys as lost and cancel the queued jobs."""
         self._catalog.hide(True)
         self._cancel("bypassed")
 
     def _cancel(self, reason: str) -> None:
         for job in self._workers.cancel():
             job.reason = reason
-            self._end(job)
+            self._end_job(job)
 
 
 def cells_within(capacity_bytes: int, chunk_bytes: int) -> int:
-    """How many records fit with everything around them: index, small files, the file system's own blocks."""
+    """Return how many records fit, together with the index, the small files and the file system's metadata."""
     if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
-        raise ValueError(f"chunk_bytes: {chunk_bytes} given; 1 to {MAX_CHUNK_BYTES} are possible")
-    around = 3 * PAGE + capacity_bytes // 8192  # directory, lock and probe; extents: less than 128 KiB for a slab
+        raise ValueError(f"chunk_bytes: {chunk_bytes} given; 1 to {MAX_CHUNK_BYTES} is expected")
+    around = 3 * PAGE + capacity_bytes // 8192  # directory, lock, probe; extents: less than 128 KiB per slab
     per_cell = cell_bytes(chunk_bytes)
-    num_cells = (capacity_bytes - around - room_bytes(0)) // (per_cell + room_bytes(1) - room_bytes(0))
+    num_cells = (capacity_bytes - around - index_bytes(0)) // (per_cell + index_bytes(1) - index_bytes(0))
     if num_cells < 1:
-        raise ValueError(f"capacity_bytes: {capacity_bytes} given; at least {least_capacity(chunk_bytes)} are needed")
+        raise ValueError(f"capacity_bytes: {capacity_bytes} given; at least {min_capacity(chunk_bytes)} is needed")
     if num_cells > MAX_CELLS:
         most = MAX_CELLS * per_cell
-        raise ValueError(f"capacity_bytes: {capacity_bytes} given; at most {most} can be used, {MAX_CELLS} records")
+        raise ValueError(f"capacity_bytes: {capacity_bytes} given; at most {most} ({MAX_CELLS} records) is supported")
     return num_cells
 
 
-def least_capacity(chunk_bytes: int) -> int:
-    return (3 * PAGE + room_bytes(1) + cell_bytes(chunk_bytes)) * 8192 // 8191 + 1
+def min_capacity(chunk_bytes: int) -> int:
+    return (3 * PAGE + index_bytes(1) + cell_bytes(chunk_bytes)) * 8192 // 8191 + 1

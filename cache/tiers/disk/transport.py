@@ -1,7 +1,7 @@
-"""Moves records between buffers and cells, on the worker threads: builds headers, checks what comes back.
+"""Record I/O on the worker threads: builds headers, transfers records between buffers and cells, verifies reads.
 
-O_DIRECT wants addresses, lengths and offsets that are multiples of a page. Host blocks are: they are moved from and to
-where they lie. Any other buffer goes through a copy in memory of the thread's own.
+O_DIRECT requires addresses, lengths and offsets that are multiples of a page. Host blocks satisfy this and are
+transferred in place; any other buffer is copied through aligned memory of the thread.
 """
 
 import errno
@@ -16,15 +16,15 @@ from penstock.cache.tiers.disk.record import HEADER_BYTES, PAGE, RecordHeader, r
 from penstock.cache.tiers.disk.workers import LOAD, STORE, DiskJob
 from penstock.cache.tiers.memory import address_of, huge_buffer
 
-# What a load can meet that says: this record is no good, and trying again will not mend it.
+# Reasons for a failed load that a retry cannot fix: the record itself is bad.
 CORRUPT, STALE = "corrupt", "stale"
-SHORT = "short"  # fewer bytes moved than asked
-NO_ROOM = "no room to grow"  # the file system has none for another slab
+SHORT = "short"  # fewer bytes were transferred than requested
+NO_ROOM = "no room to grow"  # the file system has no space for another slab
 FULL = ("ENOSPC", "EDQUOT", "EFBIG")
 
 
 class Transport:
-    """Serves jobs of any number of threads."""
+    """The I/O of one disk tier, called from any number of threads."""
 
     def __init__(self, calls: SystemCalls, directory: int, slabs: Slabs, namespace: bytes, chunk_bytes: int) -> None:
         self._calls = calls
@@ -36,7 +36,7 @@ class Transport:
         self._scratch = _Scratch(chunk_bytes)
 
     def work(self, job: DiskJob) -> None:
-        """Do it, and leave `ok` or the reason in it."""
+        """Execute the job and set its `ok` and `reason`."""
         try:
             if job.kind is STORE:
                 job.reason = self._store(job)
@@ -45,12 +45,12 @@ class Transport:
             else:
                 job.reason = self._probe()
         except FileNotFoundError:
-            job.reason = CORRUPT  # a slab was removed
+            job.reason = CORRUPT  # somebody removed the slab
         except OSError as error:
             job.reason = errno.errorcode.get(error.errno or 0, "OSError")
             if job.reason in FULL and job.kind is STORE and not self._slabs.is_backed(job.cell):
                 job.reason = NO_ROOM
-        except Exception as error:  # the top of a thread: the job must end, and its end says what happened
+        except Exception as error:  # the top of a thread: the job must end and report the error
             job.reason = f"{type(error).__name__}: {error}"
         job.ok = not job.reason
 
@@ -71,7 +71,7 @@ class Transport:
         parts = self._parts(job.buffer)
         file, offset = self._slabs.place(job.cell, grow=False)
         if self._calls.readv(file, parts, offset) < HEADER_BYTES + self._chunk_bytes:
-            return CORRUPT  # the file is shorter than it was made
+            return CORRUPT  # the file has been truncated
         if parts[1] is not job.buffer:
             job.buffer[:] = parts[1][: self._chunk_bytes]
         header = read_header(self._scratch.header)
@@ -82,7 +82,7 @@ class Transport:
         return "" if checksum(job.buffer) == header.payload_checksum else CORRUPT
 
     def header_at(self, cell: int) -> RecordHeader | None:
-        """What the cell says it holds, if that is a record of ours."""
+        """Return the header in the cell if it belongs to a record of this namespace."""
         page = self._scratch.header
         file, offset = self._slabs.place(cell, grow=False)
         if self._calls.readv(file, [page], offset) != HEADER_BYTES:
@@ -99,15 +99,15 @@ class Transport:
         return "" if self._calls.readv(self._probe_file, [page], 0) == PAGE else SHORT
 
     def _parts(self, buffer: memoryview) -> list[memoryview]:
-        """Return what one call moves: the header, and the buffer or the copy that stands for it."""
+        """Return the buffers of one system call: the header page, and the buffer or its aligned copy."""
         scratch = self._scratch
         is_aligned = self._chunk_bytes % PAGE == 0 and address_of(buffer) % PAGE == 0
         return [scratch.header, buffer if is_aligned or not self._slabs.is_direct else scratch.copy]
 
 
 class _Scratch(threading.local):
-    """A thread's own aligned memory: each thread that asks gets its own."""
+    """Thread-local aligned memory for a header and a payload."""
 
     def __init__(self, chunk_bytes: int) -> None:
-        pages = huge_buffer(PAGE + round_up(chunk_bytes))  # memory is taken when a page is first touched
+        pages = huge_buffer(PAGE + round_up(chunk_bytes))  # the kernel assigns memory at the first touch
         self.header, self.copy = pages[:PAGE], pages[PAGE:]

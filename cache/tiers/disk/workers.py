@@ -1,7 +1,7 @@
-"""The threads that do what takes time, and the two queues before them. They know jobs, nothing of index or health.
+"""The I/O threads of the disk tier, with one queue for reads and one for writes.
 
-Every job that was queued ends in exactly one place: in `done`, when no thread touches its buffer any more, or in
-what `cancel` returns, when none ever did. Reads go before writes. Queues and `done` are deques, whose appends and
+Every queued job ends in exactly one place: in `done`, once no thread touches its buffer any more, or in the result of
+`cancel`, if no thread has started it. Reads have priority over writes. Queues and `done` are deques, whose appends and
 pops are atomic.
 """
 
@@ -17,7 +17,7 @@ STORE, LOAD, PROBE = "store", "load", "probe"
 
 
 class DiskJob(msgspec.Struct, gc=False):
-    """One record's way to the disk or back. The tier does not touch it until it is back."""
+    """One store, load or probe. The tier's thread does not touch the job between `add` and `done`."""
 
     kind: str
     key: bytes = b""
@@ -26,20 +26,20 @@ class DiskJob(msgspec.Struct, gc=False):
     buffer: memoryview = memoryview(b"")
     ticket: int = 0
     ok: bool = False
-    reason: str = ""  # why not
+    reason: str = ""  # why the job failed
     started_s: float = 0.0
     seconds: float = 0.0
 
 
 class Workers:
-    """`work(job)` runs on one of `count` threads, sets `ok` or `reason`, and does not raise."""
+    """A pool of `count` threads that run `work(job)`, which sets `ok` or `reason` and does not raise."""
 
     def __init__(self, work: Callable[[DiskJob], None], count: int) -> None:
         self.done: deque[DiskJob] = deque()
         self._work = work
         self._reads: deque[DiskJob] = deque()
         self._writes: deque[DiskJob] = deque()
-        self._tokens: SimpleQueue[bool] = SimpleQueue()  # True for each job that was queued; False: end
+        self._tokens: SimpleQueue[bool] = SimpleQueue()  # True for each queued job; False ends a thread
         self._running: list[DiskJob | None] = [None] * count
         self._threads = [
             threading.Thread(target=self._serve, args=(index,), name=f"penstock-disk-{index}", daemon=True)
@@ -51,23 +51,23 @@ class Workers:
             thread.start()
 
     def add(self, job: DiskJob) -> None:
-        """Queue a job. Loads and probes go before stores."""
+        """Queue a job; loads and probes have priority over stores."""
         (self._writes if job.kind is STORE else self._reads).append(job)
         self._tokens.put(True)
 
     def cancel(self) -> list[DiskJob]:
-        """Take back all that no thread has begun."""
+        """Remove and return all jobs that no thread has started."""
         jobs = []
         while (job := self._next()) is not None:
             jobs.append(job)
         return jobs
 
     def oldest_started_s(self) -> float | None:
-        """When the job that has been running longest began."""
+        """Return the start time of the longest-running job."""
         return min((job.started_s for job in self._running if job is not None), default=None)
 
     def stop(self, timeout_s: float) -> bool:
-        """End the threads once they have done all that is queued; False if one still hangs."""
+        """End the threads after all queued jobs; return False if one still runs after `timeout_s`."""
         for _ in self._threads:
             self._tokens.put(False)
         deadline_s = time.monotonic() + timeout_s
@@ -78,7 +78,7 @@ class Workers:
     def _serve(self, index: int) -> None:
         while self._tokens.get():
             job = self._next()
-            if job is not None:  # else it was cancelled
+            if job is not None:  # None if the job was cancelled
                 self._run(index, job)
 
     def _run(self, index: int, job: DiskJob) -> None:

@@ -1,4 +1,4 @@
-"""Where peers are and what they share: addresses and the secret as the operator gives them. No sockets."""
+"""Parsing of the peer tier's addresses and shared secret as the operator gives them."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ class Address(NamedTuple):
     port: int
 
     def of_rank(self, rank: int) -> str:
-        """Where one rank's tiers are: each listens on a port of its own."""
-        host = {"localhost": "127.0.0.1"}.get(self.host, self.host)  # to listen takes a number
+        """Return the endpoint of one rank's tiers: each rank listens on a port of its own."""
+        host = {"localhost": "127.0.0.1"}.get(self.host, self.host)  # ZMQ cannot bind to a host name
         host = f"[{host}]" if ":" in host else host
         return f"tcp://{host}:{self.port + rank}"
 
@@ -29,18 +29,18 @@ class Address(NamedTuple):
 
 
 def read_address(name: str, text: str, num_ranks: int = 1) -> Address:
-    """`HOST:PORT`, where `num_ranks` ports from this one on are meant; ValueError names the option."""
+    """Parse `HOST:PORT`, the first of `num_ranks` consecutive ports; raise ValueError naming the option `name`."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or any(c in host for c in " /*@;"):
         raise ValueError(f"{name}: {text!r} given; HOST:PORT is expected, like 10.0.0.5:9100")
     if not 1 <= int(port) <= 65536 - num_ranks:
-        raise ValueError(f"{name}: port {port} given; each of {num_ranks} ranks takes one, so 1 to {65536 - num_ranks}")
+        raise ValueError(f"{name}: port {port} given; {num_ranks} ranks need a port each, so 1 to {65536 - num_ranks}")
     return Address(host, int(port))
 
 
 def read_secret(path: str, environment: Mapping[str, str]) -> str:
-    """From the file if there is one, else from the environment; empty without either. ValueError names where."""
+    """Read the secret from the file `path` or, without one, from the environment; return "" if neither is set."""
     name = f"kv_peer_secret_file: {path!r}"
     if path:
         try:
@@ -53,6 +53,6 @@ def read_secret(path: str, environment: Mapping[str, str]) -> str:
     else:
         return ""
     if not LEAST_SECRET <= len(secret) <= 4096:
-        # Set but empty is a mistake in a deployment, and must not open the port.
+        # An empty secret is a mistake in the deployment; starting without a secret would leave the port unprotected.
         raise ValueError(f"{name}: a secret of {len(secret)} characters; {LEAST_SECRET} to 4096 are expected")
     return secret

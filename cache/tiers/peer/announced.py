@@ -1,6 +1,6 @@
-"""What a peer has announced, and how that changed: written by the thread that hears it, read by the engine's.
+"""The keys that a peer has announced, written by the link's thread and read by the engine's thread.
 
-Bounded both ways: no more keys than the limit, and changes that are not asked for are kept as their sum.
+Memory is bounded: the number of keys has a limit, and changes that nobody reads are merged.
 """
 
 import threading
@@ -9,12 +9,14 @@ from itertools import islice
 
 from penstock.cache.tiers.base import KeyChanges
 
-_AT_ONCE = 256  # keys between two chances for the other thread
+_AT_ONCE = 256  # keys per acquisition of the lock, so that the other thread does not wait long
 
 
-class Announced:
+class AnnouncedKeys:
+    """The set of keys that the peer has announced and not withdrawn, at most `max_keys`."""
+
     def __init__(self, max_keys: int) -> None:
-        self.num_unheard = 0  # beyond the limit
+        self.num_ignored = 0  # keys beyond the limit
         self._max_keys = max_keys
         self._keys: set[bytes] = set()
         self._changes = KeyChanges()
@@ -27,7 +29,7 @@ class Announced:
         return len(self._keys)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Keys that came since the last call, and keys that went."""
+        """Return the keys added and the keys removed since the last call."""
         with self._lock:
             return self._changes.take()
 
@@ -54,6 +56,6 @@ class Announced:
         elif len(self._keys) < self._max_keys:
             self._keys.add(key)
         else:
-            self.num_unheard += 1
+            self.num_ignored += 1
             return
         self._changes.note(key, is_there)

@@ -1,4 +1,4 @@
-"""A thread that sleeps until one of its sources has something, another thread calls it, or time has passed."""
+"""A thread that waits for sockets, for a wake-up by another thread, or for a timeout."""
 
 import os
 import threading
@@ -10,7 +10,7 @@ Ready = dict[object, int]
 
 
 class PollThread(threading.Thread):
-    """`work` is called with the sources that are ready, also when none is; `wait_ms` says how long it may sleep."""
+    """A polling loop: calls `work` with the ready sources, possibly none; waits at most `wait_ms()` each time."""
 
     def __init__(
         self, name: str, sources: Sequence[zmq.Socket[bytes]], wait_ms: Callable[[], int], work: Callable[[Ready], None]
@@ -18,20 +18,20 @@ class PollThread(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._wait_ms = wait_ms
         self._work = work
-        self._is_called = self._is_over = False
+        self._is_woken = self._is_over = False
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         for source in (self._event, *sources):
             self._poller.register(source, zmq.POLLIN)
 
-    def call(self) -> None:
-        """From any thread. One system call for however many there are before it looks."""
-        if not self._is_called:
-            self._is_called = True
+    def wake(self) -> None:
+        """Wake the thread, from any thread. Calls before it has woken up share one system call."""
+        if not self._is_woken:
+            self._is_woken = True
             os.eventfd_write(self._event, 1)
 
     def stop(self) -> None:
-        """Returns when it has ended."""
+        """End the thread and wait for it."""
         self._is_over = True
         os.eventfd_write(self._event, 1)
         self.join()
@@ -42,5 +42,5 @@ class PollThread(threading.Thread):
             ready: Ready = dict(self._poller.poll(self._wait_ms()))
             if self._event in ready:
                 os.eventfd_read(self._event)
-                self._is_called = False  # in this order: what comes after the look below calls again
+                self._is_woken = False  # before `work`: a call during `work` has to wake the thread again
             self._work(ready)

@@ -1,8 +1,8 @@
-"""The thread that serves one rank's blocks to other engines. It knows keys, buffers and clients, nothing of tiers.
+"""The server that sends one rank's KV blocks to other engines, with its thread.
 
-A block that is asked for is copied out, or read from the disk, into a buffer of our own, and sent from there: that
-is all the time it is held in its place, however slow the reader is, and no step of the engine waits for it. These
-buffers are the budget: when all are in flight, the next to ask is refused at once.
+A requested block is copied, or read from the disk, into a send buffer of the server. The block itself is held only for
+the copy, however slow the client is, and no step of the engine waits for it. The number of send buffers limits the load:
+when all are in flight, further requests are refused at once.
 """
 
 import contextlib
@@ -30,41 +30,41 @@ from penstock.cache.tiers.peer.wire import (
     PeerRefused,
     ToPeer,
     Welcome,
-    lock_of,
+    checksum_seed,
+    curve_keys,
     make_socket,
-    seed_of,
 )
 
-MAX_CLIENTS = 64  # engines that hear what there is
-MAX_ASK_BYTES = 4096
+MAX_CLIENTS = 64  # engines subscribed to the keys
+MAX_REQUEST_BYTES = 4096
 MAX_BUFFERS = 1024
-QUEUED_MESSAGES = 4096  # to one client that does not take them
+QUEUED_MESSAGES = 4096  # for one client that does not receive
 IDLE_MS, READING_MS = 1000, 1
-ASKS_AT_ONCE = 64
+MAX_REQUESTS_PER_PASS = 64
 
 
 class BlockSource(Protocol):
-    """What there is to give. Called by the server's thread; no call blocks for longer than a copy takes."""
+    """The blocks that the server can send. The server's thread calls it; no call blocks for longer than a copy."""
 
     def keys(self) -> list[bytes]: ...
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Keys that came since the last call, and keys that went."""
+        """Return the keys added and the keys removed since the last call."""
         ...
 
     def copy(self, key: bytes, out: memoryview) -> bool:
-        """Its bytes from memory, whole and in one go; False where they are not there, or were overwritten meanwhile."""
+        """Copy the block from memory; return False if it is not there or was overwritten during the copy."""
         ...
 
     def start_read(self, key: bytes, out: memoryview) -> int | None:
-        """From where it takes longer: a ticket for `take_reads`, `out` borrowed until then. None: not there either."""
+        """Start reading the block from disk into `out`, borrowed until `take_reads` returns the ticket; None for a miss."""
         ...
 
     def take_reads(self) -> list[tuple[int, bool]]: ...
 
 
 class PeerServer:
-    """Listens at `endpoint` (`tcp://…`) from `start` to `close`. Raises OSError if the port cannot be had."""
+    """A server at `endpoint` (`tcp://…`) from `start` to `close`. Raises OSError if it cannot bind the port."""
 
     def __init__(
         self,
@@ -76,18 +76,18 @@ class PeerServer:
         secret: str = "",
         serve_bytes: int,
     ) -> None:
-        """`serve_bytes`: of blocks in flight at a time, to all clients together."""
+        """Bind the socket and allocate the buffers; `serve_bytes` limits the blocks in flight to all clients together."""
         self._source = source
         self._chunk_bytes = chunk_bytes
         self._fingerprint = fingerprint
-        self._seed = seed_of(fingerprint)
+        self._seed = checksum_seed(fingerprint)
         rows = huge_array(min(max(serve_bytes // chunk_bytes, 2), MAX_BUFFERS), chunk_bytes)
         self._buffers = [memoryview(row) for row in rows]
         self._free = list(range(len(self._buffers)))
-        self._sending: list[tuple[zmq.MessageTracker, int]] = []  # and the buffer it is sent from
-        # The source's ticket → client, what it asked for, and a buffer.
+        self._sending: list[tuple[zmq.MessageTracker, int]] = []  # with the buffer being sent
+        # The source's ticket → client, its request, buffer.
         self._reading: dict[int, tuple[bytes, Get, int]] = {}
-        self._clients: dict[bytes, bool] = {}  # which hear of keys → it needs all of them
+        self._clients: dict[bytes, bool] = {}  # subscribed clients → needs a full snapshot of the keys
         self._num_blocks = self._num_refused = 0
         self._misses: Counter[str] = Counter()  # by reason
         self._encode = msgspec.msgpack.Encoder().encode
@@ -102,18 +102,18 @@ class PeerServer:
 
     @property
     def endpoint(self) -> str:
-        """Where it listens, with the port that the system chose if none was given."""
+        """Return the bound endpoint, with the port that the system chose for port 0."""
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def start(self) -> None:
         self._thread.start()
 
     def call(self) -> None:
-        """From any thread: the source has changed."""
-        self._thread.call()
+        """Wake the thread because the source has changed; callable from any thread."""
+        self._thread.wake()
 
     def close(self) -> None:
-        """Nothing of the source is used afterwards, but for buffers that a disk may still write to."""
+        """Stop serving. The source is not used afterwards, but a disk read in flight may still write to a buffer."""
         if self._is_over:
             return
         self._is_over = True
@@ -135,10 +135,10 @@ class PeerServer:
 
     def _listen(self, endpoint: str, secret: str) -> zmq.Socket[bytes]:
         listening = make_socket(self._context, zmq.ROUTER)
-        listening.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error says that a client has gone
-        listening.setsockopt(zmq.MAXMSGSIZE, MAX_ASK_BYTES)
+        listening.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that has disconnected is an error
+        listening.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         listening.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
-        lock = lock_of(secret)
+        lock = curve_keys(secret)
         if lock is not None:
             self._guard = ThreadAuthenticator(self._context)
             self._guard.start()
@@ -163,7 +163,7 @@ class PeerServer:
 
     def _receive(self) -> None:
         with contextlib.suppress(zmq.Again):
-            for _ in range(ASKS_AT_ONCE):
+            for _ in range(MAX_REQUESTS_PER_PASS):
                 client, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
                 try:
                     message = self._decode(parts[0]) if len(parts) == 1 else None
@@ -172,17 +172,17 @@ class PeerServer:
                 if isinstance(message, PeerHello):
                     self._greet(client, message)
                 elif isinstance(message, Get):
-                    self._give(client, message)
+                    self._serve_block(client, message)
 
     def _greet(self, client: bytes, hello: PeerHello) -> None:
         if len(self._clients) >= MAX_CLIENTS:
-            for each in list(self._clients):  # those that have left show when they are sent something
+            for each in list(self._clients):  # sending reveals disconnected clients
                 self._send(each, KeyUpdate(b"", b""))
         reason = ""
         if hello.version != VERSION:
-            reason = f"version {hello.version} of the messages; this engine speaks {VERSION}"
+            reason = f"protocol version {hello.version}; this engine uses {VERSION}"
         elif hello.fingerprint != self._fingerprint:
-            reason = "another model, layout, block size, number of ranks or rank"
+            reason = "different model, layout, block size, number of ranks or rank"
         elif len(self._clients) >= MAX_CLIENTS and client not in self._clients:
             reason = f"{MAX_CLIENTS} engines are connected already"
         if reason:
@@ -192,21 +192,21 @@ class PeerServer:
             self._clients[client] = True
             self._announce()
 
-    # -- what there is -------------------------------------------------------------------------------------
+    # -- keys ----------------------------------------------------------------------------------------------
 
     def _announce(self) -> None:
         came, went = self._source.take_changes()
         update = [KeyUpdate(run, b"") for run in _runs(came)] + [KeyUpdate(b"", run) for run in _runs(went)]
         for client, is_behind in list(self._clients.items()):
             sent = [self._send(client, message) for message in (self._all_keys() if is_behind else update)]
-            if client in self._clients:  # one that takes them too slowly gets everything once more, later
+            if client in self._clients:  # a client whose queue was full gets a new snapshot later
                 self._clients[client] = not all(sent)
 
     def _all_keys(self) -> list[KeyUpdate]:
         return [KeyUpdate(run, b"", number == 0) for number, run in enumerate(_runs(self._source.keys()) or [b""])]
 
     def _send(self, client: bytes, message: FromPeer, payload: memoryview | None = None) -> zmq.MessageTracker | bool:
-        """A payload's tracker; True without one. False where the client is gone or takes nothing."""
+        """Send a message; return the payload's tracker, or True without payload; False if the client cannot receive."""
         frames: list[bytes | memoryview] = [client, self._encode(message)]
         if payload is not None:
             frames.append(payload)
@@ -223,7 +223,7 @@ class PeerServer:
 
     # -- blocks --------------------------------------------------------------------------------------------
 
-    def _give(self, client: bytes, get: Get) -> None:
+    def _serve_block(self, client: bytes, get: Get) -> None:
         buffer = self._take_buffer()
         if buffer is None:
             self._miss(client, get, "busy")

@@ -1,8 +1,8 @@
-"""What two engines say to each other about their blocks, and how the connection between them is made.
+"""The protocol between two engines that share KV blocks: messages, encryption keys and socket options.
 
-ZMQ over TCP. With a shared secret every byte is CURVE's, with keys that follow from the secret: who does not know
-it can neither connect nor answer. Without one both ends have to be on this machine. Messages are msgspec; a block's
-bytes travel as a frame of their own behind the message that names them. Nothing here can carry code.
+It runs on ZMQ over TCP. With a shared secret, CURVE encrypts and authenticates every byte with keys derived from the
+secret. Without a secret, both ends must be on this machine. Messages are msgspec Structs, which cannot carry code; the
+bytes of a block follow as a separate frame.
 """
 
 import hashlib
@@ -13,16 +13,16 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-VERSION = 1  # of these messages
+VERSION = 1  # version of these messages
 KEY_BYTES = 32
 RUN_KEYS = 8192  # keys in one message at most
-LANES = 4  # connections to one peer: CURVE takes a core for 0.8 GB/s, and each has its own I/O thread
-BEAT_MS = 1_000
-SILENCE_MS = 5_000  # without a sign of life for so long, the connection counts as lost
+LANES = 4  # connections to one peer, each with an I/O thread: CURVE encrypts 0.8 GB/s per core
+HEARTBEAT_MS = 1_000
+HEARTBEAT_TIMEOUT_MS = 5_000  # a connection without a heartbeat for so long counts as lost
 
 
 class PeerHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A request for all keys and then the changes; `fingerprint` is what gives our bytes their meaning."""
+    """A request for all keys and then their changes; `fingerprint` identifies what the bytes depend on."""
 
     version: int
     fingerprint: bytes
@@ -37,17 +37,17 @@ ToPeer = PeerHello | Get
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """The fingerprint is ours too; what we have follows."""
+    """The answer to a hello with the same fingerprint; the keys follow."""
 
 
 class PeerRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """We are not alike; nothing follows."""
+    """The refusal of a hello, for example because the fingerprints differ; no keys follow."""
 
     reason: str
 
 
 class KeyUpdate(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
-    """Keys run together; the first message of a snapshot makes those before it void."""
+    """Added and removed keys, concatenated; the first message of a snapshot replaces all earlier keys."""
 
     held: bytes
     gone: bytes
@@ -55,7 +55,7 @@ class KeyUpdate(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
-    """The frame behind this one is the payload."""
+    """A requested block; the next frame is its payload."""
 
     ticket: int
     key: bytes
@@ -63,7 +63,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
 
 
 class Miss(msgspec.Struct, frozen=True, array_like=True, tag="miss"):
-    """`gone`: it is not here any more; `busy`: as many bytes are in flight as may be."""
+    """The refusal of a `Get`: `gone` if the block is no longer stored, `busy` if all send buffers are in flight."""
 
     ticket: int
     reason: str
@@ -72,8 +72,8 @@ class Miss(msgspec.Struct, frozen=True, array_like=True, tag="miss"):
 FromPeer = Welcome | PeerRefused | KeyUpdate | Block | Miss
 
 
-class Lock(NamedTuple):
-    """The keys that follow from a secret; both ends work out all of them."""
+class CurveKeys(NamedTuple):
+    """The CURVE keys derived from the shared secret; both ends derive all of them."""
 
     server_public: bytes
     server_secret: bytes
@@ -81,17 +81,17 @@ class Lock(NamedTuple):
     client_secret: bytes
 
 
-def lock_of(secret: str) -> Lock | None:
-    """None without a secret. Slow on purpose, so that a weak one cannot be guessed by trying many."""
+def curve_keys(secret: str) -> CurveKeys | None:
+    """Derive the keys from the secret; None without one. Slow on purpose, against brute-force guessing."""
     if not secret:
         return None
     seed = hashlib.scrypt(secret.encode(), salt=b"penstock kv peer 1", n=2**14, r=8, p=1, dklen=64)
     server, client = z85.encode(seed[:32]), z85.encode(seed[32:])
-    return Lock(zmq.curve_public(server), server, zmq.curve_public(client), client)
+    return CurveKeys(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
 
 class CurveGuard:
-    """The authenticator's question: is this the one key that may connect?"""
+    """A credentials provider for ZMQ's authenticator that accepts exactly one client key."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -104,15 +104,15 @@ def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     made = context.socket(kind)
     made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.IPV6, 1)
-    made.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
-    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+    made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     return made
 
 
-def seed_of(fingerprint: bytes) -> int:
-    """For the checksums: bytes of another meaning never pass."""
+def checksum_seed(fingerprint: bytes) -> int:
+    """Return the checksum seed of a fingerprint, so that blocks of another fingerprint fail verification."""
     return int.from_bytes(fingerprint[:8], "little")
 
 
-def split(run: bytes) -> list[bytes]:
+def split_keys(run: bytes) -> list[bytes]:
     return [run[start : start + KEY_BYTES] for start in range(0, len(run), KEY_BYTES)]
