@@ -79,7 +79,11 @@ class EngineSource:
     async def _published(
         self, events: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket
     ) -> AsyncGenerator[Sequence[Frame], None]:
-        """Yield what is published, until the connection ends or a batch is missing that a replay may bring."""
+        """Yield what is published, until the connection ends or a batch is missing that a replay may bring.
+
+        The first batches may be repetitions of what was replayed. After that, a number that does not rise means that the
+        engine counts from the beginning again, which is a gap too."""
+        previous: int | None = None  # the number of the last batch that was published here
         poller = zmq.asyncio.Poller()
         poller.register(events, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
@@ -97,12 +101,15 @@ class EngineSource:
                     log.warning("%s: a message of its events has no number", self._backend.url)
                     continue
                 number = int.from_bytes(message[-2], "big")
-                if self.last is not None and number > self.last + 1:
+                starts_again = previous is not None and number <= previous
+                has_gap = starts_again or (self.last is not None and number > self.last + 1)
+                previous = number
+                if has_gap:
                     self.counts["gaps"] += 1
                     if self._backend.replay is not None:
                         return
-                if self.last is None or number > self.last:
-                    frames += self._apply(number, message[-1])
+                if has_gap or self.last is None or number > self.last:
+                    frames += self._apply(number, message[-1], has_gap=has_gap)
             yield [*frames, Alive(self.blocks.seq)]
 
     async def _replay(self) -> AsyncGenerator[tuple[int, bytes], None]:
@@ -124,11 +131,11 @@ class EngineSource:
         finally:
             socket.close(0)
 
-    def _apply(self, number: int, batch: bytes) -> list[Frame]:
+    def _apply(self, number: int, batch: bytes, *, has_gap: bool = False) -> list[Frame]:
         """Take in a batch and return what it changes. Where batches before it are missing, or it is not understood, removals
         may be lost, so everything is forgotten: a block that is wrongly believed to be cached would draw requests for as
         long as the replica lives."""
-        if has_gap := self.last is not None and number > self.last + 1:
+        if has_gap:
             self._forget()
         self.last = number
         self.counts["batches"] += 1

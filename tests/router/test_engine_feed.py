@@ -87,6 +87,20 @@ def test_after_a_gap_that_cannot_be_filled_nothing_is_believed_that_may_have_bee
             until(lambda: blocks(router, engine) == 1)
 
 
+@pytest.mark.parametrize("has_replay", [True, False])
+def test_when_the_numbers_of_batches_start_again_nothing_older_is_believed(has_replay: bool) -> None:
+    with stand_in() as engine:
+        backend = engine.backend if has_replay else engine.backend.partition(",replay")[0]
+        with running_router(backend, tokenizes=True) as router:
+            until(lambda: is_followed(router, engine))
+            engine.publisher.publish(stored(IDS[:64]))
+            engine.publisher.publish(stored([9] * 16))
+            until(lambda: blocks(router, engine) == 5)
+            engine.publisher.count_from_zero()
+            engine.publisher.publish(stored(IDS[:32]))
+            until(lambda: blocks(router, engine) == 2 and is_followed(router, engine))
+
+
 def test_an_engine_that_starts_again_has_nothing_cached() -> None:
     with stand_in() as engine, running_router(engine.backend, tokenizes=True) as router:
         until(lambda: is_followed(router, engine))

@@ -6,7 +6,10 @@ import socket
 import threading
 from typing import Any
 
+import pytest
+
 from penstock.engine.http.kv_stream import Changes, Frame, Hello, pack, snapshot
+from penstock.router.fleet import kv_feed
 from penstock.router.http.upstream import Dechunker
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
 from tests.support.router_stub import Seen, stub
@@ -64,6 +67,26 @@ def test_a_gap_is_noticed_at_once_though_frames_come_one_by_one() -> None:
     def send(sock: socket.socket, frames: list[Frame]) -> None:
         data = b"".join(map(pack, frames))
         sock.sendall(b"%x\r\n%s\r\n" % (len(data), data))
+
+    with stub() as backend:
+        backend.questions[b"/kv_events"] = events
+        with running_router(backend.url):
+            until(lambda: num_streams >= 2, timeout_s=30)
+            may_end.set()
+
+
+def test_a_stream_that_stalls_is_left_and_connected_to_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_feed, "SILENT_S", 0.2)
+    num_streams, may_end = 0, threading.Event()
+
+    def events(_seen: Seen, sock: socket.socket) -> None:
+        nonlocal num_streams
+        num_streams += 1
+        sock.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        frames: list[Frame] = [Hello("e", "sha256", b"", 16, 0), *snapshot(0, {"device": b"k" * 8})]
+        data = b"".join(map(pack, frames))
+        sock.sendall(b"%x\r\n%s\r\n" % (len(data), data))
+        may_end.wait()  # nothing more is sent, and the connection stays open
 
     with stub() as backend:
         backend.questions[b"/kv_events"] = events

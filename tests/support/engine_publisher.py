@@ -83,6 +83,12 @@ class Publisher:
         self._wanted.put((batch(*events, time_s=id(self) + self._number), is_lost))
         self._wanted.join()
 
+    def count_from_zero(self) -> None:
+        """Number the next batch 0, with nothing left to replay, while the sockets stay as they are."""
+        self._wanted.join()
+        self._buffer.clear()
+        self._number = 0
+
     def close(self) -> None:
         self._stop.set()
         self._thread.join(10)
