@@ -48,8 +48,7 @@ class AnswerWriter:
 
     def begin(self, data: bytes = b"", *, is_whole: bool = False) -> None:
         """Write the head, what was held, and `data`. `is_whole`: this is all of the body."""
-        self._held.append(data)
-        body, lines = b"".join(self._held), self.head.lines
+        body, lines = b"".join((*self._held, data)) if self._held else data, self.head.lines
         self._held = []
         mapped = in_openais_form(self.head, body) if is_whole and self.head.status >= 400 else None
         if mapped is not None:

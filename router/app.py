@@ -7,7 +7,7 @@ fleet needs another key, for a replica that a tenant could add would read the ot
 import asyncio
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,7 +18,7 @@ from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig
-from penstock.router.exchange import Exchange, RequestTrace, as_refusal
+from penstock.router.exchange import Exchange, RequestSpans, as_refusal
 from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.edge import ClientConnection, Edge
@@ -26,12 +26,9 @@ from penstock.router.http.heads import ClientRequest, Headers
 from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.lines import line_of
 from penstock.router.metrics import RouterMetrics
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, PROMPTS, Asked, Routable, Texts
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, NOTHING, PROMPTS, Asked, Routable, Texts
 from penstock.router.question import RoutedRequest, stored_id
 from penstock.router.routes import METHODS, OPEN, OWN, PROBED, PROXIED, STORED, is_proxied
-
-if TYPE_CHECKING:
-    from penstock.router.spans import ExchangeSpans
 
 LOOK_S = 0.5  # between two looks at running requests and at the loop's lag
 JSON = [(b"content-type", b"application/json")]
@@ -39,7 +36,7 @@ TEXT = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
 PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]
 ROOT = b"This is a Penstock router. The API is under /v1, the fleet at /replicas; every replica has a page of its own at /.\n"
 ID = re.compile(r"[\w.-]{1,256}", re.ASCII)  # of a stored response
-NO_TRACE = RequestTrace()
+NULL = msgspec.Raw(b"null")
 
 
 class ReplicaChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,17 +53,13 @@ class RouteQuestion(Asked):
 
 
 class RouterApp:
-    def __init__(self, config: RouterConfig, fleet: Fleet, texts: Texts, version: str) -> None:
+    def __init__(self, config: RouterConfig, fleet: Fleet, texts: Texts, version: str, spans: RequestSpans) -> None:
         self.config = config
         self.fleet = fleet
         self.texts = texts
         self.version = version
         self.edge = Edge(self, config.limits)
-        self.spans: ExchangeSpans | None = None
-        if config.telemetry.otlp_traces_endpoint is not None:  # the SDK is an extra, and takes long to import
-            from penstock.router import spans
-
-            self.spans = spans.ExchangeSpans(config.telemetry, config.policy)
+        self.spans = spans
         self.lines = AccessLog(form, "router") if (form := config.access_log) != "off" else None
         self.metrics = RouterMetrics(fleet, self.edge.refused)
         self.is_draining = False
@@ -96,13 +89,14 @@ class RouterApp:
         return error
 
     def _refusal(self, request: ClientRequest) -> HttpError | None:
-        path, method = request.path, request.method.decode("latin-1")
+        path = request.path
         if not path.startswith("/"):
             return HttpError(400, "the request target must begin with '/'")
         if not self._is_allowed(request, path):
             return NO_KEY
         if is_proxied(path):
-            return self._objection(request, method)
+            return self._objection(request)
+        method = request.method.decode("latin-1")
         if path not in OWN:
             return HttpError(404, f"{method[:16]} {clip(path)}: there is no such route")
         if request.method not in METHODS.get(path, (b"GET", b"HEAD")):
@@ -114,10 +108,12 @@ class RouterApp:
             return True
         return path == "/replicas" and bool(self._admin_keys) and _admits(self._admin_keys, request)
 
-    def _objection(self, request: ClientRequest, method: str) -> HttpError | None:
-        if method != "POST" and (request.path in PROXIED or method not in ("GET", "DELETE")):
-            return HttpError(405, f"{method[:16]}: not a method of this route")
-        kind = request.content_type if method == "POST" else b"application/json"
+    def _objection(self, request: ClientRequest) -> HttpError | None:
+        """Return why a request for a replica is refused; None if it is not."""
+        method = request.method
+        if method != b"POST" and (request.path in PROXIED or method not in (b"GET", b"DELETE")):
+            return HttpError(405, f"{method.decode('latin-1')[:16]}: not a method of this route")
+        kind = request.content_type if method == b"POST" else b"application/json"
         if kind != b"application/json" and kind.partition(b";")[0].strip().lower() != b"application/json":
             return HttpError(415, "content-type: 'application/json' is expected", param="content-type")
         if self.is_draining:
@@ -163,11 +159,10 @@ class RouterApp:
 
     def _proxy(self, request: ClientRequest, connection: ClientConnection) -> None:
         asked = decode(Asked, request.body) if request.body or request.path in PROXIED else Asked()
-        if bytes(asked.kv_transfer_params) not in (b"", b"null") and self.fleet.has_prefills:
+        if asked.kv_transfer_params not in (NOTHING, NULL) and self.fleet.has_prefills:
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
             raise HttpError(400, message, param="kv_transfer_params")
-        trace = NO_TRACE if self.spans is None else self.spans.begin(request)
-        exchange = Exchange(self.fleet, self.metrics, request, connection, trace, self._ended)
+        exchange = Exchange(self.fleet, self.metrics, request, connection, self.spans.begin(request), self._ended)
         connection.reader = exchange
         self.exchanges.add(exchange)
         try:

@@ -62,6 +62,19 @@ class RequestTrace:
     def end(self, exchange: "Exchange", status: int) -> None: ...
 
 
+NO_TRACE = RequestTrace()
+
+
+class RequestSpans:
+    """Begins the spans of requests where nothing is recorded; spans.py has the other kind."""
+
+    def begin(self, request: ClientRequest) -> RequestTrace:  # noqa: ARG002
+        return NO_TRACE
+
+    def close(self) -> None:
+        """Export what has been recorded. May block."""
+
+
 class Exchange:
     """Chooses replicas for one request until one answers; the sink of the answer's leg. Ends exactly once, by `on_end`.
 
@@ -174,10 +187,10 @@ class Exchange:
         self._num_data = self._num_reported = self._num_data_then = 0
         if group.prefills is not None:
             self._split(group.prefills, charge)
-        body = question.body_for(leg.replica)
+        lines, body = question.form_for(leg.replica)
         if self.prefill is not None:
             body = self.prefill.hint(body, is_form=question.has_ids_for(leg.replica))
-        lines, request = question.lines_for(leg.replica), self.request
+        request = self.request
         leg.start(request.target, lines, body, request.method, is_repeatable=question.is_repeatable)
 
     def _split(self, prefills: ReplicaGroup, charge: Charge) -> None:
@@ -285,7 +298,8 @@ class Exchange:
         self._reads_usage = head.cached_tokens is None and self.leg is not None and self.leg.replica.text_digest is None
 
     def data(self, data: bytes) -> None:
-        self._num_data += data.count(b"\n\n") or 1  # events of a stream; several may come at once
+        # A piece of a stream may have several events.
+        self._num_data += (data.count(b"\n\n") or 1) if self._answer.head.is_stream else 1
         # `in` would cost three times as much: on bytes it first tries its left side as a number, by an exception.
         if self._reads_usage and data.rfind(b'"cached_tokens":') >= 0:
             self._cached = cached_tokens_in(data)

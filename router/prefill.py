@@ -102,10 +102,10 @@ def start_prefill(
         charge.release(ok=False)
         return None
     prefill = PrefillLeg(fleet, charge, fields, span_of(charge, "prefill"), on_end)
-    path, body = request.path, question.body_for(prefill.leg.replica)
+    path, (lines, body) = request.path, question.form_for(prefill.leg.replica)
     if question.has_ids_for(prefill.leg.replica):
         path, body = COMPLETIONS, ids_of(body)  # ids are the same whatever made them
     else:
         body = prompt_of(fields)
-    prefill.leg.start(path.encode(), question.lines_for(prefill.leg.replica), body)
+    prefill.leg.start(path.encode(), lines, body)
     return prefill

@@ -38,14 +38,12 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
         routable = self.routable
         return routable.body_with_ids is not None and replica.text_digest == routable.text_digest
 
-    def lines_for(self, replica: Replica) -> bytes:
-        """Return the headers for the replica, written."""
-        kind = _WITH_IDS if self.has_ids_for(replica) else _JSON
-        return self.request.lines + kind + (replica.key_line or self.client_key)
-
-    def body_for(self, replica: Replica) -> bytes:
-        form = self.routable.body_with_ids
-        return form if form is not None and self.has_ids_for(replica) else self.request.body
+    def form_for(self, replica: Replica) -> tuple[bytes, bytes]:
+        """Return the headers for the replica, written, and the body."""
+        request, form, kind = self.request, self.routable.body_with_ids, _WITH_IDS
+        if form is None or not self.has_ids_for(replica):
+            form, kind = request.body, _JSON
+        return request.lines + kind + (replica.key_line or self.client_key), form
 
 
 def stored_id(path: str, asked: Asked) -> str | None:

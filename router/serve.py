@@ -24,6 +24,7 @@ from penstock.router.app import RouterApp
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig, replicas_of, resolve
 from penstock.router.discovery import Discovery, discovered_like
+from penstock.router.exchange import RequestSpans
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_feed import KvFeeds
 from penstock.router.fleet.probe import Prober, ServedModel
@@ -139,7 +140,7 @@ class RouterProcess:
         self.config = config
         self.texts = texts
         self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
-        self.app = RouterApp(config, self.fleet, texts, __version__)
+        self.app = RouterApp(config, self.fleet, texts, __version__, spans_of(config))
         self.prober = Prober(self.fleet, config, self._on_info)
         self.feeds = KvFeeds(self.fleet)
         self.discovery = Discovery(config.discover, lambda method, text: self.app.apply(method, text, None))
@@ -178,8 +179,7 @@ class RouterProcess:
         await self.prober.close()
         self.app.close()
         await self.fleet.tasks.close()
-        if self.app.spans is not None:
-            await asyncio.to_thread(self.app.spans.close)
+        await asyncio.to_thread(self.app.spans.close)
         for replica in (*self.fleet.replicas.values(), *self.fleet.detached):
             replica.pool.close()
         self.texts.close()
@@ -221,6 +221,15 @@ def texts_of(config: RouterConfig) -> Texts:
     if texts.segments is not None and not texts.segments.is_exact:
         log.warning("this tokenizer cannot be cut at special tokens; every prompt is tokenized whole")
     return texts
+
+
+def spans_of(config: RouterConfig) -> RequestSpans:
+    """Return what records the spans of requests, if they are exported."""
+    if config.telemetry.otlp_traces_endpoint is None:
+        return RequestSpans()
+    from penstock.router.spans import ExchangeSpans  # its SDK is an extra, and takes long to import
+
+    return ExchangeSpans(config.telemetry, config.policy)
 
 
 def with_room_for_connections(config: RouterConfig) -> RouterConfig:

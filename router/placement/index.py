@@ -1,6 +1,6 @@
-"""The index of who holds what: Python's side of csrc/route_index.c.
+"""The index of which slot holds which blocks: the Python side of csrc/route_index.c.
 
-It knows 64-bit keys and slot numbers, nothing of replicas, time or load. Any thread may call any method: the C side
+The index has 64-bit keys and slot numbers, and no replicas, time or load. Any thread may call any method: the C side
 holds a lock, and the calls release the GIL. Memory is bounded at construction.
 
 A key is the low 64 bits of the engine's own. The engine's rules (cache/keys.py) and these must agree on every id, or
@@ -8,7 +8,7 @@ nothing ever matches: both call csrc/keys.c.
 """
 
 import secrets
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,11 +20,11 @@ from penstock.cache.keys import namespace_root
 Keys = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int32]
 MAX_SLOTS = 8192  # as in C
-BYTES, I32S, U64S = map(ffi.typeof, ("uint8_t[]", "int32_t[]", "uint64_t[]"))  # by name it is looked up at each call
+BYTES, I32S, U64S = map(ffi.typeof, ("uint8_t[]", "int32_t[]", "uint64_t[]"))  # parsed once, not at each call
 
 
 class KeySpace(NamedTuple):
-    """How one kind of replica names its blocks. Replicas of one model and block size share it."""
+    """The names that one kind of replica gives its blocks. Replicas of one model and block size share a key space."""
 
     fingerprint: bytes
     block_size: int
@@ -34,8 +34,8 @@ class KeySpace(NamedTuple):
 
 
 class PromptKeys(msgspec.Struct, frozen=True, gc=False):
-    """The keys of a prompt's full blocks. `num_ends`: behind so many keys there are tokens of the prompt, where a cached
-    state may be of use."""
+    """The keys of a prompt's full blocks. `num_ends`: the number of keys that tokens of the prompt follow, so that a state
+    cached there is of use."""
 
     keys: Keys
     num_ends: int
@@ -54,7 +54,8 @@ class NoSlotLeft(RuntimeError):
 
 
 class RouteIndex:
-    """Facts (what replicas said) are kept until they are taken back or evicted, hopes (our guesses) until they fade."""
+    """Holds facts, which replicas reported, until they are withdrawn or evicted; and hopes, the router's predictions, until
+    they fade."""
 
     def __init__(self, capacity: int, num_hopes: int = 2**17, seed: int | None = None) -> None:
         for name, value in (("capacity", capacity), ("num_hopes", num_hopes)):
@@ -81,11 +82,11 @@ class RouteIndex:
         return slot
 
     def retire_slot(self, slot: int) -> None:
-        """Forget what it held. O(1): the bits are swept up later."""
+        """Forget what the slot holds. O(1): its bits are swept up later."""
         lib.penstock_route_retire_slot(self._index, slot)
 
     def store(self, slot: int, keys: bytes | Keys) -> int:
-        """Returns how many keys the slot's limit refused."""
+        """Store facts; return how many keys the limit of the slot refused."""
         raw = ffi.from_buffer(BYTES, keys)
         num_refused: int = lib.penstock_route_store(self._index, slot, raw, len(raw) // 8)
         return num_refused
@@ -95,27 +96,25 @@ class RouteIndex:
         lib.penstock_route_remove(self._index, slot, raw, len(raw) // 8)
 
     def hope(self, slot: int, keys: Keys, num_known: int | None = None) -> None:
-        """`num_known`: how many leading keys may be facts of this slot; where not given, all may."""
+        """Store predictions. `num_known`: how many leading keys may be facts of this slot already (default: all)."""
         known = len(keys) if num_known is None else num_known
         lib.penstock_route_hope(self._index, slot, ffi.from_buffer(U64S, keys), len(keys), known)
 
     def fade(self) -> None:
         lib.penstock_route_fade(self._index)
 
-    def match(self, keys: Keys, num_ends: int | None = None, counts: Counts | None = None) -> Counts:
-        """Return per slot how many leading keys it holds; in `counts`, if that is given."""
-        num_ends = len(keys) if num_ends is None else num_ends
-        if counts is None:
-            counts = np.empty(self.num_slots, dtype=np.int32)
-        lib.penstock_route_match(
-            self._index,
-            ffi.from_buffer(U64S, keys),
-            len(keys),
-            num_ends,
-            ffi.from_buffer(I32S, counts),
-            len(counts),
-        )
+    def match(self, keys: Keys) -> Counts:
+        """Return per slot how many leading keys it holds."""
+        counts = np.empty(self.num_slots, dtype=np.int32)
+        self.match_into(ffi.from_buffer(I32S, counts), PromptKeys(keys, len(keys)))
         return counts
+
+    def match_into(self, counts: Any, prompt: PromptKeys) -> None:
+        """Count per slot how many leading keys of the prompt it holds. `counts`: an array of C, `int32_t[num_slots]`."""
+        keys = prompt.keys
+        lib.penstock_route_match(
+            self._index, ffi.from_buffer(U64S, keys), len(keys), prompt.num_ends, counts, self.num_slots
+        )
 
     def num_held(self, slot: int) -> int:
         num_held: int = lib.penstock_route_num_held(self._index, slot)

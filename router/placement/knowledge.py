@@ -1,8 +1,9 @@
-"""What the router believes each replica has cached, and how sure it is.
+"""What each replica has cached, as far as the router knows.
 
-Facts come as frames of a replica's event stream. Beside them stand hopes: what requests that were just placed there
-will have put into the cache. A replica that says nothing is guessed at: what was sent to it counts as cached, in two
-generations of half its cache each, so that the guess forgets about as the replica does. docs/router.md draws it.
+Facts come as frames of a replica's event stream. Hopes are the router's predictions: blocks that requests which were just
+placed there will put into the cache. If a replica publishes no events, its cache is guessed: what was sent to it counts as
+cached, in two generations of half its cache each, so that the guess forgets about as fast as the replica does.
+docs/router.md has a figure.
 """
 
 from collections import Counter
@@ -13,21 +14,21 @@ import numpy as np
 
 from penstock._csrc import ffi, lib
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.placement.index import Counts, KeySpace, NoSlotLeft, PromptKeys, RouteIndex
+from penstock.router.placement.index import KeySpace, NoSlotLeft, PromptKeys, RouteIndex
 from penstock.router.placement.policy import PolicyConfig
 
 TIERS = ("device", "host", "disk")
-OLDER = len(TIERS)  # a row's fourth slot: the older generation of a guess
+OLDER = len(TIERS)  # the fourth slot of a row: the older generation of a guess
 I32S = ffi.typeof("int32_t[]")
-SHRINK, GROW = 0.7, 1.05  # of the cache that a guess reckons with, for an answer that says how much was cached
+SHRINK, GROW = 0.7, 1.05  # factors on the guessed capacity, after an answer that reports its cached tokens
 LEAST_BLOCKS = 16
 EMPTY = 0  # a slot that never holds anything
-# What goes wrong in event streams; the last are keys beyond a replica's limit.
+# Faults of event streams. keys_refused_total: keys beyond the limit of a replica.
 STREAM_COUNTS = ("event_gaps_total", "event_repeats_total", "event_stalls_total", "keys_refused_total")
 
 
 class ReplicaCache:
-    """One replica's slots in the index and the state of its event stream."""
+    """One replica's slots in the index, and the state of its event stream."""
 
     def __init__(self, row: int, space: KeySpace, num_blocks: int, now_s: float) -> None:
         self.row = row
@@ -36,29 +37,29 @@ class ReplicaCache:
         self.engine_id: str | None = None
         self.seq: int | None = None  # of the last frame taken in; None: no snapshot yet
         self.heard_s = now_s
-        self.hits_at_ends = False  # as its hello says
+        self.hits_at_ends = False  # as its Hello states
         self.is_guess = True  # until the first snapshot
         self.wants_snapshot = True
-        self.is_counted = False  # answers say how much was cached
+        self.is_counted = False  # answers report how much was cached
         self.counts: Counter[str] = Counter()
 
     @property
     def kind(self) -> str:
-        """What the knowledge of it stands on."""
+        """Return what the knowledge of this cache is based on."""
         return "events" if not self.is_guess else "answers" if self.is_counted else "approximate"
 
 
 class Knowledge:
-    """All replicas' caches over one index. Only `RouteIndex` may be used from any thread."""
+    """The caches of all replicas, in one index. Of this only `RouteIndex` may be used from any thread."""
 
     def __init__(self, config: PolicyConfig, clock: Callable[[], float], seed: int | None = None) -> None:
         self._config = config
         self._clock = clock
-        self.totals: Counter[str] = Counter()  # of all replicas that ever were
+        self.totals: Counter[str] = Counter()  # over all replicas, removed ones included
         self.index = RouteIndex(config.max_facts, seed=seed)
         empty = self.index.add_slot(0)
         assert empty == EMPTY
-        self._counts: Counts = np.empty(1, dtype=np.int32)  # of the last prompt that was looked up
+        self._num_counts, self._counts = 1, ffi.new(I32S, 1)  # per slot, of the last prompt that was looked up
         self._slots = np.zeros((OLDER + 1, 8), dtype=np.int64)
         self._c = ffi.new(
             "struct penstock_slots *", {"host_credit": config.host_credit, "disk_credit": config.disk_credit}
@@ -82,10 +83,10 @@ class Knowledge:
         self._forget(cache)
         del self._caches[cache.row]
 
-    # -- what replicas say ---------------------------------------------------------------------------------
+    # -- cache events ---------------------------------------------------------------------------------
 
     def take(self, cache: ReplicaCache, frame: Frame) -> None:
-        """Whatever a frame says, only the hit rate can suffer: limits hold for every replica by itself."""
+        """Take in a frame of a replica's event stream. A wrong frame costs hits and no memory, for each replica has a limit."""
         cache.heard_s = self._clock()
         if isinstance(frame, Hello):
             self._greet(cache, frame)
@@ -97,10 +98,10 @@ class Knowledge:
             self._miss(cache)
 
     def _greet(self, cache: ReplicaCache, hello: Hello) -> None:
-        cache.wants_snapshot = False  # it follows
+        cache.wants_snapshot = False  # a snapshot follows
         cache.seq = None
-        is_new = cache.engine_id not in (None, hello.engine_id)  # a new process: it has nothing
-        is_other = cache.hits_at_ends != hello.hits_at_ends  # what was guessed at meant something else
+        is_new = cache.engine_id not in (None, hello.engine_id)  # a new process, with an empty cache
+        is_other = cache.hits_at_ends != hello.hits_at_ends  # the guessed keys had another meaning
         cache.engine_id, cache.hits_at_ends = hello.engine_id, hello.hits_at_ends
         if is_new or is_other:
             self._forget(cache)
@@ -127,7 +128,7 @@ class Knowledge:
             return
         if changes.cleared:
             self._drop(cache, layer)
-        # Behind a gap this is as true as ever; what was missed stays wrong until the snapshot.
+        # After a gap these changes are still right. What was missed stays wrong until the snapshot.
         if self._slots[layer, cache.row] != EMPTY:
             self.index.remove(int(self._slots[layer, cache.row]), changes.removed)
         self._store(cache, changes.tier, changes.stored)
@@ -144,7 +145,7 @@ class Knowledge:
         if self._slots[layer, cache.row] == EMPTY:
             self._slots[layer, cache.row] = slot = self._add_slot(cache, 16 if layer else 1)
             self._num_deep += slot != EMPTY and layer in (1, 2)
-        # The empty slot refuses every key.
+        # The slot EMPTY refuses every key.
         self._count(cache, "keys_refused_total", self.index.store(int(self._slots[layer, cache.row]), keys))
 
     def _count(self, cache: ReplicaCache, what: str, number: int = 1) -> None:
@@ -163,17 +164,17 @@ class Knowledge:
             self.index.retire_slot(slot)
 
     def _add_slot(self, cache: ReplicaCache, times: int = 1) -> int:
-        """Return a fresh slot, or EMPTY where none is free now: a later call asks again."""
-        limit = 2 * cache.most_blocks + 1024  # twice what it can hold: room for changes on their way
+        """Return a new slot, or EMPTY if none is free now; the caller then tries again later."""
+        limit = 2 * cache.most_blocks + 1024  # twice its capacity: room for changes in flight
         try:
             return self.index.add_slot(limit * times, cache.hits_at_ends)
         except NoSlotLeft:
             return EMPTY
 
-    # -- what the router thinks itself ---------------------------------------------------------------------
+    # -- the router's predictions ---------------------------------------------------------------------
 
     def expect(self, cache: ReplicaCache, prompt: PromptKeys, num_known: int) -> None:
-        """A request with these keys goes there now; the first `num_known` it should have."""
+        """Record that a request with these keys goes to the replica, which should have the first `num_known` of them."""
         keys, last = prompt.keys, prompt.num_ends
         slot = int(self._slots[0, cache.row])
         if slot == EMPTY:
@@ -192,8 +193,8 @@ class Knowledge:
             self._slots[0, cache.row] = self._add_slot(cache)
 
     def compare(self, cache: ReplicaCache, predicted: int, actual: int) -> None:
-        """An answer said how much of its prompt was cached. Its own blocks are there now, whatever was thought; but a guess
-        that promised too much forgets too late, as of a cache that is larger than this one."""
+        """Adapt the guessed capacity to how much of a prompt was cached. A guess that predicted too much assumes a cache that
+        is too large, and forgets too late."""
         cache.is_counted = True
         if not cache.is_guess or not predicted:
             return
@@ -202,9 +203,8 @@ class Knowledge:
         elif actual >= predicted - cache.space.block_size:
             cache.num_blocks = min(int(cache.num_blocks * GROW) + 1, cache.most_blocks)
 
-    def tick(self) -> None:
-        """Let hopes fade, and begin to guess where events have stalled. Cheap; called at every decision."""
-        now_s = self._clock()
+    def tick(self, now_s: float) -> None:
+        """Let hopes fade, and guess the caches of replicas whose events have stalled. Cheap; called for every choice."""
         if now_s - self._faded_s < self._config.hope_s / 2:
             return
         self._faded_s = now_s
@@ -215,17 +215,18 @@ class Knowledge:
                 cache.seq = None
                 self._count(cache, "event_stalls_total")
 
-    # -- what it comes to ----------------------------------------------------------------------------------
+    # -- cached tokens ----------------------------------------------------------------------------------
 
     def cached_tokens(self, prompt: PromptKeys, block_size: int, space_of_row: Any, space: int, fleet: Any) -> None:
-        """Fill in, per row of the key space, how many tokens of the prompt need not be computed there; deeper tiers count in
-        part. `space_of_row` and `fleet` are C's."""
-        if len(self._counts) != self.index.num_slots:
-            self._counts = np.empty(self.index.num_slots, dtype=np.int32)
-        self.index.match(prompt.keys, prompt.num_ends, self._counts)
+        """Fill in, per row of the key space, how many tokens of the prompt need not be computed there. Deeper tiers count in
+        part. `space_of_row` and `fleet` are C structures."""
+        if self._num_counts != self.index.num_slots:
+            self._num_counts = self.index.num_slots
+            self._counts = ffi.new(I32S, self._num_counts)
+        self.index.match_into(self._counts, prompt)
         lib.penstock_cached_tokens(
             self._c,
-            ffi.from_buffer(I32S, self._counts),
+            self._counts,
             block_size,
             space_of_row,
             space,
@@ -252,4 +253,4 @@ class Knowledge:
 
 
 def _layer(tier: str) -> int | None:
-    return TIERS.index(tier) if tier in TIERS else None  # a tier that came later than this router counts for nothing
+    return TIERS.index(tier) if tier in TIERS else None  # None: a tier that this router does not know

@@ -1,7 +1,7 @@
-"""The load of each replica: columns of numbers, and the charge that each request is.
+"""The load of each replica: a table with a column for each number, and a charge for each request.
 
-A charge is made when a request is placed and released exactly once, whatever becomes of the request. Health checks,
-drains and restarts never change these numbers. The replica's prefill speed is learned from the charges' first tokens.
+A charge is made when a request is placed, and released exactly once however the request ends. Health checks, drains and
+restarts never change these numbers. The prefill speed of a replica is learned from the first tokens of its charges.
 """
 
 from collections.abc import Callable, Collection
@@ -25,8 +25,8 @@ OTHERS_MEMORY = 0.75  # weight of the past at each look
 
 
 class LoadTable:
-    """One row per replica; a freed row is used again. Columns are views of one array that grows by doubling, and
-    csrc/route_choice.c chooses among them."""
+    """One row per replica; freed rows are used again. The columns are views of one array that grows by doubling;
+    csrc/route_choice.c reads them to choose a row."""
 
     queued: Column  # tokens placed there whose first token has not come
     waiting: Column  # how many requests they belong to
@@ -64,7 +64,7 @@ class LoadTable:
         self._name_columns()
 
     def add(self, capacity: float, speed: float | None) -> int:
-        """Return a row. Until its speed was learned, a replica is taken to be like the mean of the others."""
+        """Return the row of a new replica. Until its speed is learned, the mean of the other replicas is used."""
         if self._free:
             row = self._free.pop()
         else:
@@ -91,18 +91,19 @@ class LoadTable:
         self._count_rows()
 
     def choose(self, num_tokens: int, now_s: float, sticky: int = -1, excluded: Collection[int] = ()) -> int:
-        """The row for a request by what `cached` says of its prompt, -1 if none is open; `sticky` is its session's."""
+        """Return the row for a request, whose cached tokens are in the column `cached`; -1 if no replica is open. `sticky` is
+        the row of its session, or -1."""
         rows = ffi.new("int64_t[]", list(excluded)) if excluded else ffi.NULL
         row: int = lib.penstock_fleet_choose(self.c, num_tokens, now_s, sticky, rows, len(excluded))
         return row
 
     def prediction(self, row: int) -> tuple[float, float, float]:
-        """At the last choice: cached tokens, tokens queued before, and the time to the first token."""
+        """Return what the last choice predicted: cached tokens, tokens queued ahead, and seconds to the first token."""
         return self.c.cached[row], self.c.backlog[row], self.c.ttft[row]
 
     def learn(self, row: int, speed: float) -> None:
-        """A replica that has done nothing yet is taken to be like the others. A fixed guess would keep it idle for ever
-        where it is too low: what it is worth shows only in work."""
+        """Set the speed of a replica. Replicas whose speed is unknown get the mean of the known ones: a fixed guess that is too
+        low would keep such a replica idle, and its speed can only be learned from requests."""
         self.speed[row] = speed
         self._unknown.discard(row)
         if self._unknown:
@@ -110,7 +111,7 @@ class LoadTable:
             self.speed[list(self._unknown)] = self.speed[list(known)].mean()
 
     def backlog_of(self, row: int, now_s: float) -> float:
-        """Queued tokens, less what the oldest request must have got done since its turn came."""
+        """Return the queued tokens, less what has been computed of the oldest request since its turn came."""
         done = min((now_s - self.head_since[row]) * self.speed[row], self.head[row])
         return float(self.queued[row] - max(done, 0.0))
 
@@ -132,7 +133,7 @@ COLUMNS = tuple(get_annotations(LoadTable))
 
 
 class Ledger(msgspec.Struct):
-    """Sums over all charges, by their names among the metrics: what was predicted, and what was."""
+    """Sums over all charges of predicted and actual values. The fields are the names of the metrics."""
 
     decisions_total: int = 0
     requests_ok_total: int = 0
@@ -160,7 +161,7 @@ class Ledger(msgspec.Struct):
 
 
 class ReplicaLoad:
-    """One replica's row, its charges in order, and what is learned from them."""
+    """One replica's row, its charges in order of placement, and what is learned from them."""
 
     def __init__(self, table: LoadTable, row: int, ledger: Ledger, clock: Callable[[], float]) -> None:
         self.table = table
@@ -180,7 +181,7 @@ class ReplicaLoad:
         lib.penstock_fleet_place(self.table.c, self.row, charge.own_tokens, charge.held_tokens, charge.placed_s)
 
     def answer(self, charge: "Charge", now_s: float) -> None:
-        """Its first token has come, or never will."""
+        """Stop counting the charge as waiting: its first token has come, or never will."""
         if self._waiting.pop(charge, self) is self or self.is_gone:
             return
         oldest = next(iter(self._waiting), None)
@@ -188,7 +189,7 @@ class ReplicaLoad:
         lib.penstock_fleet_answer(self.table.c, self.row, charge.own_tokens, next_own, now_s)
 
     def lighten(self, charge: "Charge", own_tokens: float) -> None:
-        """A waiting request turns out to be less work here."""
+        """Lower the work that a waiting request is for this replica."""
         if not self.is_gone:
             self.table.queued[self.row] -= charge.own_tokens - own_tokens
             if next(iter(self._waiting)) is charge:
@@ -196,7 +197,8 @@ class ReplicaLoad:
         charge.own_tokens = own_tokens
 
     def see_others(self, count: float) -> None:
-        """A look is seconds old when it counts, and most requests are over by then: what lasts is their mean."""
+        """Record how many requests of other routers and clients are in flight here. The mean over several looks is used, because
+        a look is seconds old when it counts and most of the requests have ended by then."""
         if not self.is_gone:
             change = (1 - OTHERS_MEMORY * self._is_seen) * (count - self.num_others)
             self.num_others += change
@@ -209,7 +211,7 @@ class ReplicaLoad:
             lib.penstock_fleet_leave(self.table.c, self.row, charge.held_tokens)
 
     def learn(self, num_tokens: float, seconds: float) -> None:
-        """So many tokens of prefill were done in so long, queue and own prompt together."""
+        """Learn the speed from prefill tokens, queued ones included, and the seconds that they took."""
         if num_tokens < MIN_SAMPLE_TOKENS or seconds <= 0 or self.is_gone:
             return
         self._sample_tokens = SPEED_MEMORY * self._sample_tokens + num_tokens
@@ -217,8 +219,8 @@ class ReplicaLoad:
         self.table.learn(self.row, self._sample_tokens / self._sample_s)
 
     def learn_delay(self, num_tokens: int, seconds: float) -> None:
-        """So many tokens of an answer came in so long: a step each, whose time all that are in flight share. Its median is
-        followed, as a client that reads slowly would spoil a mean."""
+        """Learn the delay per request in flight from the tokens of an answer and the seconds that they took. Follow the median,
+        because a client that reads slowly would distort a mean."""
         if num_tokens >= MIN_STREAM_TOKENS and not self.is_gone:
             delay, share_s = self.table.delay, seconds / num_tokens / self.table.active[self.row]
             delay[self.row] *= DELAY_STEP if share_s > delay[self.row] else 1 / DELAY_STEP
@@ -233,7 +235,7 @@ class ReplicaLoad:
 
 
 class Charge:
-    """One request at one replica: `first_token`, `tokens` as they come, `release` at its end, which may be any time.
+    """One request at one replica. Call `first_token`, then `tokens` as they come; call `release` at the end, at any time.
     A second release does nothing."""
 
     __slots__ = (
@@ -249,6 +251,7 @@ class Charge:
         cached_tokens: float,
         ahead_tokens: float,
         ttft_s: float,
+        now_s: float,
     ) -> None:
         self.replica = replica
         self.num_tokens = num_tokens
@@ -259,20 +262,20 @@ class Charge:
         self.ahead_tokens = ahead_tokens
         self.is_answered = self.is_released = self.is_handed_over = False
         self._load = load
-        self.placed_s = load.clock()
+        self.placed_s = now_s
         load.ledger.decisions_total += 1
         load.place(self)
 
     def hand_over(self, ttft_s: float) -> None:
-        """The prompt is computed elsewhere and comes as blocks, within `ttft_s` by what is known there: for the queue
-        here it is a single token. It says nothing of this replica's speed."""
+        """Note that another replica computes the prompt, in `ttft_s` by its own prediction. In the queue here the request then
+        counts as one token, and this replica's speed is not learned from it."""
         assert not self.is_answered and not self.is_released, "only a prompt that waits can be computed elsewhere"
         self.is_handed_over = True
         self._load.lighten(self, 1.0)
         self.predicted_cached_tokens, self.predicted_ttft_s = self.num_tokens - 1, ttft_s
 
     def first_token(self, cached_tokens: int | None = None) -> None:
-        """The first token is here; `cached_tokens` as the replica counted them, where it says so."""
+        """Record the first token. `cached_tokens`: as the replica reports them, if it does."""
         assert not self.is_released and not self.is_answered, "a first token comes once, before the release"
         self.is_answered = True
         load, now_s = self._load, self._load.clock()
@@ -284,18 +287,18 @@ class Charge:
         load.ledger.compare(self, cached_tokens, now_s - self.placed_s)
 
     def counted(self, cached_tokens: int) -> None:
-        """As `first_token` with a count, of a replica that says it at the end."""
+        """Record the cached tokens of a replica that reports them at the end of its answer."""
         if not self.is_handed_over:
             self._load.ledger.count(self, cached_tokens)
 
     def tokens(self, count: int) -> None:
-        """So many tokens of the answer have come; each holds a place in the replica's cache."""
+        """Record `count` more tokens of the answer. Each holds a place in the replica's cache."""
         if not self.is_released and not self._load.is_gone:
             self.held_tokens += count
             self._load.table.held[self._load.row] += count
 
     def streamed(self, num_tokens: int) -> None:
-        """The answer was a stream of so many tokens, and has come to its end."""
+        """Record the end of a streamed answer of `num_tokens` tokens."""
         self._load.learn_delay(num_tokens - 1, self._load.clock() - self.answered_s)
 
     def release(self, ok: bool = True) -> None:

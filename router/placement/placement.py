@@ -1,8 +1,7 @@
-"""The deciding half of the router: where a request goes, from what is known of caches and of load.
+"""Chooses the replica for a request, from the caches and the load of all replicas of one model.
 
-One `Placement` per router process, called from the event loop; only `prepare` may run in another thread. It does no I/O
-and starts nothing: the data plane says who is there, feeds it the replicas' event frames, asks, and reports back
-through the charge it got.
+A `Placement` is called from the event loop; only `prepare` may run in another thread. It does no I/O and starts nothing: the
+fleet adds and removes replicas, the feeds hand it cache events, and the exchange reports progress through its charge.
 """
 
 import time
@@ -23,16 +22,16 @@ from penstock.router.placement.knowledge import STREAM_COUNTS, Knowledge, Replic
 from penstock.router.placement.load import Charge, Ledger, LoadTable, ReplicaLoad
 from penstock.router.placement.policy import PolicyConfig, Speed
 
-GUESSED_TOKENS = 2**18  # that a replica's cache holds which does not say: little enough that the guess forgets in time
-MAX_SALT = 256  # characters, of one whose root is kept
+GUESSED_TOKENS = 2**18  # assumed capacity of a replica that reports none; small, so that a guess is forgotten in time
+MAX_SALT = 256  # characters of the longest salt whose root is cached
 NO_NAMES: frozenset[str] = frozenset()
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a replica says of itself. One that says nothing has keys of the router's own making, which serve to guess: few, for
-    each costs half a microsecond, and a guess need not be exact.
+    """What a replica reports about its cache. The defaults are for a replica that reports nothing: its cache is guessed with
+    large blocks, because each key costs half a microsecond and a guess need not be exact.
 
-    `num_blocks` 0: unknown. `prefill_tokens_per_s`: a hint for the time before anything is learned.
+    `num_blocks` 0: unknown. `prefill_tokens_per_s`: the speed to assume until it is learned.
     """
 
     fingerprint: bytes = b""
@@ -42,7 +41,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
-    """A prompt's keys in every key space of the fleet."""
+    """The block keys of a prompt, in every key space of the fleet."""
 
     num_tokens: int
     spaces: tuple[tuple[KeySpace, PromptKeys], ...]
@@ -73,10 +72,10 @@ class Placement:
         self._space_of_row = ffi.new("int64_t[]", 8)
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
-    # -- who is there --------------------------------------------------------------------------------------
+    # -- replicas --------------------------------------------------------------------------------------
 
     def add_replica(self, name: str, info: ReplicaInfo) -> None:
-        """It takes no requests before `set_available`."""
+        """Add a replica, which takes no requests before `set_available`. Raises ValueError for information that is invalid."""
         if name in self._replicas:
             raise ValueError(f"name: {name!r} is a replica already")
         info = converted(msgspec.structs.asdict(info), ReplicaInfo)
@@ -91,7 +90,7 @@ class Placement:
         self._count_spaces()
 
     def remove_replica(self, name: str) -> None:
-        """Its charges may still be released; they count for nothing."""
+        """Remove a replica. Its charges may still be released, without effect."""
         replica = self._replicas.pop(name)
         del self._rows[replica.load.row]
         replica.load.is_gone = True
@@ -105,14 +104,14 @@ class Placement:
         self.loads.is_open[self._replicas[name].load.row] = float(available)
 
     def see_others(self, name: str, count: float) -> None:
-        """So many requests were in flight there, at a look, that did not come through here."""
+        """Record how many requests of other clients and routers are in flight at the replica."""
         self._replicas[name].load.see_others(count)
 
     # -- a request -----------------------------------------------------------------------------------------
 
     def prepare(self, tokens: Any, salt: str | None = None, adapter: str | None = None) -> Prompt:
-        """Hash a prompt (bytes or buffer of little-endian int32). For any thread; the GIL is released."""
-        raw = tokens if isinstance(tokens, bytes) else bytes(memoryview(tokens).cast("B"))
+        """Hash a prompt (bytes or a buffer of little-endian int32). Any thread may call this; the GIL is released."""
+        raw = tokens if type(tokens) is bytes else bytes(memoryview(tokens).cast("B"))
         found = []
         for space in self._spaces:
             is_short = salt is None or len(salt) <= MAX_SALT
@@ -129,17 +128,18 @@ class Placement:
         exclude: frozenset[str] = NO_NAMES,
         expects: bool = True,
     ) -> Charge | None:
-        """The replica for a request, charged with it; None where none may take it. `expects`: the prompt will be in its
-        cache at once; else the caller says so when it is (`expect`)."""
-        self.knowledge.tick()
-        row = self._row(prompt, num_tokens, session, exclude)
+        """Choose a replica and charge it with the request; return None if no replica may take it. `expects`: count the prompt
+        as cached there at once; otherwise the caller does so later, with `expect`."""
+        now_s = self._clock()
+        self.knowledge.tick(now_s)
+        row = self._row(prompt, num_tokens, session, exclude, now_s)
         if row < 0:
             return None
         replica = self._rows[row]
         if session is not None:
             self._remember(session, replica.name)
         cached, backlog, ttft = self.loads.prediction(row)
-        charge = Charge(replica.load, replica.name, num_tokens, cached, backlog, ttft)
+        charge = Charge(replica.load, replica.name, num_tokens, cached, backlog, ttft, now_s)
         if expects and prompt is not None:
             self.expect(charge, prompt)
         return charge
@@ -147,11 +147,10 @@ class Placement:
     def preview(
         self, prompt: Prompt | None, num_tokens: int, session: str | None, exclude: frozenset[str]
     ) -> dict[str, Any] | None:
-        """Return what `choose` would do now, and what it goes by; None where no replica may take the request. Nothing is
-        charged, remembered or expected."""
+        """Return what `choose` would do now, and why; None if no replica may take the request. Changes nothing."""
         fleet = self.loads.c
         kept = fleet.turn, fleet.random
-        row = self._row(prompt, num_tokens, session, exclude)
+        row = self._row(prompt, num_tokens, session, exclude, self._clock())
         fleet.turn, fleet.random = kept
         rows = []
         for name, replica in self._replicas.items():
@@ -177,7 +176,7 @@ class Placement:
         }
 
     def expect(self, charge: Charge, prompt: Prompt) -> None:
-        """The prompt is in its replica's cache now, or about to be."""
+        """Count the prompt as cached at the charged replica, where it is or soon will be."""
         replica = self._replicas.get(charge.replica)
         if replica is None:
             return
@@ -187,25 +186,26 @@ class Placement:
                 self.knowledge.expect(replica.cache, keys, min(num_known, len(keys.keys)))
 
     def counted(self, charge: Charge, cached_tokens: int) -> None:
-        """The answer said at its end how many tokens were cached."""
+        """Record the cached tokens that an answer reported at its end."""
         charge.counted(cached_tokens)
         replica = self._replicas.get(charge.replica)
         if replica is not None:
             self.knowledge.compare(replica.cache, charge.predicted_cached_tokens, cached_tokens)
 
-    def _row(self, prompt: Prompt | None, num_tokens: int, session: str | None, exclude: frozenset[str]) -> int:
-        """The one that is chosen; below 0: none."""
-        now_s = self._clock()
+    def _row(
+        self, prompt: Prompt | None, num_tokens: int, session: str | None, exclude: frozenset[str], now_s: float
+    ) -> int:
+        """Return the row of the replica that is chosen, or -1."""
         self._look_up(prompt)
         sticky = self._replicas.get(self._sessions.get(session, "")) if session is not None else None
         excluded = [self._replicas[name].load.row for name in exclude if name in self._replicas] if exclude else ()
         return self.loads.choose(num_tokens, now_s, -1 if sticky is None else sticky.load.row, excluded)
 
     def _look_up(self, prompt: Prompt | None) -> None:
-        """What of the prompt is cached where, into the fleet's column."""
+        """Fill the column `cached` with the cached tokens of the prompt at each replica."""
         self.loads.cached.fill(0.0)
         for space, keys in () if prompt is None else prompt.spaces:
-            if space in self._spaces:  # else the last replica that named blocks so has left since
+            if space in self._spaces:  # otherwise the last replica of this key space has left
                 index = self._spaces.index(space)
                 self.knowledge.cached_tokens(keys, space.block_size, self._space_of_row, index, self.loads.c)
 
@@ -215,22 +215,22 @@ class Placement:
         if len(self._sessions) > self.policy.max_sessions:
             self._sessions.popitem(last=False)
 
-    # -- what replicas say ---------------------------------------------------------------------------------
+    # -- cache events ---------------------------------------------------------------------------------
 
     def apply_events(self, name: str, batch: Iterable[Frame]) -> None:
-        """Frames of the replica's event stream, in the order in which they came."""
+        """Take in frames of the replica's event stream, in their order."""
         cache = self._replicas[name].cache
         for frame in batch:
             self.knowledge.take(cache, frame)
 
     def needs_snapshot(self, name: str) -> bool:
-        """Something was missed, or nothing was heard yet: connect to the stream again, it begins with a snapshot."""
+        """Return whether an event was missed or none has come yet. A new connection begins with a snapshot."""
         return self._replicas[name].cache.wants_snapshot
 
-    # -- looking in ----------------------------------------------------------------------------------------
+    # -- views ----------------------------------------------------------------------------------------
 
     def view(self) -> dict[str, dict[str, Any]]:
-        """Per replica, what /replicas shows."""
+        """Return what /replicas shows, by replica."""
         now_s = self._clock()
         return {name: self._view_one(replica, now_s) for name, replica in self._replicas.items()}
 
@@ -255,7 +255,7 @@ class Placement:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Counters and gauges of the whole router; what is per replica is in `view`."""
+        """Return counters and gauges of all replicas together. `view` has those of each replica."""
         return {
             **msgspec.structs.asdict(self.ledger),
             "approximate_replicas": sum(replica.cache.is_guess for replica in self._replicas.values()),

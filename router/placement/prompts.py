@@ -1,10 +1,9 @@
-"""From a request's body to what the placement needs: token ids, a salt, a length. And the body that carries the ids.
+"""Turns the body of a request into what the placement needs (token ids, salt, length), and into a body with the ids.
 
-Tokenizing happens here once, in threads, and the engine is sent the ids. They are sent only where they are beyond
-doubt what the engine would have made itself: from fields that are known not to touch the prompt, and to a replica
-with the same tokenizer and template. In every other case the ids are no more than a hint about its cache, and the
-replica gets the client's own bytes. Without a tokenizer four bytes of JSON stand for a token: no engine knows
-such keys, but requests that begin alike still meet.
+Prompts are tokenized once, here, and the engine is sent the ids. The ids are sent only if the engine would make the same
+ones: all fields of the body are known not to change the prompt, and the replica has the same tokenizer and template.
+Otherwise the ids only serve to find cached blocks, and the replica gets the client's own body. Without a tokenizer, four
+bytes of JSON stand for a token: no engine has such keys, but requests with a common beginning go to the same replica.
 """
 
 import asyncio
@@ -30,8 +29,8 @@ NOTHING = Raw()
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-# What of a body makes the prompt, in its order. Of agents' APIs no ids are made here: requests that begin alike meet by
-# their bytes, as without a tokenizer.
+# The fields of a body that make the prompt, in order. No ids are made for /v1/responses and /v1/messages: their bytes are
+# used, as without a tokenizer.
 PROMPTS = {
     CHAT: ("messages",),
     COMPLETIONS: ("prompt",),
@@ -39,7 +38,7 @@ PROMPTS = {
     "/v1/messages": ("system", "messages"),
 }
 
-# Fields that do not touch the prompt. One that is not listed keeps the ids at home.
+# Fields that do not change the prompt. With a field that is not listed, the replica is not sent ids.
 BESIDE_THE_PROMPT = frozenset(
     {
         *("model", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature"),
@@ -60,7 +59,7 @@ _IDS = msgspec.json.Decoder(list[int])
 
 
 class Asked(msgspec.Struct):
-    """The fields that the router looks at. The rest is between the client and the replica."""
+    """The fields of a request that the router reads."""
 
     model: str | None = None
     prompt: Raw = NOTHING
@@ -84,7 +83,7 @@ class Asked(msgspec.Struct):
 
 
 class ToRender(msgspec.Struct):
-    """Of a chat, what its template is given."""
+    """The fields of a chat that its template is given."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool | None = None
@@ -110,7 +109,7 @@ class Routable(msgspec.Struct, frozen=True, gc=False):
 
 
 class Ids(NamedTuple):
-    """int32 little-endian, and the body's fields. `is_exact`: the engine would have made the same."""
+    """Token ids (int32, little-endian) and the fields of the body. `is_exact`: the engine would make the same ids."""
 
     packed: bytes
     fields: dict[str, Raw]
@@ -130,7 +129,7 @@ class Texts:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def is_long(self, path: str, body: bytes) -> bool:
-        """Whether preparing it would hold up the event loop: then it is done aside, in a thread."""
+        """Return whether the request must be prepared in a thread, because it would block the event loop for too long."""
         return len(body) > INLINE_CHARS and path in PROMPTS
 
     async def prepare_aside(
@@ -143,21 +142,21 @@ class Texts:
     def prepare(
         self, path: str, body: bytes, asked: Asked, placement: Placement, adapter: str | None = None
     ) -> Routable:
-        """Raises HttpError for a body that no replica would take. Safe in any thread. `adapter`: the key of the one that
-        is meant by the name of the model."""
+        """Prepare a request. Safe in any thread. `adapter`: the key of the adapter that the model name stands for. Raises
+        HttpError for a body that no replica would take."""
         if path not in PROMPTS:
             return Routable(None, len(body) // BYTES_PER_TOKEN)
         ids = self.ids(path, body, asked) if path in (CHAT, COMPLETIONS) else None
         if ids is None:
-            text = b"".join([bytes(getattr(asked, name)) for name in PROMPTS[path]])
-            whole = text[: len(text) // BYTES_PER_TOKEN * BYTES_PER_TOKEN]
-            return Routable(placement.prepare(whole, asked.cache_salt, adapter), len(text) // BYTES_PER_TOKEN)
+            text = b"".join([getattr(asked, name) for name in PROMPTS[path]])
+            return Routable(placement.prepare(text, asked.cache_salt, adapter), len(text) // BYTES_PER_TOKEN)
         prompt = placement.prepare(ids.packed, asked.cache_salt, adapter)
         form = token_form.pack(ids.fields, PROMPTS[path][0], ids.packed) if ids.is_exact else None
         return Routable(prompt, len(ids.packed) // 4, form, self.digest, ids.fields)
 
     def ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
-        """None: no tokenizer, several prompts, or something that only the replica can judge."""
+        """Return the token ids of a request; None without a tokenizer, for several prompts, and for a body that only the
+        replica can check."""
         if path == COMPLETIONS and bytes(asked.prompt)[:1] == b"[":
             return _given_ids(asked.prompt, split_object(body))
         limit = MAX_CHARS_PER_TOKEN * self.max_model_len
@@ -167,7 +166,7 @@ class Texts:
         try:
             return self._render(body, fields) if path == CHAT else self._complete(asked.prompt, fields)
         except (ValueError, RecursionError, msgspec.MsgspecError):
-            return None  # the replica says what is wrong, in its own words
+            return None  # the replica reports the error
 
     def _complete(self, prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
         if bytes(prompt)[:1] != b'"' or self.segments is None:
@@ -187,14 +186,14 @@ class Texts:
             documents=chat.documents,
             **rendering(chat),
         )
-        # How far a begun message has reasoned is read from its text, by the engine.
+        # The engine reads the reasoning state of a message to be continued from its text.
         is_plain = not chat.continue_final_message and all(map(_is_plain, chat.messages))
         is_exact = is_plain and fields.keys() <= BESIDE_THE_PROMPT | RENDERED
         return Ids(self.segments.encode(text, bool(chat.add_special_tokens)), fields, is_exact)
 
 
 def _given_ids(prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
-    """Ids that the client gave: no text to make of them, but binary saves the engine reading them as JSON."""
+    """Return the ids that the client sent. Sending them in binary saves the engine from parsing JSON."""
     try:
         ids = array("i", _IDS.decode(prompt))
     except (msgspec.MsgspecError, OverflowError):
@@ -204,7 +203,7 @@ def _given_ids(prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
 
 
 def _is_plain(message: dict[str, Any]) -> bool:
-    """Nothing in it but what every version of the engine renders."""
+    """Return whether every version of the engine renders this message in the same way."""
     return (
         message.keys() <= PLAIN_MESSAGE
         and message.get("role") in PLAIN_ROLES
