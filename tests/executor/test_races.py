@@ -140,7 +140,7 @@ def _forget_the_originals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _post_copies(sampled: SampledTokens, to: Outbox) -> None:
-    sampled._mail = to.send([sampled.tokens.clone(), sampled._largest.clone()])
+    sampled._host_copy = to.send([sampled.tokens.clone(), sampled._largest.clone()])
 
 
 FORGOTTEN = {
