@@ -1,4 +1,4 @@
-"""A replica as the operator writes it. One form serves the command line, a watched file, DNS and `POST /replicas`:
+"""A replica as the operator writes it, on the command line, in a watched file, with DNS and in `POST /replicas`:
 
 http://HOST:PORT[,events=PORT|ENDPOINT][,replay=PORT|ENDPOINT][,key=VARIABLE]
 """
@@ -25,8 +25,8 @@ class RouteError(ValueError):
 
 
 class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`events`, `replay`: where an engine of another kind publishes what it caches (ZMQ), and repeats what was missed.
-    `key`: the environment variable with the key that it asks for."""
+    """`events`, `replay`: the ZMQ endpoints where vLLM or SGLang publishes its cache events, and repeats them.
+    `key`: the environment variable with the API key of the replica."""
 
     url: str
     events: str | None = None
@@ -55,7 +55,7 @@ class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
         return ",".join([self.url, *words])
 
     def lines(self, environment: Mapping[str, str]) -> bytes:
-        """The header with its own key, written; empty where it has none."""
+        """Return the header with the replica's own key, written; empty if it has none. Raises RouteError."""
         if self.key is None:
             return b""
         secret = environment.get(self.key, "")
@@ -79,7 +79,7 @@ def _read(name: str, value: str, url: str, field: str) -> str:
 
 
 def canonical_url(url: str, field: str = "backend") -> str:
-    """`http://host:port`, by which a replica is known; anything else is refused."""
+    """Return `http://host:port`, the name of a replica. Raises RouteError for any other form."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port

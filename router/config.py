@@ -1,4 +1,4 @@
-"""What the operator says about the router. `resolve` turns it into what runs; RouteError names the option."""
+"""The configuration of the router. `resolve` checks it and adds the environment; RouteError names the option."""
 
 import re
 from collections.abc import Mapping
@@ -18,36 +18,36 @@ from penstock.router.discovery import discovered_like
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 ADMIN_KEY_VARIABLE = "PENSTOCK_ADMIN_API_KEY"
 BACKEND_KEY_VARIABLE = "PENSTOCK_BACKEND_API_KEY"
-KEY_PREFIX = "PENSTOCK_BACKEND_KEY_"  # variables with keys that replicas may name which are added later
+KEY_PREFIX = "PENSTOCK_BACKEND_KEY_"  # prefix of variables that replicas which are added later may name
 
 PolicyName = Literal["predicted-ttft", "least-loaded", "round-robin"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long the router waits for replicas, and how much failing it makes up for."""
+    """How long the router waits for replicas, and how much it retries."""
 
     connect_s: Seconds = 2.0
-    # Without a byte from the replica: a queue may be long, a dead one shows by its probe.
+    # Without a byte from the replica. A queue may be long; the probes find a dead replica.
     response_s: Seconds = flag("without a byte of an answer", "S", ("--response-timeout",), default=600.0)
     probe_interval_s: Seconds = flag("default: %(default)g", "S", default=0.5)
     probe_timeout_s: Seconds = 1.0
     retry_share: Share = flag("retries per request", "X", default=0.15)  # over time; see router/fleet/budget.py
-    # Of a model's replicas that misbehaviour may take out; the dead are always out.
+    # The share of a model's replicas that may be ejected. Dead replicas are always out.
     max_ejected_share: Share = flag("of the replicas", "X", default=0.5)
     drain_s: Delay = flag("default: %(default)g", "S", ("--drain-timeout",), default=30.0)
 
 
 class Prefill(msgspec.Struct, frozen=True):
-    """A replica that computes prompts for others, and the address where those read its blocks: its --kv-peer-listen,
-    written as they name it in their --kv-peer."""
+    """A prefill replica, and the address where decode replicas read its blocks: its --kv-peer-listen, written as in
+    their --kv-peer."""
 
     url: str
     peer: str
 
     @classmethod
     def of(cls, text: str) -> "Prefill":
-        """`URL=HOST:PORT`, as on the command line."""
+        """Parse `URL=HOST:PORT`, as on the command line."""
         url, _, peer = text.partition("=")
         return cls(url, peer).check()
 
@@ -62,7 +62,7 @@ class Prefill(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    # Who answers: with `prefills` these are the decode replicas.
+    # The replicas that answer; with `prefills`, the decode replicas.
     backends: tuple[str, ...] = flag("a replica, http://HOST:PORT[,events=PORT…]; repeat for each", "URL", default=())
     prefills: tuple[Prefill, ...] = ()
     prefill_threshold: Count = flag(
@@ -90,18 +90,18 @@ class RouterConfig:
 
     @property
     def key_variables(self) -> frozenset[str]:
-        """The environment variables that the command line names as keys of replicas."""
+        """Return the environment variables that the command line names as keys of replicas."""
         written = [*map(Backend.of, self.backends), *map(discovered_like, self.discover)]
         return frozenset(each.key for each in written if each.key is not None)
 
     @property
     def backend_lines(self) -> bytes:
-        """The headers by which replicas know us, written."""
+        """Return the header with the key for all replicas, written."""
         return b"" if self.backend_api_key is None else f"authorization: Bearer {self.backend_api_key}\r\n".encode()
 
 
 def replicas_of(config: RouterConfig) -> str:
-    """How many there are, in words."""
+    """Return the number of replicas, in words."""
     if not config.prefills:
         return f"{len(config.backends)} replicas"
     return f"{len(config.backends)} decode and {len(config.prefills)} prefill replicas"

@@ -1,10 +1,10 @@
-"""Where replicas are, from elsewhere than the command line: `--discover`, which may be repeated.
+"""Finds replicas in sources other than the command line: `--discover`, which may be repeated.
 
     file:PATH          one replica a line, written as for --backend; read again when it changes
     dns:HOST:PORT      every address of the name, such as that of a headless Service in Kubernetes
 
 The words of --backend may follow a DNS name (`,events=5557,replay=5558`); they apply to each replica that is found. A
-source that cannot be read changes nothing: the known replicas stay, and the probes say which of them are alive.
+source that cannot be read changes nothing: the known replicas stay, and the probes show which of them are alive.
 """
 
 import asyncio
@@ -45,14 +45,14 @@ def discovered_like(source: str) -> Backend:
 
 
 class Discovery:
-    """Keeps the fleet in line with its sources. `apply` adds ("POST") or takes out ("DELETE") a replica; what others have
-    added is left alone."""
+    """Keeps the fleet in line with its sources. `apply` adds ("POST") or removes ("DELETE") a replica. Replicas that were
+    not added here are left alone."""
 
     def __init__(self, sources: tuple[str, ...], apply: Callable[[str, str], None]) -> None:
         self._sources = sources
         self._apply = apply
-        self._found: dict[str, dict[str, str]] = {source: {} for source in sources}  # by URL: how it is written
-        self._added: set[str] = set()  # of their URLs, those that were not there before
+        self._found: dict[str, dict[str, str]] = {source: {} for source in sources}  # URL → the replica as written
+        self._added: set[str] = set()  # URLs that were added here
         self._tasks = Tasks()
         self.close = self._tasks.close
 
@@ -68,7 +68,7 @@ class Discovery:
                     async for texts in found:
                         self._take(source, texts)
                         said = ""
-            except (OSError, ValueError, LookupError, TypeError) as error:  # or what it says has another form
+            except (OSError, ValueError, LookupError, TypeError) as error:  # or the source has another form
                 if str(error) != said:
                     said = str(error)
                     log.warning("discover: %s: %s; the replicas that are known stay", source, said or "no answer")
@@ -91,14 +91,14 @@ class Discovery:
     def _change(self, method: str, text: str) -> bool:
         try:
             self._apply(method, text)
-        except (HttpError, RouteError) as error:  # the operator has named it too, or its key is not set
+        except (HttpError, RouteError) as error:  # added by the operator too, or its key is not set
             log.warning("discover: %s: %s", text, error)
             return False
         return True
 
 
 async def states(source: str) -> AsyncGenerator[list[str], None]:
-    """Yield all replicas of a source, each time that they may have changed."""
+    """Yield all replicas of a source, whenever they may have changed."""
     found = check_source(source)
     if found["path"]:
         read: tuple[int, int] | None = None

@@ -61,10 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """RouteError is the user's to mend, and one line on stderr."""
+    """Run the router; return the exit code. Raises RouteError for a mistake of the user, which is shown as one line."""
     try:
         log_to_stderr(args.log_level)
-    except ValueError as error:  # of the environment's
+    except ValueError as error:  # an invalid level in the environment
         raise RouteError(str(error)) from None
     config = check(args)
     _say_if_empty(config)
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         raise RouteError(f"port: {error.strerror or error}") from None
     with contextlib.ExitStack() as stack:
         for sock in sockets:
-            stack.enter_context(sock)  # closed as well where the router does not come up
+            stack.enter_context(sock)  # closed also if the router does not start
         return uvloop.run(serve_alone(config, sockets))
 
 
@@ -92,7 +92,7 @@ def _say_if_empty(config: RouterConfig) -> None:
 
 
 def check(args: argparse.Namespace) -> RouterConfig:
-    """What will run; RouteError for what cannot."""
+    """Return the configuration that runs; raise RouteError if it cannot."""
     config = resolve(_config(args), os.environ)
     check_tokens(config)
     for source in config.discover:
@@ -198,7 +198,7 @@ class RouterProcess:
             self.fleet.tasks.spawn(self._follow_engine(replica))
 
     async def _follow_engine(self, replica: Replica) -> None:
-        """Follow its events if the router makes the tokens that it makes, because they name blocks by their tokens."""
+        """Follow the engine's events if the router makes the same tokens, because the events name blocks by their tokens."""
         is_same: bool | None = False
         if self.texts.tokenizer is not None:
             is_same = await agrees(replica, self.texts, self.config.patience.response_s)
@@ -263,8 +263,8 @@ async def serve(
     """Run the router until it is stopped; return the exit code."""
     config = with_room_for_connections(config)
     router = RouterProcess(config, texts_of(config))
-    # What start-up made lives as long as the process, and requests make few cycles: scanning all of it again and
-    # again would only be heard as pauses.
+    # Objects from start-up live as long as the process, and requests make few cycles. Scanning them all again and again
+    # would only cause pauses.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

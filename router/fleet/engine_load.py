@@ -1,7 +1,7 @@
-"""What engines of another kind say of their load and their cache: a few numbers of their `/metrics`.
+"""Reads the load and the cache size of vLLM and SGLang from their `/metrics`.
 
-Other clients and other routers may use them too. So from what an engine says is in flight, our own requests are taken
-off; the rest counts at a choice as requests of ours would. vLLM and SGLang have the same numbers by other names.
+Other clients and routers may use these engines too. The router's own requests are subtracted from the number that an engine
+reports as in flight; the rest counts like our own requests when a replica is chosen.
 """
 
 import re
@@ -31,17 +31,17 @@ _LABEL = re.compile(r'(\w+)="(\d+)"')
 
 
 class EngineLoad(msgspec.Struct):
-    """Summed over the engine's parts; the use of the cache is of the fullest."""
+    """The load, summed over the parts of an engine. `cache_use` is that of the fullest part."""
 
     running: float = 0.0
     waiting: float = 0.0
     cache_use: float = 0.0  # 0 to 1
-    block_size: int = 0  # 0: not said
+    block_size: int = 0  # 0: not reported
     num_blocks: int = 0
 
 
 def load_of(text: str) -> EngineLoad | None:
-    """None: these are no metrics of such an engine."""
+    """Return the load; None if the text has no metrics of such an engine."""
     load, is_found = EngineLoad(), False
     for name, labels, value in _SAMPLE.findall(text):
         if name.endswith(":cache_config_info"):
@@ -56,7 +56,7 @@ def load_of(text: str) -> EngineLoad | None:
 
 
 async def ask_load(pool: Pool, key_line: bytes, timeout_s: float) -> EngineLoad | None:
-    """None also where it does not answer: the probes say that."""
+    """Ask an engine for its load; None also if it does not answer, which the probes report."""
     try:
         status, body = await fetch(pool, "/metrics", key_line, timeout_s)
     except (ConnectFailed, TimeoutError):

@@ -1,6 +1,6 @@
-"""All replicas, grouped by the model they serve, and which of them may be asked.
+"""All replicas, grouped by the model they serve, and which of them are available.
 
-The placement of a group chooses. The fleet decides which replicas are available, and bounds the effect of failures: at most a
+The placement of a group chooses a replica. The fleet decides which replicas are available, and bounds the effect of failures: at most a
 share of a group is taken out for failing while alive. Dead replicas are always out. Replicas that only compute prompts are a
 group of their own beside the group that answers.
 """
@@ -34,10 +34,12 @@ class ReplicaGroup:
         self.root = root
         self.placement = placement
         self.replicas: dict[str, Replica] = {}
-        self.adapters: dict[str, str] = {}  # names and keys; where replicas differ, those of one of them
+        self.adapters: dict[str, str] = {}  # name → key; if replicas differ, one replica's
         self.is_mixed = False  # whether some replica does not know a name that another answers to
         self.full: set[str] = set()  # replicas that have as many requests as they may
-        self.prefills: ReplicaGroup | None = None  # who computes long prompts of this model, if others do
+        self.prefills: ReplicaGroup | None = (
+            None  # the replicas that compute long prompts of this model, if there are any
+        )
 
     @property
     def names(self) -> list[str]:
@@ -82,8 +84,8 @@ class Fleet:
     def key_line(self, backend: Backend) -> bytes:
         """Return the header with the key that the replica asks for, written. Raises RouteError.
 
-        A replica that is added while the router runs can only name a key that was meant for replicas: otherwise whoever may
-        add one could have any variable of the router's environment sent to an address of their own."""
+        A replica that is added while the router runs can only name a key that was meant for replicas: otherwise a client
+        with the admin key could have any variable of the router's environment sent to an address of its own."""
         variable = backend.key
         if variable is not None and variable not in self._key_variables and not variable.startswith(KEY_PREFIX):
             raise RouteError(
@@ -108,12 +110,12 @@ class Fleet:
         self.settle(replica)
 
     def rename(self, replica: Replica, models: tuple[str, ...], adapters: dict[str, str]) -> None:
-        """It serves other adapters than before; what is known of its cache stays."""
+        """Record that the replica serves other adapters. Its cache stays known."""
         replica.models, replica.adapters = models, adapters
         self._name_groups()
 
     def detach(self, replica: Replica) -> None:
-        """Another may take its address. What it has begun goes on, until it is forgotten."""
+        """Free the address of the replica for another one. Its requests in flight go on until `forget`."""
         self._leave_group(replica)
         if self.replicas.get(replica.url) is replica:
             del self.replicas[replica.url]
@@ -125,7 +127,7 @@ class Fleet:
         replica.pool.close()
 
     def home(self, replica: Replica) -> ReplicaGroup | None:
-        """Its group; None while it is not known what it serves."""
+        """Return the group of the replica; None while its model is unknown."""
         return self._side(replica).get(replica.root or "")
 
     @property
@@ -133,14 +135,14 @@ class Fleet:
         return any(replica.peer is not None for replica in self.replicas.values())
 
     def all_groups(self) -> Iterator[tuple[str, ReplicaGroup]]:
-        """Each with the role of its replicas."""
+        """Yield every group with the role of its replicas."""
         for group in self.groups.values():
             yield "both" if group.prefills is None else "decode", group
         for group in self.prefills.values():
             yield "prefill", group
 
     def group_of(self, model: str | None) -> ReplicaGroup:
-        """The group that serves `model`; where only one is served, its name may be left out."""
+        """Return the group that serves `model`. None stands for the only model. Raises HttpError."""
         if model is None and len(self.groups) == 1:
             return next(iter(self.groups.values()))
         group = self._by_name.get(model or "")
@@ -154,7 +156,7 @@ class Fleet:
         raise HttpError(404, f"model: {clip(model)!r} is not served here; {served} is", param="model")
 
     def begin(self, replica: Replica) -> None:
-        """A request goes to the replica."""
+        """Count a request that is sent to the replica."""
         replica.begin()
         self.num_in_flight += 1
         if replica.num_in_flight >= self._limit_of(replica):
@@ -214,7 +216,7 @@ class Fleet:
         return replica.state in BY_CONDUCT and group is not None and replica not in self._held_out(group)
 
     def changed(self, replica: Replica, before: State) -> None:
-        """A state was set: say so, and let those who wait at a dead replica go elsewhere."""
+        """Act on a change of state: log it, update availability, and move the requests that wait at a dead replica."""
         if replica.state == before:
             return
         log.info("%s: %s → %s (%s)", replica.url, before, replica.state, replica.reason)
@@ -225,7 +227,7 @@ class Fleet:
 
     @contextmanager
     def observing(self, replica: Replica) -> Iterator[None]:
-        """`with fleet.observing(replica): replica.failed(…)`: what follows from a change of state happens."""
+        """Call `changed` after the block, which may change the replica's state: `with fleet.observing(replica): …`."""
         before = replica.state
         try:
             yield
@@ -256,7 +258,7 @@ class Fleet:
             }
 
     def _held_out(self, group: ReplicaGroup) -> set[Replica]:
-        """Of those out by conduct, the ones that stay out: the worst, up to the share."""
+        """Return the suspect and ejected replicas that get no requests: ejected ones first, up to `max_ejected_share`."""
         room = int(len(group.replicas) * self.config.patience.max_ejected_share)
         out = [each for each in group.replicas.values() if each.state in BY_CONDUCT]
         out.sort(key=lambda each: (each.state != "ejected", each.url))

@@ -1,9 +1,9 @@
-"""One replica as the router knows it: where it is, whether it may be asked, and what is in flight there.
+"""One replica as the router knows it: its address, its state, and the number of its requests in flight.
 
-Two kinds of evidence. Its own word, `/ready`, asked twice a second: a replica that is not ready or does not
-answer is *down*. And its conduct: failures in a row of a replica that calls itself ready *eject* it for a while,
-then one request is let through as a trial. A connection that breaks or cannot be made makes it *suspect* until the next
-probe, which is sent at once, so a killed process is out of rotation within milliseconds.
+The state has two sources. Probes ask `/ready` twice a second: a replica that is not ready or does not answer is *down*. The
+outcomes of requests are the other: several failures in a row *eject* a replica that is ready for a while, and then one request
+is let through as a trial. A connection that breaks or cannot be made makes the replica *suspect* until the next probe, which is
+sent at once, so a killed process gets no more requests within milliseconds.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ SILENT_PROBES = 2  # unanswered in a row: down. One may be a busy moment
 
 
 class Replica:
-    """`url` is its name. The fleet decides with `state` and the share of ejected ones who is asked."""
+    """`url` is its name. The fleet decides from `state` and the share of ejected replicas whether it gets requests."""
 
     def __init__(
         self, backend: Backend, connect_timeout_s: float, key_line: bytes = b"", peer: str | None = None
@@ -36,16 +36,16 @@ class Replica:
         self.backend = backend
         self.url = backend.url
         self.key_line = key_line  # the header with the key that it asks for, written
-        self.peer = peer  # of one that only computes prompts: where decode engines read its blocks
+        self.peer = peer  # for a prefill replica: where decode engines read its blocks
         self.pool = Pool(parts.hostname or "", parts.port or 80, parts.netloc.encode(), connect_timeout_s)
         self.state: State = "starting"
         self.reason = "not probed yet"
-        self.models: tuple[str, ...] = ()  # the names it serves; the first one's root is its group
-        self.adapters: dict[str, str] = {}  # of these names, those of adapters, and what is in the keys of their blocks
+        self.models: tuple[str, ...] = ()  # the names that it serves; the root of the first is its group
+        self.adapters: dict[str, str] = {}  # names of adapters → what the keys of their blocks contain
         self.root: str | None = None
         self.info = ReplicaInfo()  # of its blocks
-        self.link: EngineSource | None = None  # to the cache events of an engine of another kind
-        self.load: EngineLoad | None = None  # what such an engine says of it
+        self.link: EngineSource | None = None  # the source of its cache events, for vLLM and SGLang
+        self.load: EngineLoad | None = None  # as such an engine reports it
         self.text_digest: str | None = None  # of its tokenizer and template; see router/placement/prompts.py
         self.num_in_flight = 0
         self.num_requests = 0
@@ -63,7 +63,7 @@ class Replica:
 
     @property
     def is_sound(self) -> bool:
-        """Nothing is held against it: a good answer changes nothing."""
+        """Return whether a good answer would change nothing."""
         return self.state == "up" and self._failures_in_row == 0
 
     def begin(self) -> None:
@@ -75,10 +75,10 @@ class Replica:
         assert self.num_in_flight >= 0, f"{self.url}: a request ended twice"
 
     async def has_died(self, timeout_s: float) -> bool:
-        """Whether its process gives no answer any more: one question for all who ask meanwhile.
+        """Ask whether the process has died; concurrent callers share one question.
 
-        A connection alone proves no life: the kernel closes the sockets of a killed process one after the other, and the
-        one that listens may be the last."""
+        A connection that can be made does not prove that it lives: the kernel closes the sockets of a killed process one
+        after the other, and the listening one may be the last."""
         if self._question is None or self._question.done():
             self._question = asyncio.get_running_loop().create_task(self._ask_health(timeout_s))
         return await asyncio.shield(self._question)
@@ -92,7 +92,7 @@ class Replica:
             pass
         return False
 
-    # Its word.
+    # Probes.
 
     def probe_passed(self, now_s: float) -> None:
         self._silent_probes = 0
@@ -105,7 +105,7 @@ class Replica:
             self._set("up", "ready")
 
     def probe_refused(self, reason: str, *, is_draining: bool) -> None:
-        """It answered, and said no; or refused the connection."""
+        """Record that it answered that it is not ready, or refused the connection."""
         self._silent_probes = 0
         if self.state != "removing":
             self._set("draining" if is_draining else "down", reason)
@@ -115,7 +115,7 @@ class Replica:
         if self.state != "removing" and self._silent_probes >= SILENT_PROBES:
             self._set("down", f"{self._silent_probes} probes in a row were not answered")
 
-    # Its conduct.
+    # Outcomes of requests.
 
     def answered(self) -> None:
         self._failures_in_row = 0
@@ -124,7 +124,7 @@ class Replica:
             self._set("up", "the trial went well")
 
     def connection_broke(self, reason: str, now_s: float) -> None:
-        """Or could not be made: perhaps the process died. `failed` as well; the probe that follows says which."""
+        """Record a connection that broke or could not be made. Perhaps the process died; the next probe shows it."""
         self.failed(reason, now_s)
         if self.state == "up":
             self._set("suspect", reason)

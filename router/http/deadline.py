@@ -1,8 +1,8 @@
-"""Time-outs that do not blame others for an event loop that was busy elsewhere.
+"""Timeouts that do not expire because the event loop itself was blocked.
 
-A loop that is held up for two seconds finds, when it comes round again, timers that are due and answers that have long
-been there, and it looks at the timers first. So a time-out here is reached only when its time has passed and the loop has
-come round ROUNDS times since it was set: enough to connect, write and read what was waiting.
+After a loop has been blocked for two seconds, timers are due and answers are waiting, and the loop runs the timers first. So a
+timeout here expires only when its time has passed and the loop has run ROUNDS times since it was set, which is enough to
+connect, write and read what was waiting.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ ROUNDS = 8
 
 @asynccontextmanager
 async def within(seconds: float) -> AsyncIterator[None]:
-    """As asyncio.timeout: TimeoutError after `seconds`."""
+    """Raise TimeoutError after `seconds`, as asyncio.timeout does."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
         num_left = ROUNDS

@@ -1,9 +1,8 @@
-"""Client connections: HTTP/1.1 in, one request at a time, with limits on bytes and time.
+"""Client connections: HTTP/1.1, one request at a time, with limits on bytes and time.
 
-httptools parses strictly (it is the parser of the replicas too) and what it lets pass beyond our taste is refused
-here. A request is handed on when its body is complete: what goes to a replica is written anew with one
-Content-Length, so there is no framing of the client's that a replica could read differently. Knows neither
-routes nor replicas.
+httptools parses strictly (replicas use the same parser), and this file refuses a few more forms. A request is passed on when
+its body is complete. It is written anew for the replica with one Content-Length, so that client and replica cannot disagree
+about its framing. This file has no routes and no replicas.
 """
 
 import asyncio
@@ -27,14 +26,14 @@ class Handler(Protocol):
     """The application behind the edge."""
 
     def admit(self, request: ClientRequest) -> HttpError | None:
-        """Look at the headers; a refusal is answered before the body is read."""
+        """Check the headers; a refusal is sent before the body is read."""
 
     def handle(self, request: ClientRequest, connection: "ClientConnection") -> None:
         """Answer through the connection: `answer`, or `write` pieces and then `finish`."""
 
 
 class Reader(Protocol):
-    """The writer of an answer; it hears when the client is slow, quick again, or gone."""
+    """The writer of an answer. Called when the client reads slowly, reads again, or has left."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
@@ -49,7 +48,7 @@ class Edge:
         self.limits = limits
         self.heads = Heads(limits.max_header_bytes, limits.max_body_bytes)
         self.connections: set[ClientConnection] = set()
-        self.refused: Counter[int] = Counter()  # status → what never became a request
+        self.refused: Counter[int] = Counter()  # status → refusals of what was no valid request
         self.is_closing = False
         self._sweep_s = min(0.5, limits.header_timeout_s / 4, limits.body_timeout_s / 4, limits.write_timeout_s / 4)
         self._due_s = NEVER  # the next sweep
@@ -60,14 +59,14 @@ class Edge:
 
     @property
     def is_written(self) -> bool:
-        """All answers have left for their clients."""
+        """Return whether all answers have been handed to the kernel."""
         return not any(each.transport.get_write_buffer_size() for each in self.connections)
 
     def start(self) -> None:
-        """One sweep looks after the deadlines of all connections: two timers a request would cost more than it."""
+        """Check the deadlines of all connections, and again after a pause: two timers for each request would cost more."""
         now_s = time.monotonic()
         late_s = now_s - self._due_s
-        if late_s > self._sweep_s:  # the router was busy elsewhere: what has come meanwhile is not read yet
+        if late_s > self._sweep_s:  # the loop was blocked, and what has arrived is not read yet
             for connection in self.connections:
                 connection.deadline_s += late_s
                 connection.write_deadline_s += late_s
@@ -79,7 +78,7 @@ class Edge:
         self._timer = asyncio.get_running_loop().call_later(self._sweep_s, self.start)
 
     def shutdown(self) -> None:
-        """From now on connections close with their answer; idle ones at once."""
+        """Close every connection with its next answer, and idle ones now."""
         self.is_closing = True
         for connection in list(self.connections):
             if connection.is_idle:
@@ -143,7 +142,7 @@ class ClientConnection(asyncio.Protocol):
             reader.client_gone()
 
     def eof_received(self) -> bool:
-        return False  # a client that shuts its half down has left: what it asked for is dropped
+        return False  # a client that shuts down its half has left; its request is dropped
 
     def data_received(self, data: bytes) -> None:
         if self._inside == "nothing" and self.current is None and not self._waiting and not self.is_paused:
@@ -161,7 +160,7 @@ class ClientConnection(asyncio.Protocol):
             self._feed(data[start : start + limit])
 
     def _take_whole(self, request: ClientRequest) -> None:
-        """What `on_headers_complete` and `on_message_complete` do, where there is nothing to be waited for."""
+        """Do what `on_headers_complete` and `on_message_complete` do, for a request that came in one piece."""
         request.keep_alive = not self.edge.is_closing
         objection = self.edge.handler.admit(request)
         if objection is not None:
@@ -188,7 +187,7 @@ class ClientConnection(asyncio.Protocol):
         if self._waiting and self._inside != "refused":
             self.transport.pause_reading()
 
-    # What the parser finds. It goes on to the end of its slice when a request was refused.
+    # Callbacks of the parser, which goes on to the end of its slice after a refusal.
 
     def on_message_begin(self) -> None:
         if self._inside == "nothing":
@@ -236,7 +235,7 @@ class ClientConnection(asyncio.Protocol):
             self._waiting.append(request)
 
     def _objection(self, request: ClientRequest, fields: dict[bytes, bytes], version: str) -> HttpError | None:
-        """What is valid for the parser and not for us."""
+        """Return the refusal of a request that the parser accepts and the router does not."""
         if self._num_head_bytes:  # it came in pieces: else the slice was no longer than the limit
             num_bytes = len(request.target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
             if num_bytes > self.limits.max_header_bytes:
@@ -272,7 +271,7 @@ class ClientConnection(asyncio.Protocol):
     # Answers.
 
     def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        """A whole answer of the router's own to the current request."""
+        """Send a whole answer of the router's own to the current request."""
         request = self.current
         if request is None:
             return  # the client is gone
@@ -285,10 +284,10 @@ class ClientConnection(asyncio.Protocol):
         self.answer(error.status, _headers_of(error), error.body())
 
     def finish(self, keep_alive: bool) -> None:
-        """The current answer is written."""
+        """End the current answer, which is written."""
         self.current = self.reader = None
         if keep_alive and self._waiting:
-            # Not from here: an answer that is ready at once would call us again, as deep as the client pipelines.
+            # Not from here: an immediate answer would call this again, as deep as the client pipelines.
             asyncio.get_running_loop().call_soon(self._next)
         elif not keep_alive or self._inside == "refused":
             self._inside = "refused"
@@ -356,7 +355,7 @@ class ClientConnection(asyncio.Protocol):
             self._waiting.append(error)
 
     def _write_refusal(self, error: HttpError) -> None:
-        """Written, then what the client still sends is thrown away for a moment: a reset would overtake it."""
+        """Write a refusal, then drop what the client still sends for a moment: a reset would overtake the answer."""
         body = error.body()
         headers = [*_headers_of(error), (b"content-length", b"%d" % len(body))]
         self.transport.write(answer_head(error.status, written(headers), keep_alive=False) + body)

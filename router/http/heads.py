@@ -1,9 +1,8 @@
-"""Heads of HTTP/1.1 messages: what the router reads in a request and in an answer, which headers pass, and how it writes.
+"""Heads of HTTP/1.1 messages: reads requests and answers, filters headers, and writes heads.
 
-Most messages are plain: `Heads` reads those in one call of C (csrc/http_head.c). Of all others the parsers of the
-connections (edge.py, upstream.py) find the headers, and `of` says what they mean. Both ways must agree. Hop-by-hop headers
-(and what a Connection header names) end here in both directions, and so do the router's own `x-penstock-` names when they
-come from a client.
+Most messages are plain, and `Heads` reads them with one call of C (csrc/http_head.c). For the others, the parsers of the
+connections (edge.py, upstream.py) find the headers and `of` interprets them; both ways must agree. Hop-by-hop headers, and those
+that a Connection header names, are removed in both directions. So are `x-penstock-` headers, which are the router's own.
 """
 
 from http import HTTPStatus
@@ -25,7 +24,7 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
-# Of a request, what the router writes itself.
+# Headers of a request that the router writes itself.
 REWRITTEN = HOP_BY_HOP | CARRIERS | {b"host", b"content-length", b"content-type", b"expect"}
 STATUS_LINES = {
     status: b"HTTP/1.1 %d %s\r\n" % (status, HTTPStatus(status).phrase.encode()) for status in map(int, HTTPStatus)
@@ -33,15 +32,15 @@ STATUS_LINES = {
 
 
 class ClientRequest(msgspec.Struct, gc=False):
-    """A request as it came; the body is complete when it is handled."""
+    """A request of a client. The body is complete when the request is handled."""
 
     method: bytes
     target: bytes
-    path: str  # as it will be matched: nothing decoded or normalised
-    lines: bytes  # the headers that may pass on, as they will be written
-    authorization: list[bytes]  # all that were given
+    path: str  # as it is matched, neither decoded nor normalised
+    lines: bytes  # the headers that are passed on, as they are written
+    authorization: list[bytes]  # all values
     content_type: bytes
-    session: bytes  # empty where none was given, as all headers here
+    session: bytes  # empty if absent, like all headers here
     is_http10: bool = False
     keep_alive: bool = True
     body: bytes = b""
@@ -50,7 +49,7 @@ class ClientRequest(msgspec.Struct, gc=False):
     def of(
         cls, method: bytes, target: bytes, headers: Headers, fields: dict[bytes, bytes], version: str, keep_alive: bool
     ) -> "ClientRequest":
-        """From what a parser found; `fields` are the headers by name, of several the last."""
+        """Build a request from what a parser found. `fields`: the headers by name, the last of each."""
         return cls(
             method,
             target,
@@ -67,7 +66,7 @@ class ClientRequest(msgspec.Struct, gc=False):
 class AnswerHead(msgspec.Struct, frozen=True, gc=False):
     status: int
     lines: bytes  # the headers that may pass on, as they will be written
-    cached_tokens: int | None  # as an engine reports them
+    cached_tokens: int | None  # as the engine reports them
     is_framed: bool = True  # the body has a length or chunks; else it ends with the connection
     is_chunked: bool = False
     is_stream: bool = False  # of events
@@ -87,7 +86,7 @@ class AnswerHead(msgspec.Struct, frozen=True, gc=False):
 
 
 class Heads:
-    """Reads plain messages; None for what is not plain. `max_bytes` of a head, `max_body_bytes` of a body."""
+    """Reads plain messages; returns None for others. `max_bytes` limits heads, `max_body_bytes` bodies."""
 
     def __init__(self, max_bytes: int, max_body_bytes: int) -> None:
         self._max_bytes = min(max_bytes, MAX_PLAIN_BYTES)
@@ -97,7 +96,7 @@ class Heads:
         self._written = ffi.buffer(self._lines)
 
     def request(self, data: bytes) -> ClientRequest | None:
-        """A whole one."""
+        """Read a request that is complete."""
         found = self._found
         if not lib.penstock_plain_request(data, len(data), found, self._lines, self._max_bytes):
             return None
@@ -117,7 +116,7 @@ class Heads:
         )
 
     def answer(self, data: bytes) -> tuple[AnswerHead, bytes] | None:
-        """A whole one, with its body."""
+        """Read an answer that is complete; return its head and body."""
         found = self._found
         if not lib.penstock_plain_answer(data, len(data), found, self._lines, self._max_bytes):
             return None
@@ -130,7 +129,7 @@ def _count(value: bytes) -> int | None:
 
 
 def passing(headers: Headers, fields: dict[bytes, bytes], dropped: frozenset[bytes]) -> bytes:
-    """The headers that may pass, written: without `dropped` and what a Connection header names."""
+    """Return the headers that are passed on, written: without `dropped` and those that a Connection header names."""
     if b"connection" in fields:
         named = b",".join([value for name, value in headers if name == b"connection"]).lower()
         if named != b"keep-alive":
@@ -143,16 +142,16 @@ def written(headers: Headers) -> bytes:
 
 
 def answer_head(status: int, lines: bytes, keep_alive: bool) -> bytes:
-    """`lines`: the headers, written."""
+    """Return the head of an answer. `lines`: its headers, written."""
     status_line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
     return status_line + lines + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
 
 
 def question_head(path: str, host: bytes, lines: bytes) -> bytes:
-    """A GET of the router's own."""
+    """Return the head of a GET by the router itself."""
     return b"GET %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (path.encode(), host, lines)
 
 
 def request_head(method: bytes, target: bytes, host: bytes, lines: bytes, content_length: int) -> bytes:
-    """A request to a replica. `lines` are its headers, written and clean: they came through `passing`."""
+    """Return the head of a request to a replica. `lines`: its headers, written and filtered by `passing`."""
     return b"%b %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (method, target, host, lines, content_length)

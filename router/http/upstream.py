@@ -183,7 +183,7 @@ class Upstream(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        # Asked here and not later: with the end of a message the parser forgets.
+        # Read here and not later: the parser forgets it at the end of a message.
         self._status = self._parser.get_status_code()
         self._wants_more = self._parser.should_keep_alive()
         self._headers_done = True
@@ -254,7 +254,7 @@ class Pool:
             upstream.transport.abort()
 
     def close(self) -> None:
-        """Cut all connections. Their sinks are told."""
+        """Cut all connections; `lost` is called on their sinks."""
         idle, self._idle = self._idle, []
         for upstream in [*idle, *self.busy]:
             upstream.transport.abort()

@@ -1,4 +1,4 @@
-"""By what a replica is chosen: the policies and their weights. csrc/route_choice.c computes them.
+"""The policies by which a replica is chosen, and their weights. csrc/route_choice.c computes them.
 
 The default, `predicted-ttft`, is the seconds until a new request's first token: work queued there that is not cached,
 plus the part of its own prompt that is not cached there, over the replica's learned speed, plus what its answers in
@@ -19,9 +19,9 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)  # in this order in C
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: PolicyName = "predicted-ttft"
-    wear: Delay = 1.0  # what new content costs beside its time, where as much of it went as to the mean replica
-    first_tokens_per_s: Speed = 5_000.0  # of prefill, of a replica of which nothing is known
-    first_delay_s: Delay = 0.004  # and by how much an answer in flight there delays a first token
+    wear: Delay = 1.0  # cost of new content beside its time, at a replica with the mean amount of it
+    first_tokens_per_s: Speed = 5_000.0  # of prefill, assumed until the speed of a replica is learned
+    first_delay_s: Delay = 0.004  # delay of a first token by each answer in flight, until it is learned
     affinity_s: Delay = 0.05  # a session stays where it was unless another replica is better by more
     host_credit: Share = 0.8  # what a token cached in host memory saves, of one on the device
     disk_credit: Share = 0.5

@@ -15,7 +15,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 
 CAPACITY_BYTES = 64 << 20
 MIN_CHARS = 32  # a shorter piece is tokenized as fast as it is looked up
-OVERHEAD_BYTES = 200  # of an entry beside its text and ids
+OVERHEAD_BYTES = 200  # of an entry, besides its text and ids
 PIECES = ("Hello", " two words ", "\n\nA line.\n", "naïve 你好", "", "  ", "x" * 40, "def f(x):\n    return x")
 
 
@@ -35,7 +35,7 @@ class SegmentCache:
 
     @property
     def is_exact(self) -> bool:
-        """Whether there is anything to gain: else every text is tokenized whole."""
+        """Return whether texts can be cut; otherwise every text is tokenized whole."""
         return self._pattern is not None
 
     def encode(self, text: str, add_special_tokens: bool) -> bytes:
@@ -100,7 +100,7 @@ def _cuts(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def _overlap(word: str, other: str) -> bool:
-    """Whether the two could claim the same characters."""
+    """Return whether the two can match the same characters."""
     if word in other or other in word:
         return True
     sizes = range(1, min(len(word), len(other)))
