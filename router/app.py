@@ -18,7 +18,7 @@ from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig
-from penstock.router.exchange import Exchange, RequestSpans, as_refusal
+from penstock.router.exchange import Exchange, RouterSpans, as_refusal
 from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.edge import ClientConnection, Edge
@@ -53,7 +53,7 @@ class RouteQuestion(Asked):
 
 
 class RouterApp:
-    def __init__(self, config: RouterConfig, fleet: Fleet, texts: Texts, version: str, spans: RequestSpans) -> None:
+    def __init__(self, config: RouterConfig, fleet: Fleet, texts: Texts, version: str, spans: RouterSpans) -> None:
         self.config = config
         self.fleet = fleet
         self.texts = texts

@@ -65,7 +65,7 @@ class RequestTrace:
 NO_TRACE = RequestTrace()
 
 
-class RequestSpans:
+class RouterSpans:
     """Begins the spans of requests where nothing is recorded; spans.py has the other kind."""
 
     def begin(self, request: ClientRequest) -> RequestTrace:  # noqa: ARG002

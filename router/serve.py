@@ -24,7 +24,7 @@ from penstock.router.app import RouterApp
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig, replicas_of, resolve
 from penstock.router.discovery import Discovery, discovered_like
-from penstock.router.exchange import RequestSpans
+from penstock.router.exchange import RouterSpans
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_feed import KvFeeds
 from penstock.router.fleet.probe import Prober, ServedModel
@@ -223,10 +223,10 @@ def texts_of(config: RouterConfig) -> Texts:
     return texts
 
 
-def spans_of(config: RouterConfig) -> RequestSpans:
+def spans_of(config: RouterConfig) -> RouterSpans:
     """Return what records the spans of requests, if they are exported."""
     if config.telemetry.otlp_traces_endpoint is None:
-        return RequestSpans()
+        return RouterSpans()
     from penstock.router.spans import ExchangeSpans  # its SDK is an extra, and takes long to import
 
     return ExchangeSpans(config.telemetry, config.policy)

@@ -37,9 +37,7 @@ class ReplicaGroup:
         self.adapters: dict[str, str] = {}  # name → key; if replicas differ, one replica's
         self.is_mixed = False  # whether some replica does not know a name that another answers to
         self.full: set[str] = set()  # replicas that have as many requests as they may
-        self.prefills: ReplicaGroup | None = (
-            None  # the replicas that compute long prompts of this model, if there are any
-        )
+        self.prefills: ReplicaGroup | None = None  # the replicas that compute long prompts of this model
 
     @property
     def names(self) -> list[str]:
