@@ -14,7 +14,7 @@ The free ring, with block 0 (never allocated) as its anchor:
          last released first     within a request, the end of the chain before its start
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class BlockPool:
@@ -131,17 +131,16 @@ class BlockPool:
         return list(self._index)
 
     def check(self) -> None:
-        """Assert every invariant; O(num_blocks)."""
+        """Assert every invariant; O(num_blocks), with loops that run in C: tests call it after every step."""
         free = self.free_order()
-        for block in free:
-            assert self._prev[self._next[block]] == block == self._next[self._prev[block]], block
-            assert self._refs[block] == 0, f"block {block} is free and held"
+        assert [self._prev[block] for block in (*free, 0)] == [0, *free], "the free ring differs backwards"
+        assert not any(map(self._refs.__getitem__, free)), "a block is free and held"
         assert len(free) == self.num_free, (len(free), self.num_free)
-        assert self._refs[0] == 0 and self._keys[0] is None
-        held = sum(1 for count in self._refs if count > 0)
+        assert self._refs[0] == 0 and self._keys[0] is None and min(self._refs) == 0
+        held = self.num_blocks - self._refs.count(0)
         assert held + len(free) == self.num_usable, (held, len(free))
-        assert all(self._keys[block] == key for key, block in self._index.items())
-        assert sum(key is not None for key in self._keys) == len(self._index)
+        assert [self._keys[block] for block in self._index.values()] == [*self._index]
+        assert self.num_blocks - self._keys.count(None) == len(self._index)
 
     def free_order(self) -> list[int]:
         """Return the free blocks in the order of their allocation."""
@@ -155,6 +154,11 @@ class BlockPool:
 
     def refs(self, block: int) -> int:
         return self._refs[block]
+
+    def check_refs(self, expected: Mapping[int, int]) -> None:
+        """Assert that every block has the expected number of references; a block that is not named has none."""
+        refs = [expected.get(block, 0) for block in range(self.num_blocks)]
+        assert self._refs == refs, f"references {self._refs} differ from those of the owners, {refs}"
 
     def _link(self, block: int, after: int) -> None:
         before = self._next[after]

@@ -233,8 +233,7 @@ class TierIndex:
         expected = Counter(pins)
         expected.update(self._saving.keys())
         expected.update(copy.host_block for copy in (*self.reads.values(), *self.writes.values()))
-        for host_block in range(1, self.host.num_blocks):
-            assert self.host.refs(host_block) == expected[host_block], f"host block {host_block}: references differ"
+        self.host.check_refs(expected)
         assert set(self._saving.values()) == self._saving_keys
         assert {write.key for write in self.writes.values()} == self._written_keys
         assert all(self.reads[ticket].key == key for key, ticket in self._tickets.items())

@@ -456,8 +456,7 @@ class Scheduler:
                 refs[block] = refs.get(block, 0) + 1
         if self.tiers is not None:
             self.tiers.check(transfers)
-        for block in range(1, self.pool.num_blocks):
-            assert self.pool.refs(block) == refs.get(block, 0), f"block {block}: references differ from owners"
+        self.pool.check_refs(refs)
         for request in self.held:
             assert request.message.grammar is not None and request.matcher is None and not request.num_outputs
         for request in (*self.waiting, *self.held):
