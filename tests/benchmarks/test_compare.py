@@ -35,10 +35,10 @@ def urls() -> Any:
 
     thread = threading.Thread(target=lambda: (loop.run_until_complete(begin()), loop.run_forever()))
     thread.start()
-    ready.wait(10)
+    ready.wait(60)
     yield [endpoint.url for endpoint in endpoints]
     for endpoint in endpoints:
-        asyncio.run_coroutine_threadsafe(endpoint.__aexit__(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(endpoint.__aexit__(), loop).result(60)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

@@ -19,7 +19,7 @@ from penstock.executor.ring.memory_segment import SPILL_KEEP_BYTES
 from penstock.executor.ring.queue import MAX_PARTS, MessageQueue, PeerDied, RingClosed
 
 SLOT = 4096
-PATIENCE_S = 20.0  # long enough for a busy machine; nothing below waits for it to pass
+PATIENCE_S = 60.0  # long enough for a busy machine; nothing below waits for it to pass
 
 
 @contextmanager

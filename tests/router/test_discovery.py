@@ -22,7 +22,7 @@ def take(source: str, count: int = 1, between: Any = lambda number: None) -> lis
 
     async def run() -> list[list[str]]:
         found: list[list[str]] = []
-        async with asyncio.timeout(30), contextlib.aclosing(states(source)) as each:
+        async with asyncio.timeout(60), contextlib.aclosing(states(source)) as each:
             async for texts in each:
                 found.append(texts)
                 between(len(found))
@@ -100,7 +100,7 @@ def test_a_source_that_fails_for_once_is_followed_on(monkeypatch: pytest.MonkeyP
     async def follow() -> None:
         following = discovery.Discovery(("dns:vllm:8000",), lambda method, text: found.append(f"{method} {text}"))
         following.start()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(found) < 3:
                 await asyncio.sleep(0.01)
         await following.close()

@@ -93,7 +93,7 @@ def test_a_replica_that_dies_with_its_listening_socket_first_loses_no_request() 
         def die(seen: Seen, sock: socket.socket) -> None:
             dying.is_dying = True
             asked.set()
-            over.wait(20)
+            over.wait(60)
 
         def refuse() -> None:
             replica = router.fleet.replicas[dying.url]
@@ -104,7 +104,7 @@ def test_a_replica_that_dies_with_its_listening_socket_first_loses_no_request() 
         socks = [connect(router.port) for _ in range(2)]
         for sock in socks:
             sock.sendall(post())
-        assert asked.wait(10)
+        assert asked.wait(60)
         router.call(refuse)
         assert [status(sock.recv(4096)) for sock in socks] == [200, 200]
         assert router.counts("retries") == {"moved": 1}
@@ -118,11 +118,11 @@ def test_whether_a_replica_has_died_is_asked_once_for_all_of_its_requests() -> N
     together = threading.Barrier(6)
 
     def break_off(seen: Seen, sock: socket.socket) -> None:
-        together.wait(20)
+        together.wait(60)
 
     def be_well(seen: Seen, sock: socket.socket) -> bytes:
         asked.append(seen)
-        all_lost.wait(20)
+        all_lost.wait(60)
         return whole()
 
     with stub(break_off) as backend, running_router(backend.url) as router:
@@ -161,13 +161,13 @@ def test_a_replica_that_is_added_again_lets_what_it_had_begun_finish() -> None:
 
     def wait(seen: Seen, sock: socket.socket) -> bytes:
         begun.set()
-        go_on.wait(20)
+        go_on.wait(60)
         return whole(b'{"ok":1}')
 
     with stub(wait) as backend, running_router(backend.url, admin_api_keys=("sk-admin",)) as router:
         sock = connect(router.port)
         sock.sendall(post())
-        assert begun.wait(10)
+        assert begun.wait(60)
         headers = {"authorization": "Bearer sk-admin"}
         for method in ("DELETE", "POST"):
             answer = router.http.request(method, "/replicas", json={"url": backend.url}, headers=headers)
@@ -331,7 +331,7 @@ def test_beyond_the_requests_a_replica_may_have_the_answer_is_429() -> None:
     release = threading.Event()
 
     def wait(seen: Seen, sock: socket.socket) -> bytes:
-        release.wait(20)
+        release.wait(60)
         return whole()
 
     with stub(wait) as backend, running_router(backend.url, max_requests=2) as router:
@@ -436,7 +436,7 @@ def test_a_client_is_not_late_when_it_is_the_router_that_was(monkeypatch: pytest
         monkeypatch.setattr(router.app, "admit", slowly)
         with connect(router.port) as other:
             other.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert is_held_up.wait(5)
+            assert is_held_up.wait(60)
             monkeypatch.undo()
             sock.sendall(post(b'{"prompt":"abc"}')[30:])
             assert status(read_all(sock)) == 200

@@ -57,7 +57,7 @@ def test_what_is_published_and_what_is_streamed_are_the_same(tmp_path: Path, kv_
             for text in (*TEXTS, *TEXTS[:5]):
                 # Past both: what a router sends itself it also hopes for.
                 body = {"prompt": text, "max_tokens": 40}
-                assert httpx.post(replica.url + "/v1/completions", json=body, timeout=30).status_code == 200
+                assert httpx.post(replica.url + "/v1/completions", json=body, timeout=60).status_code == 200
             until(lambda: brain(streamed)["cached_blocks"] == brain(read)["cached_blocks"])
             count = brain(read)["cached_blocks"]["device"]
             assert count > 100

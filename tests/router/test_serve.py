@@ -35,7 +35,7 @@ def route(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         yield process, found[0]
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()
         process.stderr.close()
 
@@ -63,7 +63,7 @@ def test_the_first_signal_drains_and_the_exit_code_is_0() -> None:
             other.sendall(post(body))
             assert status(other.recv(4096)) == 503
             assert read_all(sock).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        assert child.wait(10) == 0
+        assert child.wait(60) == 0
 
 
 def test_the_second_signal_ends_it_at_once() -> None:
@@ -78,7 +78,7 @@ def test_the_second_signal_ends_it_at_once() -> None:
             child.send_signal(signal.SIGTERM)
             until(lambda: httpx.get(url + "/ready").status_code == 503)
             child.send_signal(signal.SIGTERM)
-            assert child.wait(10) == 0
+            assert child.wait(60) == 0
         until(lambda: replica.metric("vllm:num_requests_running") == 0)
 
 

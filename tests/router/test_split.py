@@ -150,7 +150,7 @@ def test_when_a_prefill_replica_fails_another_is_asked_and_the_decode_replica_an
 
         def fail(each: Stub) -> Answer:
             def answer(seen: Seen, sock: socket.socket) -> bytes | None:
-                first.is_asked.wait(10)
+                first.is_asked.wait(60)
                 if not failing:
                     failing.append(each)
                 return broken(seen, sock) if each in failing else whole()
@@ -161,7 +161,7 @@ def test_when_a_prefill_replica_fails_another_is_asked_and_the_decode_replica_an
             each.answer = fail(each)
         with connect(router.port) as sock:
             sock.sendall(post(json.dumps({"prompt": LONG}).encode()))
-            assert first.is_left.wait(10)  # the leg that waited for the blocks of the one that failed
+            assert first.is_left.wait(60)  # the leg that waited for the blocks of the one that failed
             until(lambda: all(each.seen for each in prefills))  # the first byte ends a prefill that was not yet read
             first.go.set()
             assert status(sock.recv(4096)) == 200
@@ -214,7 +214,7 @@ def test_when_the_decode_replica_fails_the_prefill_is_dropped_and_both_are_asked
                 if each in failing:
                     until(lambda: bool(holds) and holds[-1].is_asked.is_set())
                     return broken(seen, sock)
-                assert holds[0].is_left.wait(10)
+                assert holds[0].is_left.wait(60)
                 until(lambda: len(holds) == 2)  # else the first byte ends a prefill that was not yet read
                 return whole()
 
@@ -223,7 +223,7 @@ def test_when_the_decode_replica_fails_the_prefill_is_dropped_and_both_are_asked
         for each in decodes:
             each.answer = answer(each)
         assert router.complete(LONG).status_code == 200
-        assert len(holds) == 2 and holds[1].is_left.wait(10)
+        assert len(holds) == 2 and holds[1].is_left.wait(60)
         assert counted(router, "prefills") == {"dropped": 2}
 
 
@@ -232,15 +232,15 @@ def test_who_leaves_takes_both_legs_along() -> None:
         prefill.answer, decode.answer = computing, answering = Hold(), Hold()
         with connect(router.port) as sock:
             sock.sendall(post(json.dumps({"prompt": LONG}).encode()))
-            assert computing.is_asked.wait(10) and answering.is_asked.wait(10)
-        assert computing.is_left.wait(10) and answering.is_left.wait(10)
+            assert computing.is_asked.wait(60) and answering.is_asked.wait(60)
+        assert computing.is_left.wait(60) and answering.is_left.wait(60)
 
 
 def test_the_first_byte_of_an_answer_ends_the_prefill() -> None:
     with split_fleet() as ((prefill,), _, router):
         prefill.answer = computing = Hold()
         assert router.complete(LONG).status_code == 200
-        assert not computing.is_asked.is_set() or computing.is_left.wait(10)
+        assert not computing.is_asked.is_set() or computing.is_left.wait(60)
         assert counted(router, "prefills") == {"dropped": 1}
 
 
@@ -250,7 +250,7 @@ def test_a_prefill_replica_that_goes_down_meanwhile_is_waited_for_no_longer() ->
         decode.answer = answering = Hold()
         with connect(router.port) as sock:
             sock.sendall(post(json.dumps({"prompt": LONG}).encode()))
-            assert computing.is_asked.wait(10) and answering.is_asked.wait(10)
+            assert computing.is_asked.wait(60) and answering.is_asked.wait(60)
             decode.answer = lambda seen, sock: whole(b'{"well":1}')
 
             def die() -> None:
@@ -260,7 +260,7 @@ def test_a_prefill_replica_that_goes_down_meanwhile_is_waited_for_no_longer() ->
 
             router.call(die)
             assert sock.recv(4096).endswith(b'{"well":1}')
-        assert computing.is_left.wait(10) and answering.is_left.wait(10)
+        assert computing.is_left.wait(60) and answering.is_left.wait(60)
         assert "kv_transfer_params" not in fields(decode.seen[-1])
 
 

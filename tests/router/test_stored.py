@@ -104,7 +104,7 @@ def test_a_request_that_changes_what_is_stored_does_not_move_when_its_replica_go
     with two() as (first, second, router), connect(router.port) as sock:
         first.answer = second.answer = wait
         sock.sendall(post().replace(b"/v1/completions", b"/v1/responses"))
-        assert asked.wait(10)
+        assert asked.wait(60)
         (url,) = (each.url for each in (first, second) if each.seen)
         replica = router.fleet.replicas[url]
 

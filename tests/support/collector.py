@@ -121,4 +121,4 @@ def collecting() -> Iterator[Collector]:
         collector.may_answer.set()
         collector.server.shutdown()
         collector.server.server_close()
-        thread.join(10)
+        thread.join(60)

@@ -76,7 +76,7 @@ class Publisher:
         self._stop, self._is_up = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        assert self._is_up.wait(10)
+        assert self._is_up.wait(60)
 
     def publish(self, *events: Any, is_lost: bool = False) -> None:
         """`is_lost`: the message reaches no subscriber, as when the network is away."""
@@ -91,7 +91,7 @@ class Publisher:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(10)
+        self._thread.join(60)
 
     def _run(self) -> None:
         context = zmq.Context()

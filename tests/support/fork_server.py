@@ -64,7 +64,7 @@ class ForkServer:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(20)
+        self._process.wait(60)
 
 
 class Child:

@@ -32,7 +32,7 @@ COMPILER = Compiler(vocabulary)  # shared: what one test compiled, the next may 
 
 
 def matcher(**wanted: Any) -> Matcher:
-    return COMPILER.start(grammar_source(StructuredOutputs(**wanted))).result.result(10)
+    return COMPILER.start(grammar_source(StructuredOutputs(**wanted))).result.result(60)
 
 
 def accepts(found: Matcher, text: str) -> bool:

@@ -74,7 +74,7 @@ class RunningRouter:
         self.fleet = router.fleet
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the router's thread."""
@@ -82,7 +82,7 @@ class RunningRouter:
         async def run() -> Any:
             return work()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
 
     def complete(self, prompt: Any = "abc", **fields: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, "temperature": 0, **fields})
@@ -128,7 +128,7 @@ def running_router(
 
     thread = threading.Thread(target=main)
     thread.start()
-    assert is_up.wait(30)
+    assert is_up.wait(60)
     running = started[0]
     try:
         expected = len(backends) if wait_for is None else wait_for
@@ -137,7 +137,7 @@ def running_router(
     finally:
         running.http.close()
         running.loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -149,7 +149,7 @@ async def probed(url: str) -> AsyncIterator[tuple[Fleet, Replica]]:
     prober = Prober(fleet, config, lambda *_: None)
     replica = fleet.add(url)
     prober.watch(replica)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not replica.is_up:
             await asyncio.sleep(0.01)
         yield fleet, replica

@@ -17,7 +17,7 @@ def run(answer: Answer, use: Callable[..., Any]) -> Endpoint:
 
     async def inside() -> Endpoint:
         async with Endpoint(answer) as endpoint:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await use(endpoint)
             return endpoint
 

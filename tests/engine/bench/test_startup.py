@@ -116,7 +116,7 @@ def test_a_signal_ends_the_server_too(number: signal.Signals, tmp_path: Path) ->
     ) as bench:
         until(lambda: pids.exists() and len(pids.read_text().split()) == 2, 20)
         bench.send_signal(number)
-        assert bench.wait(30) == 130
+        assert bench.wait(60) == 130
     until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
 
 

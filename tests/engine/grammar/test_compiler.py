@@ -147,7 +147,7 @@ def test_what_was_compiled_is_kept_and_every_user_gets_a_matcher_of_its_own() ->
     compiler = Compiler(vocabulary)
     source = grammar_source(StructuredOutputs(regex="ab"))
     assert compiler.cached(source) is None
-    first = compiler.start(source).result.result(10)
+    first = compiler.start(source).result.result(60)
     second = compiler.cached(source)
     assert second is not None and accepts(first, "ab") and accepts(second, "ab")
     compiler.close()
@@ -185,14 +185,14 @@ def test_the_least_recently_used_grammars_are_forgotten(monkeypatch: pytest.Monk
     compiler = Compiler(vocabulary)
     sources = [grammar_source(StructuredOutputs(regex=f"a{{{n}}}")) for n in range(5)]
     for source in sources[:3]:
-        compiler.start(source).result.result(10)
+        compiler.start(source).result.result(60)
     assert compiler.cached(sources[0]) is not None
     for source in sources[3:]:
-        compiler.start(source).result.result(10)
+        compiler.start(source).result.result(60)
         compiler.check()
     assert [compiler.cached(source) is not None for source in sources] == [True, False, False, True, True]
     monkeypatch.setattr(compiler_module, "MAX_KEPT_CHARS", 150)
-    compiler.start(grammar_source(StructuredOutputs(regex="b" * 200))).result.result(10)
+    compiler.start(grammar_source(StructuredOutputs(regex="b" * 200))).result.result(60)
     compiler.check()
     assert len(compiler._kept) == 1
 
@@ -201,7 +201,7 @@ def test_threads_end_when_the_compiler_is_closed() -> None:
     before = {*threading.enumerate()}
     compiler = Compiler(vocabulary)
     for regex in "abc":
-        compiler.start(grammar_source(StructuredOutputs(regex=regex))).result.result(10)
+        compiler.start(grammar_source(StructuredOutputs(regex=regex))).result.result(60)
     assert len({*threading.enumerate()} - before) == compiler_module.NUM_THREADS
     compiler.close()
     deadline_s = time.monotonic() + 10
@@ -212,7 +212,7 @@ def test_threads_end_when_the_compiler_is_closed() -> None:
 
 def test_a_refusal_carries_llguidance_s_own_words() -> None:
     with pytest.raises(GrammarRefused, match="Unsatisfiable schema"):
-        COMPILER.start(grammar_source(StructuredOutputs(json={"enum": ["a"], "type": "null"}))).result.result(10)
+        COMPILER.start(grammar_source(StructuredOutputs(json={"enum": ["a"], "type": "null"}))).result.result(60)
 
 
 def test_a_grammar_that_no_text_keeps_to_is_refused_in_words() -> None:

@@ -112,7 +112,7 @@ def test_a_request_waits_for_its_grammar_while_others_run() -> None:
     gate = threading.Event()
 
     def load() -> GrammarVocabulary:
-        gate.wait(10)
+        gate.wait(60)
         return vocabulary()
 
     world = Core(compiler=Compiler(load))
@@ -235,7 +235,7 @@ def test_a_new_request_with_the_id_of_an_aborted_one_does_not_get_its_grammar() 
     gate = threading.Event()
 
     def load() -> GrammarVocabulary:
-        gate.wait(10)
+        gate.wait(60)
         return vocabulary()
 
     world = Core(compiler=Compiler(load))
@@ -396,6 +396,6 @@ def test_the_vocabulary_is_made_in_the_first_quiet_second_and_once() -> None:
     core_process._serve(world.core, Visitors([busy]), core_process.Duty())  # type: ignore[arg-type]
     assert not made.is_set(), "a core that was never idle made it"
     core_process._serve(world.core, Visitors([], [], [submit("s", [1, 2], None, 2)], []), core_process.Duty())  # type: ignore[arg-type]
-    assert made.wait(20)
+    assert made.wait(60)
     world.core.close()
     assert len(loads) == 1 and loads[0] is not threading.main_thread()

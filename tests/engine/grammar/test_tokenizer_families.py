@@ -99,5 +99,5 @@ def writes_anything(tokenizer: Tokenizer) -> bool:
 
 def compiler_of(tokenizer: Tokenizer) -> Compiler:
     compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, tokenizer.vocab_size))
-    compiler.start(grammar_source(StructuredOutputs(choice=["warm"]))).result.result(10)
+    compiler.start(grammar_source(StructuredOutputs(choice=["warm"]))).result.result(60)
     return compiler

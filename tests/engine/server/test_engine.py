@@ -108,7 +108,7 @@ def test_when_the_core_is_killed_every_request_ends_and_health_says_so() -> None
     with running(small_engine()) as server:
         server.complete(max_tokens=1)
         body = {"prompt": "x", "max_tokens": 3999, "stream": True, "ignore_eos": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20) as answer:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
             os.kill(server.engine._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]

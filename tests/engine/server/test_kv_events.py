@@ -38,7 +38,7 @@ class Follower:
 
     def run(self) -> None:
         reader = FrameReader()
-        with self._client.stream("GET", "/kv_events", timeout=5) as response:
+        with self._client.stream("GET", "/kv_events", timeout=60) as response:
             assert response.status_code == 200
             for data in response.iter_raw():
                 for frame in reader.feed(data):
@@ -62,7 +62,7 @@ class Follower:
             yield self
         finally:
             self._is_over = True  # seen with the next frame, at most a second later
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -204,7 +204,7 @@ def test_what_is_no_frame_is_an_error_that_says_so(data: bytes, message: str) ->
 
 
 def test_a_listener_that_leaves_without_a_word_is_forgotten(server: Running) -> None:
-    with httpx.Client(base_url=server.url, timeout=5) as client, client.stream("GET", "/kv_events"):
+    with httpx.Client(base_url=server.url, timeout=60) as client, client.stream("GET", "/kv_events"):
         pass
     server.complete("anything else", max_tokens=1)
     events = next(route.app for route in _routes(server) if getattr(route, "path", "") == "/kv_events")

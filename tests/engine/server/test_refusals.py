@@ -295,7 +295,7 @@ def test_prompts_that_are_being_tokenized_count_as_queued() -> None:
         encode = tokenizer.encode_batch
 
         def slow(texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-            assert go_on.wait(10)
+            assert go_on.wait(60)
             return encode(texts, add_special_tokens)
 
         tokenizer.encode_batch = slow  # type: ignore[method-assign]
@@ -309,7 +309,7 @@ def test_prompts_that_are_being_tokenized_count_as_queued() -> None:
         until(lambda: server.call(lambda: server.app.service._num_preparing) == 1)
         refused(server.complete(), 429)
         go_on.set()
-        asking.join(10)
+        asking.join(60)
         assert answers[0].status_code == 200
         assert server.complete("x" * 5000, truncate_prompt_tokens=5).status_code == 200
 
