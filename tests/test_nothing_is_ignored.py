@@ -5,6 +5,7 @@ Flags that end in a configuration have to change it; of what else can be said, s
 
 import argparse
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,41 +30,10 @@ from penstock.router import serve as route
 from penstock.router.backend import RouteError
 from tests.support.fork_server import ROOT
 
+_FLAGS = json.loads(Path(__file__).with_suffix(".json").read_text())
 # Values for flags whose kind does not say one, and what a flag needs beside it.
-SAID = {
-    "hf_overrides": '{"rope_theta": 7}',
-    "speculative_config": '{"method": "ngram"}',
-    "override_generation_config": '{"temperature": 0.5}',
-    "eplb_config": '{"window": 7}',
-    "allowed_origins": "https://app.example",
-    "kv_peers": "127.0.0.1:9100",
-    "kv_peer_listen": "127.0.0.1:9101",
-    "kv_events_config": '{"enable_kv_cache_events": true}',
-    "backends": "http://127.0.0.1:2",
-    "discover": "dns:localhost:8000",
-    "decode": "http://127.0.0.1:3",
-    "prefill": "http://127.0.0.1:4=127.0.0.1:9102",
-    "host": "127.0.0.2",
-    "otlp_traces_endpoint": "http://127.0.0.1:4318",
-    "log_level": "debug",
-    "max_num_batched_tokens": "777",
-    "lora_modules": "sql=/somewhere",
-}
-COMPANY = {
-    "eplb_config": ["--enable-eplb"],
-    "max_loras": ["--enable-lora", "--max-cpu-loras", "99"],
-    "max_lora_rank": ["--enable-lora"],
-    "max_cpu_loras": ["--enable-lora"],
-    "kv_disk_path": ["--kv-disk-bytes", "1GiB"],
-    "kv_disk_bytes": ["--kv-disk-path", "/somewhere"],
-    "kv_peer_secret_file": ["--kv-peer", "127.0.0.1:9100"],
-    "ray_allow_open_dashboard": ["--executor", "ray"],
-    "prefill_threshold": ["--decode", "http://127.0.0.1:3", "--prefill", "http://127.0.0.1:4=127.0.0.1:9102"],
-    "decode": ["--prefill", "http://127.0.0.1:4=127.0.0.1:9102"],
-    "prefill": ["--decode", "http://127.0.0.1:3"],
-    "chat_template": ["--tokenizer", "model"],
-    "trace_share": ["--otlp-traces-endpoint", "http://127.0.0.1:4318"],
-}
+SAID: dict[str, str] = _FLAGS["SAID"]
+COMPANY: dict[str, list[str]] = _FLAGS["COMPANY"]
 OFF = {
     "enforce_eager",
     "batch_invariant",

@@ -18,6 +18,15 @@ def gpu() -> Iterator[PretendedGpu]:
 
 
 @pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Let torch and our CPU kernels share the work of one operation between two threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of `open_multiproc` are forked, not started: for tests of what ranks say, not of how they live."""
     ranks = fork_server("penstock.executor.ranks.worker")

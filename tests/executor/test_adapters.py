@@ -1,5 +1,6 @@
 """Adapters beside each other and beside the base, token for token against transformers with the adapter merged by hand."""
 
+import itertools
 import json
 import os
 import random
@@ -66,9 +67,14 @@ def test_scales_of_rslora_and_of_patterns(tmp_path: Path) -> None:
     assert other.scale == 6.0 / 4  # the pattern says what the field says, so nothing else was to come
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["stored as float32", "stored as bfloat16"])
-@pytest.mark.parametrize("case", [LLAMA, "gemma3"])
+STORED = list(itertools.product((LLAMA, "gemma3"), (torch.float32, torch.bfloat16), ("float32", "bfloat16")))
+HARDEST = [(LLAMA, torch.bfloat16, "float32"), ("gemma3", torch.float32, "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("case", "stored", "dtype"),
+    [pytest.param(*each, marks=() if each in HARDEST else pytest.mark.slow) for each in STORED],
+)
 def test_the_same_bits_alone_and_in_a_batch_of_others(
     case: str, stored: torch.dtype, dtype: DType, tmp_path: Path
 ) -> None:
@@ -90,8 +96,15 @@ def test_the_same_bits_alone_and_in_a_batch_of_others(
 
 
 @pytest.mark.skipif(levels()[-1] == "portable", reason="without AVX2 torch multiplies")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", [LLAMA, "qwen3.5"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (LLAMA, "bfloat16"),
+        ("qwen3.5", "float32"),
+        pytest.param(LLAMA, "float32", marks=pytest.mark.slow),
+        pytest.param("qwen3.5", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_all_layers_in_one_call_and_one_by_one_give_the_same_bits(case: str, dtype: DType, tmp_path: Path) -> None:
     adapters = [Adapter(case, tmp_path / str(seed), seed, rank=6) for seed in range(2)]
     traces = []

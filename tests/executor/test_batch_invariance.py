@@ -15,6 +15,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver, Sequence
 from tests.support.small_models import folder
 
+pytestmark = pytest.mark.usefixtures("two_threads")
 BLOCK, COUNT = 8, 20
 FULL = Sampling(temperature=0.0, logprobs=-1)
 RNG = random.Random(3)
@@ -75,7 +76,7 @@ def test_in_a_batch_of_64(case: str, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("case", WITH_STATES)
-@pytest.mark.parametrize("chunk", [1, 7, 32])
+@pytest.mark.parametrize("chunk", [1, 7, pytest.param(32, marks=pytest.mark.slow)])
 def test_with_the_prompt_in_chunks_beside_others(case: str, dtype: DType, chunk: int) -> None:
     driver = driver_of(case, dtype)
     others = [driver.admit(prompt) for prompt in OTHERS[:5]]
@@ -83,7 +84,7 @@ def test_with_the_prompt_in_chunks_beside_others(case: str, dtype: DType, chunk:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("cached", [8, 56])
+@pytest.mark.parametrize("cached", [pytest.param(8, marks=pytest.mark.slow), 56])
 def test_after_a_prefix_hit(case: str, dtype: DType, cached: int) -> None:
     driver = driver_of(case, dtype)
     owner = driver.admit([*PROMPT[:cached], 1, 2, 3])
@@ -94,7 +95,7 @@ def test_after_a_prefix_hit(case: str, dtype: DType, cached: int) -> None:
 
 
 @pytest.mark.parametrize("case", WITH_STATES)
-@pytest.mark.parametrize("after", [1, 9])
+@pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 9])
 def test_after_a_preemption(case: str, dtype: DType, after: int) -> None:
     driver = driver_of(case, dtype)
     victim, other = driver.admit(PROMPT, FULL), driver.admit(OTHERS[0])

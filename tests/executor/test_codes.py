@@ -10,7 +10,10 @@ from penstock.executor.kernels.cpu_ops import levels
 from penstock.executor.protocol import ExecutorError
 from tests.support.coded import FILE_TYPES, coded
 
-pytestmark = pytest.mark.skipif(not is_computed(), reason="without AVX2 codes become numbers")
+pytestmark = [
+    pytest.mark.skipif(not is_computed(), reason="without AVX2 codes become numbers"),
+    pytest.mark.usefixtures("two_threads"),
+]
 CPU = torch.device("cpu")
 OUTPUT_ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8}
 

@@ -6,6 +6,8 @@ import torch
 from penstock.executor.kernels import cpu_ops
 from penstock.executor.kernels.cpu_linear import CpuLinear, is_repacked
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 every_level = pytest.mark.parametrize("level", cpu_ops.levels())
 both_dtypes = pytest.mark.parametrize("dtype", cpu_ops.DTYPES, ids=["float32", "bfloat16"])
 

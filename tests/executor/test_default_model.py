@@ -10,6 +10,8 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.support.default_file import default_file
 from tests.support.driver import Driver
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 THE_CAPITAL_OF_FRANCE_IS, PARIS = [504, 3575, 282, 4649, 314], 7042
 
 

@@ -21,8 +21,10 @@ from penstock.executor.ranks.ranked import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_models import prompts
 from tests.support.driver import Driver
-from tests.support.eight_bits import CASES, QUANTIZATION, WEIGHTS, dequantize, folders, greedy, quantize
+from tests.support.eight_bits import CASES, QUANTIZATION, dequantize, quantize
+from tests.support.packed_models import WEIGHTS, folders, greedy
 from tests.support.paged import random
+from tests.support.small_models import REFUSED
 from tests.support.twins import changed, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins.experts import fused_experts
@@ -208,21 +210,7 @@ def test_what_does_not_fit_is_named(model: Path, changes: dict[str, Any], compla
     assert complaint in refusal(model)
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        (
-            {"quant_method": "bitsandbytes"},
-            "quant_method: 'bitsandbytes' found; one of awq, gptq, compressed-tensors, fp8, mxfp4 is",
-        ),
-        ({"activation_scheme": "static"}, "activation_scheme: 'static' found; 'dynamic' is expected"),
-        ({"weight_block_size": None}, "weight_block_size: None found; [128, 128] is expected"),
-        ({"weight_block_size": [64, 64]}, "weight_block_size: [64, 64] found"),
-        ({"fmt": "e5m2"}, "fmt: 'e5m2' found"),
-        ({"ignored_layers": "lm_head"}, "ignored_layers: 'lm_head' found; a list of strings"),
-        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: {'num_bits': 8} found; no field but quant_method"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "complaint"), REFUSED["schemes of eight bits"])
 def test_other_schemes_are_refused_before_weights_are_read(
     model: Path, changes: dict[str, Any], complaint: str
 ) -> None:

@@ -20,7 +20,7 @@ from tests.executor import test_eight_bits
 from tests.executor.test_models import prompts
 from tests.executor.test_multiproc import config_of
 from tests.support.driver import Driver
-from tests.support.eight_bits import folders
+from tests.support.packed_models import folders
 from tests.support.small_models import folder, greedy
 
 

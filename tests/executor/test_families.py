@@ -14,7 +14,7 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_models import executor_of, prompts
 from tests.support.driver import Driver
-from tests.support.small_models import CASES, folder, greedy, random_model
+from tests.support.small_models import CASES, REFUSED, folder, greedy, random_model
 
 NEW = ["phi3", "granite4-moe", "glm4-moe", "minimax-m2"]
 SLOW = ["olmo3", "smollm3", "ministral3", "ernie4.5-moe", "glm4", "hunyuan"]
@@ -114,37 +114,7 @@ def test_layers_that_guess_ahead_are_left(case: str, name: str, tmp_path: Path) 
     assert load(path).info.fingerprint == load(folder(case)).info.fingerprint
 
 
-@pytest.mark.parametrize(
-    ("case", "changes", "expected"),
-    [
-        ("granite4-moe", {"layer_types": ["attention"] * 2}, "layer_types: ['attention', 'attention'] found; 3 times"),
-        (
-            "olmo3",
-            {"layer_types": ["full_attention"]},
-            "5 times 'full_attention' or 'sliding_attention', one per layer",
-        ),
-        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: [1, 0] found; a 0 or 1 for each of 5 layers"),
-        ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type: 'linear' found; 'default' or"),
-        ("phi3-longrope", {"original_max_position_embeddings": 1}, "an integer from 2 to"),
-        (
-            "glm4",
-            {"rope_parameters": {"partial_rotary_factor": 0.3}},
-            "an even part of a head's 24 numbers is expected",
-        ),
-        ("glm4-moe-lite", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types: ['sparse'] found; 3 times 'dense' or 'sp"),
-        ("minimax-m2", {"scoring_func": "softmax"}, "scoring_func: 'softmax' found; 'sigmoid' is expected"),
-        ("ernie4.5-moe", {"use_bias": True}, "use_bias: True found; False is expected"),
-        ("ernie4.5-moe", {"moe_norm_min": 0.5}, "moe_norm_min: 0.5 found; at most 1e-6 is expected"),
-        ("llama", {"architectures": ["CohereForCausalLM"]}, "CohereForCausalLM needs layer norms, attention and"),
-        ("llama", {"architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32ForCausalLM needs sparse attention"),
-        ("llama", {"architectures": ["Unheard"]}, "architectures: ['Unheard'] found; one of "),
-        (
-            "llama",
-            {"architectures": ["Mistral3ForConditionalGeneration"]},
-            "text_config: None found; an object is expected",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("case", "changes", "expected"), REFUSED["families"])
 def test_a_config_that_is_not_computed_is_refused_by_name(
     case: str, changes: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:

@@ -51,8 +51,8 @@ def check(forward: Forward, results: list[RequestOutput]) -> None:
     ("case", "dtype"),
     [
         ("llama-wide", "bfloat16"),
-        ("llama-wide", "float32"),
-        ("qwen3-moe", "bfloat16"),
+        pytest.param("llama-wide", "float32", marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", "bfloat16", marks=pytest.mark.slow),
         ("deepseek-v3", "float32"),  # latents
         ("qwen3-next", "bfloat16"),  # states, and experts
         ("lfm2", "float32"),

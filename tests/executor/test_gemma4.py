@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
-from tests.support.small_models import folder, greedy
+from tests.support.small_models import REFUSED, folder, greedy
 
 PROMPT = [5, 17, 3, 99, 42, 8, 71, 150, 20, 11, 90, 64, 33]
 
@@ -57,18 +57,7 @@ def test_layers_that_read_others_keys_take_no_pages() -> None:
     assert info.num_blocks == 2**22 // info.block_bytes
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: 'all' found"),
-        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers: 6 found"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types: .* 6 times"),
-        ({"num_key_value_heads": 3, "per_layer_config": None}, "num_key_value_heads: 3 found"),
-        ({"global_head_dim": 31, "per_layer_config": None}, "global_head_dim: 31 found; an even number"),
-        ({"hidden_activation": "silu"}, "hidden_activation: 'silu' found"),
-        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "top_k_experts: 5 found"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "words"), REFUSED["gemma4"])
 def test_what_is_not_computed_is_refused_by_name(overrides: dict[str, Any], words: str) -> None:
     with pytest.raises(ExecutorError, match=words):
         executor_of(folder("gemma4"), hf_overrides=overrides)

@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import pytest
-import torch
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore
@@ -48,15 +47,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-wide": ("LlamaConfig", {"intermediate_size": 1536}),
     "mistral-sliding": ("MistralConfig", {"sliding_window": 11}),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models are small here; waking a second thread for each operation would take longer than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache

@@ -69,7 +69,7 @@ def test_plain_torch_computes_the_same_where_there_are_no_kernels(case: str, mon
     monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: torch_ops)
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 4)
-    given = prompts(5, seed=6)
+    given = prompts(5, seed=1)  # which the test above asks for, too
     executor = executor_of(case)
     executor._rank.kv.fill_(float("nan"))
     driver = Driver(executor)

@@ -23,6 +23,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_models import prompts
 from tests.support.driver import Driver
 from tests.support.packed_models import CASES, WEIGHTS, folders, greedy, quantize
+from tests.support.small_models import REFUSED
 from tests.support.twins import changed, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins import grouped as grouped_twin
@@ -243,43 +244,7 @@ def test_tensors_that_do_not_fit_are_named(
 WEIGHT_FIELDS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "complaint"),
-    [
-        ("gptq", {"group_size": 48}, "group_size: 48 found; 32 or 64 or 128 or -1 is expected"),
-        ("gptq", {"group_size": 128}, "_proj.qzeros': shape [2, "),
-        ("gptq", {"bits": 3}, "bits: 3 found; 4 or 8 is expected"),
-        ("gptq", {"bits": 8}, "has shape [128, 64]; config.json calls for [128, 128]"),
-        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format: 'marlin' found; 'gptq' or 'gptq_v2' is expected"),
-        ("gptq", {"dynamic": {"-:lm_head": {}}}, "dynamic: {'-:lm_head': {}} found; None or {} is expected"),
-        ("gptq", {"rotation": "hadamard"}, "rotation: 'hadamard' found; no field but "),
-        ("gptq", {"sym": 1}, "sym: 1 found; true or false is expected"),
-        ("awq", {"version": "gemv"}, "version: 'gemv' found; 'gemm' or 'GEMM' is expected"),
-        ("awq", {"bits": 8}, "bits: 8 found; 4 is expected"),
-        ("awq", {"zero_point": False}, "zero_point: False found; True is expected"),
-        ("packed", {"format": "marlin-24"}, "format: 'marlin-24' found; 'pack-quantized' or "),
-        ("packed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: {'num_bits': 8} found; None is expected"),
-        ("packed", {"config_groups": {}}, "config_groups: None found; an object of groups is expected"),
-        ("packed", {"config_groups": {"g": {}}}, "config_groups: g: None found; an object with weights is expected"),
-        ("packed", {"config_groups": {"g": {"targets": ["Linear"]}}}, "g: weights: None found; an object is expected"),
-        (
-            "packed",
-            {"config_groups": {"g": {"weights": WEIGHT_FIELDS | {"num_bits": 2}}}},
-            "config_groups: g: weights: num_bits: 2 found; 4 or 8 is expected",
-        ),
-        (
-            "packed",
-            {"config_groups": {"g": {"weights": WEIGHT_FIELDS | {"group_size": 128}}}},
-            "_proj.weight_scale': groups ",
-        ),
-        (
-            "floats",
-            {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "float", "strategy": "block"}}}},
-            "weights: strategy: 'block' found; 'channel' or 'tensor' is expected",
-        ),
-        ("floats", {"ignore": "lm_head"}, "ignore: 'lm_head' found; a list of strings is expected"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "changes", "complaint"), REFUSED["schemes of codes"])
 def test_schemes_that_are_not_computed_are_refused_by_field(
     model: Callable[[str], Path], name: str, changes: dict[str, Any], complaint: str
 ) -> None:

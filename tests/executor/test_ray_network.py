@@ -79,7 +79,7 @@ def cluster(network: None) -> Iterator[str]:
         for process in reversed(nodes):
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
+                process.wait(60)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what Ray may have left of the node
             process.wait()

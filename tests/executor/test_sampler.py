@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -19,15 +18,6 @@ from tests.support.twins import sampling as sampling_twin
 
 VOCAB, SLOTS = 700, 8
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Rows are small here; waking a second thread for each operation would take longer than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def sample(
@@ -211,6 +201,7 @@ def test_a_request_gets_the_same_tokens_alone_and_in_a_thousand_different_batche
         assert got.tolist() == [expected[row]]
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("vocab", [49152, 50257])
 def test_a_large_vocabulary_gives_bitwise_the_same_weights_alone_batched_and_with_any_number_of_threads(
     vocab: int,
@@ -231,9 +222,10 @@ def test_a_large_vocabulary_gives_bitwise_the_same_weights_alone_batched_and_wit
         draw.filter_weights(weights, torch.empty_like(weights), **part, max_top_k=int(part["top_k"].max()))
         return weights, draw.cumulative(weights), draw.draw(weights, uniform[rows])
 
+    together = run(slice(0, 8))
+    torch.set_num_threads(1)
     one_thread = run(slice(0, 8))
     torch.set_num_threads(2)
-    together = run(slice(0, 8))
     for row in range(8):
         for a, b, c in zip(run(slice(row, row + 1)), together, one_thread, strict=True):
             assert torch.equal(a[0], b[row]) and torch.equal(a[0], c[row])

@@ -1,7 +1,6 @@
 """How many cores there are: the affinity mask, and the CPU quota of the control group in both of its versions."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,6 @@ from tests.executor.test_gguf import small_file
 @pytest.fixture
 def affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)))
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def counted(folder: Path, membership: str, files: dict[str, str]) -> int:
@@ -63,7 +55,7 @@ def test_without_control_groups_the_affinity_decides(tmp_path: Path) -> None:
     assert usable_cores(tmp_path, tmp_path / "absent") == len(os.sched_getaffinity(0))
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("two_threads")
 def test_the_team_of_a_model_is_no_larger_than_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(4)
     monkeypatch.setattr(rank, "usable_cores", lambda: 2)

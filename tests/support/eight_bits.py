@@ -1,17 +1,11 @@
-"""Small models whose projections are stored in eight bits, and the same models in full: one for us, one for the oracle."""
+"""The layout of DeepSeek's checkpoints: weights in eight bits, with a scale for each block of 128 × 128."""
 
-import json
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from tests.support.small_models import DEEPSEEK_SIZES, SIZES, random_model
+from tests.support.small_models import DEEPSEEK_SIZES, SIZES
 
-WEIGHTS = "model.safetensors"
 QUANTIZATION = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -60,44 +54,3 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     by_value = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
     return values.float() * by_value[: values.shape[0], : values.shape[1]]
-
-
-@cache
-def folders(case: str) -> tuple[Path, Path]:
-    """As eight bits, and as the numbers that they stand for."""
-    root = Path(_root().name) / case
-    narrow, full = root / "narrow", root / "full"
-    random_model(*CASES[case]).save_pretrained(narrow)
-    tensors = load_file(narrow / WEIGHTS)
-    numbers = dict(tensors)
-    for name in [name for name in tensors if "_proj" in name]:
-        values, scales = quantize(tensors[name])
-        tensors |= {name: values, f"{name}_scale_inv": scales}
-        numbers[name] = dequantize(values, scales)
-    config = json.loads((narrow / "config.json").read_text())
-    full.mkdir()
-    (full / "config.json").write_text(json.dumps(config))
-    save_file(numbers, full / WEIGHTS, metadata={"format": "pt"})
-    (narrow / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))
-    save_file(tensors, narrow / WEIGHTS)
-    return narrow, full
-
-
-@cache
-def _root() -> TemporaryDirectory[str]:
-    return TemporaryDirectory(prefix="penstock-eight-bits-")
-
-
-@cache
-def _oracle(case: str) -> Any:
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_pretrained(folders(case)[1], dtype=torch.float32).eval()
-
-
-@torch.no_grad()
-def greedy(case: str, prompt: list[int], count: int) -> list[int]:
-    """What transformers generates from the full numbers."""
-    out = _oracle(case).generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens

@@ -1,7 +1,8 @@
-"""Small models whose projections are codes, as AWQ, GPTQ and compressed-tensors store them, and the same models in full:
-one for us, one for the oracle. The layouts are written here by themselves, a code at a time."""
+"""Small models whose projections are codes, as AWQ, GPTQ, compressed-tensors and DeepSeek's eight bits store them, and the
+same models in full: one for us, one for the oracle. The layouts are written here by themselves, a code at a time."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support import eight_bits
 from tests.support.small_models import EXPERTS, SIZES, random_model
 
 Tensor = torch.Tensor
@@ -22,6 +24,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {**SIZES, **WIDE, **EXPERTS, "moe_intermediate_size": 128, "norm_topk_prob": True},
     ),
+    **eight_bits.CASES,
 }
 
 
@@ -60,6 +63,8 @@ CASES = {
     "floats-experts": Case("floats", bits=8, group=-1, scales=torch.float32, model="qwen3-moe"),
 }
 
+BLOCKS = {name: Case("blocks", model=name) for name in eight_bits.CASES}
+
 
 class Made(NamedTuple):
     codes: Tensor  # uint8 or float8 [N, K]
@@ -71,6 +76,9 @@ class Made(NamedTuple):
 
 def quantize(weight: Tensor, case: Case, seed: int = 0) -> Made:
     """Of a weight [N, K], each number to the nearest there is."""
+    if case.layout == "blocks":
+        values, scales = eight_bits.quantize(weight)
+        return Made(values, scales, torch.zeros(0), torch.zeros(0), eight_bits.dequantize(values, scales))
     (rows, columns), most = weight.shape, (1 << case.bits) - 1
     if case.layout == "floats":
         top = weight.abs().amax(1, keepdim=True) if case.group else weight.abs().amax().expand(rows, 1)
@@ -108,7 +116,9 @@ def stored(name: str, made: Made, case: Case) -> dict[str, Tensor]:
     """The tensors of a layer, by its name."""
     codes, bits, middle = made.codes, case.bits, 1 << case.bits - 1
     parts: dict[str, Tensor]
-    if case.layout == "awq":
+    if case.layout == "blocks":
+        parts = {"weight": codes, "weight_scale_inv": made.scales}
+    elif case.layout == "awq":
         places = [8 * (index // 8) + AWQ_ORDER[index % 8] for index in range(len(codes))]
         zeros = words(made.zeros[places].t(), 4)
         parts = {"qweight": words(codes[places].t(), 4), "qzeros": zeros, "scales": made.scales.t()}
@@ -136,6 +146,8 @@ def stored(name: str, made: Made, case: Case) -> dict[str, Tensor]:
 
 def quantization(case: Case) -> dict[str, Any]:
     """As config.json has it."""
+    if case.layout == "blocks":
+        return eight_bits.QUANTIZATION
     if case.layout == "awq":
         fields = {"quant_method": "awq", "bits": 4, "group_size": case.group, "zero_point": True, "version": "gemm"}
         return fields | {"modules_to_not_convert": None}
@@ -176,13 +188,14 @@ def quantization(case: Case) -> dict[str, Any]:
 @cache
 def folders(name: str) -> tuple[Path, Path]:
     """As codes, and as the numbers that they stand for."""
-    case, root = CASES[name], Path(_root().name) / name
+    case, root = (CASES | BLOCKS)[name], Path(_root().name) / name
     narrow, full = root / "narrow", root / "full"
     random_model(*MODELS[case.model]).save_pretrained(narrow)
     tensors = load_file(narrow / WEIGHTS)
     numbers = dict(tensors)
     seeds: dict[str, int] = {}
-    for weight in sorted(name for name in tensors if name.endswith("_proj.weight")):
+    is_stored = re.compile(r"_proj(_with_mqa)?\.weight$" if case.layout == "blocks" else r"_proj\.weight$").search
+    for weight in sorted(filter(is_stored, tensors)):
         layer = weight.removesuffix(".weight")
         # Those of the same inputs may have the same order, and need not.
         seed = seeds.setdefault(layer.rsplit(".", 1)[0].replace("k_proj", ""), len(seeds))
@@ -210,9 +223,13 @@ def _oracle(name: str) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folders(name)[1], dtype=torch.float32).eval()
 
 
-@torch.no_grad()
 def greedy(name: str, prompt: list[int], count: int) -> list[int]:
-    """What transformers generates from the full numbers."""
+    """Return what transformers generates from the full numbers; several tests ask for the same."""
+    return [*_generated(name, tuple(prompt), count)]
+
+
+@cache
+@torch.no_grad()
+def _generated(name: str, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     out = _oracle(name).generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
+    return tuple(out[0, len(prompt) :].tolist())

@@ -1,4 +1,5 @@
-"""Small random models of every supported architecture, made by transformers: the oracle for ours."""
+"""Small random models of every supported architecture, made by transformers: the oracle for ours; and configurations that
+are refused."""
 
 import json
 from copy import deepcopy
@@ -11,6 +12,8 @@ import torch
 
 _DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
 PARTS: dict[str, dict[str, Any]] = _DATA["parts"]  # fields that several models have
+# Configurations that are refused: [model or changes, …, part of the message] in each section.
+REFUSED: dict[str, list[list[Any]]] = json.loads(Path(__file__).with_name("refused_configs.json").read_text())
 SIZES, EXPERTS, DEEPSEEK_SIZES = PARTS["SIZES"], PARTS["EXPERTS"], PARTS["DEEPSEEK_SIZES"]
 
 
@@ -66,14 +69,24 @@ def folder(case: str) -> Path:
     return path
 
 
+_generated: dict[tuple[str, tuple[int, ...]], tuple[list[int], torch.Tensor]] = {}  # by case and prompt, the longest
+
+
 @torch.no_grad()
 def greedy(case: str, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """What transformers generates: the tokens, and the logits [count, vocabulary] they come from."""
-    out = reference(case).generate(
-        torch.tensor([prompt]),
-        max_new_tokens=count,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
+    """Return the tokens that transformers generates and the logits [count, vocabulary] they come from.
+
+    Answers are kept: tests that ask for the same prompts share them.
+    """
+    key = case, tuple(prompt)
+    if key not in _generated or len(_generated[key][0]) < count:
+        out = reference(case).generate(
+            torch.tensor([prompt]),
+            max_new_tokens=count,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        _generated[key] = out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
+    tokens, logits = _generated[key]
+    return tokens[:count], logits[:count]

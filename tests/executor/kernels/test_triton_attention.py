@@ -13,7 +13,7 @@ import triton
 from penstock.executor.kernels import KeyStore, Rotation, ScoreExtras
 from penstock.executor.kernels.cuda import expanded, tiles, work
 from penstock.executor.kernels.cuda.ops import OPS
-from tests.support.kernel_cases import TOLERANCE, close, every_dtype
+from tests.support.kernel_cases import TOLERANCE, close, matrix
 from tests.support.paged import Cache, attend, random
 from tests.support.twins import torch_ops
 
@@ -41,14 +41,7 @@ def twins_answer(dtype: torch.dtype, shape: tuple[int, int, int, int], window: i
 HARDEST = [(torch.float32, SHAPES[2]), (torch.bfloat16, SHAPES[1])]  # no power of two; small pages
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape"),
-    [
-        pytest.param(dtype, shape, marks=() if (dtype, shape) in HARDEST else pytest.mark.slow_in_interpreter)
-        for dtype in TOLERANCE
-        for shape in SHAPES
-    ],
-)
+@matrix("dtype, shape", TOLERANCE, SHAPES, hardest=HARDEST)
 def test_attention_equals_the_twin(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
     cache, q = case(dtype, shape)
     close(attend(OPS, cache.to(device), q.to(device), ROWS), twins_answer(dtype, shape, None))
@@ -61,14 +54,12 @@ def test_a_window_hides_what_lies_before_it(device: torch.device, window: int) -
     close(actual, twins_answer(torch.float32, SHAPES[0], window))
 
 
-@every_dtype
-@pytest.mark.parametrize(
-    ("cap", "window"),
-    [
-        (1.5, 40),
-        (None, None),
-        *(pytest.param(*pair, marks=pytest.mark.slow_in_interpreter) for pair in ((1.5, None), (None, 40))),
-    ],
+@matrix(
+    "dtype, cap, window",
+    TOLERANCE,
+    (1.5, None),
+    (40, None),
+    hardest=[(torch.float32, None, None), (torch.float32, 1.5, 40), (torch.bfloat16, 1.5, 40)],
 )
 def test_sinks_and_caps_equal_the_twins(
     device: torch.device, dtype: torch.dtype, cap: float | None, window: int | None
@@ -108,8 +99,12 @@ def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(device: torch.dev
     assert not out[1:].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [None, 40])
+@matrix(
+    "dtype, window",
+    (torch.float32, torch.bfloat16),
+    (None, 40),
+    hardest=[(torch.float32, None), (torch.bfloat16, 40)],
+)
 def test_a_padded_batch_gets_what_its_rows_get(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
     """Only the device knows the rows, and three more have what is left of the tokens: they get zeros."""
     cache, q = case(dtype, SHAPES[1])
@@ -226,10 +221,10 @@ def test_every_position_is_somebodys_and_nobody_has_much_more_than_others(
 
 
 def test_tiles_that_see_most_begin_first(device: torch.device) -> None:
-    rows = [(0, 1, 9), (1, 40, 40), (2, 41, 3000), (3, 65, 700), (4, 90, 90), (5, 90, 190)]
-    batch = Cache([0] * 6, 1, 16, 16, torch.float32).to(device).batch([(row, count, 0) for row, count, _ in rows])
+    rows = [(0, 1, 9), (1, 40, 40), (2, 41, 3000), (3, 65, 700), (4, 90, 90), (5, 90, 190), (6, 9, 190)]
+    batch = Cache([0] * 7, 1, 16, 16, torch.float32).to(device).batch([(row, count, 0) for row, count, _ in rows])
     batch.context_lens.copy_(torch.tensor([context for _, _, context in rows]))
-    for first, end, per_token in ((1, 6, 1), (1, 6, 3), (2, 5, 8), (5, 6, 128)):
+    for first, end, per_token in ((1, 7, 1), (1, 7, 3), (2, 5, 8), (6, 7, 128)):
         tile = tiles.Tile(64, 64, 8, 3)
         order = work.order_tiles(batch, first, end, per_token, tile).tolist()
         counts = {row: -(-rows[row][1] * per_token // tile.rows) for row in range(first, end)}
@@ -260,11 +255,14 @@ def test_eight_bit_pages_are_written_and_read(device: torch.device) -> None:
     close(answers[0], answers[1])
 
 
-@every_dtype
-@pytest.mark.parametrize(("heads", "rope", "rank"), [(4, 16, 64), (20, 8, 48)])
+LATENTS = [(4, 16, 64), (20, 8, 48)]  # heads, rope, rank
+
+
+@matrix("dtype, sizes", TOLERANCE, LATENTS, hardest=[(torch.bfloat16, LATENTS[0]), (torch.float32, LATENTS[1])])
 def test_latent_attention_equals_the_twin(
-    device: torch.device, dtype: torch.dtype, heads: int, rope: int, rank: int
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int]
 ) -> None:
+    heads, rope, rank = sizes
     rows = [(0, 1, 1), (1, 1, 150), (2, 1, 64), (3, 5, 5), (4, 7, 70)]
     cache = Cache([context for _, _, context in rows], 1, rope + rank, 16, dtype)
     q = random(sum(count for _, count, _ in rows), heads, rope + rank, dtype=dtype, seed=9)
@@ -288,8 +286,7 @@ def expanded_case(
     return cache, q, random(heads, nope + value, rank, dtype=dtype, seed=3) * rank**-0.5
 
 
-@every_dtype
-@every_size
+@matrix("dtype, sizes", TOLERANCE, SIZES, hardest=[(torch.bfloat16, SIZES[0]), (torch.float32, SIZES[1])])
 def test_expanded_attention_equals_the_twin(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int]
 ) -> None:
@@ -301,7 +298,11 @@ def test_expanded_attention_equals_the_twin(
     close(OPS.expanded_attention(*arguments), expected)
 
 
-@pytest.mark.parametrize(("sizes", "limit"), [(SIZES[0], 13000), (SIZES[1], 1)], ids=["two heads", "one"])
+@pytest.mark.parametrize(
+    ("sizes", "limit"),
+    [(SIZES[0], 13000), pytest.param(SIZES[1], 1, marks=pytest.mark.slow_in_interpreter)],
+    ids=["two heads", "one"],
+)
 def test_expanding_in_pieces_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, sizes: tuple[int, int, int, int, int], limit: int
 ) -> None:

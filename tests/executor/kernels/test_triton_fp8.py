@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from penstock.executor.kernels import Quantized, eight_bits
 from penstock.executor.kernels.cuda import fp8, tiles
 from tests.support import cards
-from tests.support.kernel_cases import close, every_dtype
+from tests.support.kernel_cases import close, every_dtype, matrix
 from tests.support.paged import random
 from tests.support.twins import eight_bits as eight_bits_twin
 
@@ -42,8 +42,7 @@ def test_what_quantizes_equals_the_twin(device: torch.device, dtype: torch.dtype
         assert (values.float() != twin_values.float()).float().mean() < 0.05
 
 
-@pytest.mark.parametrize("rows", [1, 20, 70])
-@pytest.mark.parametrize("splits", [1, 4])
+@matrix("rows, splits", (1, 20, 70), (1, 4), hardest=[(1, 4), (20, 4), (70, 1)])
 def test_the_product_equals_the_twin(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, splits: int
 ) -> None:

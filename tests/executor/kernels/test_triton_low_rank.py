@@ -58,6 +58,7 @@ def on_places(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, 
     return executor
 
 
+@pytest.mark.slow_in_interpreter
 @pytest.mark.usefixtures("few_programs")
 def test_a_model_with_adapters_gives_the_tokens_of_merged_ones(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

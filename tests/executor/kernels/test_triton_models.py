@@ -11,7 +11,7 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support import cards
 from tests.support.driver import Driver
-from tests.support.eight_bits import folders
+from tests.support.packed_models import folders
 from tests.support.small_models import folder, greedy
 from tests.support.twins import changed, operations, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
@@ -49,6 +49,7 @@ def test_a_model_gives_the_tokens_of_transformers(
     assert got == [greedy(case, prompt, COUNT)[0] for prompt in PROMPTS]
 
 
+@pytest.mark.slow_in_interpreter
 @pytest.mark.usefixtures("few_programs")
 def test_chunks_whose_latents_are_expanded_give_the_tokens_of_transformers(
     monkeypatch: pytest.MonkeyPatch, device: torch.device

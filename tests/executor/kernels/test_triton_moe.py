@@ -17,7 +17,7 @@ from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
 from tests.support.eight_bits import quantize
-from tests.support.kernel_cases import close, every_dtype
+from tests.support.kernel_cases import TOLERANCE, close, every_dtype, matrix
 from tests.support.paged import random
 from tests.support.small_models import folder, greedy
 from tests.support.twins import changed, torch_ops
@@ -65,14 +65,14 @@ def test_experts_equal_the_twin(device: torch.device, dtype: torch.dtype) -> Non
         close(ours(given, 0, activation), twin(exact, 0, activation))
 
 
-@pytest.mark.parametrize("rows", [16, 64, 128])
+@pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.slow_in_interpreter), 128])
 def test_experts_with_more_tokens_than_a_tile(monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int) -> None:
     monkeypatch.setattr(moe, "expert_tile", lambda *_: tiles.Tile(rows, 32, 4, 2))
     given = case(70, 3, 2, 32, 32, torch.float32, device)
     close(ours(given, 0, "silu"), twin(given, 0, "silu"))
 
 
-@every_dtype
+@matrix("dtype", TOLERANCE, hardest=[(torch.bfloat16,)])
 def test_experts_of_eight_bits_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
     """384 columns and rows: three blocks, whose scales are padded to four along the depth."""
     hidden, slots, shares, gate_up, down = case(9, 3, 2, 384, 128, dtype, torch.device("cpu"))
@@ -84,8 +84,7 @@ def test_experts_of_eight_bits_equal_the_twin(device: torch.device, dtype: torch
     assert (exact - unscaled).norm() < 0.06 * unscaled.norm()
 
 
-@pytest.mark.parametrize("tokens", [25, 70])
-@pytest.mark.parametrize("first", [0, 1])
+@matrix("tokens, first", (25, 70), (0, 1), hardest=[(25, 0), (70, 1)])
 def test_experts_with_many_entries_multiply_in_eight_bits(device: torch.device, tokens: int, first: int) -> None:
     """Kernel and twin may round to different eight-bit numbers. Hopper's tensor cores add eight-bit products in fewer than
     24 bits, so this happens more often there."""
@@ -113,15 +112,16 @@ def in_blocks(weights: torch.Tensor) -> Pair:
     return torch.stack([values for values, _ in pairs]), torch.stack([pad_scales(s) for _, s in pairs])
 
 
+# tokens, experts, top_k, width, inner
 FOUR_BITS: list[tuple[int, int, int, int, int]] = [(9, 3, 2, 64, 96), (1, 4, 3, 160, 32), (40, 2, 2, 96, 64)]
 
 
-@every_dtype
-@pytest.mark.parametrize(("tokens", "experts", "top_k", "width", "inner"), FOUR_BITS)
+@matrix("dtype, sizes", TOLERANCE, FOUR_BITS, hardest=[(torch.float32, FOUR_BITS[1]), (torch.bfloat16, FOUR_BITS[2])])
 def test_experts_of_four_bits_equal_the_twin(
-    device: torch.device, dtype: torch.dtype, tokens: int, experts: int, top_k: int, width: int, inner: int
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int]
 ) -> None:
     """With biases and the bounded swish, as gpt-oss has them, and every code."""
+    tokens, experts, top_k, width, inner = sizes
     hidden, slots, shares, _, _ = case(tokens, experts, top_k, width, inner, dtype, torch.device("cpu"))
     up, down = (in_four_bits(experts, *shape, seed) for seed, shape in enumerate(((2 * inner, width), (width, inner))))
     biases = random(experts, 2 * inner, dtype=dtype, seed=5), random(experts, width, dtype=dtype, seed=6)

@@ -10,7 +10,7 @@ from penstock.executor.kernels import Packed
 from penstock.executor.kernels.cuda import packed_products, tiles
 from penstock.executor.kernels.grouped import Grouped, GroupedLinear, as_groups, half_of, pack
 from tests.support.coded import coded
-from tests.support.kernel_cases import close, every_dtype
+from tests.support.kernel_cases import close, every_dtype, matrix
 from tests.support.paged import random
 from tests.support.twins import grouped as twin
 
@@ -63,8 +63,7 @@ def test_what_is_packed_stands_for_the_numbers(kind: tuple[int, int, str | None,
         assert torch.equal(GroupedLinear(packed, None, twin, torch.float32).rows(rows), expected[rows])
 
 
-@pytest.mark.parametrize("rows", [1, 20])
-@pytest.mark.parametrize("kind", KINDS)
+@matrix("kind, rows", KINDS, (1, 20), hardest=[(kind, 20) for kind in KINDS] + [(KINDS[1], 1), (KINDS[5], 1)])
 def test_a_layer_equals_the_twin(device: torch.device, kind: tuple[int, int, str | None, bool], rows: int) -> None:
     """200 columns: the last tile has few."""
     weight, x = pack([grouped(200, 384, kind)], CPU), random(rows, 384) / 20
@@ -93,8 +92,12 @@ def test_half_a_step_fits_the_depth_and_the_groups() -> None:
     assert half(4, 48, 48) is None and half(8, 40, 40) is None
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 70])
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1], KINDS[7]])
+@matrix(
+    "kind, tokens",
+    (KINDS[0], KINDS[1], KINDS[7]),
+    (1, 9, 70),
+    hardest=[(KINDS[1], 1), (KINDS[0], 9), (KINDS[1], 70), (KINDS[7], 70)],
+)
 def test_experts_equal_the_twin(device: torch.device, kind: tuple[int, int, str | None, bool], tokens: int) -> None:
     width, inner, experts, first = 128, 64, 3, 1
     kind = kind if kind[0] else (0, 64, *kind[2:])

@@ -31,7 +31,7 @@ from penstock.executor.ranks import rank
 from penstock.executor.step.inputs import DeviceInputs
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
-from tests.support import eight_bits, small_models
+from tests.support import packed_models, small_models
 from tests.support.adapters import Adapter
 from tests.support.driver import Driver, Sequence
 from tests.support.twins import changed, operations, torch_inputs, torch_ops
@@ -177,8 +177,12 @@ CASES: dict[str, tuple[Callable[[str], Path], str, dict[str, Any]]] = {
     "gemma3": (small_models.folder, "gemma3", {}),
     "qwen3-moe": (small_models.folder, "qwen3-moe", {}),
     "deepseek-v2-lite": (small_models.folder, "deepseek-v2-lite", {}),
-    "qwen3 in eight bits": (lambda case: eight_bits.folders(case)[0], "qwen3", {"kv_cache_dtype": "fp8"}),
-    "deepseek-v3 in eight bits": (lambda case: eight_bits.folders(case)[0], "deepseek-v3", {"kv_cache_dtype": "fp8"}),
+    "qwen3 in eight bits": (lambda case: packed_models.folders(case)[0], "qwen3", {"kv_cache_dtype": "fp8"}),
+    "deepseek-v3 in eight bits": (
+        lambda case: packed_models.folders(case)[0],
+        "deepseek-v3",
+        {"kv_cache_dtype": "fp8"},
+    ),
     **{name: (small_models.folder, name, {}) for name in RECURRENT},
 }
 
