@@ -9,7 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("engine", "executor", "cache", "eplb", "router")
-EXECUTOR = ("kernels/cuda", "ranks", "ring", "sampling", "step", "tiers")
+KERNELS = ("kernels/cuda", "kernels/card.py", "kernels/recurrent.py", "kernels/state.py")
+EXECUTOR = (*KERNELS, "ranks", "ring", "sampling", "step", "tiers")
 # Folders that are rewritten in plain technical English; the rest follows.
 PLAIN = ("benchmarks", "cache", "eplb", "engine/commands/prove", *(f"executor/{part}" for part in EXECUTOR))
 RIDDLE = re.compile(r'(^\s*(""")?|# |// |/\*+ )(Of|What|Who|Whose|Whether|Those|As|None of)\b')

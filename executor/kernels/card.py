@@ -1,7 +1,7 @@
-"""What a GPU is and can do: the one place that knows which of our kernels need what.
+"""Properties and capabilities of a GPU. Only this module knows which of our kernels need which capability.
 
-GPUs before compute capability 8.0 are refused. What a newer card lacks is left out: a kernel takes a smaller tile, weights
-of eight bits are dequantized, and the rest of the model keeps its kernels.
+GPUs before compute capability 8.0 are refused. On cards that lack a newer capability, kernels use smaller tiles and FP8
+weights are dequantized; the rest of the model keeps its kernels.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ import torch.nn.functional as F
 class Card:
     capability: tuple[int, int]
     num_processors: int
-    shared_bytes: int  # of shared memory, that one block of threads may have
+    shared_bytes: int  # maximum shared memory of a thread block
 
     @property
     def has_eight_bits(self) -> bool:
-        """float8_e4m3fn in registers: weights and pages of eight bits."""
+        """Tell whether float8_e4m3fn works in registers, for FP8 weights and pages."""
         return self.capability >= (8, 9)
 
     @property
@@ -28,14 +28,14 @@ class Card:
 
     @property
     def has_wide_products(self) -> bool:
-        """Out of shared memory (9.0) and into a memory of their own (10.0). Elsewhere the factors of a product pass through
-        registers, and a tile may have half as many rows before these run out."""
+        """Tell whether matrix products read shared memory (9.0), and write to tensor memory (10.0). On other cards the
+        factors pass through registers, so a tile may have only half as many rows."""
         return self.capability[0] in (9, 10)
 
     @property
     def has_scaled_mm(self) -> bool:
-        """cuBLAS's product of eight bits with a scale per block. cuBLAS refuses it on other cards and has it from CUDA
-        12.9 on, and some versions of torch lack the function; elsewhere our own kernel multiplies."""
+        """Tell whether cuBLAS has block-scaled FP8 products. It refuses them on other cards and before CUDA 12.9, and
+        some versions of torch lack the function; then our own kernel multiplies."""
         return self.capability[0] == 9 and hasattr(F, "scaled_mm") and _cuda_version() >= (12, 9)
 
 
@@ -43,7 +43,7 @@ _WITHOUT_GPU = Card((9, 0), 132, 227 << 10)  # an H200
 
 
 def _cuda_version() -> tuple[int, ...]:
-    """Return the version of CUDA that torch was built for. A torch for CPUs stands for the newest: kernels are only
+    """Return the version of CUDA that torch was built for. A CPU build counts as the newest, because kernels are only
     interpreted there, or compiled for another machine."""
     return tuple(map(int, (torch.version.cuda or "99").split(".")[:2]))
 
@@ -56,6 +56,6 @@ def card_of(index: int) -> Card:
 
 
 def current_card() -> Card:
-    """Of the device that kernels are launched on. Where there is none they are interpreted, or compiled for another
-    machine: as for an H200, or the card that a test names."""
+    """Return the card that kernels are launched on. Without one, kernels are interpreted or compiled for another
+    machine: for an H200, or the card that a test sets."""
     return card_of(torch.cuda.current_device()) if torch.cuda.is_initialized() else _WITHOUT_GPU

@@ -1,5 +1,5 @@
-"""The operations of layers that carry a state along: a short convolution, and the gated delta rule or Mamba 2. `CpuRecurrent`
-computes them in C (csrc/cpu_recurrent.h)."""
+"""The operations of layers with a recurrent state: a short convolution, and the gated delta rule or Mamba 2.
+`CpuRecurrent` computes them in C (csrc/cpu_recurrent.h)."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -10,21 +10,21 @@ from penstock import _csrc
 from penstock.executor.batch import ForwardBatch, StatePages
 
 MAX_TAPS = 8
-MAX_HEAD = 256  # numbers of a key or a value head at most
+MAX_HEAD = 256  # maximum size of a key or value head
 
 
 class DeltaHeads(NamedTuple):
-    """The sizes and the weights, float32, of one layer's heads. Value heads share key heads as grouped queries do keys."""
+    """The sizes and float32 weights of one layer's heads. Value heads share key heads like grouped queries keys."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    rate: Tensor  # [value heads]: of the decay, below zero
+    rate: Tensor  # [value heads]: rate of the decay, negative
     shift: Tensor  # [value heads]
-    norm: Tensor | None  # [value dim]; None of Mamba 2, whose norm is over several heads
+    norm: Tensor | None  # [value dim]; None for Mamba 2, whose norm spans several heads
     eps: float
-    skip: Tensor | None = None  # [value heads]: of Mamba 2, which erases nothing
+    skip: Tensor | None = None  # [value heads]: only for Mamba 2, which does not erase
 
     @property
     def erases(self) -> bool:
@@ -40,35 +40,35 @@ class DeltaHeads(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """Of T tokens; parts of merged products, whose rows lie apart."""
+    """The inputs of T tokens: parts of merged products, so their rows are not contiguous."""
 
-    qkv: Tensor  # [T, 2 keys + values], out of the convolution
+    qkv: Tensor  # [T, 2 keys + values], after the convolution
     z: Tensor  # [T, values]
-    gates: Tensor  # [T, 2 value heads]: b, then a; of Mamba 2 a alone
+    gates: Tensor  # [T, 2 value heads]: b, then a; for Mamba 2 only a
 
 
 class RecurrentOps(Protocol):
-    """Each row begins where the state says that it reads from, and leaves its state where the batch says (`StateBatch`).
-    Unit 0 of a layer has the last inputs of its convolution, those after it one head's S each."""
+    """Operations that read each row's state from, and write it to, the pages in the batch's `StateBatch`. Unit 0 of a
+    layer holds the last inputs of its convolution, and each further unit one head's S."""
 
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, states: StatePages, batch: ForwardBatch, has_silu: bool
     ) -> Tensor:
-        """Each channel's last inputs by its weights: x [T, C], weight [taps, C] and bias [C] float32 -> [T, C]. Kept are
-        the last taps - 1 inputs, in the dtype of x."""
+        """Convolve each channel with its weights: x [T, C], weight [taps, C] and bias [C] float32 -> [T, C]. The state
+        keeps the last taps - 1 inputs, in the dtype of x."""
 
     def delta_rule(self, inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
-        """The gated delta rule -> [T, values]: with q and k of length one, q by key_dim^-1/2 as well,
+        """Apply the gated delta rule -> [T, values], with q and k normalized and q scaled by key_dim^-1/2:
 
         S = e^(rate softplus(a + shift)) S, S = S + k (sigmoid(b) (v - k S)), rms_norm(q S) * silu(z)
 
-        where S [key_dim, value_dim] is float32. Mamba 2, with q and k as they are:
+        where S [key_dim, value_dim] is float32. For Mamba 2, with unchanged q and k:
 
         S = e^(rate softplus(a + shift)) S + k (softplus(a + shift) v), (q S + skip v) * silu(z)"""
 
 
 class CpuRecurrent:
-    """A token's numbers are the same bits in chunks of any size."""
+    """The operations on a CPU. A token's results are bit-identical in chunks of any size."""
 
     def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
         self._dtype, self._cpu = dtype, cpu
@@ -108,7 +108,7 @@ class CpuRecurrent:
 
 
 def describe_heads(heads: DeltaHeads) -> Any:
-    """A struct penstock_delta with what does not change from step to step."""
+    """Return a struct penstock_delta with everything that is the same in every step."""
     sizes = {name: getattr(heads, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "eps")}
     tensors = {"rate": heads.rate, "shift": heads.shift, "norm_weight": heads.norm, "skip": heads.skip}
     given = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}

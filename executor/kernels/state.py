@@ -1,7 +1,7 @@
-"""What a GPU remembers of the requests in its slots, in one flat tensor: tokens, block tables, how each one samples.
+"""The GPU's state of the requests in its slots, in one flat tensor: tokens, block tables, sampling options.
 
-The host only says what changes. Changes are *runs*, neighbouring numbers and where they go, and all that a step brings,
-of whatever kind, goes over in the step's one copy (executor/step/inputs.py) and is put into place by one kernel.
+The host only sends changes, as *runs*: consecutive numbers and their offset. All runs of a step are sent in the step's
+one copy (executor/step/inputs.py) and applied by one kernel.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,20 +14,20 @@ from torch import Tensor
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.protocol import ExecutorError, Sampling
 
-MAX_SEVERAL = 8  # rows of several tokens in a step with prompts that is a graph
-HEADER = 4  # numbers of a step's block before the rows' own; the first says how many rows there are
-OPTIONS = 8  # numbers per slot: temperature, min_p, top_p as bits, top_k, the seed's halves; two are spare
-MAX_RUN = 1 << 16  # longer runs are cut, so that each fits into a copy
+MAX_SEVERAL = 8  # maximum number of multi-token rows in a graph of a step with prompts
+HEADER = 4  # numbers before a step's rows; the first is the number of rows
+OPTIONS = 8  # numbers per slot: temperature, min_p, top_p as bits, top_k, two halves of the seed; two are unused
+MAX_RUN = 1 << 16  # longer runs are split, so that each fits into a copy
 
 
 class Places(NamedTuple):
-    """Where things lie in the flat tensor, for one attention group; kernels are given it."""
+    """Offsets and sizes in the flat tensor for one attention group, passed to kernels."""
 
-    width: int  # of a slot's tokens, the first of which is at slot * width
+    width: int  # tokens per slot; a slot's tokens start at slot * width
     blocks_at: int
-    max_blocks: int  # of a slot
+    max_blocks: int  # per slot
     options_at: int
-    spare: int  # a number that is never read: padding writes its tokens there
+    spare: int  # index of a number that is never read, where padding stores its tokens
     block_size: int
 
 
@@ -41,7 +41,7 @@ class DeviceState:
         device: torch.device,
         layout: CacheLayout = CacheLayout(),  # noqa: B008  (immutable)
     ) -> None:
-        blocks_at = (num_slots + 1) * width  # of the last slot's tokens only the first is used: the spare one
+        blocks_at = (num_slots + 1) * width  # of the last slot's tokens only the first is used: the spare number
         # A table of all slots for each attention group, then the pages that states are read from and written to.
         tables_at = range(
             blocks_at, blocks_at + (layout.attention_groups + 1) * num_slots * max_blocks, num_slots * max_blocks
@@ -49,7 +49,7 @@ class DeviceState:
         states_at = tables_at[-1]
         options_at = states_at + num_slots * 2 * layout.state_pages
         size = options_at + num_slots * OPTIONS
-        if size >= 2**31:  # kernels count in 32 bits
+        if size >= 2**31:  # kernels use 32-bit indices
             raise ExecutorError(
                 f"max_num_seqs: the tables of {num_slots} requests of up to {width - 1} tokens would take {size} numbers "
                 "on the GPU, more than 2^31: lower max_num_seqs or max_model_len"
@@ -65,12 +65,12 @@ class DeviceState:
 
     @property
     def tokens(self) -> Tensor:
-        """[slots + 1, width]"""
+        """Return the token table, [slots + 1, width]."""
         return self.flat[: self.places.blocks_at].view(-1, self.places.width)
 
     @property
     def states(self) -> Tensor:
-        """[slots, 2, pages]: what a slot's rows read from, and write to."""
+        """Return the state pages [slots, 2, pages] that a slot's rows read from and write to."""
         return self.flat[self._states].view(self._num_slots, 2, self._state_pages)
 
     def write_tokens(self, slot: int, first: int, tokens: np.ndarray) -> None:
@@ -91,7 +91,7 @@ class DeviceState:
         self._write(self.places.options_at + slot * OPTIONS, numbers)
 
     def take(self) -> list[tuple[int, np.ndarray]]:
-        """The runs since the last call. They go into place all at once, so no two may touch the same number."""
+        """Return the runs since the last call. They are applied in parallel, so no two may write the same number."""
         taken, self._runs = self._runs, []
         return taken
 
