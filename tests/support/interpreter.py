@@ -1,8 +1,9 @@
-"""Triton 3.6's interpreter made right for bfloat16, which it keeps as bare 16-bit integers, and for numpy 2.4.
+"""Corrects Triton 3.6's interpreter for bfloat16, which it keeps as bare 16-bit integers, for NaN, and for numpy 2.4.
 
 Its casts truncate, where GPUs round to the nearest, and its `dot` multiplies the bit patterns. Kernels do no other
-arithmetic in bfloat16: the interpreter would get that wrong too. Bounds of a `range` are arrays of one element to it,
-which numpy no longer turns into numbers by itself.
+arithmetic in bfloat16: the interpreter would get that wrong too. Its `minimum` and `maximum` return NaN where an operand
+is NaN, where GPUs return the other operand. Bounds of a `range` are arrays of one element to it, which numpy no longer
+turns into numbers by itself.
 """
 
 from typing import Any
@@ -28,6 +29,8 @@ def mend() -> None:
         return plain_dot(self, widened(a), widened(b), acc, *options)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
+    for name, function in (("create_minnumf", np.fmin), ("create_maxnumf", np.fmax)):
+        setattr(interpreter.InterpreterBuilder, name, _binary(function))
     plain_patch = interpreter._patch_lang_tensor
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
@@ -35,6 +38,10 @@ def mend() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor
+
+
+def _binary(function: np.ufunc) -> Any:
+    return lambda self, lhs, rhs: self.binary_op(lhs, rhs, function)
 
 
 def _convert(array: np.ndarray, source: Any, goal: Any, rounding: Any) -> np.ndarray:

@@ -109,8 +109,9 @@ def scale_to_length(x, scale):
 
 @triton.jit
 def softplus(a, shift):
+    """Return log(1 + exp(a + shift)) in float32. A NaN stays one: it must not become the softplus of 20."""
     x = a.to(tl.float32) + shift
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL))))
 
 
 @kernel

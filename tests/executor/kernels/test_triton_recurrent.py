@@ -53,3 +53,17 @@ def test_keys_that_are_all_alike_lose_no_precision(device: torch.device) -> None
     batch = batch_of([130], states.tables, new=(0,))
     actual, expected = layer.run(OPS, states.pages, batch), layer.run(torch_ops, expected_states.pages, batch)
     torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1.5e-2 if device.type == "cpu" else 3e-2)
+
+
+@pytest.mark.parametrize("counts", [[1], [70]])
+@pytest.mark.parametrize("erases", [True, False], ids=["delta", "mamba"])
+def test_a_gate_that_is_no_number_makes_its_head_no_number(
+    device: torch.device, counts: list[int], erases: bool
+) -> None:
+    """`tl.minimum` drops a NaN unless it is asked not to: the softplus of NaN would be 20 on a GPU."""
+    layer = Layer.random(sum(counts), (1, 2, 16, 16), torch.bfloat16, device=device, erases=erases)
+    layer.inputs.gates[-1, -1] = float("nan")  # what softplus takes for the last token of the second head
+    states = States(layer, 1, device)
+    out = layer.run(OPS, states.pages, batch_of(counts, states.tables, new=(0,)))
+    first, second = out[-1].chunk(2)
+    assert first.isfinite().all() and second.isnan().all()
