@@ -1,7 +1,7 @@
-"""The families of models that run, their special features, and the models that are refused by name. `penstock models` lists it.
+"""The families of models that run, a row for each, and the models that are refused by name. `penstock models` lists them.
 
-Plain data without torch. tests/executor/test_catalogue.py holds it against the registry, the specs that the families
-make and the GGUF architectures that are read.
+Plain data without torch: registry.py finds the functions that are named here. tests/executor/test_catalogue.py checks the
+rows against the specs that the families make and the GGUF architectures that are read.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 class Family(NamedTuple):
     name: str
-    architectures: tuple[str, ...]  # in config.json, without what all end in, ForCausalLM
+    architectures: dict[str, str]  # name in config.json, without ForCausalLM at its end → what reads the settings
     # window: layers that see only the last positions; experts; MLA: latent attention; unrotated: layers without
     # positions; caps: scores and logits are bounded; sinks: a part of attention goes nowhere; longrope: one rotation for short
     # contexts and another for long ones; recurrent: layers that keep a state; text of: what is left of them.
@@ -20,42 +20,66 @@ class Family(NamedTuple):
 
 
 FAMILIES = (
-    Family("DeepSeek V2", ("DeepseekV2",), ("experts", "MLA"), ("deepseek2",)),
+    Family("DeepSeek V2", {"DeepseekV2": "deepseek_v2"}, ("experts", "MLA"), ("deepseek2",)),
     Family(
-        "DeepSeek V3, R1", ("DeepseekV3",), ("experts", "MLA"), ("deepseek2",), ("deepseek_v3", "deepseek_v31"), "think"
+        "DeepSeek V3, R1",
+        {"DeepseekV3": "deepseek_v3"},
+        ("experts", "MLA"),
+        ("deepseek2",),
+        ("deepseek_v3", "deepseek_v31"),
+        "think",
     ),
-    Family("ERNIE 4.5", ("Ernie4_5",), (), ("ernie4_5",)),
-    Family("ERNIE 4.5 MoE", ("Ernie4_5_Moe",), ("experts",)),
-    Family("Gemma 2", ("Gemma2",), ("window", "caps"), ("gemma2",)),
-    Family("Gemma 3", ("Gemma3",), ("window", "text of images"), ("gemma3",)),
-    Family("Gemma 4", ("Gemma4",), ("experts", "window", "caps", "text of images"), (), ("gemma4",)),
-    Family("GLM-4 (0414)", ("Glm4",), (), ("glm4",)),
-    Family("GLM-4.5 to 4.7", ("Glm4Moe",), ("experts",), (), ("glm45", "glm47"), "think"),
-    Family("GLM-4.7 Flash", ("Glm4MoeLite",), ("experts", "MLA"), (), ("glm47",), "think"),
-    Family("gpt-oss", ("GptOss",), ("experts", "window", "sinks"), ("gpt-oss",), ("harmony",), "harmony"),
-    Family("Granite 3", ("Granite",), (), ("granite",), ("granite",)),
-    Family("Granite 3 and 4 MoE", ("GraniteMoe", "GraniteMoeShared"), ("experts",), (), ("granite",)),
-    Family("Granite 4", ("GraniteMoeHybrid",), ("experts", "recurrent", "unrotated"), (), ("hermes",)),
-    Family("Hunyuan dense", ("HunYuanDenseV1",), (), ("hunyuan-dense",), ("hunyuan_a13b",), "think"),
-    Family("LFM2", ("Lfm2",), ("recurrent",), (), ("lfm2",)),
-    Family("Llama 1 to 3, SmolLM2", ("Llama",), (), ("llama",), ("llama3_json",)),
-    Family("MiniMax-M2", ("MiniMaxM2",), ("experts",), (), ("minimax_m2",), "think"),
-    Family("Mistral", ("Mistral", "Ministral"), ("window", "text of images"), ("llama",), ("mistral",)),
-    Family("Ministral 3", ("Ministral3",), ("text of images",), (), ("mistral",), "mistral"),
-    Family("Mixtral", ("Mixtral",), ("experts", "window"), ("llama",), ("mistral",)),
-    Family("OLMo 2", ("Olmo2",), (), ("olmo2",)),
-    Family("OLMo 3", ("Olmo3",), ("window",), (), ("olmo3",), "think"),
-    Family("OPT", ("OPT",)),
-    Family("Phi-3, Phi-4", ("Phi3",), ("window", "longrope"), ("phi3",), ("phi4_mini_json",)),
-    Family("Qwen 2 and 2.5", ("Qwen2",), ("window",), ("qwen2",), ("hermes", "qwen2_5_coder")),
-    Family("Qwen 2 MoE", ("Qwen2Moe",), ("experts",), ("qwen2moe",)),
-    Family("Qwen 3", ("Qwen3",), (), ("qwen3",), ("hermes",), "think"),
-    Family("Qwen 3 MoE", ("Qwen3Moe",), ("experts",), ("qwen3moe",), ("hermes", "qwen3_coder"), "think"),
-    Family("Qwen 3 Next", ("Qwen3Next",), ("experts", "recurrent"), (), ("hermes",), "think"),
-    Family("Qwen 3.5, 3.6", ("Qwen3_5",), ("recurrent", "text of images"), (), ("qwen3_coder",), "think"),
-    Family("Qwen 3.5 MoE", ("Qwen3_5Moe",), ("experts", "recurrent", "text of images"), (), ("qwen3_coder",), "think"),
-    Family("Seed-OSS", ("SeedOss",), (), ("seed_oss",), ("seed_oss",), "think"),
-    Family("SmolLM3", ("SmolLM3",), ("window", "unrotated"), ("smollm3",), ("hermes",), "think"),
+    Family("ERNIE 4.5", {"Ernie4_5": "ernie4_5"}, (), ("ernie4_5",)),
+    Family("ERNIE 4.5 MoE", {"Ernie4_5_Moe": "ernie4_5_moe"}, ("experts",)),
+    Family("Gemma 2", {"Gemma2": "gemma2"}, ("window", "caps"), ("gemma2",)),
+    Family("Gemma 3", {"Gemma3": "gemma3"}, ("window", "text of images"), ("gemma3",)),
+    Family("Gemma 4", {"Gemma4": "gemma4"}, ("experts", "window", "caps", "text of images"), (), ("gemma4",)),
+    Family("GLM-4 (0414)", {"Glm4": "glm4"}, (), ("glm4",)),
+    Family("GLM-4.5 to 4.7", {"Glm4Moe": "glm4_moe"}, ("experts",), (), ("glm45", "glm47"), "think"),
+    Family("GLM-4.7 Flash", {"Glm4MoeLite": "glm4_moe_lite"}, ("experts", "MLA"), (), ("glm47",), "think"),
+    Family("gpt-oss", {"GptOss": "gpt_oss"}, ("experts", "window", "sinks"), ("gpt-oss",), ("harmony",), "harmony"),
+    Family("Granite 3", {"Granite": "granite"}, (), ("granite",), ("granite",)),
+    Family(
+        "Granite 3 and 4 MoE",
+        {"GraniteMoe": "granite_moe", "GraniteMoeShared": "granite_moe_shared"},
+        ("experts",),
+        (),
+        ("granite",),
+    ),
+    Family("Granite 4", {"GraniteMoeHybrid": "granite_hybrid"}, ("experts", "recurrent", "unrotated"), (), ("hermes",)),
+    Family("Hunyuan dense", {"HunYuanDenseV1": "hunyuan_dense"}, (), ("hunyuan-dense",), ("hunyuan_a13b",), "think"),
+    Family("LFM2", {"Lfm2": "lfm2"}, ("recurrent",), (), ("lfm2",)),
+    Family("Llama 1 to 3, SmolLM2", {"Llama": "llama"}, (), ("llama",), ("llama3_json",)),
+    Family("MiniMax-M2", {"MiniMaxM2": "minimax_m2"}, ("experts",), (), ("minimax_m2",), "think"),
+    Family(
+        "Mistral",
+        {"Mistral": "mistral", "Ministral": "ministral"},
+        ("window", "text of images"),
+        ("llama",),
+        ("mistral",),
+    ),
+    Family("Ministral 3", {"Ministral3": "ministral3"}, ("text of images",), (), ("mistral",), "mistral"),
+    Family("Mixtral", {"Mixtral": "mixtral"}, ("experts", "window"), ("llama",), ("mistral",)),
+    Family("OLMo 2", {"Olmo2": "olmo2"}, (), ("olmo2",)),
+    Family("OLMo 3", {"Olmo3": "olmo3"}, ("window",), (), ("olmo3",), "think"),
+    Family("OPT", {"OPT": "read_opt"}),
+    Family("Phi-3, Phi-4", {"Phi3": "phi3"}, ("window", "longrope"), ("phi3",), ("phi4_mini_json",)),
+    Family("Qwen 2 and 2.5", {"Qwen2": "qwen2"}, ("window",), ("qwen2",), ("hermes", "qwen2_5_coder")),
+    Family("Qwen 2 MoE", {"Qwen2Moe": "qwen2_moe"}, ("experts",), ("qwen2moe",)),
+    Family("Qwen 3", {"Qwen3": "qwen3"}, (), ("qwen3",), ("hermes",), "think"),
+    Family("Qwen 3 MoE", {"Qwen3Moe": "qwen3_moe"}, ("experts",), ("qwen3moe",), ("hermes", "qwen3_coder"), "think"),
+    Family("Qwen 3 Next", {"Qwen3Next": "qwen3_next"}, ("experts", "recurrent"), (), ("hermes",), "think"),
+    Family("Qwen 3.5, 3.6", {"Qwen3_5": "qwen3_5"}, ("recurrent", "text of images"), (), ("qwen3_coder",), "think"),
+    Family(
+        "Qwen 3.5 MoE",
+        {"Qwen3_5Moe": "qwen3_5_moe"},
+        ("experts", "recurrent", "text of images"),
+        (),
+        ("qwen3_coder",),
+        "think",
+    ),
+    Family("Seed-OSS", {"SeedOss": "seed_oss"}, (), ("seed_oss",), ("seed_oss",), "think"),
+    Family("SmolLM3", {"SmolLM3": "smollm3"}, ("window", "unrotated"), ("smollm3",), ("hermes",), "think"),
 )
 
 # Multimodal models whose text part runs alone: the class by the `model_type` of their `text_config`.
@@ -98,6 +122,6 @@ def runs(architecture: str) -> bool:
 
 
 def missing(architecture: str) -> str | None:
-    """What an architecture that is known but not computed would need."""
+    """Return what an architecture that is known but not computed would need."""
     found = [name for name in REFUSED if architecture.startswith(name)]
     return REFUSED[max(found, key=len)] if found else None

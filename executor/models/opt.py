@@ -5,7 +5,6 @@ are what many test-suites and papers use.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +17,8 @@ from penstock.executor.kernels.linear import Linear
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.attention import heads_of
 from penstock.executor.models.decoder import Vocabulary
+from penstock.executor.models.moe import Experts
 from penstock.executor.models.weights import Weights
-
-if TYPE_CHECKING:
-    from penstock.executor.models.moe import Experts
 
 POSITION_OFFSET = 2  # the first two rows of the position table are padding's
 NORM_EPS = 1e-5  # LayerNorm's own default; the config has no field for it
@@ -149,6 +146,3 @@ class _OptLayer:
         q = self._ops.rope_and_store(q, k, v, KeyStore(rotation, pages, batch.kv_slots))
         attended = self._ops.paged_attention(q, pages, batch, self._head_dim**-0.5)
         return self._group.sum(self._output(attended.flatten(1)))
-
-
-build = Opt

@@ -1,12 +1,8 @@
-"""The supported architectures, by the name in config.json, and how each is built: as a model that writes text, as the
-text part of a model of images, or beneath a classifier's head.
-
-Their modules are imported when a model asks for them: a dense model loads no experts and none of `penstock.eplb`.
-"""
+"""Finds how to build the architecture that config.json names: a model that writes text, the text part of a model of
+images, or what lies beneath a classifier's head. The architectures are those of catalogue.py."""
 
 from collections.abc import Callable
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,17 +12,17 @@ from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import Ops
 from penstock.executor.kernels.linear import Linear
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.catalogue import TEXT_PARTS, missing
+from penstock.executor.models import families, gemma4, moe_families, opt, recurrent_families
+from penstock.executor.models.catalogue import FAMILIES, TEXT_PARTS, missing
 from penstock.executor.models.decoder import Decoder
+from penstock.executor.models.moe import Experts
+from penstock.executor.models.opt import Opt
 from penstock.executor.models.weights import Weights
 from penstock.executor.protocol import Activation, LabelInfo
 
-if TYPE_CHECKING:
-    from penstock.executor.models.moe import Experts
-
 
 class Spec(Protocol):
-    """What is asked of any model's settings before the model exists."""
+    """The settings that every model has, as they are read before it is built."""
 
     vocab_size: int
     hidden_size: int
@@ -46,7 +42,7 @@ class CausalModel(Protocol):
     adapted: tuple[Linear, ...]
 
     @property
-    def experts(self) -> "list[Experts]": ...
+    def experts(self) -> list[Experts]: ...
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """Final hidden states of the tokens `batch.wanted`: [W, hidden]."""
@@ -62,45 +58,14 @@ class Architecture(NamedTuple):
     build: Callable[[Any, Weights, Ops, int, torch.device], CausalModel]  # spec, weights, ops, positions, device
 
 
-# The module beside this one, and the function in it that reads the settings. A module that has no `build` of its own
-# makes settings of `Decoder`.
+_MODULES = families, gemma4, moe_families, opt, recurrent_families
 ARCHITECTURES = {
-    "DeepseekV2ForCausalLM": ("moe_families", "deepseek_v2"),
-    "DeepseekV3ForCausalLM": ("moe_families", "deepseek_v3"),
-    "Ernie4_5ForCausalLM": ("families", "ernie4_5"),
-    "Ernie4_5_MoeForCausalLM": ("moe_families", "ernie4_5_moe"),
-    "Gemma2ForCausalLM": ("families", "gemma2"),
-    "Gemma3ForCausalLM": ("families", "gemma3"),
-    "Gemma4ForCausalLM": ("gemma4", "gemma4"),
-    "Glm4ForCausalLM": ("families", "glm4"),
-    "Glm4MoeForCausalLM": ("moe_families", "glm4_moe"),
-    "Glm4MoeLiteForCausalLM": ("moe_families", "glm4_moe_lite"),
-    "GptOssForCausalLM": ("moe_families", "gpt_oss"),
-    "GraniteForCausalLM": ("families", "granite"),
-    "GraniteMoeForCausalLM": ("moe_families", "granite_moe"),
-    "GraniteMoeHybridForCausalLM": ("recurrent_families", "granite_hybrid"),
-    "GraniteMoeSharedForCausalLM": ("moe_families", "granite_moe_shared"),
-    "HunYuanDenseV1ForCausalLM": ("families", "hunyuan_dense"),
-    "Lfm2ForCausalLM": ("recurrent_families", "lfm2"),
-    "LlamaForCausalLM": ("families", "llama"),
-    "MiniMaxM2ForCausalLM": ("moe_families", "minimax_m2"),
-    "MinistralForCausalLM": ("families", "ministral"),
-    "Ministral3ForCausalLM": ("families", "ministral3"),
-    "MistralForCausalLM": ("families", "mistral"),
-    "MixtralForCausalLM": ("moe_families", "mixtral"),
-    "Olmo2ForCausalLM": ("families", "olmo2"),
-    "Olmo3ForCausalLM": ("families", "olmo3"),
-    "OPTForCausalLM": ("opt", "read_opt"),
-    "Phi3ForCausalLM": ("families", "phi3"),
-    "Qwen2ForCausalLM": ("families", "qwen2"),
-    "Qwen2MoeForCausalLM": ("moe_families", "qwen2_moe"),
-    "Qwen3ForCausalLM": ("families", "qwen3"),
-    "Qwen3MoeForCausalLM": ("moe_families", "qwen3_moe"),
-    "Qwen3NextForCausalLM": ("recurrent_families", "qwen3_next"),
-    "Qwen3_5ForCausalLM": ("recurrent_families", "qwen3_5"),
-    "Qwen3_5MoeForCausalLM": ("recurrent_families", "qwen3_5_moe"),
-    "SeedOssForCausalLM": ("families", "seed_oss"),
-    "SmolLM3ForCausalLM": ("families", "smollm3"),
+    f"{name}ForCausalLM": Architecture(
+        next(getattr(module, reader) for module in _MODULES if hasattr(module, reader)),
+        Opt if reader == "read_opt" else Decoder,
+    )
+    for family in FAMILIES
+    for name, reader in family.architectures.items()
 }
 HEAD = "score.weight"
 ENDING = "ForSequenceClassification"
@@ -113,7 +78,7 @@ _OF_ALL = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 
 
 def text_of(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """The config of a multimodal model's text part; of another model its own."""
+    """Return the config of a multimodal model's text part; of any other model its own."""
     fields = Fields(config, where)
     parts = TEXT_PARTS.get((fields.texts("architectures") or [""])[0])
     if parts is None:
@@ -162,12 +127,10 @@ def _names(fields: Fields) -> tuple[str, ...]:
 
 
 def find_architecture(fields: Fields) -> tuple[str, Architecture]:
-    """The first entry of `architectures` and how to build it."""
+    """Return the first entry of `architectures` and how to build it."""
     names = fields.texts("architectures") or []
     if not names or names[0] not in ARCHITECTURES:
         if names and (needed := missing(names[0])):
             raise fields.error("architectures", names, f"a family of `penstock models`; {names[0]} needs {needed}")
         raise fields.error("architectures", names, f"one of {', '.join(ARCHITECTURES)}")
-    home, reader = ARCHITECTURES[names[0]]
-    module = import_module(f"penstock.executor.models.{home}")
-    return names[0], Architecture(getattr(module, reader), getattr(module, "build", Decoder))
+    return names[0], ARCHITECTURES[names[0]]

@@ -20,9 +20,7 @@ def config(case: str) -> dict[str, object]:
     return found
 
 
-def test_every_architecture_is_in_one_family() -> None:
-    listed = [f"{name}ForCausalLM" for family in catalogue.FAMILIES for name in family.architectures]
-    assert sorted(listed) == sorted(registry.ARCHITECTURES)
+def test_every_gguf_architecture_is_in_a_family() -> None:
     assert set(chain(*(family.gguf for family in catalogue.FAMILIES))) == set(GGUF)
 
 
