@@ -112,23 +112,6 @@ static void read_iq4_xs(const uint8_t *bytes, struct code_block *block) {
     }
 }
 
-/* Of no file: what executor/kernels/grouped.py makes of other formats. Behind the scale an integer, the code that stands for
- * zero less the type's offset. So the minimum is an integer times the scale, and exact. */
-static void read_zero(const uint8_t *bytes, struct code_block *block) {
-    block->scale = block->minimum = half_at(bytes);
-    block->inner_scales[0] = 1, block->inner_minima[0] = (int8_t)bytes[2];
-}
-
-static void read_g4(const uint8_t *bytes, struct code_block *block) {
-    read_zero(bytes, block);
-    read_nibbles(bytes + 3, 16, block->codes);
-}
-
-static void read_g8(const uint8_t *bytes, struct code_block *block) {
-    read_zero(bytes, block);
-    memcpy(block->codes, bytes + 3, 32);
-}
-
 static const uint8_t nonlinear[16] = {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240};
 static const uint8_t four_bit_floats[16] = {0, 4, 6, 8, 9, 10, 11, 12, 24, 20, 18, 16, 15, 14, 13, 12};
 
@@ -148,12 +131,12 @@ const struct code_type code_types[] = {
      .table = nonlinear},
     {"MXFP4", read_mxfp4, .values = 32, .bytes = 17, .low = 4, .groups = 1, .is_bfloat16 = 1, .offset = 12,
      .table = four_bit_floats},
-    {"G4", read_g4, .values = 32, .bytes = 19, .low = 4, .groups = 1, .minima = 1, .inner = 1, .offset = 8},
-    {"G8", read_g8, .values = 32, .bytes = 35, .low = 8, .groups = 1, .minima = 1, .inner = 1, .offset = 128},
-    {"G4_BF16", read_g4, .values = 32, .bytes = 19, .low = 4, .groups = 1, .minima = 1, .inner = 1, .is_bfloat16 = 1,
-     .offset = 8},
-    {"G8_BF16", read_g8, .values = 32, .bytes = 35, .low = 8, .groups = 1, .minima = 1, .inner = 1, .is_bfloat16 = 1,
-     .offset = 128},
+    /* Of no file: codes of penstock_group_pack with an integer that stands for zero. The minimum is that integer, less
+     * the offset, times the scale, and exact. */
+    {"G4", .values = 32, .low = 4, .groups = 1, .minima = 1, .inner = 1, .offset = 8},
+    {"G8", .values = 32, .low = 8, .groups = 1, .minima = 1, .inner = 1, .offset = 128},
+    {"G4_BF16", .values = 32, .low = 4, .groups = 1, .minima = 1, .inner = 1, .is_bfloat16 = 1, .offset = 8},
+    {"G8_BF16", .values = 32, .low = 8, .groups = 1, .minima = 1, .inner = 1, .is_bfloat16 = 1, .offset = 128},
 };
 
 const char *penstock_code_name(int type) {
@@ -199,6 +182,33 @@ int64_t penstock_code_values(int type, uintptr_t bytes, int64_t blocks, uintptr_
         t->read((const uint8_t *)bytes + i * t->bytes, &block);
         if (!is_finite(t, &block)) return i;
         values_of(t, &block, (float *)values + i * t->values);
+    }
+    return -1;
+}
+
+/* The zero of codes that penstock_code_groups writes without minima. */
+static int middle_of(const struct code_type *t) { return !t->table && t->low + t->high <= 4 ? 8 : 128; }
+
+int penstock_code_group_bits(int type) { return middle_of(&code_types[type]) == 8 ? 4 : 8; }
+int penstock_code_group_values(int type) { return CHUNK / code_types[type].groups; }
+int penstock_code_has_minima(int type) { return code_types[type].minima; }
+
+int64_t penstock_code_groups(int type, uintptr_t bytes, int64_t blocks, uintptr_t codes, uintptr_t scales,
+                             uintptr_t minima) {
+    const struct code_type *t = &code_types[type];
+    const int group = CHUNK / t->groups, shift = t->minima ? 0 : middle_of(t) - t->offset;
+    uint8_t *code = (uint8_t *)codes;
+    float *by = (float *)scales, *below = (float *)minima;
+    for (int64_t n = 0; n < blocks; n++) {
+        struct code_block block = {.minimum = 0};
+        t->read((const uint8_t *)bytes + n * t->bytes, &block);
+        if (!is_finite(t, &block)) return n;
+        float scale = number(block.scale, t->is_bfloat16), minimum = number(block.minimum, t->is_bfloat16);
+        for (int i = 0; i < t->values; i++) *code++ = (t->table ? t->table[block.codes[i]] : block.codes[i]) + shift;
+        for (int i = 0; i < t->values / group; i++) {
+            *by++ = t->inner ? scale * block.inner_scales[i] : scale;
+            if (t->minima) *below++ = t->inner ? minimum * block.inner_minima[i] : minimum;
+        }
     }
     return -1;
 }
@@ -286,6 +296,24 @@ int64_t penstock_code_pack(int type, uintptr_t bytes, int64_t rows, int64_t dept
         }
     }
     return -1;
+}
+
+void penstock_group_pack(int type, uintptr_t codes, uintptr_t scales, uintptr_t zeros, int64_t rows, int64_t depth,
+                         int64_t group, int columns, uintptr_t panels) {
+    const struct code_type *t = &code_types[type];
+    for (int64_t row = 0; row < rows; row++) {
+        uint8_t *panel = (uint8_t *)panels + row / columns * panel_bytes(t, depth, columns);
+        for (int64_t at = 0; at < depth; at += CHUNK) {
+            int64_t number = row * (depth / group) + at / group;
+            struct code_block block = {.scale = ((const uint16_t *)scales)[number], .minimum = 0};
+            memcpy(block.codes, (const uint8_t *)codes + row * depth + at, CHUNK);
+            if (t->minima) {
+                block.minimum = block.scale, block.inner_scales[0] = 1;
+                block.inner_minima[0] = zeros ? (int8_t)(((const uint8_t *)zeros)[number] - t->offset) : 0;
+            }
+            move_block(t, &block, panel, at / CHUNK, row % columns, columns, 1);
+        }
+    }
 }
 
 int penstock_code_rows(int type, uintptr_t panels, int64_t height, int64_t depth, int columns, uintptr_t numbers,

@@ -416,7 +416,7 @@ INLINE void coded_parts(const struct coded *l, int64_t first, int64_t end, enum 
     }
 }
 
-IN_BOTH_TYPES(coded, coded_parts, (const struct coded *l, int64_t first, int64_t end), l, first, end)
+IN_BOTH_TYPES(coded, coded_parts, OF_ITEMS, op, first, end)
 
 /* A chunk's integers as bytes. */
 INLINE void split_to_bytes(const int16_t *values, uint32_t *bytes) {
@@ -468,4 +468,4 @@ INLINE void quantize_rows(const struct quantize *q, int64_t first, int64_t end, 
         }
 }
 
-IN_BOTH_TYPES(quantize, quantize_rows, (const struct quantize *q, int64_t first, int64_t end), q, first, end)
+IN_BOTH_TYPES(quantize, quantize_rows, OF_ITEMS, op, first, end)

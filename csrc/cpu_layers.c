@@ -40,7 +40,8 @@ static struct room room_of(const struct penstock_cpu *cpu, const struct penstock
         AT_LEAST(query, ALIGNED(tokens * channels_of(layer) * size));
         AT_LEAST(attended, ALIGNED(tokens * values_of(layer) * size));
         for (int p = 0; p < 5; p++)
-            if (all[p]->num_parts) AT_LEAST(integers, ALIGNED(penstock_coded_scratch(tokens, all[p]->depth)));
+            AT_LEAST(integers,
+                     ALIGNED(penstock_product_scratch(all[p]->num_parts, all[p]->parts, tokens, all[p]->depth)));
 #undef AT_LEAST
     }
     return room;
@@ -66,14 +67,10 @@ struct run {
 /* `product`: its number among those that adapters may change; below 0: it is none of them. */
 static int project(const struct run *run, const struct penstock_projection *p, int product, uintptr_t x, uintptr_t y,
                    uintptr_t integers) {
-    int failed = 0;
-    if (p->num_parts)
-        failed = penstock_coded(run->cpu, x, p->depth, integers, p->num_parts, p->parts, y, run->tokens, p->depth,
-                                p->width);
-    else penstock_linear(run->cpu, x, p->depth, p->weight, p->bias, y, run->tokens, p->depth, p->width);
-    int64_t depth = p->num_parts || !run->cpu->is_bfloat16 ? p->depth : 2 * p->depth; /* else it counts pairs */
+    int failed = penstock_product(run->cpu, x, p->depth, integers, p->num_parts, p->parts, y, run->tokens, p->depth,
+                                  p->width);
     if (run->num_runs && product >= 0)
-        penstock_adapt(run->cpu, x, depth, y, p->width, depth, run->num_runs, run->runs, product);
+        penstock_adapt(run->cpu, x, p->depth, y, p->width, p->depth, run->num_runs, run->runs, product);
     return failed;
 }
 

@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "codes.h"
+#include "cpu_threads.h"
 
 enum element { FLOAT32 = 0, BFLOAT16 = 1 };
 enum activation { SILU = 0, GELU_TANH = 1, CLAMPED_SWISH = 2, SIGMOID = 3 };
@@ -84,7 +85,7 @@ struct linear {
     const uint32_t *weight;
     const float *bias; /* NULL: none */
     void *y;
-    int64_t rows, x_stride, depth, width; /* x_stride in words */
+    int64_t rows, x_stride, depth, width, y_stride; /* x_stride in words */
     int64_t row_parts;
 };
 
@@ -143,18 +144,16 @@ struct convolve {
 
 struct cpu_level {
     const char *name;
-    void (*norm[2])(const struct norm *, int64_t first, int64_t end);
-    void (*gate[4][2])(const struct gate *, int64_t first, int64_t end);
-    void (*rope[2])(const struct rope *, int64_t first, int64_t end);
+    /* Operations as `spread` takes them, by element: over the rows of a struct of their name. */
+    work_on *norm[2], *gate[4][2], *rope[2];
     void (*attend[2])(const struct attention *, const struct attention_job *, int kv_head, float *partials,
                       void *scratch);
     void (*combine[2])(const struct attention *, const struct attention_job *, int kv_head, const float *partials,
                        void *scratch);
     int64_t (*scratch_bytes)(int head_dim, int rows);
-    void (*linear[2])(const struct linear *, int64_t first_part, int64_t end_part);
+    work_on *linear[2]; /* over parts */
     int columns; /* of a block of a linear's weight */
-    void (*quantize[2])(const struct quantize *, int64_t first_row, int64_t end_row);
-    void (*coded[2])(const struct coded *, int64_t first_part, int64_t end_part);
+    work_on *quantize[2], *coded[2]; /* over rows; over parts */
     int coded_columns; /* of a panel of codes; 0: the level computes no codes */
     int has_vnni;
     int few_rows;      /* up to so many are multiplied by their bytes */

@@ -10,7 +10,7 @@ INLINE void put_sums(const struct linear *l, const float *sums, int64_t block, i
         for (int64_t i = 0, at = block * COLUMNS; i < COLUMNS && at < l->width; i += LANES, at += LANES) {
             vec y = load(sums, r * COLUMNS + i, LANES, FLOAT32);
             if (l->bias) y += load(l->bias, at, l->width - at, FLOAT32);
-            store(l->y, (row + r) * l->width + at, l->width - at, y, type);
+            store(l->y, (row + r) * l->y_stride + at, l->width - at, y, type);
         }
 }
 
@@ -31,4 +31,4 @@ INLINE void linear_parts(const struct linear *l, int64_t first, int64_t end, enu
     }
 }
 
-IN_BOTH_TYPES(linear, linear_parts, (const struct linear *l, int64_t first, int64_t end), l, first, end)
+IN_BOTH_TYPES(linear, linear_parts, OF_ITEMS, op, first, end)

@@ -63,55 +63,22 @@ static int64_t chunk_of(int64_t rows, int64_t width, int num_threads) {
     return even > least ? even : least;
 }
 
-struct norm_work {
-    const struct cpu_level *level;
-    int type;
-    struct norm norm;
-};
-
-static void norm_some(const void *work, int64_t first, int64_t end, int thread) {
-    const struct norm_work *w = work;
-    w->level->norm[w->type](&w->norm, first, end);
-}
-
 void penstock_norm(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t residual,
                    int64_t residual_stride, uintptr_t weight, uintptr_t y, uintptr_t total, int64_t rows,
                    int64_t width, float eps) {
-    struct norm_work w = {levels[cpu->level], cpu->is_bfloat16,
-                          {.x = (const void *)x, .residual = (const void *)residual, .weight = (const float *)weight,
-                           .y = (void *)y, .total = (void *)total, .x_stride = x_stride,
-                           .residual_stride = residual_stride, .width = width, .eps = eps}};
-    spread(norm_some, &w, rows, chunk_of(rows, width, cpu->num_threads), cpu->num_threads);
-}
-
-struct gate_work {
-    const struct cpu_level *level;
-    int type, activation;
-    struct gate gate;
-};
-
-static void gate_some(const void *work, int64_t first, int64_t end, int thread) {
-    const struct gate_work *w = work;
-    w->level->gate[w->activation][w->type](&w->gate, first, end);
+    struct norm norm = {.x = (const void *)x, .residual = (const void *)residual, .weight = (const float *)weight,
+                        .y = (void *)y, .total = (void *)total, .x_stride = x_stride,
+                        .residual_stride = residual_stride, .width = width, .eps = eps};
+    work_on *run = levels[cpu->level]->norm[cpu->is_bfloat16];
+    spread(run, &norm, rows, chunk_of(rows, width, cpu->num_threads), cpu->num_threads);
 }
 
 void penstock_gate(const struct penstock_cpu *cpu, int activation, uintptr_t gate, int64_t gate_stride, uintptr_t up,
                    int64_t up_stride, uintptr_t out, int64_t rows, int64_t width) {
-    struct gate_work w = {levels[cpu->level], cpu->is_bfloat16, activation,
-                          {.gate = (const void *)gate, .up = (const void *)up, .out = (void *)out,
-                           .gate_stride = gate_stride, .up_stride = up_stride, .width = width}};
-    spread(gate_some, &w, rows, chunk_of(rows, 2 * width, cpu->num_threads), cpu->num_threads);
-}
-
-struct rope_work {
-    const struct cpu_level *level;
-    int type;
-    struct rope rope;
-};
-
-static void rope_some(const void *work, int64_t first, int64_t end, int thread) {
-    const struct rope_work *w = work;
-    w->level->rope[w->type](&w->rope, first, end);
+    struct gate given = {.gate = (const void *)gate, .up = (const void *)up, .out = (void *)out,
+                         .gate_stride = gate_stride, .up_stride = up_stride, .width = width};
+    work_on *run = levels[cpu->level]->gate[activation][cpu->is_bfloat16];
+    spread(run, &given, rows, chunk_of(rows, 2 * width, cpu->num_threads), cpu->num_threads);
 }
 
 void penstock_rope(const struct penstock_cpu *cpu, int64_t tokens, uintptr_t q, int64_t q_stride, uintptr_t k,
@@ -119,17 +86,16 @@ void penstock_rope(const struct penstock_cpu *cpu, int64_t tokens, uintptr_t q, 
                    uintptr_t positions, uintptr_t kv_slots, uintptr_t q_weight, uintptr_t k_weight, float eps,
                    uintptr_t q_out, uintptr_t k_pages, uintptr_t v_pages, int64_t page_stride, int64_t slot_stride,
                    int q_heads, int kv_heads, int head_dim, int page_size) {
-    struct rope_work w = {
-        levels[cpu->level], cpu->is_bfloat16,
-        {.q = (const void *)q, .k = (const void *)k, .v = (const void *)v, .q_stride = q_stride,
-         .k_stride = k_stride, .v_stride = v_stride, .cos = (const float *)cos, .sin = (const float *)sin,
-         .positions = (const int32_t *)positions, .kv_slots = (const int64_t *)kv_slots,
-         .q_weight = (const float *)q_weight, .k_weight = (const float *)k_weight, .q_out = (void *)q_out,
-         .k_pages = (void *)k_pages, .v_pages = (void *)v_pages, .page_stride = page_stride,
-         .slot_stride = slot_stride, .q_heads = q_heads, .kv_heads = kv_heads, .head_dim = head_dim, .half = half,
-         .page_size = page_size, .eps = eps}};
-    int64_t width = (int64_t)(q_heads + 2 * kv_heads) * head_dim;
-    spread(rope_some, &w, tokens, chunk_of(tokens, width, cpu->num_threads), cpu->num_threads);
+    struct rope rope = {
+        .q = (const void *)q, .k = (const void *)k, .v = (const void *)v, .q_stride = q_stride,
+        .k_stride = k_stride, .v_stride = v_stride, .cos = (const float *)cos, .sin = (const float *)sin,
+        .positions = (const int32_t *)positions, .kv_slots = (const int64_t *)kv_slots,
+        .q_weight = (const float *)q_weight, .k_weight = (const float *)k_weight, .q_out = (void *)q_out,
+        .k_pages = (void *)k_pages, .v_pages = (void *)v_pages, .page_stride = page_stride,
+        .slot_stride = slot_stride, .q_heads = q_heads, .kv_heads = kv_heads, .head_dim = head_dim, .half = half,
+        .page_size = page_size, .eps = eps};
+    int64_t chunk = chunk_of(tokens, (int64_t)(q_heads + 2 * kv_heads) * head_dim, cpu->num_threads);
+    spread(levels[cpu->level]->rope[cpu->is_bfloat16], &rope, tokens, chunk, cpu->num_threads);
 }
 
 int penstock_attention(const struct penstock_cpu *cpu, int rows, uintptr_t query_starts, uintptr_t context_lens,
@@ -148,33 +114,8 @@ int penstock_attention(const struct penstock_cpu *cpu, int rows, uintptr_t query
     return attend_batch(levels[cpu->level], cpu->is_bfloat16, &a, cpu->num_threads);
 }
 
-struct linear_work {
-    const struct cpu_level *level;
-    int type;
-    struct linear linear;
-};
-
-static void linear_some(const void *work, int64_t first, int64_t end, int thread) {
-    const struct linear_work *w = work;
-    w->level->linear[w->type](&w->linear, first, end);
-}
-
-/* A word from memory takes a core as long as ten multiplications. */
-#define PRODUCTS_PER_WORD_READ 10
-
 int penstock_cpu_columns(int level) { return levels[level]->columns; }
-
-void penstock_linear(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t weight, uintptr_t bias,
-                     uintptr_t y, int64_t rows, int64_t depth, int64_t width) {
-    struct linear_work w = {levels[cpu->level], cpu->is_bfloat16,
-                            {.x = (const void *)x, .weight = (const uint32_t *)weight, .bias = (const float *)bias,
-                             .y = (void *)y, .rows = rows, .x_stride = x_stride, .depth = depth, .width = width,
-                             .row_parts = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS}};
-    int64_t columns = w.level->columns, parts = (width + columns - 1) / columns * w.linear.row_parts;
-    int64_t cost = depth * width * (rows + PRODUCTS_PER_WORD_READ);
-    int num_threads = threads_for(cost, cpu);
-    spread(linear_some, &w, parts, parts / (16 * num_threads) + 1, num_threads);
-}
+int penstock_coded_columns(int level) { return levels[level]->coded_columns; }
 
 struct rows_work {
     const uint32_t *weight;
@@ -204,91 +145,49 @@ int penstock_linear_rows(const struct penstock_cpu *cpu, uintptr_t weight, uintp
     return 0;
 }
 
-struct linears_work {
-    const struct cpu_level *level;
-    int type;
-    const struct linear *linears;
-    const int64_t *ends; /* of each layer's parts, counted through all of them */
+/* The parts of a layer: numbers or codes, each with its own number of items to share out. */
+struct product {
+    int64_t items;
+    int is_coded;
+    struct linear linear;
+    struct coded coded;
 };
 
-static void linears_some(const void *work, int64_t first, int64_t end, int thread) {
-    const struct linears_work *w = work;
-    int64_t before = 0;
-    for (int i = 0; first < end; before = w->ends[i++]) {
-        int64_t last = end < w->ends[i] ? end : w->ends[i];
-        if (first >= last) continue;
-        w->level->linear[w->type](w->linears + i, first - before, last - before);
-        first = last;
+struct product_work {
+    const struct cpu_level *level;
+    int type;
+    struct product parts[];
+};
+
+static void product_some(const void *work, int64_t first, int64_t end, int thread) {
+    const struct product_work *w = work;
+    for (const struct product *p = w->parts; first < end; p++) {
+        int64_t last = end < p->items ? end : p->items;
+        if (first < last && p->is_coded) w->level->coded[w->type](&p->coded, first, last, thread);
+        else if (first < last) w->level->linear[w->type](&p->linear, first, last, thread);
+        first = first > p->items ? first - p->items : 0, end -= p->items;
     }
 }
 
-int penstock_linears(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, int num, uintptr_t weights,
-                     uintptr_t biases, uintptr_t counts, uintptr_t y, int64_t depth, int64_t width) {
-    const struct cpu_level *level = levels[cpu->level];
-    const int64_t *addresses = (const void *)weights, *added = (const void *)biases, *rows = (const void *)counts;
-    struct linear *linears = malloc((size_t)num * (sizeof *linears + sizeof(int64_t)));
-    if (!linears) return -1;
-    int64_t *ends = (int64_t *)(linears + num), parts = 0, cost = 0, row = 0;
-    for (int i = 0; i < num; row += rows[i++]) {
-        int64_t row_parts = (rows[i] + LINEAR_ROWS - 1) / LINEAR_ROWS;
-        linears[i] = (struct linear){.x = (const uint32_t *)x + row * x_stride,
-                                     .weight = (const uint32_t *)(uintptr_t)addresses[i],
-                                     .bias = (const float *)(uintptr_t)added[i],
-                                     .y = (char *)y + row * width * (cpu->is_bfloat16 ? 2 : 4),
-                                     .rows = rows[i], .x_stride = x_stride, .depth = depth, .width = width,
-                                     .row_parts = row_parts};
-        ends[i] = parts += (width + level->columns - 1) / level->columns * row_parts;
-        cost += depth * width * (rows[i] + PRODUCTS_PER_WORD_READ);
-    }
-    struct linears_work w = {level, cpu->is_bfloat16, linears, ends};
-    int num_threads = threads_for(cost, cpu);
-    spread(linears_some, &w, parts, parts / (16 * num_threads) + 1, num_threads);
-    free(linears);
+static int has_codes(int num, const struct penstock_part *parts) {
+    for (int i = 0; i < num; i++)
+        if (parts[i].type != PENSTOCK_NUMBERS) return 1;
     return 0;
 }
 
-struct quantize_work {
-    const struct cpu_level *level;
-    int type;
-    struct quantize quantize;
-};
-
-static void quantize_some(const void *work, int64_t first, int64_t end, int thread) {
-    const struct quantize_work *w = work;
-    w->level->quantize[w->type](&w->quantize, first, end);
+int64_t penstock_product_scratch(int num, const struct penstock_part *parts, int64_t rows, int64_t depth) {
+    return has_codes(num, parts) ? rows * (depth * 4 + depth / CHUNK * 24) : 0;
 }
 
-struct coded_work {
-    const struct cpu_level *level;
-    int type, num;
-    struct coded layers[];
-};
-
-static int64_t parts_of(const struct coded_work *w, int i) {
-    const struct coded *l = &w->layers[i];
-    return (l->width + w->level->coded_columns - 1) / w->level->coded_columns * l->row_parts;
-}
-
-static void coded_some(const void *work, int64_t first, int64_t end, int thread) {
-    const struct coded_work *w = work;
-    for (int i = 0; first < end; i++) {
-        int64_t parts = parts_of(w, i);
-        if (first < parts) w->level->coded[w->type](&w->layers[i], first, end < parts ? end : parts);
-        first = first > parts ? first - parts : 0, end -= parts;
-    }
-}
-
-int64_t penstock_coded_scratch(int64_t rows, int64_t depth) { return rows * (depth * 4 + depth / CHUNK * 24); }
-int penstock_coded_columns(int level) { return levels[level]->coded_columns; }
-
-/* A code read from memory takes a core as long as this many multiplications. */
+/* A word from memory takes a core as long as ten multiplications, a code as long as three. */
+#define PRODUCTS_PER_WORD_READ 10
 #define PRODUCTS_PER_CODE_READ 3
 
 /* Taking codes apart again for every few rows costs more where a chunk has two groups, and mostly two planes. */
 #define FEW_IN_TWO_GROUPS 8
 
-int penstock_coded(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t scratch, int num,
-                   const struct penstock_coded *parts, uintptr_t y, int64_t rows, int64_t depth, int64_t width) {
+static struct integers quantized(const struct penstock_cpu *cpu, int num, const struct penstock_part *parts, uintptr_t x,
+                                 int64_t x_stride, uintptr_t scratch, int64_t rows, int64_t depth) {
     const struct cpu_level *level = levels[cpu->level];
     int64_t chunks = rows * depth / CHUNK;
     float *room = (float *)scratch;
@@ -296,32 +195,54 @@ int penstock_coded(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride
                                 .sums = (int32_t *)room + 4 * chunks};
     uint32_t *digits = (uint32_t *)room + 6 * chunks;
     int is_few = rows <= level->few_rows;
-    for (int i = 0; i < num && rows > FEW_IN_TWO_GROUPS; i++) is_few &= code_types[parts[i].type].groups == 1;
+    for (int i = 0; i < num && rows > FEW_IN_TWO_GROUPS; i++)
+        is_few &= parts[i].type == PENSTOCK_NUMBERS || code_types[parts[i].type].groups == 1;
     all_rows.is_few = is_few;
     if (is_few) all_rows.bytes = digits;
     if (!is_few || !level->has_vnni) all_rows.values = (int16_t *)(digits + rows * depth / 2);
-    struct quantize_work q = {level, cpu->is_bfloat16,
-                              {.x = (const void *)x, .x_stride = x_stride, .depth = depth, .to = all_rows}};
-    spread(quantize_some, &q, rows, chunk_of(rows, depth, cpu->num_threads), cpu->num_threads);
-    struct coded_work *w = malloc(sizeof *w + num * sizeof *w->layers);
+    struct quantize q = {.x = (const void *)x, .x_stride = x_stride, .depth = depth, .to = all_rows};
+    spread(level->quantize[cpu->is_bfloat16], &q, rows, chunk_of(rows, depth, cpu->num_threads), cpu->num_threads);
+    return all_rows;
+}
+
+int penstock_product(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t scratch, int num,
+                     const struct penstock_part *parts, uintptr_t y, int64_t rows, int64_t depth, int64_t width) {
+    const struct cpu_level *level = levels[cpu->level];
+    const int per_word = cpu->is_bfloat16 ? 2 : 1, size = cpu->is_bfloat16 ? 2 : 4;
+    struct product_work *w = malloc(sizeof *w + num * sizeof *w->parts);
     if (!w) return -1;
-    *w = (struct coded_work){level, cpu->is_bfloat16, num};
+    struct integers integers = {0};
+    if (has_codes(num, parts)) integers = quantized(cpu, num, parts, x, x_stride, scratch, rows, depth);
+    w->level = level, w->type = cpu->is_bfloat16;
     int64_t all = 0, cost = 0;
     for (int i = 0; i < num; i++) {
-        const struct penstock_coded *p = &parts[i];
+        const struct penstock_part *p = &parts[i];
         int64_t count = p->num_rows < 0 ? rows : p->num_rows, first = p->first_row;
-        w->layers[i] = (struct coded){
-            .type = &code_types[p->type], .x = all_rows, .weight = (const uint8_t *)p->weight,
-            .bias = (const float *)p->bias, .first_row = first,
-            .y = (char *)y + p->column * (cpu->is_bfloat16 ? 2 : 4), .rows = count, .depth = depth,
-            .width = p->width, .y_stride = width, .row_parts = (count + LINEAR_ROWS - 1) / LINEAR_ROWS};
-        all += parts_of(w, i);
-        cost += depth * p->width * (count + PRODUCTS_PER_CODE_READ);
+        int64_t row_parts = (count + LINEAR_ROWS - 1) / LINEAR_ROWS;
+        char *to = (char *)y + p->column * size;
+        struct product *made = &w->parts[i];
+        made->is_coded = p->type != PENSTOCK_NUMBERS;
+        if (made->is_coded) {
+            made->coded = (struct coded){
+                .type = &code_types[p->type], .x = integers, .weight = (const uint8_t *)p->weight,
+                .bias = (const float *)p->bias, .first_row = first, .y = to, .rows = count, .depth = depth,
+                .width = p->width, .y_stride = width, .row_parts = row_parts};
+            cost += depth * p->width * (count + PRODUCTS_PER_CODE_READ);
+        } else {
+            made->linear = (struct linear){
+                .x = (const char *)x + first * x_stride * size, .weight = (const uint32_t *)p->weight,
+                .bias = (const float *)p->bias, .y = to + first * width * size, .rows = count,
+                .x_stride = x_stride / per_word, .depth = depth / per_word, .width = p->width, .y_stride = width,
+                .row_parts = row_parts};
+            cost += depth / per_word * p->width * (count + PRODUCTS_PER_WORD_READ);
+        }
+        int64_t columns = made->is_coded ? level->coded_columns : level->columns;
+        all += made->items = (p->width + columns - 1) / columns * row_parts;
     }
     int num_threads = threads_for(cost, cpu);
     int64_t chunk = all / (16 * num_threads) + 1;
-    for (int i = 0; i < num; i++) w->layers[i].others = chunk * (num_threads - 1);
-    spread(coded_some, w, all, chunk, num_threads);
+    for (int i = 0; i < num; i++) w->parts[i].coded.others = chunk * (num_threads - 1);
+    spread(product_some, w, all, chunk, num_threads);
     free(w);
     return 0;
 }

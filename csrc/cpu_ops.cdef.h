@@ -44,35 +44,30 @@ int penstock_attention(const struct penstock_cpu *cpu, int rows, uintptr_t query
                        int q_heads, int kv_heads, int head_dim, int page_size, float scale, int window, float cap,
                        uintptr_t sinks);
 
-/* y [rows, width] = x [rows, depth] weight + bias (float32, 0: none). The weight [width, depth] was cut into blocks of
- * penstock_cpu_columns(level) rows (zeros beyond `width`), each of them transposed; for bfloat16, a pair of neighbours
- * in depth stays together. depth and x_stride count floats or pairs. */
-void penstock_linear(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t weight, uintptr_t bias,
-                     uintptr_t y, int64_t rows, int64_t depth, int64_t width);
-/* Several layers of one shape: the first counts[0] rows through the first, the next through the second. weights, biases
- * and counts are `num` int64, every count at least 1. -1 if there is no memory for the work, else 0. */
-int penstock_linears(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, int num, uintptr_t weights,
-                     uintptr_t biases, uintptr_t counts, uintptr_t y, int64_t depth, int64_t width);
-/* y [rows, depth]: the rows of such a weight with these int64 numbers, as they were before it was cut. -1 if a number
- * is none of its rows', else 0. */
-int penstock_linear_rows(const struct penstock_cpu *cpu, uintptr_t weight, uintptr_t numbers, uintptr_t y, int64_t rows,
-                         int64_t depth, int64_t width);
-int penstock_cpu_columns(int level);
-
-/* A part of a layer whose weight is kept as codes (codes.cdef.h): these rows of x give these columns of y. */
-struct penstock_coded {
+/* A part of a layer: these rows of x give these columns of y. Its weight [width, depth] is kept as codes of a type of
+ * codes.cdef.h, in panels of penstock_coded_columns(level) rows; or it is numbers, PENSTOCK_NUMBERS, cut into blocks of
+ * penstock_cpu_columns(level) rows (zeros beyond `width`), each of them transposed. For bfloat16 a pair of neighbours in
+ * depth stays together. */
+enum penstock_part_type { PENSTOCK_NUMBERS = -1 };
+struct penstock_part {
     int type;
-    uintptr_t weight, bias;      /* panels of penstock_coded_columns(level) rows; float32, 0: none */
+    uintptr_t weight, bias;      /* bias: float32, 0: none */
     int64_t column, width;
     int64_t first_row, num_rows; /* -1: all */
 };
 
-/* y [rows, width] from x [rows, depth], depth in whole blocks of every type. `scratch` has penstock_coded_scratch bytes.
- * -1 if there is no memory for the work, else 0. */
-int penstock_coded(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t scratch, int num,
-                   const struct penstock_coded *parts, uintptr_t y, int64_t rows, int64_t depth, int64_t width);
-int64_t penstock_coded_scratch(int64_t rows, int64_t depth);
+/* y [rows, width] from x [rows, depth], depth in whole blocks of every type; of numbers in bfloat16 it and x_stride are
+ * even. `scratch` has penstock_product_scratch bytes. -1 if there is no memory for the work, else 0. */
+int penstock_product(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t scratch, int num,
+                     const struct penstock_part *parts, uintptr_t y, int64_t rows, int64_t depth, int64_t width);
+int64_t penstock_product_scratch(int num, const struct penstock_part *parts, int64_t rows, int64_t depth);
+int penstock_cpu_columns(int level);
 int penstock_coded_columns(int level);
+
+/* y [rows, depth words]: the rows of a weight of numbers with these int64 numbers, as they were before it was cut. -1 if a
+ * number is none of its rows', else 0. */
+int penstock_linear_rows(const struct penstock_cpu *cpu, uintptr_t weight, uintptr_t numbers, uintptr_t y, int64_t rows,
+                         int64_t depth, int64_t width);
 
 /* Adapters of low rank over a product's rows (executor/kernels/low_rank.py). Weights are float32 or bfloat16, in rows of
  * a multiple of 16 numbers. */
@@ -105,11 +100,9 @@ void penstock_adapt(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_strid
 /* The layers of a decoder in one call (cpu_layers.c, executor/kernels/cpu_layers.py): what a model computes layer by layer through
  * the functions above, with the same kernels in the same order. */
 
-/* Either numbers, as penstock_linear takes them, or codes. */
 struct penstock_projection {
-    uintptr_t weight, bias;
-    const struct penstock_coded *parts;
-    int num_parts; /* 0: numbers */
+    const struct penstock_part *parts;
+    int num_parts; /* 0: the layer has none */
     int64_t depth, width;
 };
 

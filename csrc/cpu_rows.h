@@ -115,9 +115,9 @@ INLINE void rope_rows(const struct rope *r, int64_t first, int64_t end, enum ele
     }
 }
 
-IN_BOTH_TYPES(norm, norm_rows, (const struct norm *n, int64_t first, int64_t end), n, first, end)
-IN_BOTH_TYPES(rope, rope_rows, (const struct rope *r, int64_t first, int64_t end), r, first, end)
-IN_BOTH_TYPES(silu, gate_rows, (const struct gate *g, int64_t first, int64_t end), g, first, end, SILU)
-IN_BOTH_TYPES(gelu, gate_rows, (const struct gate *g, int64_t first, int64_t end), g, first, end, GELU_TANH)
-IN_BOTH_TYPES(clamped, gate_rows, (const struct gate *g, int64_t first, int64_t end), g, first, end, CLAMPED_SWISH)
-IN_BOTH_TYPES(sigmoid, gate_rows, (const struct gate *g, int64_t first, int64_t end), g, first, end, SIGMOID)
+IN_BOTH_TYPES(norm, norm_rows, OF_ITEMS, op, first, end)
+IN_BOTH_TYPES(rope, rope_rows, OF_ITEMS, op, first, end)
+IN_BOTH_TYPES(silu, gate_rows, OF_ITEMS, op, first, end, SILU)
+IN_BOTH_TYPES(gelu, gate_rows, OF_ITEMS, op, first, end, GELU_TANH)
+IN_BOTH_TYPES(clamped, gate_rows, OF_ITEMS, op, first, end, CLAMPED_SWISH)
+IN_BOTH_TYPES(sigmoid, gate_rows, OF_ITEMS, op, first, end, SIGMOID)

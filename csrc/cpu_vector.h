@@ -19,6 +19,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 /* Two functions of the level's table, `name`_float32 and `name`_bfloat16, which hand what they are given on to `run`. */
+#define OF_ITEMS (const void *op, int64_t first, int64_t end, int thread) /* as `work_on` of cpu_threads.h */
 #define IN_BOTH_TYPES(name, run, given, ...)                        \
     static void name##_float32 given { run(__VA_ARGS__, FLOAT32); } \
     static void name##_bfloat16 given { run(__VA_ARGS__, BFLOAT16); }

@@ -2,10 +2,10 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.executor.gguf_header import GgufFile
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import (
     AdapterInfo,
@@ -19,9 +19,6 @@ from penstock.executor.protocol import (
 from penstock.executor.ranks.rank import Rank, choose_device
 from penstock.executor.step.runner import Launched, ModelRunner
 
-if TYPE_CHECKING:
-    from penstock.executor.gguf_header import GgufFile
-
 
 class UniprocExecutor:
     """On the CPU `submit` computes at once. On a GPU it returns when the work is queued, and `collect` waits.
@@ -32,7 +29,7 @@ class UniprocExecutor:
         self,
         config: ExecutorConfig,
         progress: Callable[[str], None] = lambda _line: None,
-        file: "GgufFile | None" = None,
+        file: GgufFile | None = None,
     ) -> None:
         if config.tensor_parallel_size != 1:
             raise ExecutorError(

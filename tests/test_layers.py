@@ -6,6 +6,7 @@ show, that torch stays out of the light commands, is asked of fresh processes.
 
 import ast
 import functools
+import graphlib
 import re
 import subprocess
 import sys
@@ -152,6 +153,21 @@ def upward_imports(source: str, module: str, is_package: bool = False) -> list[s
     return [name for name in within if room in PARTS and part_of(name) > part_of(module)]
 
 
+def circle(room: str) -> list[str]:
+    """Return modules of a room that import each other in a circle, be it in functions or for types alone."""
+    paths = {dotted(path): path for path in (ROOT / room).rglob("*.py")}
+    graph = {}
+    for module, path in paths.items():
+        names = (name.split(".")[1:] for name in imports(path.read_text(), module, path.name == "__init__.py"))
+        found = ([".".join(parts[:size]) for size in range(len(parts), 1, -1)] for parts in names)
+        graph[module] = {next((name for name in longest if name in paths), module) for longest in found} - {module}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 def banned_calls(source: str) -> list[str]:
     """Calls by their full names, also when the function was imported under another."""
     renamed: dict[str, str] = {}
@@ -206,6 +222,11 @@ def test_modules_import_nothing_that_stands_above_them_in_their_room() -> None:
         return upward_imports(source, module, path.name == "__init__.py")
 
     assert complaints(check, [path for path in modules() if room_of(path) in PARTS]) == {}
+
+
+@pytest.mark.parametrize("room", ["cache", "executor", "router", "eplb"])
+def test_no_modules_of_a_room_import_each_other_in_a_circle(room: str) -> None:
+    assert circle(room) == []
 
 
 def test_modules_evaluate_and_unpickle_nothing() -> None:

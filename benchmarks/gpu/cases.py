@@ -20,11 +20,11 @@ from penstock.executor.kernels import (
     Ops,
     Rotation,
     SamplingOps,
-    Scaled,
     ScoreExtras,
 )
-from penstock.executor.kernels.eight_bits import BLOCK, FP8_MAX
+from penstock.executor.kernels.eight_bits import FP8_MAX
 from penstock.executor.kernels.state import OPTIONS, Places
+from penstock.executor.kernels.weight import BLOCK, BLOCKS, Weight, numbers
 
 Tensors = tuple[torch.Tensor, ...]
 Heads = tuple[int, int, int]  # query heads, key-value heads, dimension
@@ -185,8 +185,8 @@ def experts(kit: Kit, counts: tuple[int, ...]) -> Iterator[Case]:
     num, width, inner, top_k = (5, 128, 128, 2) if kit.is_tiny else (128, 2048, 768, 8)
     gate_up = kit.random(num, 2 * inner, width, scale=width**-0.5)
     down = kit.random(num, width, inner, scale=inner**-0.5)
-    sixteen: tuple[Scaled, Scaled] = (gate_up, None), (down, None)
-    eight: tuple[Scaled, Scaled] = in_blocks(gate_up), in_blocks(down)
+    sixteen = numbers(gate_up), numbers(down)
+    eight = Weight(BLOCKS, *in_blocks(gate_up)), Weight(BLOCKS, *in_blocks(down))
     activation: Activation = "silu"
 
     for tokens in counts:
@@ -201,7 +201,7 @@ def experts(kit: Kit, counts: tuple[int, ...]) -> Iterator[Case]:
                 assert kernels.ops.fused_experts is not None
                 return kernels.ops.fused_experts(*given)
 
-            read = [tensor for weight in weights for tensor in weight if tensor is not None]
+            read = [tensor for weight in weights for tensor in weight.tensors()]
             num_bytes = slots.unique().numel() * sum(tensor[0].nbytes for tensor in read) + 2 * hidden.nbytes
             yield Case(f"{name}, {tokens} tokens", multiply, 2e-2, num_bytes, 6 * tokens * top_k * width * inner)
 

@@ -19,7 +19,7 @@ from benchmarks.gpu.figures import Timer, ceilings, report
 from tests.support.twins import changed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.executor.kernels import select_input_ops, select_ops, select_sampling_ops
+from penstock.executor.kernels.select import select_input_ops, select_ops, select_sampling_ops
 
 
 @torch.inference_mode()

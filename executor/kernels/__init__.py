@@ -3,67 +3,25 @@
 A model receives an `Ops` when it is built and calls nothing else that is not a plain tensor operation.
 """
 
-from collections.abc import Iterable
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels.card import Card, card_of
 from penstock.executor.kernels.recurrent import RecurrentOps
 from penstock.executor.kernels.state import Places
+from penstock.executor.kernels.weight import Weight
 from penstock.executor.moe_spec import MoeSpec
-from penstock.executor.protocol import ExecutorError
 
 # The last is that of gpt-oss: swish of slope 1.702 of a gate up to 7, times one more than an `up` from -7 to 7.
 Activation = Literal["silu", "gelu_tanh", "clamped_swish"]
 # x [T, K] as float8_e4m3fn [T, K], and a float32 scale for every 128 numbers of a row, [T, K / 128]
 Quantized = tuple[Tensor, Tensor]
-# A weight, and its scales if it has eight bits.
-Scaled = tuple[Tensor, Tensor | None]
 FIXED_ON = "8.x, 9.0 or 12.x"  # whose tensor cores have one instruction for tiles of few rows and of many
 Pages = tuple[Tensor, Tensor]  # of one layer: keys and values, each [pages, PAGE, Hkv * D]
 HeadNorms = tuple[Tensor | None, Tensor | None, float]  # weights [D] for query heads and for key heads, and eps
 NO_NORMS: HeadNorms = (None, None, 0.0)
-
-
-class Packed(NamedTuple):
-    """One weight [N, K], or one for each expert [S, N, K], as kernels read it. A byte of four-bit codes has those of two
-    inputs that are `half` apart: one read serves two products."""
-
-    codes: Tensor  # uint8 [..., N, K · bits / 8] or float8_e4m3fn
-    scales: Tensor  # [..., K / group, N]
-    below: Tensor | None  # like the scales
-    order: Tensor | None  # int32 [..., K]
-    bits: int
-    half: int
-
-    @property
-    def width(self) -> int:
-        return self.codes.shape[-2]
-
-    @property
-    def depth(self) -> int:
-        return self.codes.shape[-1] * 8 // self.bits
-
-    def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in self[:4] if tensor is not None]
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """What the weights of one layer's experts have in common."""
-        return self.bits, self.half, *(None if part is None else (part.shape, part.dtype) for part in self[:4])
-
-    def like(self, tensors: Iterable[Tensor]) -> "Packed":
-        """The same kind of weight of others of its `tensors`."""
-        given = iter(tensors)
-        codes, scales, below, order = (None if part is None else next(given) for part in self[:4])
-        assert codes is not None and scales is not None
-        return Packed(codes, scales, below, order, self.bits, self.half)
-
-
-Weight = TypeVar("Weight", contravariant=True)
 
 
 class ScoreExtras(NamedTuple):
@@ -173,7 +131,7 @@ class Ops(Protocol):
         """None: there is only `latent_attention`."""
 
     @property
-    def fused_experts(self) -> "FusedExperts[Scaled] | None":
+    def fused_experts(self) -> "FusedExperts | None":
         """None: expert after expert."""
 
     @property
@@ -208,8 +166,8 @@ class ExpandedAttention(Protocol):
         has of the latents: q [T, H, rope + nope], expand [H, nope + value, rank] -> [T, H, value]."""
 
 
-class FusedExperts(Protocol[Weight]):
-    """With `Scaled` weights, or with `Packed` ones, which have no biases."""
+class FusedExperts(Protocol):
+    """Weights are stacked: numbers, `Blocks` or `Mxfp4`, or for `GroupOps` `Packed` ones, which have no biases."""
 
     def __call__(
         self,
@@ -225,7 +183,7 @@ class FusedExperts(Protocol[Weight]):
     ) -> Tensor:
         """What the experts in slots first … first + S - 1 add up to, each by its share, and `added`: hidden [T, H], slots
         and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. An entry of another rank's slot adds nothing.
-        Biases are those of the two products, [S, 2 I] and [S, H]. Weights of MXFP4 are bytes (`four_bits`)."""
+        Biases are those of the two products, [S, 2 I] and [S, H]."""
 
 
 class NormingOps(Protocol):
@@ -241,7 +199,7 @@ class NormingOps(Protocol):
 
 
 class BlockOps(Protocol):
-    """Products with weights of eight bits that have a scale per 128 × 128 (`eight_bits`)."""
+    """Products with weights of eight bits that have a scale per 128 × 128 (`Blocks`)."""
 
     def quantize(self, x: Tensor) -> Quantized:
         """K is a multiple of 128."""
@@ -261,11 +219,11 @@ class BlockOps(Protocol):
 class GroupOps(Protocol):
     """Products with weights that are widened as they are read. Inputs and sums are as with numbers."""
 
-    def packed_linear(self, x: Tensor, weight: Packed) -> Tensor:
+    def packed_linear(self, x: Tensor, weight: Weight) -> Tensor:
         """x [T, K] -> [T, N]"""
 
     @property
-    def packed_experts(self) -> FusedExperts[Packed]: ...
+    def packed_experts(self) -> FusedExperts: ...
 
 
 class SamplingOps(Protocol):
@@ -341,43 +299,3 @@ class InputOps(Protocol):
         self, packed: Tensor, state: Tensor, places: Places, rows: int, tokens: int, longest: int, table_width: int
     ) -> RowTensors:
         """`longest`: the most tokens of a row. Rows that are not real get zeros, and the spare place for their token."""
-
-
-def select_ops(device: torch.device, dtype: torch.dtype, head_dim: int, is_invariant: bool = False) -> Ops:
-    """Return the kernels for a model of this kind; with `is_invariant`, those whose sums do not depend on the batch."""
-    if device.type == "cpu":
-        from penstock.executor.kernels.cpu_ops import make_ops
-
-        return make_ops(dtype, head_dim)
-    from penstock.executor.kernels.cuda.ops import choose_ops
-
-    return choose_ops(check_card(device), is_invariant)
-
-
-def select_sampling_ops(device: torch.device) -> SamplingOps | None:
-    """Return the kernels that sample on a GPU. None on a CPU, where the sampler computes in plain torch."""
-    if device.type == "cpu":
-        return None
-    from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
-
-    return SAMPLING_OPS
-
-
-def select_input_ops(device: torch.device) -> InputOps | None:
-    """Return the kernels that make a step's inputs on a GPU. None on a CPU, where they are made in numpy."""
-    if device.type == "cpu":
-        return None
-    from penstock.executor.kernels.cuda import step_inputs
-
-    return step_inputs
-
-
-def check_card(device: torch.device) -> Card:
-    """Return what the GPU is. Raise ExecutorError if it is too old for the kernels."""
-    card = card_of(torch.cuda.current_device() if device.index is None else device.index)
-    if card.capability < (8, 0):
-        raise ExecutorError(
-            f"device: this GPU has compute capability {'.'.join(map(str, card.capability))}; 8.0 (Ampere) or later is "
-            "needed. Use device 'cpu' on this machine"
-        )
-    return card

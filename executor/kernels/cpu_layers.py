@@ -10,8 +10,6 @@ from torch import Tensor
 from penstock import _csrc
 from penstock.executor.batch import ForwardBatch, KvPages, StatePages
 from penstock.executor.kernels import NO_EXTRAS, NO_NORMS, Activation, HeadNorms, Ops, ScoreExtras
-from penstock.executor.kernels.codes import CodedLinear
-from penstock.executor.kernels.cpu_linear import CpuLinear
 from penstock.executor.kernels.cpu_ops import ACTIVATIONS, CpuOps, addresses
 from penstock.executor.kernels.linear import Linear
 from penstock.executor.kernels.recurrent import DeltaHeads, check_heads, check_taps, describe_heads, describe_states
@@ -59,8 +57,8 @@ class CpuLayers:
             num_adapted += layer.num_adapted
             plan.product = num_adapted - len(layer.linears)
             for name, linear in zip(("qkv", "output", "gate_up", "down"), layer.linears, strict=True):
-                assert isinstance(linear, CpuLinear | CodedLinear)
-                linear.describe(getattr(plan, name))
+                assert linear.product is not None
+                linear.product.describe(getattr(plan, name))
             plan.input_norm, plan.attention_norm, plan.mlp_norm, plan.output_norm = addresses(*layer.norms)
             if layer.delta is not None:
                 self._describe_delta(plan, layer.delta)
@@ -77,8 +75,8 @@ class CpuLayers:
             setattr(self._shared, name, getattr(sizes, name))
 
     def _describe_delta(self, plan: Any, delta: DeltaLayer) -> None:
-        assert isinstance(delta.gates, CpuLinear | CodedLinear)
-        delta.gates.describe(plan.gates)
+        assert delta.gates.product is not None
+        delta.gates.product.describe(plan.gates)
         plan.num_taps, (plan.taps,) = len(delta.taps), addresses(delta.taps)
         plan.delta = described = describe_heads(delta.heads)
         self._deltas.append(described)
@@ -138,13 +136,10 @@ class CpuLayers:
 
 
 def join_layers(ops: Ops, layers: Sequence[DenseLayer], sizes: DenseSizes) -> CpuLayers | None:
-    """None where not all of it runs in our kernels for the CPU."""
+    """Return all layers as one; None if C does not compute every product of theirs, over inputs in their order."""
     linears = [linear for layer in layers for linear in (*layer.linears, *(layer.delta or ())[:1])]
-    if (
-        not layers
-        or not isinstance(ops, CpuOps)
-        or not all(isinstance(each, CpuLinear | CodedLinear) for each in linears)
-    ):
+    are_in_c = all(linear.product is not None and linear.product.is_in_order for linear in linears)
+    if not layers or not isinstance(ops, CpuOps) or not are_in_c:
         return None
     assert sizes.scale > 0
     return CpuLayers(ops, layers, sizes)

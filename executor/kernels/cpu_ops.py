@@ -25,7 +25,6 @@ from penstock.executor.kernels import (
     NormingOps,
     Ops,
     Pages,
-    Scaled,
     ScoreExtras,
 )
 from penstock.executor.kernels.recurrent import CpuRecurrent
@@ -73,7 +72,7 @@ class CpuOps:
     """The calls, 2 to 3 µs of Python each. What they assert is our own contract; sizes were checked at start."""
 
     expanded_attention: ExpandedAttention | None = None
-    fused_experts: FusedExperts[Scaled] | None = None
+    fused_experts: FusedExperts | None = None
     blocks: BlockOps | None = None
     groups: GroupOps | None = None
     norming: NormingOps | None = None

@@ -1,8 +1,6 @@
-"""Numbers of eight bits with a scale per block: how they lie in memory.
+"""Activations of eight bits on their way into products with weights of `Blocks` (weight.py), and scales for cuBLAS.
 
-Weights are float8_e4m3fn with one float32 scale per 128 × 128, as DeepSeek-V3 and the FP8 Qwen3 store them; activations
-are quantized on the way, with one scale per token and 128 numbers. The scales of the weight are padded along its
-depth to a multiple of four, the layout that cuBLAS reads (`pad_scales`).
+They are float8_e4m3fn, quantized on the way, with one float32 scale per token and 128 numbers.
 """
 
 import torch
@@ -10,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.executor.kernels import Quantized
+from penstock.executor.kernels.weight import BLOCK
 
-BLOCK = 128
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
 TINY = 1e-10  # a block of zeros has this largest magnitude
 
@@ -20,7 +18,7 @@ ROW_MULTIPLE = 4  # of rows, for cuBLAS to take their scales
 
 
 def make_quantized(rows: int, width: int, device: torch.device) -> Quantized:
-    """For rows to be written to, scales by columns; both with room behind them for rows to be a multiple of four."""
+    """Return room for rows and their scales, which lie column by column; both are padded to a multiple of four rows."""
     assert width % BLOCK == 0
     padded = _padded(rows)
     values = torch.empty((padded, width), dtype=torch.float8_e4m3fn, device=device)
@@ -29,7 +27,7 @@ def make_quantized(rows: int, width: int, device: torch.device) -> Quantized:
 
 
 def pad_rows(x: Quantized) -> Quantized:
-    """With the room behind the rows: what stands there was never written, and its rows of the products are never read."""
+    """Return the rows with their padding, which nobody has written; its rows of the products are never read."""
     (values, scales), rows = x, _padded(len(x[0]))
     assert values.is_contiguous() and scales.stride() == (1, rows), "rows that `make_quantized` has not made"
     return values.as_strided((rows, values.shape[1]), values.stride()), scales.as_strided(
@@ -42,10 +40,10 @@ def _padded(rows: int) -> int:
 
 
 def are_quantized(entries: int, num_slots: int) -> bool:
-    """Whether experts multiply in eight bits: with few entries each they only wait for their weights."""
+    """Tell whether experts multiply in eight bits: with few entries each they only wait for their weights."""
     return entries > FEW_ENTRIES * num_slots
 
 
 def pad_scales(scales: Tensor) -> Tensor:
-    """[N / 128, K / 128] as a checkpoint has them -> [N / 128, K / 128 rounded up to a multiple of four]"""
+    """Pad the scales of a weight [N / 128, K / 128] along K to a multiple of four, the layout that cuBLAS reads."""
     return F.pad(scales.float(), (0, -scales.shape[1] % 4))

@@ -1,30 +1,44 @@
-"""Matrix products with weights: the fastest form that the device offers, chosen once, when the weight arrives."""
+"""Linear layers: products with one or several weights whose outputs lie side by side, in the fastest form of the device.
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple, Protocol, cast
+`LinearMaker` chooses the form of each weight once, when it is loaded.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.kernels import BlockOps, NormedRows, Ops
-from penstock.executor.kernels.codes import CodedLinear
-from penstock.executor.kernels.cpu_linear import CpuLinear, is_repacked
-from penstock.executor.kernels.grouped import GroupedLinear
+from penstock.executor.kernels import NormedRows, Ops
+from penstock.executor.kernels.cpu_product import CpuProduct, code_type, is_repacked
+from penstock.executor.kernels.eight_bits import pad_scales
+from penstock.executor.kernels.weight import (
+    BLOCK,
+    BLOCKS,
+    EIGHT_BITS,
+    MXFP4,
+    MXFP4_BLOCK,
+    Blocks,
+    Ggml,
+    Groups,
+    Packed,
+    Weight,
+    as_groups,
+    group_of,
+    numbers,
+    widen_mxfp4,
+)
 
-
-class Linear(Protocol):
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]"""
-        ...
-
-    def tensors(self) -> list[Tensor]:
-        """All there is of the layer; with others in their place it is another layer of the same shape."""
-        ...
+# Which codes stay codes beside those that `Ops.groups` computes: all, on a CPU; those of MXFP4, on a GPU; or none.
+KeptCodes = Literal["all", "MXFP4"] | None
+HALVES = (64, 32, 16)  # how much of the depth a kernel dequantizes at a time
 
 
 class Narrow(NamedTuple):
-    """Rows that were quantized as they were written, on their way into products of eight bits alone."""
+    """Rows that were quantized to eight bits as they were written, on their way into products of eight bits alone."""
 
     rows: tuple[Tensor, Tensor]  # [T, K] float8_e4m3fn, [T, K / 128] scales
     dtype: torch.dtype  # that the rows had, and that the products have
@@ -33,109 +47,248 @@ class Narrow(NamedTuple):
 Rows = Tensor | Narrow | NormedRows  # what a layer's first products take
 
 
-def multiply(linear: Linear, x: Rows) -> Tensor:
-    """[T, in] -> [T, out]"""
-    if isinstance(x, NormedRows):
-        assert isinstance(linear, Plain), "rows without their norm for a layer that does not take them"
-        return linear.multiply(x)
-    if isinstance(x, Narrow):
-        assert isinstance(linear, BlockLinear), "rows of eight bits for a layer that does not take them"
-        return linear.multiply(x)
-    return linear(x)
+class Linear:
+    """[T, in] -> [T, out] with a bias [out]. C computes it where there is a `product`, else `ops`, weight by weight."""
+
+    def __init__(
+        self, weights: Sequence[Weight], bias: Tensor | None, ops: Ops, product: CpuProduct | None = None
+    ) -> None:
+        self.weights, self.bias, self.product, self._ops = list(weights), bias, product, ops
+
+    def __call__(self, x: Rows) -> Tensor:
+        if self.product is not None:
+            assert isinstance(x, Tensor)
+            return self.product(x)
+        if len(self.weights) == 1:
+            return self._multiply(x, self.weights[0], self.bias)
+        sizes = [weight.shape[0] for weight in self.weights]
+        biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
+        return torch.cat([self._multiply(x, *each) for each in zip(self.weights, biases, strict=True)], 1)
+
+    def _multiply(self, x: Rows, weight: Weight, bias: Tensor | None) -> Tensor:
+        ops, (form, codes, scales, *_) = self._ops, weight
+        if isinstance(form, Blocks):
+            assert ops.blocks is not None and scales is not None and not isinstance(x, NormedRows)
+            narrow = x if isinstance(x, Narrow) else Narrow(ops.blocks.quantize(x), x.dtype)
+            out = ops.blocks.block_linear(narrow.rows, codes, scales, narrow.dtype)
+            return out if bias is None else out + bias
+        assert not isinstance(x, Narrow), "rows of eight bits for a layer that does not take them"
+        if weight.is_numbers:
+            if isinstance(x, Tensor):
+                return ops.linear(x, codes, bias)
+            assert ops.norming is not None
+            return ops.norming.linear(x, codes, bias)
+        assert isinstance(x, Tensor), "rows without their norm for a layer that does not take them"
+        if isinstance(form, Packed):
+            assert ops.groups is not None
+            out = ops.groups.packed_linear(x, weight)
+            return out if bias is None else out + bias
+        assert form is MXFP4 and scales is not None
+        return F.linear(x, widen_mxfp4(codes, scales).to(x.dtype), bias)
+
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T] -> [T, in]: these rows of the one weight there is, as an embedding gives them."""
+        if self.product is not None:
+            return self.product.rows(indices)
+        (weight,) = self.weights
+        if weight.is_numbers:
+            return weight.codes.index_select(0, indices)
+        assert isinstance(weight.format, Packed) and weight.scales is not None and weight.order is None
+        indices = indices.long()
+        scales, zeros = (None if part is None else part.index_select(1, indices) for part in weight[2:4])
+        codes = weight.codes.view(torch.uint8).index_select(0, indices).view(weight.codes.dtype)
+        return weight._replace(codes=codes, scales=scales, zeros=zeros).dequantize(indices.device, dtype)
+
+    @property
+    def plain(self) -> Tensor | None:
+        """The weight as numbers that `ops` multiply by; None if it is in another form."""
+        is_plain = self.product is None and len(self.weights) == 1 and self.weights[0].is_numbers
+        return self.weights[0].codes if is_plain else None
+
+    @property
+    def kind(self) -> tuple[object, ...] | None:
+        """What layers have in common that can be stacked; None if this one cannot."""
+        if self.product is not None or len(self.weights) > 1:
+            return None
+        return *self.weights[0].kind, self.bias is None
+
+    @property
+    def takes_narrow(self) -> bool:
+        """Whether it computes in eight bits alone."""
+        return len(self.weights) == 1 and isinstance(self.weights[0].format, Blocks)
+
+    def tensors(self) -> list[Tensor]:
+        """Return all there is of the layer. With other tensors in their place it is another layer of the same shape."""
+        tensors = [tensor for weight in self.weights for tensor in weight.tensors()]
+        return tensors if self.bias is None else [*tensors, self.bias]
 
 
 def multiply_each(linears: Sequence[Linear], counts: Sequence[int], x: Tensor) -> Tensor:
     """[T, in] -> [T, out]: the first counts[0] rows through the first of these layers, the next through the second.
 
-    They are alike in kind and shape, and none of the counts is 0.
+    They are alike in shape, and none of the counts is 0.
     """
-    if all(isinstance(each, CodedLinear) for each in linears):
-        return CodedLinear.each(cast("Sequence[CodedLinear]", linears), counts, x)
-    if all(isinstance(each, CpuLinear) for each in linears):
-        return CpuLinear.each(cast("Sequence[CpuLinear]", linears), counts, x)
+    products = [linear.product for linear in linears if linear.product is not None]
+    if len(products) == len(linears):
+        return CpuProduct.each(products, counts, x)
     return torch.cat([linear(part) for linear, part in zip(linears, x.split(list(counts)), strict=True)])
 
 
-def take_narrow(*linears: Linear | None) -> bool:
-    """Whether all of these layers, as far as there are any, compute in eight bits."""
-    return all(linear is None or isinstance(linear, BlockLinear) for linear in linears)
-
-
 def make_linear(weight: Tensor, bias: Tensor | None, ops: Ops) -> Linear:
-    """A linear layer [T, in] -> [T, out] from weight [out, in] and bias [out]; on the CPU `weight` may go then."""
+    """Return a linear layer of weight [out, in] and bias [out]; on a CPU the weight is perhaps copied."""
     if is_repacked(weight):
-        return CpuLinear(weight, bias)
-    return Plain(weight, bias, ops)
+        return _on_cpu(CpuProduct([numbers(weight)], weight.dtype, bias), ops)
+    return Linear([numbers(weight)], bias, ops)
 
 
-def tied(table: Tensor | CodedLinear | GroupedLinear, ops: Ops) -> tuple[Linear, Callable[[Tensor], Tensor]]:
-    """The head that shares an embedding's weight [size, width], and the embedding: tokens [T] -> [T, width]. Where
-    the layer has repacked the weight its rows are gathered from there, so that it is kept once. Else it is copied where it
-    may be a view of a mapped file."""
-    if isinstance(table, CodedLinear | GroupedLinear):
-        return table, table.rows
-    if not is_repacked(table):
-        table = table.clone() if table.device.type == "cpu" else table
-        return Plain(table, None, ops), partial(table.index_select, 0)
-    head = CpuLinear(table)
-    return head, head.rows
+def _on_cpu(product: CpuProduct, ops: Ops) -> Linear:
+    return Linear(product.weights, product.bias, ops, product)
 
 
-class Plain:
-    def __init__(self, weight: Tensor, bias: Tensor | None, ops: Ops) -> None:
-        self.weight, self.bias, self._ops = weight, bias, ops
+class LinearMaker:
+    """Makes layers of weights as they are stored, and counts the bytes that they take. Threads may call it together."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.linear(x, self.weight, self.bias)
+    def __init__(
+        self, ops: Ops, kept_codes: KeptCodes, has_groups: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`kept_codes`, and `has_groups` for those of `ops.groups`: which codes are computed as they are."""
+        self._ops, self._kept, self._has_groups = ops, kept_codes, has_groups
+        self._dtype, self._device = dtype, device
+        self.num_bytes = 0  # in memory, without codes …
+        self.num_widened_bytes = 0  # … of which these were eight bits or codes, and are not here
+        self.num_code_bytes = 0  # of codes and their scales
+        self._lock = threading.Lock()
 
-    def multiply(self, x: NormedRows) -> Tensor:
-        assert self._ops.norming is not None
-        return self._ops.norming.linear(x, self.weight, self.bias)
+    def __call__(self, parts: Sequence[Weight], bias: Tensor | None) -> Linear:
+        """Return a layer of these weights with their outputs side by side. Neighbours of one kind are joined."""
+        if self._ops.blocks is not None and (blocks := join_blocks(parts, self._device)) is not None:
+            for tensor in blocks.tensors():
+                self.count(tensor)
+            return Linear([blocks], bias, self._ops)
+        weights: list[Weight] = []
+        computed = [(part, self._as_codes(part)) for part in parts]
+        for kind, run in groupby(computed, key=lambda pair: None if pair[1] is None else _kind_of(pair[1])):
+            given = list(run)
+            codes = [each for _, each in given if each is not None]
+            if kind is None:
+                weights.append(numbers(self.count(torch.cat([self.dequantize(part) for part, _ in given]))))
+            elif self._kept == "all":
+                weights += codes
+            else:
+                weights.append(pack(codes, self._device))
+        if all(is_repacked(each.codes) if each.is_numbers else self._kept == "all" for each in weights):
+            product = CpuProduct(weights, self._dtype, bias)
+            self._count_codes(made for each, made in zip(weights, product.weights, strict=True) if not each.is_numbers)
+            return _on_cpu(product, self._ops)
+        self._count_codes(each for each in weights if not each.is_numbers)
+        return Linear(weights, bias, self._ops)
 
-    def tensors(self) -> list[Tensor]:
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
+    def table(self, part: Weight, is_head: bool) -> Linear:
+        """Return a layer whose rows are an embedding's. With `is_head` it is also multiplied by, and kept once for both."""
+        codes = self._as_codes(part)
+        if codes is not None and (self._kept == "all" or isinstance(codes.format, Groups)):
+            return self([part], None)
+        values = self.count(self.dequantize(part, copy=not is_head))
+        if not is_head:
+            return Linear([numbers(values)], None, self._ops)
+        if values.device.type == "cpu" and not is_repacked(values):
+            values = values.clone()  # it may be a view of a mapped file
+        return make_linear(values, None, self._ops)
+
+    def dequantize(self, part: Weight, copy: bool = False) -> Tensor:
+        """Return the numbers of a weight in the model's dtype on its device."""
+        values = part.dequantize(self._device, self._dtype, copy)
+        if not part.is_numbers:
+            self.count_widened(values.nbytes)
+        return values
+
+    def count(self, tensor: Tensor) -> Tensor:
+        with self._lock:
+            self.num_bytes += tensor.nbytes
+        return tensor
+
+    def count_widened(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_widened_bytes += num_bytes
+
+    def _count_codes(self, weights: Iterable[Weight]) -> None:
+        num_bytes = sum(tensor.nbytes for weight in weights for tensor in weight.tensors())
+        with self._lock:
+            self.num_code_bytes += num_bytes
+
+    def _as_codes(self, part: Weight) -> Weight | None:
+        """Return the weight as codes that the device computes with. None: it becomes numbers."""
+        if part.is_numbers or isinstance(part.format, Blocks):
+            return None
+        if self._kept == "all":
+            return part if code_type(part) is not None else None
+        if isinstance(part.format, Ggml) and part.format.type.name == "MXFP4":
+            return part if self._kept == "MXFP4" else None
+        if not self._has_groups:
+            return None
+        groups = as_groups(part) if isinstance(part.format, Ggml) else part
+        # GPUs whose registers have no floats of eight bits have no products of them either.
+        is_computed = groups.codes.dtype is not EIGHT_BITS or self._ops.blocks is not None
+        return groups if is_computed and half_of(groups) is not None else None
 
 
-class BlockLinear:
-    """A weight [out, in] of eight bits with a scale per block; what is multiplied by it is quantized on the way."""
-
-    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, ops: BlockOps) -> None:
-        self._weight, self._scales, self.bias = weight, scales, bias
-        self._quantize, self._multiply = ops.quantize, ops.block_linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.multiply(Narrow(self._quantize(x), x.dtype))
-
-    def multiply(self, x: Narrow) -> Tensor:
-        out = self._multiply(x.rows, self._weight, self._scales, x.dtype)
-        return out if self.bias is None else out + self.bias
-
-    def tensors(self) -> list[Tensor]:
-        return [self._weight, self._scales] if self.bias is None else [self._weight, self._scales, self.bias]
+def half_of(weight: Weight) -> int | None:
+    """Return the `half` of `Packed` for a weight of `Groups`; None if the kernels do not take its shape."""
+    assert isinstance(weight.format, Groups)
+    columns, group, per_byte = weight.shape[1], group_of(weight), 8 // weight.format.bits
+    fits = (half for half in HALVES if not columns % (half * per_byte) and not (group % half and half % group))
+    return next(fits, None)
 
 
-class Reordered:
-    """A layer whose weight's columns are in another order than its inputs."""
-
-    def __init__(self, linear: CodedLinear, order: Tensor) -> None:
-        self._linear, self._order = linear, order
-
-    def __call__(self, x: Tensor) -> Tensor:
-        # Not the layer's own call: another expert may have taken its tensors' place since.
-        return CodedLinear.each([self._linear], [len(x)], x.index_select(1, self._order))
-
-    def tensors(self) -> list[Tensor]:
-        return [*self._linear.tensors(), self._order]
+def _kind_of(weight: Weight) -> tuple[object, ...]:
+    """Return what weights of codes have in common that are joined into one."""
+    if isinstance(weight.format, Ggml):
+        return (Ggml,)
+    dtypes = [None if part is None else part.dtype for part in weight[1:4]]
+    order = None if weight.order is None else weight.order.numpy().tobytes()
+    return weight.format, group_of(weight), *dtypes, order
 
 
-class SideBySide:
-    """Layers of the same inputs that no one kernel computes, their outputs side by side."""
+def pack(weights: Sequence[Weight], device: torch.device) -> Weight:
+    """Return weights of codes of one kind, on top of each other, in the format that a GPU's kernels read."""
+    if isinstance(weights[0].format, Ggml):
+        return _pack_mxfp4(weights, device)
+    first, half = weights[0], half_of(weights[0])
+    assert isinstance(first.format, Groups) and half is not None
+    codes = torch.cat([weight.codes.to(device).view(torch.uint8) for weight in weights])
+    if first.format.bits == 4:
+        low, high = codes.unflatten(1, (-1, 2, half)).unbind(2)
+        codes = (low | high << 4).flatten(1)
+    codes = codes.view(first.codes.dtype)
 
-    def __init__(self, linears: Sequence[Linear]) -> None:
-        self._linears = linears
+    def turned(values: list[Tensor]) -> Tensor | None:
+        return torch.cat([each.to(device) for each in values]).t().contiguous() if values else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([linear(x) for linear in self._linears], 1)
+    scales = turned([weight.scales for weight in weights if weight.scales is not None])
+    zeros = turned([weight.zeros for weight in weights if weight.zeros is not None])
+    order = None if first.order is None else first.order.to(device, torch.int32)
+    return Weight(Packed(first.format.bits, half), codes, scales, zeros, order)
 
-    def tensors(self) -> list[Tensor]:
-        return [tensor for linear in self._linears for tensor in linear.tensors()]
+
+def _pack_mxfp4(weights: Sequence[Weight], device: torch.device) -> Weight:
+    """Raises ExecutorError if a scale is not finite."""
+    size = MXFP4_BLOCK // 2 + 1
+    for weight in weights:
+        bad = (weight.codes[:, ::size] == 255).any(1).nonzero()
+        if len(bad):
+            raise weight.error(int(bad[0]))
+    rows = torch.cat([weight.codes for weight in weights]).unflatten(1, (-1, size))
+    return Weight(MXFP4, rows[..., 1:].flatten(1).to(device), rows[..., 0].contiguous().to(device))
+
+
+def join_blocks(parts: Sequence[Weight], device: torch.device) -> Weight | None:
+    """Return weights of `Blocks` on top of each other, with scales as cuBLAS reads them. None if they are of another format,
+    if one of them ends within a block, or if the kernels do not take the shape."""
+    rows = [part.shape[0] for part in parts]
+    if not all(isinstance(part.format, Blocks) for part in parts) or any(size % BLOCK for size in rows[:-1]):
+        return None
+    if sum(rows) % 16 or parts[0].shape[1] % BLOCK:
+        return None
+    codes = torch.cat([part.codes.to(device).view(torch.uint8) for part in parts]).view(EIGHT_BITS)
+    scales = torch.cat([part.scales for part in parts if part.scales is not None])
+    return Weight(BLOCKS, codes, pad_scales(scales.to(device)))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock import _csrc
 from penstock.executor.kernels.cpu_ops import addresses, describe_cpu
+from penstock.executor.kernels.select import cuda_kernels
 from penstock.executor.staging import send_list
 
 MOST_RANKS = 800  # of all parts of a product, as csrc/cpu_level.h has room for: three of 256, aligned
@@ -200,6 +201,5 @@ class PlacedRuns:
 
 
 def _load_kernel() -> Callable[..., None]:
-    from penstock.executor.kernels.cuda.adapter_products import add_low_rank
-
-    return add_low_rank
+    add: Callable[..., None] = cuda_kernels().adapter_products.add_low_rank
+    return add

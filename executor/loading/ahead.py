@@ -1,7 +1,7 @@
 """What goes on while torch is imported, which takes one core most of a second. No torch here.
 
 The largest weights of a GGUF file are packed for a CPU, in C, without the interpreter's lock. What is packed by the time
-that torch is there is found by the loader (executor/kernels/codes.py), which packs the rest: the same bytes.
+that torch is there is found by the loader (executor/kernels/cpu_product.py), which packs the rest: the same bytes.
 """
 
 import os

@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.code_types import CODE_TYPES
-from penstock.executor.kernels.codes import Coded
-from penstock.executor.kernels.eight_bits import BLOCK
-from penstock.executor.kernels.grouped import Grouped
-from penstock.executor.loading.block_scales import EIGHT_BITS
+from penstock.executor.kernels.weight import BLOCK, EIGHT_BITS, Ggml, Weight
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.protocol import ExecutorError
 
@@ -88,13 +85,13 @@ class Arranged:
         """The tensor of the file that has it, or has it among others."""
         return self._places[name].name
 
-    def read(self, name: str) -> Tensor | Coded | Grouped:
+    def read(self, name: str) -> Tensor | Weight:
         place = self._places[name]
         stored = _cut(self._inner.read(place.name), place)
         if place.shape is not None and place.name.endswith(_BLOCKS):
             scales = _cut(self._inner.read(_scales_of(place.name)), place)
             assert isinstance(stored, Tensor) and isinstance(scales, Tensor)
-            stored = Coded(name, CODE_TYPES["MXFP4"], _as_gguf(stored, scales))
+            stored = Weight(Ggml(CODE_TYPES["MXFP4"]), _as_gguf(stored, scales), name=name)
         return self._apart(name, stored)
 
     def _parts(self, name: str) -> Iterator[tuple[str, _Place]]:
@@ -141,7 +138,7 @@ class Arranged:
             raise ExecutorError(f"tensor {scales!r} of shape {expected} is expected, {found or 'none'} found")
         return (*shape[:-2], 32 * shape[-2])
 
-    def _apart(self, name: str, stored: Tensor | Coded | Grouped) -> Tensor | Coded | Grouped:
+    def _apart(self, name: str, stored: Tensor | Weight) -> Tensor | Weight:
         """Rotated neighbours moved apart, in queries and keys alike, so that their products stay."""
         if self._given.neighbours is None or not name.endswith(_ROTATED):
             return stored
@@ -153,21 +150,17 @@ class Arranged:
             )
         head = torch.cat((torch.arange(0, rotated, 2), torch.arange(1, rotated, 2), torch.arange(rotated, dim)))
         order = (torch.arange(0, stored.shape[0], dim)[:, None] + head).flatten()
-        if isinstance(stored, Grouped):
-            return stored.take(order)
-        return stored._replace(rows=stored.rows[order]) if isinstance(stored, Coded) else stored[order]
+        return stored.take(order) if isinstance(stored, Weight) else stored[order]
 
 
-def _cut(stored: Tensor | Coded | Grouped, place: _Place) -> Tensor | Coded | Grouped:
+def _cut(stored: Tensor | Weight, place: _Place) -> Tensor | Weight:
     if place.expert is not None:
         assert isinstance(stored, Tensor)
         stored = stored[place.expert].T if place.is_turned else stored[place.expert]
     if place.step > 1:
         assert isinstance(stored, Tensor)
         return stored[place.start :: place.step]
-    part = stored if place.shape is None else stored.narrow(0, place.start, place.shape[0])
-    assert part is not None  # between rows anything can be cut
-    return part
+    return stored if place.shape is None else stored.narrow(0, place.start, place.shape[0])
 
 
 def _scales_of(name: str) -> str:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels.eight_bits import BLOCK
-from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX
+from penstock.executor.kernels.weight import BLOCK, EIGHT_BITS
+from penstock.executor.loading.quantization import SUFFIX
 
 PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight")  # and not embeddings, heads, norms and routers
 PERIOD = 1_048_573  # the largest prime below 2**20

@@ -1,12 +1,16 @@
-"""Reads a model's config.json with suspicion: the file came from somewhere, and its numbers become allocations.
+"""Reads a model's config.json with suspicion: the file may come from anyone, and its numbers become allocations.
 
-Every getter answers a wrong type or an absurd value with the field, the value and the limit.
+Every getter raises an ExecutorError with the field, the value and the limit for a wrong type or an absurd value.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 from penstock.executor.protocol import ExecutorError
+from penstock.executor.regular_files import read_regular
 
+MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a trillion weights has 10 MB
 _MISSING = object()
 _LIMITS = {
     "vocab_size": 2**22,
@@ -141,3 +145,19 @@ class Fields:
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e12
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file of bounded size."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ExecutorError(f"{path}: {size} bytes; at most {MAX_JSON_BYTES} are allowed")
+        value = json.loads(read_regular(path))
+    except OSError as error:
+        raise ExecutorError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ExecutorError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ExecutorError(f"{path}: a JSON object is expected, {type(value).__name__} found")
+    return value

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.gguf_header import GgufFile, open_gguf
-from penstock.executor.kernels.codes import Coded
+from penstock.executor.kernels.weight import CPU, Ggml, Weight
 from penstock.executor.loading.gguf_config import BY_TYPE, FACTORS, config_of, layer_names
 from penstock.executor.protocol import ExecutorError
 
@@ -53,10 +53,10 @@ class GgufCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._sources[name].shape
 
-    def read(self, name: str) -> Tensor | Coded:
+    def read(self, name: str) -> Tensor | Weight:
         return self._read(self._sources[name])
 
-    def _read(self, source: _Source) -> Tensor | Coded:
+    def _read(self, source: _Source) -> Tensor | Weight:
         if source.parts:
             keys, values = (self._numbers(part) for part in source.parts)
             return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
@@ -75,15 +75,16 @@ class GgufCheckpoint:
         else:
             is_whole = not source.permuted_heads and source.expert is None
             packed = self._file.packed.get(source.name) if is_whole else None
-            coded = Coded(source.name, codes, raw.view(math.prod(source.shape[:-1]), -1), packed)
+            rows = raw.view(math.prod(source.shape[:-1]), -1)
+            weight = Weight(Ggml(codes), rows, name=source.name, panels=packed)
             if is_matrix and not source.plus_one:
-                return coded
-            values = coded.numbers(torch.device("cpu"), torch.float32).view(source.shape)
+                return weight
+            values = weight.dequantize(CPU, torch.float32).view(source.shape)
         return values - 1 if source.plus_one else values
 
     def _numbers(self, source: _Source) -> Tensor:
         read = self._read(source)
-        values = read.numbers(torch.device("cpu"), torch.float32) if isinstance(read, Coded) else read.float()
+        values = read.dequantize(CPU, torch.float32) if isinstance(read, Weight) else read.float()
         return values.view(source.shape)
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels.codes import Coded
-from penstock.executor.kernels.grouped import EIGHT_BIT_FLOATS, Grouped
+from penstock.executor.kernels.weight import EIGHT_BITS, Groups, Weight, group_of
 from penstock.executor.loading.quantization import Scheme
 from penstock.executor.loading.safetensors_folder import SafetensorsFolder
 from penstock.executor.protocol import ExecutorError
@@ -41,7 +40,7 @@ class PackedCheckpoint:
 
     @cached_property
     def _stored(self) -> dict[str, bool]:
-        """The names of weights and other tensors → whether a weight is codes."""
+        """Map the names of weights and of other tensors to whether they are codes."""
         names = self._folder.names()
         end = f".{self._main}"
         packed = [name.removesuffix(end) for name in names if name.endswith(end) and self._is_packed(name)]
@@ -83,32 +82,34 @@ class PackedCheckpoint:
             raise self._error(name, "value", [rows, columns], f"{expected}, by the packed weight,")
         return rows, columns
 
-    def read(self, name: str) -> Tensor | Coded | Grouped:
+    def read(self, name: str) -> Tensor | Weight:
         if not self._stored[name]:
             return self._folder.read(name)
         module = name.removesuffix(".weight")
         read = {"awq": self._awq, "gptq": self._gptq, "gptq_v2": self._gptq}.get(self._layout, self._compressed)
         part, scheme, g_idx = read(module, *self.shape(name))
+        assert part.scales is not None
         finite = part.scales.isfinite().all(1)
         if not finite.all():
             row = int((~finite).nonzero()[0, 0])
             raise ExecutorError(f"{self._where}: tensor {name!r}: row {row} has a scale that is not finite")
-        middle = 1 << part.bits - 1
-        if scheme.is_symmetric and part.below is not None and bool((part.below == middle).all()):
-            part = part._replace(below=None)
+        middle = 1 << scheme.bits - 1
+        if scheme.is_symmetric and part.zeros is not None and bool((part.zeros == middle).all()):
+            part = part._replace(zeros=None)
         return part if g_idx is None else self._ordered(part, f"{module}.{g_idx}")
 
-    def _awq(self, module: str, rows: int, columns: int) -> tuple[Grouped, Scheme, None]:
+    def _awq(self, module: str, rows: int, columns: int) -> tuple[Weight, Scheme, None]:
         scheme, groups = self._schemes[0], self._groups(module, columns)
         stored = self._get(f"{module}.qweight", ("I32",), (columns, rows // 8))
         zeros = self._get(f"{module}.qzeros", ("I32",), (groups, rows // 8))
-        codes, below = (
+        codes, middles = (
             _unpacked(part, 4).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1) for part in (stored, zeros)
         )
         scales = self._get(f"{module}.scales", _SCALES, (groups, rows))
-        return Grouped(f"{module}.weight", _turned(codes), _turned(scales), _turned(below), 4), scheme, None
+        turned = _turned(codes), _turned(scales), _turned(middles)
+        return Weight(Groups(4), *turned, name=f"{module}.weight"), scheme, None
 
-    def _gptq(self, module: str, rows: int, columns: int) -> tuple[Grouped, Scheme, str | None]:
+    def _gptq(self, module: str, rows: int, columns: int) -> tuple[Weight, Scheme, str | None]:
         scheme, groups = self._schemes[0], self._groups(module, columns)
         bits = scheme.bits
         if rows * bits % 32:
@@ -118,11 +119,11 @@ class PackedCheckpoint:
         if self._layout == "gptq":  # one less each, in whole words: what was borrowed is given back
             zeros = zeros + (0x11111111 if bits == 4 else 0x01010101)
         scales = self._get(f"{module}.scales", _SCALES, (groups, rows))
-        below = _turned(_unpacked(zeros, bits))
-        part = Grouped(f"{module}.weight", _unpacked(_turned(stored), bits), _turned(scales), below, bits)
+        parts = _unpacked(_turned(stored), bits), _turned(scales), _turned(_unpacked(zeros, bits))
+        part = Weight(Groups(bits), *parts, name=f"{module}.weight")
         return part, scheme, "g_idx" if self._has(f"{module}.g_idx") else None
 
-    def _compressed(self, module: str, rows: int, columns: int) -> tuple[Grouped, Scheme, str | None]:
+    def _compressed(self, module: str, rows: int, columns: int) -> tuple[Weight, Scheme, str | None]:
         name = f"{module}.weight_scale"
         found = self._folder.shape(name) if self._has(name) else ()
         scheme, groups = self._scheme(module, columns, found[1] if len(found) == 2 else 1)
@@ -134,11 +135,11 @@ class PackedCheckpoint:
         codes = self._get(f"{module}.{self._main}", (dtype,), shape)
         if self._layout == "packed":
             codes = _unpacked(codes, bits)
-        elif codes.dtype is not EIGHT_BIT_FLOATS:
+        elif codes.dtype is not EIGHT_BITS:
             codes = codes.view(torch.uint8) ^ 128
-        below = self._zeros(f"{module}.weight_zero_point", rows, groups, bits, middle)
+        zeros = self._zeros(f"{module}.weight_zero_point", rows, groups, bits, middle)
         g_idx = "weight_g_idx" if self._has(f"{module}.weight_g_idx") else None
-        return Grouped(f"{module}.weight", codes, scales, below, bits), scheme, g_idx
+        return Weight(Groups(bits), codes, scales, zeros, name=f"{module}.weight"), scheme, g_idx
 
     def _zeros(self, name: str, rows: int, groups: int, bits: int, middle: int) -> Tensor | None:
         if self._layout == "floats" or not self._has(name):
@@ -151,7 +152,7 @@ class PackedCheckpoint:
         return (stored.short() + middle).to(torch.uint8).expand(rows, groups).contiguous()
 
     def _scheme(self, module: str, columns: int, groups: int) -> tuple[Scheme, int]:
-        """The one that this module follows, by its scales; and how many groups it has."""
+        """Return the scheme that this module follows, by its scales, and how many groups it has."""
         packed = self._folder.shape(f"{module}.{self._main}")[1]
         for scheme in self._schemes:
             fits = self._layout != "packed" or packed * 32 == columns * scheme.bits
@@ -169,9 +170,10 @@ class PackedCheckpoint:
             )
         return 1 if size == -1 else columns // size
 
-    def _ordered(self, part: Grouped, name: str) -> Grouped:
-        """Columns sorted by their groups, so that neighbours share a scale again."""
-        (_, columns), groups = part.shape, part.scales.shape[1]
+    def _ordered(self, part: Weight, name: str) -> Weight:
+        """Sort the columns by their groups, so that neighbours share a scale again."""
+        columns, group = part.shape[1], group_of(part)
+        groups = columns // group
         g_idx = self._get(name, ("I32", "I64"), (columns,)).long()
         if (g_idx == -1).all():
             return part  # as compressed-tensors has them where there is no order
@@ -179,9 +181,9 @@ class PackedCheckpoint:
         if low < 0 or high >= groups:
             raise self._error(name, "group", low if low < 0 else high, f"one of 0 to {groups - 1}")
         counts = torch.bincount(g_idx, minlength=groups)
-        if (counts != part.group).any():
-            odd = int((counts != part.group).nonzero()[0, 0])
-            raise self._error(name, f"group {odd} with inputs", int(counts[odd]), f"{part.group} of each")
+        if (counts != group).any():
+            odd = int((counts != group).nonzero()[0, 0])
+            raise self._error(name, f"group {odd} with inputs", int(counts[odd]), f"{group} of each")
         order = g_idx.argsort(stable=True)
         if torch.equal(order, torch.arange(columns)):
             return part

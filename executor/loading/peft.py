@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.executor.loading.checkpoint import read_json
-from penstock.executor.loading.fields import Fields
+from penstock.executor.loading.fields import Fields, read_json
 from penstock.executor.loading.safetensors_folder import open_safetensors
 from penstock.executor.protocol import ExecutorError
 

@@ -1,17 +1,18 @@
-"""What config.json says of weights that are codes: AWQ's, GPTQ's and compressed-tensors' fields, or a refusal by field.
+"""Reads from config.json which quantized weights a checkpoint may have, and refuses by field what is not computed here.
 
-Which tensors are codes the file says; here it is which kinds of codes there may be. Fields about how the weights were
-found say nothing about their numbers, and are passed over. Inputs are never quantized: where a checkpoint was made for
-inputs of eight bits, products are nearer to the weights' own.
+The files say which tensors are codes: those of AWQ, GPTQ or compressed-tensors, MXFP4, or `x.weight` of float8_e4m3fn with
+a scale for 128 × 128 in `x.weight_scale_inv`. Fields about how the weights were quantized do not change their numbers, and
+are passed over. Inputs are never quantized as such a checkpoint says: the products are nearer to the weights' own.
 """
 
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from penstock.executor.loading.block_scales import check_quantization
+from penstock.executor.kernels.weight import BLOCK
 from penstock.executor.loading.fields import Fields
 
 GROUPS = (32, 64, 128, -1)
+SUFFIX = "_scale_inv"  # of the name of scales of eight bits, by which the weight is multiplied
 OLD_FILE = "quantize_config.json"  # AutoGPTQ's, beside a config.json that says nothing
 Layout = Literal["awq", "gptq", "gptq_v2", "packed", "bytes", "floats"]
 
@@ -23,7 +24,7 @@ class Scheme(NamedTuple):
     is_symmetric: bool
 
 
-# Of a search for good codes, of other programs' choices of kernels, of names.
+# About the search for good codes, the kernels that other programs choose, and names.
 _GPTQ_PASSED = (
     "damp_percent damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name meta "
     "dataset tokenizer batch_size block_name_to_quantize module_name_preceding_first_block cache_block_outputs "
@@ -38,7 +39,7 @@ _COMPRESSED_PASSED = "quantization_status global_compression_ratio version"
 
 
 def read_schemes(config: dict[str, Any], where: str) -> list[Scheme]:
-    """Those that the tensors may follow; none: numbers, or eight bits with block scales. Refuses every other."""
+    """Return the schemes of codes that tensors may follow; none for numbers, and for eight bits with scales of blocks."""
     fields = Fields(config, where).section("quantization_config")
     if fields is None:
         return []
@@ -46,7 +47,7 @@ def read_schemes(config: dict[str, Any], where: str) -> list[Scheme]:
     if method not in _READERS:
         if method not in ("fp8", "mxfp4"):
             raise fields.error("quant_method", method, f"one of {', '.join((*_READERS, 'fp8', 'mxfp4'))}")
-        check_quantization(config, where)
+        _check_blocks(fields)
         return []
     schemes = _READERS[method](fields)
     fields.no_others()
@@ -54,9 +55,33 @@ def read_schemes(config: dict[str, Any], where: str) -> list[Scheme]:
 
 
 def old_config(folder: Path, read_json: Any) -> dict[str, Any] | None:
-    """What AutoGPTQ wrote beside config.json, as its quantization_config."""
+    """Return what AutoGPTQ wrote beside config.json, as a quantization_config."""
     path = folder / OLD_FILE
     return {"quant_method": "gptq"} | read_json(path) if path.is_file() else None
+
+
+def _check_blocks(fields: Fields) -> None:
+    """Refuse eight bits with scales, or MXFP4, in a form that is not computed here."""
+    fields.only("quant_method", "fp8", "mxfp4")
+    if fields.text("quant_method") == "mxfp4":  # of experts, whose tensors' names say so
+        fields.only("dequantize", False, default=False)
+        fields.texts("modules_to_not_convert")
+        fields.no_others()
+        return
+    fields.only("fmt", "e4m3", default="e4m3")
+    fields.only("weight_block_size", [BLOCK, BLOCK])
+    fields.only("activation_scheme", "dynamic", default="dynamic")
+    fields.only("scale_fmt", "float", "ue8m0", default="float")  # either way stored as floats: their dtype is checked
+    fields.only("expert_dtype", "fp8", default="fp8")
+    fields.only("dequantize", False, default=False)
+    for name in ("modules_to_not_convert", "modules_to_convert", "ignored_layers"):
+        fields.texts(name)
+    fields.no_others()
+
+
+def scales_shape(rows: int, columns: int) -> tuple[int, int]:
+    """Return the shape of the scales of a weight of eight bits."""
+    return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def _group(fields: Fields) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.executor.loading.checkpoint import read_json
+from penstock.executor.loading.fields import read_json
 from penstock.executor.protocol import ExecutorError
 from penstock.executor.regular_files import require_regular
 

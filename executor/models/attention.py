@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import NO_NORMS, KeyStore, Ops, Pages, Rotation, ScoreExtras
-from penstock.executor.kernels.linear import Plain, Rows, multiply, take_narrow
+from penstock.executor.kernels.linear import Rows
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
@@ -46,7 +46,7 @@ class GroupedAttention:
         self.qkv = weights.linear(
             names, rows, spec.hidden_size, spec.qkv_bias, split="rows", units=heads, pieces=pieces
         )
-        self.takes_narrow, self.takes_normed = take_narrow(self.qkv), isinstance(self.qkv, Plain)
+        self.takes_narrow, self.takes_normed = self.qkv.takes_narrow, self.qkv.plain is not None
         self.output = weights.linear(
             (f"{prefix}o_proj",), (spec.hidden_size,), heads[0] * self._dim, spec.output_bias, split="columns"
         )
@@ -59,7 +59,7 @@ class GroupedAttention:
 
     def attend(self, hidden: Rows, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
-        projected = multiply(self.qkv, hidden)
+        projected = self.qkv(hidden)
         if batch.adapters is not None:
             assert isinstance(hidden, Tensor)
             batch.adapters.add(self.qkv, hidden, projected)

@@ -4,9 +4,8 @@ Sizes are the rank's own: heads and MLP columns are shared out between ranks. Th
 weights and tables; keys and values live in the pages that `forward` is given.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,18 +14,17 @@ from penstock.executor.batch import AdaptedRows, ForwardBatch, KvPages, LayerPag
 from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import NormedRows, Ops
 from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
-from penstock.executor.kernels.linear import Linear, Narrow, Rows, tied
+from penstock.executor.kernels.linear import Linear, Narrow, Rows
 from penstock.executor.models.attention import GroupedAttention, heads_of
 from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.layer_inputs import LayerEnd, LayerInputs
 from penstock.executor.models.mlp import Mlp, projections
+from penstock.executor.models.moe import Experts, ExpertsBeside, MoeMlp
+from penstock.executor.models.recurrent_layers import DeltaNet, Mamba, ShortConv, state_of
 from penstock.executor.models.rope import Tables, rope_tables
 from penstock.executor.models.spec import DecoderSpec, DeltaSpec, LayerSpec, MambaSpec
 from penstock.executor.models.weights import Weights
 from penstock.executor.parallel import RankGroup
-
-if TYPE_CHECKING:  # else imported by models that have them
-    from penstock.executor.models.moe import Experts, ExpertsBeside, MoeMlp
 
 
 class Decoder:
@@ -51,7 +49,7 @@ class Decoder:
         self._vocabulary = Vocabulary(weights, name, spec.vocab_size, spec.hidden_size, spec.tied_head)
 
     @property
-    def experts(self) -> "list[Experts]":
+    def experts(self) -> list[Experts]:
         """Those of every layer that has any."""
         return [layer.experts for layer in self._layers if layer.experts is not None]
 
@@ -101,24 +99,18 @@ class Vocabulary:
     `lm_head`. The ranks share out the vocabulary."""
 
     def __init__(self, weights: Weights, name: str, size: int, width: int, is_tied: bool) -> None:
-        self._group, self._size = weights.group, size
-        table = weights.table(f"{name}.weight", (size, width), copy=not is_tied)
+        self._group, self._size, self._dtype = weights.group, size, weights.dtype
+        self._table = weights.table(f"{name}.weight", (size, width), is_head=is_tied)
         self._first, end = self._group.share(size)
         self._last = end - self._first - 1
-        self._head: Linear
-        self._rows: Callable[[Tensor], Tensor]
-        if is_tied:
-            self._head, self._rows = tied(table, weights.ops)
-        else:
-            self._head = weights.linear(("lm_head",), (size,), width, split="rows")
-            self._rows = partial(table.index_select, 0) if isinstance(table, Tensor) else table.rows
+        self._head = self._table if is_tied else weights.linear(("lm_head",), (size,), width, split="rows")
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, width]"""
         if self._group.world == 1:
-            return self._rows(tokens)
+            return self._table.rows(tokens, self._dtype)
         local = tokens - self._first
-        rows = self._rows(local.clamp(0, self._last))
+        rows = self._table.rows(local.clamp(0, self._last), self._dtype)
         rows.masked_fill_(((local < 0) | (local > self._last))[:, None], 0)
         return self._group.sum(rows)
 
@@ -133,8 +125,6 @@ def _caches_of(
     """Return what each of these layers keeps of a request, and the bytes of the largest unit of a state."""
     if not any(layer.recurrent for layer in own):
         return tuple(LayerCache(layer.window) for layer in own), 0
-    from penstock.executor.models.recurrent_layers import state_of
-
     kinds = [layer.recurrent for layer in own]
     states = [None if kind is None else state_of(spec, kind, dtype, world) for kind in kinds]
     caches = [
@@ -159,8 +149,6 @@ def _mixer_of(spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables:
     if recurrent is None:
         kind: type[GroupedAttention | LatentAttention] = GroupedAttention if spec.latent is None else LatentAttention
         return kind(spec, index, weights, ops, tables)
-    from penstock.executor.models.recurrent_layers import DeltaNet, Mamba, ShortConv
-
     if isinstance(recurrent, DeltaSpec):
         return DeltaNet(spec, recurrent, index, weights, ops)
     if isinstance(recurrent, MambaSpec):
@@ -169,9 +157,9 @@ def _mixer_of(spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables:
 
 
 class _Layer:
-    mlp: "Mlp | MoeMlp"
-    experts: "Experts | None" = None
-    _beside: "ExpertsBeside | None" = None
+    mlp: Mlp | MoeMlp
+    experts: Experts | None = None
+    _beside: ExpertsBeside | None = None
 
     def __init__(self, spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> None:
         prefix = f"model.layers.{index}."
@@ -191,8 +179,6 @@ class _Layer:
         if moe is None or moe.is_beside:
             self.mlp = Mlp(spec, layer.mlp_size or spec.intermediate_size, projections(f"{prefix}mlp."), weights, ops)
         if moe is not None:
-            from penstock.executor.models.moe import ExpertsBeside, MoeMlp
-
             if moe.is_beside:
                 self._beside = ExpertsBeside(spec, moe, index, weights, ops)
                 self.experts = self._beside.experts
@@ -216,8 +202,6 @@ class _Layer:
         norms = self._input_norm, self._attention_norm, self._mlp_norm, self._output_norm
         if isinstance(mixer, GroupedAttention) and mixer.is_plain:
             return DenseLayer((mixer.qkv, *linears), num_adapted, norms, mixer.norms, mixer.tables, mixer.extras)
-        from penstock.executor.models.recurrent_layers import DeltaNet
-
         if not isinstance(mixer, DeltaNet):
             return None
         return DenseLayer((mixer.input, *linears), num_adapted, norms, delta=mixer.layer)
@@ -266,7 +250,7 @@ class _Layer:
 
     def _norm_before(
         self,
-        part: "_Mixer | Mlp | MoeMlp",
+        part: _Mixer | Mlp | MoeMlp,
         update: Tensor,
         residual: Tensor,
         weight: Tensor | None,

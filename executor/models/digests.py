@@ -16,12 +16,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from penstock.executor.kernels.codes import Coded
-from penstock.executor.kernels.grouped import Grouped
+from penstock.executor.kernels.weight import Ggml, Groups, Weight
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorError
 
-Stored = Tensor | Coded | Grouped
+Stored = Tensor | Weight
 SAMPLE_BYTES = 4096
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -110,13 +109,11 @@ class Digests:
 
 def _parts(stored: Stored) -> tuple[str, list[memoryview]]:
     """Return how a tensor is stored, and the bytes of its parts."""
-    if isinstance(stored, Grouped):
-        kind, tensors = f"groups of {stored.bits}", [each for each in stored if isinstance(each, Tensor)]
-    elif isinstance(stored, Coded):
-        kind, tensors = stored.type.name, [stored.rows]
-    else:
-        kind, tensors = str(stored.dtype), [stored]
-    return kind, [_bytes(tensor) for tensor in tensors]
+    if isinstance(stored, Tensor):
+        return str(stored.dtype), [_bytes(stored)]
+    assert isinstance(stored.format, Groups | Ggml)
+    kind = f"groups of {stored.format.bits}" if isinstance(stored.format, Groups) else stored.format.type.name
+    return kind, [_bytes(tensor) for tensor in stored.tensors()]
 
 
 def _bytes(tensor: Tensor) -> memoryview:

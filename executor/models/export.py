@@ -15,8 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape
+from penstock.executor.kernels.weight import BLOCKS, CPU, EIGHT_BITS, Weight, numbers
 from penstock.executor.loading.checkpoint import Checkpoint
+from penstock.executor.loading.quantization import SUFFIX, scales_shape
 from penstock.executor.models.weights import DTYPES, CheckpointReader
 from penstock.executor.protocol import DType, ExecutorError
 
@@ -70,14 +71,14 @@ def _write_weights(
 
 def _numbers(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
     stored = checkpoint.read(name)
-    part = WeightPart(stored) if isinstance(stored, Tensor) else stored
+    weight = numbers(stored) if isinstance(stored, Tensor) else stored
     if isinstance(stored, Tensor) and stored.dtype is EIGHT_BITS:
         read = CheckpointReader(checkpoint, "the model to export")
         scales = read(f"{name}{SUFFIX}", scales_shape(*stored.shape))
         assert isinstance(scales, Tensor)
-        part = WeightPart(stored, scales)
+        weight = Weight(BLOCKS, stored, scales)
     # A copy: what the checkpoint gives may be a view of its own file.
-    return part.numbers(torch.device("cpu"), dtype, copy=True).contiguous()
+    return weight.dequantize(CPU, dtype, copy=True).contiguous()
 
 
 def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import LatentStore, Ops, Pages, Rotation
-from penstock.executor.kernels.cpu_linear import CpuLinear, is_repacked
-from penstock.executor.kernels.linear import Linear, Rows, multiply, take_narrow
+from penstock.executor.kernels.cpu_product import CpuProduct, is_repacked
+from penstock.executor.kernels.linear import Linear, Rows
+from penstock.executor.kernels.weight import numbers
 from penstock.executor.models.attention import heads_of
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
@@ -45,7 +46,7 @@ class LatentAttention:
             self._down = weights.linear(names, (sizes.q_rank, kv_rows), hidden, spec.qkv_bias)
             self._q_norm = weights.norm(f"{prefix}q_a_layernorm.weight", sizes.q_rank)
             self._q = weights.linear((f"{prefix}q_b_proj",), (q_width,), sizes.q_rank, split="rows", units=(heads,))
-        self.takes_narrow = take_narrow(self._down)
+        self.takes_narrow = self._down.takes_narrow
         self.takes_normed = False
         self._kv_norm = weights.norm(f"{prefix}kv_a_layernorm.weight", sizes.kv_rank)
         expand_shape = (heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank)
@@ -64,7 +65,7 @@ class LatentAttention:
         """[T, hidden] -> [T, heads * value]; the new latents are in their pages before any is read."""
         sizes, heads = self._sizes, self._num_heads
         rope_dim, width = sizes.rope_dim, sizes.kv_rank + sizes.rope_dim
-        made = multiply(self._down, hidden)
+        made = self._down(hidden)
         q, down = made[:, :-width], made[:, -width:]
         if self._q is not None:
             q = self._q(self._ops.rms_norm(q, self._q_norm, NORM_EPS))
@@ -108,13 +109,13 @@ class _ByHead:
     def __init__(self, weight: Tensor, ops: Ops) -> None:
         rows = weight.transpose(1, 2)
         is_in_c = ops.expanded_attention is None and is_repacked(rows[0])
-        self._linears = [CpuLinear(each) for each in rows] if is_in_c else []
+        self._products = [CpuProduct([numbers(each)], each.dtype) for each in rows] if is_in_c else []
         self._weight = None if is_in_c else weight
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         x = x.transpose(0, 1)
         if self._weight is None:
-            made = CpuLinear.each(self._linears, [x.shape[1]] * len(x), x.flatten(0, 1))
+            made = CpuProduct.each(self._products, [x.shape[1]] * len(x), x.flatten(0, 1))
             out.copy_(made.unflatten(0, x.shape[:2]).transpose(0, 1))
         else:
             torch.bmm(x, self._weight, out=out.transpose(0, 1))

@@ -4,32 +4,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import torch
 
+from penstock.eplb import Plan, plan
 from penstock.executor.code_types import is_computed
-from penstock.executor.kernels import Ops, select_ops
-from penstock.executor.kernels.cpu_linear import is_repacked
+from penstock.executor.kernels import Ops
+from penstock.executor.kernels.cpu_product import is_repacked
+from penstock.executor.kernels.linear import KeptCodes
+from penstock.executor.kernels.select import select_ops
 from penstock.executor.loading.arrangement import AS_LLAMA, Arranged
 from penstock.executor.loading.checkpoint import Checkpoint, open_checkpoint, open_tensors
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.fields import Fields
 from penstock.executor.loading.packed_weights import PackedCheckpoint
 from penstock.executor.loading.safetensors_folder import SafetensorsFolder
-from penstock.executor.models.code_layers import KeptCodes
+from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.digests import Digests
 from penstock.executor.models.registry import HEAD, CausalModel, Spec, find_architecture, text_of, without_head
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import DTYPES, CheckpointReader, Weights
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType, LabelInfo
-
-if TYPE_CHECKING:
-    from penstock.eplb import Plan
-    from penstock.executor.models.adapters import AdapterStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +41,10 @@ class LoadedModel:
     num_positions: int  # the tables' length: no position beyond can be computed
     fingerprint: bytes
     memory: dict[str, int]  # what the weights take
-    placement: "Plan | None"  # of experts, where ranks share out whole ones
+    placement: Plan | None  # of experts, where ranks share out whole ones
     labels: LabelInfo | None  # of a model that classifies …
     label_head: torch.Tensor | None  # … [labels, hidden], float32
-    adapters: "AdapterStore | None"
+    adapters: AdapterStore | None
 
     @property
     def has_model(self) -> bool:
@@ -125,7 +124,7 @@ def load_model(
         name_of = str(dtype).removeprefix("torch.")
         progress(f"The weights are stored in float16, in which a CPU does not compute, and are computed in {name_of}")
     ops = select_ops(device, dtype, spec.head_dim, config.batch_invariant)
-    group_ops = ops.groups if (is_packed or checkpoint.has_codes) and config.load_format != "dummy" else None
+    has_groups = ops.groups is not None and (is_packed or checkpoint.has_codes) and config.load_format != "dummy"
     fixed = ["fixed sums"] if config.batch_invariant and device.type != "cpu" else []
     if fixed:
         _check_fixed(spec, group.world)
@@ -151,7 +150,7 @@ def load_model(
         else CheckpointReader(checkpoint, config.model, digests.is_own if before is not None else lambda _name: False)
     )
     weights = Weights(
-        read, dtype, device, group, progress, ops, digests, placement, kept_codes, group_ops, config.enable_lora
+        read, dtype, device, group, progress, ops, digests, placement, kept_codes, has_groups, config.enable_lora
     )
     model = architecture.build(spec, weights, ops, num_positions, device)
     head = None
@@ -165,7 +164,7 @@ def load_model(
         )
     # The spec has everything of the config that reaches the numbers: sizes, RoPE, windows, scales.
     computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
-    computed += ["codes"] if weights.num_code_bytes else []
+    computed += ["codes"] if weights.made.num_code_bytes else []
     if fixed and not all(experts.is_fused for experts in model.experts):
         raise ExecutorError("batch_invariant: given; these experts' weights have no kernel of fixed sums on a GPU")
     fingerprint = digests.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed, *fixed)
@@ -193,31 +192,32 @@ def _check_fixed(spec: Spec, world: int) -> None:
 
 def _open_adapters(
     config: ExecutorConfig, name: str, spec: Spec, model: CausalModel, weights: Weights, device: torch.device
-) -> "AdapterStore":
+) -> AdapterStore:
     if not model.adapted or not isinstance(spec, DecoderSpec):
         raise ExecutorError(f"enable_lora: given; adapters of {name} are not computed here")
-    from penstock.executor.models.adapters import AdapterStore
-
     products = {linear: weights.products[linear] for linear in model.adapted}
     return AdapterStore(config, products, spec.arrangement, weights.group, weights.dtype, device)
 
 
 def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> KeptCodes:
-    """Which weights that are stored as codes are computed as codes. Who asks for a dtype gets numbers of it."""
+    """Return which weights stored as codes are computed as codes. An explicit dtype dequantizes them when they are loaded."""
     if config.dtype != "auto" or config.load_format == "dummy" or not checkpoint.has_codes:
         return None
     if device.type == "cpu":
         return "all" if is_computed() else None
-    return "four bits"
+    return "MXFP4"
 
 
 def _memory(weights: Weights, dtype: torch.dtype, narrow: str) -> dict[str, int]:
-    widened, kept = weights.num_widened_bytes, weights.num_code_bytes
-    parts = {f"{narrow} weights as {str(dtype).removeprefix('torch.')}": widened, "weights as codes": kept}
-    return {"weights": weights.num_bytes - widened} | {name: size for name, size in parts.items() if size}
+    made = weights.made
+    parts = {
+        f"{narrow} weights as {str(dtype).removeprefix('torch.')}": made.num_widened_bytes,
+        "weights as codes": made.num_code_bytes,
+    }
+    return {"weights": made.num_bytes - made.num_widened_bytes} | {name: size for name, size in parts.items() if size}
 
 
-def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> "Plan | None":
+def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> Plan | None:
     """Where experts lie before anything is known of the load. Every rank has as many slots; what is left over, and
     what is asked for beyond, holds second copies."""
     if not config.enable_expert_parallel:
@@ -233,8 +233,6 @@ def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> "Plan | N
             f"{world} ranks (tensor_parallel_size) only with second copies, which tokens are sent to by their place in a step"
         )
     asked = sparse[0].num_experts + (config.eplb_config.redundant_experts if config.enable_eplb else 0)
-    from penstock.eplb import plan
-
     return plan(np.ones((len(sparse), sparse[0].num_experts)), -(-asked // world) * world, world)
 
 

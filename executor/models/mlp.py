@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock.executor.batch import AdaptedRows
 from penstock.executor.kernels import Ops
-from penstock.executor.kernels.linear import Linear, Narrow, Plain, Rows, multiply, multiply_each, take_narrow
+from penstock.executor.kernels.linear import Linear, Narrow, Rows, multiply_each
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Split, Weights
 
@@ -29,8 +29,8 @@ class Mlp:
         self.gate_up = weights.linear((gate, up), (size, size), spec.hidden_size, spec.mlp_bias, split=rows)
         self.down = weights.linear((down,), (spec.hidden_size,), size, spec.mlp_bias, split=columns)
         self._activation, self._ops = spec.activation, ops
-        self.takes_narrow = take_narrow(self.gate_up)
-        self.takes_normed = isinstance(self.gate_up, Plain) and self.gate_up.bias is None
+        self.takes_narrow = self.gate_up.takes_narrow
+        self.takes_normed = self.gate_up.plain is not None and self.gate_up.bias is None
         self._quantize = None if ops.blocks is None or spec.activation != "silu" else ops.blocks.silu_mul_quantize
 
     def __call__(self, hidden: Rows, adapters: AdaptedRows | None = None) -> Tensor:
@@ -42,15 +42,15 @@ class Mlp:
             gated = self._ops.gate(gate_up, self._activation)
             adapters.add(self.down, gated, out := self.down(gated))
             return out
-        if isinstance(layer, Plain) and layer.bias is None:
+        if (weight := layer.plain) is not None and layer.bias is None:
             assert not isinstance(hidden, Narrow)
             if isinstance(hidden, Tensor):
-                return self.down(self._ops.gated_linear(hidden, layer.weight, self._activation))
+                return self.down(self._ops.gated_linear(hidden, weight, self._activation))
             assert self._ops.norming is not None
-            return self.down(self._ops.norming.gated_linear(hidden, layer.weight, self._activation))
-        gate_up = multiply(layer, hidden)
-        if self._quantize is not None and take_narrow(self.down):
-            return multiply(self.down, Narrow(self._quantize(gate_up), gate_up.dtype))
+            return self.down(self._ops.norming.gated_linear(hidden, weight, self._activation))
+        gate_up = layer(hidden)
+        if self._quantize is not None and self.down.takes_narrow:
+            return self.down(Narrow(self._quantize(gate_up), gate_up.dtype))
         return self.down(self._ops.gate(gate_up, self._activation))
 
     @staticmethod
@@ -63,11 +63,6 @@ class Mlp:
 
     def adapted(self) -> list[Linear]:
         return [self.gate_up, self.down]
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether all of it computes in eight bits."""
-        return take_narrow(self.gate_up, self.down)
 
     def tensors(self) -> list[Tensor]:
         return [*self.gate_up.tensors(), *self.down.tensors()]

@@ -5,7 +5,6 @@ experts (`--enable-expert-parallel`): every rank has some experts whole, and com
 Either way every rank sees all tokens, and the layer's one sum over ranks puts the parts together.
 """
 
-from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +14,10 @@ from torch import Tensor
 from penstock.eplb import Plan
 from penstock.eplb.maps import EXPERT_STEP, TOKEN_STEP, WHOLE
 from penstock.executor.batch import AdaptedRows
-from penstock.executor.kernels import Ops, Packed, Scaled
-from penstock.executor.kernels.eight_bits import BLOCK, pad_scales
-from penstock.executor.kernels.four_bits import FourBitLinear
-from penstock.executor.kernels.grouped import GroupedLinear
-from penstock.executor.kernels.linear import BlockLinear, Linear, Plain, Rows, make_linear
+from penstock.executor.kernels import FusedExperts, Ops
+from penstock.executor.kernels.eight_bits import pad_scales
+from penstock.executor.kernels.linear import Linear, Rows, make_linear
+from penstock.executor.kernels.weight import BLOCK, Blocks, Numbers, Packed, Weight, stack, stack_tensors
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
@@ -186,71 +184,59 @@ class Experts:
 class Fused(NamedTuple):
     """What computes all slots at once, and their weights as one tensor each, which the slots go on with."""
 
-    kernel: Callable[..., Tensor]  # FusedExperts, or with `Packed` weights
-    weights: tuple[Scaled, Scaled] | tuple[Packed, Packed]
+    kernel: FusedExperts
+    weights: tuple[Weight, Weight]
     biases: tuple[Tensor | None, Tensor | None]
 
 
 def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Fused | None, int]:
-    """None where nothing computes them at once. Behind the slots come those of `shared`, as many as is returned."""
-    if slots and isinstance(slots[0].gate_up, GroupedLinear):
-        return _fuse_packed(slots, ops), 0
-    if not slots or ops.fused_experts is None:
+    """Return what computes all slots at once, None if nothing does, and how many slots of `shared` come behind them."""
+    layers = [mlp.gate_up for mlp in slots], [mlp.down for mlp in slots]
+    kinds = [{linear.kind for linear in each} for each in layers]
+    if any(len(each) != 1 or None in each for each in kinds):
         return None, 0
-    layers = [
-        each for each in (slots[0].gate_up, slots[0].down) if isinstance(each, Plain | BlockLinear | FourBitLinear)
-    ]
-    if len(layers) < 2:
+    formats = [each[0].weights[0].format for each in layers]
+    has_biases = any(linear.bias is not None for each in layers for linear in each)
+    kernel = ops.fused_experts
+    if any(isinstance(form, Packed) for form in formats):
+        is_packed = all(isinstance(form, Packed) for form in formats) and not has_biases and ops.groups is not None
+        kernel = ops.groups.packed_experts if ops.groups is not None and is_packed else None
+    if kernel is None:
         return None, 0
-    pieces = [] if shared is None else _cut(shared, slots[0])
-    stacks: list[Tensor] = []
-    for ours in zip(*(slot.tensors() for slot in slots), *pieces, strict=True):
-        stacks.append(torch.stack(ours))
-        for weight, part in zip(ours, stacks[-1], strict=True):
-            weight.data = part
-    weights: list[Scaled] = []
-    biases: list[Tensor | None] = []
-    for layer in layers:
-        values, scales = stacks.pop(0), None if isinstance(layer, Plain) else stacks.pop(0)
-        weights.append((values, scales))
-        biases.append(None if layer.bias is None else stacks.pop(0))
-    return Fused(ops.fused_experts, (weights[0], weights[1]), (biases[0], biases[1])), len(pieces)
+    pieces = [] if shared is None or has_biases else _cut(shared, slots[0])
+    up, down = (
+        stack([*(linear.weights[0] for linear in each), *more])
+        for each, more in zip(layers, ([piece[at] for piece in pieces] for at in (0, 1)), strict=True)
+    )
+    biases = [[linear.bias for linear in each if linear.bias is not None] for each in layers]
+    up_bias, down_bias = (stack_tensors(each) if each else None for each in biases)
+    return Fused(kernel, (up, down), (up_bias, down_bias)), len(pieces)
 
 
-def _fuse_packed(slots: list[Mlp], ops: Ops) -> Fused | None:
-    """Where all weights are codes of one kind, without biases."""
-    stacked: list[Packed] = []
-    for layers in ([slot.gate_up for slot in slots], [slot.down for slot in slots]):
-        weights = [layer.weight for layer in layers if isinstance(layer, GroupedLinear) and layer.bias is None]
-        if len(weights) < len(slots) or len({weight.form for weight in weights}) > 1:
-            return None
-        stacks = [torch.stack(tensors) for tensors in zip(*(weight.tensors() for weight in weights), strict=True)]
-        for weight, *parts in zip(weights, *stacks, strict=True):
-            for tensor, part in zip(weight.tensors(), parts, strict=True):
-                tensor.data = part
-        stacked.append(weights[0].like(stacks))
-    assert ops.groups is not None
-    return Fused(ops.groups.packed_experts, (stacked[0], stacked[1]), (None, None))
-
-
-def _cut(shared: Mlp, expert: Mlp) -> list[list[Tensor]]:
-    """The weights of experts as wide as `expert` that add up to `shared`; none where its width does not allow it."""
-    weights, like, per_layer = shared.tensors(), expert.tensors(), 2 if shared.has_blocks else 1
-    if shared.has_blocks != expert.has_blocks or not len(weights) == len(like) == 2 * per_layer:
+def _cut(shared: Mlp, expert: Mlp) -> list[tuple[Weight, Weight]]:
+    """Return weights of experts as wide as `expert` that add up to `shared`; none if its width or formats do not allow it."""
+    layers = shared.gate_up, shared.down, expert.gate_up, expert.down
+    formats = {linear.weights[0].format for linear in layers}
+    if any(linear.kind is None or linear.bias is not None for linear in layers) or len(formats) > 1:
         return []
-    num, rest = divmod(weights[per_layer].shape[1], like[per_layer].shape[1])
-    return [] if rest else [list(_piece(weights, index, num)) for index in range(num)]
+    gate_up, whole = shared.gate_up.weights[0], shared.down.weights[0]
+    num, rest = divmod(whole.shape[1], expert.down.weights[0].shape[1])
+    if rest or not isinstance(whole.format, Numbers | Blocks):
+        return []
+    size = whole.shape[1] // num
 
+    def rows(tensor: Tensor, index: int) -> Tensor:
+        """Return one of `num` parts of a gate's rows, then of up's."""
+        parts: Tensor = tensor.unflatten(0, (2, num, -1))[:, index].flatten(0, 1)
+        return parts
 
-def _piece(weights: list[Tensor], index: int, num: int) -> Iterator[Tensor]:
-    """One of `num` parts of the rows of gate and up, and of the columns of down; of their scales, if any, likewise."""
-    half = len(weights) // 2
-    for gate_up in weights[:half]:
-        yield gate_up.unflatten(0, (2, num, -1))[:, index].flatten(0, 1)
-    size = weights[half].shape[1] // num
-    yield weights[half].narrow(1, index * size, size)
-    for scales in weights[half + 1 :]:
-        yield pad_scales(scales.narrow(1, index * size // BLOCK, size // BLOCK))
+    def columns(index: int) -> Weight:
+        part = whole._replace(codes=whole.codes.narrow(1, index * size, size))
+        if whole.scales is None:
+            return part
+        return part._replace(scales=pad_scales(whole.scales.narrow(1, index * size // BLOCK, size // BLOCK)))
+
+    return [(gate_up.like(rows(tensor, index) for tensor in gate_up.tensors()), columns(index)) for index in range(num)]
 
 
 class ExpertCounter(NamedTuple):

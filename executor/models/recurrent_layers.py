@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch, StatePages
 from penstock.executor.kernels import Ops
 from penstock.executor.kernels.cpu_layers import DeltaLayer
-from penstock.executor.kernels.linear import Plain, Rows, multiply, take_narrow
+from penstock.executor.kernels.linear import Rows
 from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
 from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec
 from penstock.executor.models.weights import Units, Weights
@@ -37,15 +37,15 @@ class DeltaNet:
             self.input = weights.linear(names, (channels, values), hidden, False, "rows", (sections, None))
             names = f"{prefix}in_proj_b", f"{prefix}in_proj_a"
             gates = weights.linear(names, (num, num), hidden, False, "rows")
-        self.takes_narrow, self.takes_normed = take_narrow(self.input, gates), False
+        self.takes_narrow, self.takes_normed = self.input.takes_narrow and gates.takes_narrow, False
         self.layer = DeltaLayer(gates, _taps(weights, f"{prefix}conv1d.weight", channels, delta.taps, sections), heads)
         self.output = weights.linear((f"{prefix}out_proj",), (hidden,), values, split="columns")
 
     def attend(self, hidden: Rows, batch: ForwardBatch, states: StatePages) -> Tensor:
         """[T, hidden] -> [T, values]"""
-        (gates, taps, heads), made = self.layer, multiply(self.input, hidden)
+        (gates, taps, heads), made = self.layer, self.input(hidden)
         qkv = self._recurrent.convolve(made[:, : self._channels], taps, None, states, batch, True)
-        inputs = DeltaInputs(qkv, made[:, self._channels :], multiply(gates, hidden))
+        inputs = DeltaInputs(qkv, made[:, self._channels :], gates(hidden))
         return self._recurrent.delta_rule(inputs, heads, states, batch)
 
 
@@ -59,7 +59,7 @@ class Mamba:
         rows, units = (keys, keys, values, values, num), (groups, groups, num, num, num)
         names = tuple(f"{prefix}{part}_proj" for part in ("c", "b", "x", "z", "dt"))
         self._input = weights.linear(names, rows, spec.hidden_size, mamba.bias, "rows", units)
-        self.takes_narrow, self.takes_normed = take_narrow(self._input), isinstance(self._input, Plain)
+        self.takes_narrow, self.takes_normed = self._input.takes_narrow, self._input.plain is not None
         convs = [(f"{prefix}{part}_conv", size, of) for part, size, of in zip("cbx", rows, units, strict=False)]
         self._taps = torch.cat([_taps(weights, f"{name}.weight", size, mamba.taps, of) for name, size, of in convs], 1)
         biases = [weights.float32(f"{name}.bias", (size,), "rows", of) for name, size, of in convs if mamba.conv_bias]
@@ -70,7 +70,7 @@ class Mamba:
     def attend(self, hidden: Rows, batch: ForwardBatch, states: StatePages) -> Tensor:
         """[T, hidden] -> [T, values]"""
         heads = self.heads
-        qkv, z, gates = multiply(self._input, hidden).split((self._taps.shape[1], heads.values, heads.value_heads), 1)
+        qkv, z, gates = self._input(hidden).split((self._taps.shape[1], heads.values, heads.value_heads), 1)
         qkv = self._recurrent.convolve(qkv, self._taps, self._bias, states, batch, True)
         return self._norm(self._recurrent.delta_rule(DeltaInputs(qkv, z, gates), heads, states, batch))
 
@@ -102,14 +102,14 @@ class ShortConv:
         prefix = f"model.layers.{index}.conv."
         names, units = (f"{prefix}in_proj",), ((width,) * 3,)
         self._input = weights.linear(names, (3 * width,), width, conv.bias, "rows", units)
-        self.takes_narrow, self.takes_normed = take_narrow(self._input), isinstance(self._input, Plain)
+        self.takes_narrow, self.takes_normed = self._input.takes_narrow, self._input.plain is not None
         self._taps = _taps(weights, f"{prefix}conv.weight", width, conv.taps, (width,))
         self._bias = weights.float32(f"{prefix}conv.bias", (width,), "rows") if conv.bias else None
         self.output = weights.linear((f"{prefix}out_proj",), (width,), width, conv.bias, "columns")
 
     def attend(self, hidden: Rows, batch: ForwardBatch, states: StatePages) -> Tensor:
         """[T, hidden] -> [T, channels]"""
-        before, after, x = multiply(self._input, hidden).chunk(3, dim=1)
+        before, after, x = self._input(hidden).chunk(3, dim=1)
         return after * self._recurrent.convolve(before * x, self._taps, self._bias, states, batch, False)
 
 

@@ -1,36 +1,31 @@
-"""The tensors that a model requests while it is built: tensors by name and shape, checked, converted, digested, cut for a rank.
+"""The tensors that a model requests while it is built: checked by name and shape, digested, cut for a rank and converted.
 
 A model's constructor is the only list of its tensors: what it asks for must be there in the expected shape, and
 what it did not ask for must not be there.
 """
 
 import math
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels import GroupOps, Ops
-from penstock.executor.kernels.codes import Coded, CodedLinear
-from penstock.executor.kernels.grouped import Grouped, GroupedLinear
-from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
-from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape, whole_blocks
+from penstock.eplb import Plan
+from penstock.executor.kernels import Ops
+from penstock.executor.kernels.linear import KeptCodes, Linear, LinearMaker
+from penstock.executor.kernels.weight import BLOCKS, CPU, EIGHT_BITS, Weight, numbers
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.loading.dummy import DummyWeights
+from penstock.executor.loading.quantization import SUFFIX, scales_shape
 from penstock.executor.machine import usable_cores
-from penstock.executor.models.code_layers import CodeLayers, KeptCodes, Part
 from penstock.executor.models.digests import Digests
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
 from penstock.executor.protocol import ExecutorError
-
-if TYPE_CHECKING:
-    from penstock.eplb import Plan
 
 Layer = TypeVar("Layer")
 # Which dimension of a weight the ranks share out: output rows (then each has part of the result), input
@@ -57,7 +52,7 @@ class CheckpointReader:
         self._names = set(checkpoint.names())
         self._read: set[str] = set()
 
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded | Grouped:
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor | Weight:
         is_checked = self._must_be_finite(name)
         name = self.check(name, shape)
         stored = self._checkpoint.read(name)
@@ -104,9 +99,9 @@ class CheckpointReader:
         return isinstance(stored, Tensor) and not stored.any()
 
 
-def _is_finite(stored: Tensor | Coded | Grouped) -> bool:
-    if not isinstance(stored, Tensor):
-        stored = stored.numbers(torch.device("cpu"), torch.float32)
+def _is_finite(stored: Tensor | Weight) -> bool:
+    if isinstance(stored, Weight):
+        stored = stored.dequantize(CPU, torch.float32)
     elif stored.element_size() == 1:  # eight bits: a NaN of theirs would need a look at every number as another dtype
         stored = stored.float() if stored.dtype.is_floating_point else torch.zeros(1)
     return not stored.numel() or all(map(math.isfinite, (float(end) for end in stored.aminmax())))
@@ -157,47 +152,42 @@ class Weights:
         progress: Callable[[str], None],
         ops: Ops,
         digests: Digests,
-        placement: "Plan | None" = None,
+        placement: Plan | None = None,
         kept_codes: KeptCodes = None,
-        group_ops: GroupOps | None = None,
+        has_groups: bool = False,
         has_adapters: bool = False,
     ) -> None:
-        """`ops.blocks`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`, as
-        codes do unless `kept_codes` or `group_ops` are for them."""
+        """`kept_codes` and `has_groups` say which codes linear layers compute with (`LinearMaker`). Other codes are
+        dequantized to `dtype`, as are weights of eight bits without `ops.blocks`."""
         self._read, self.dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
         self.has_adapters = has_adapters
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
-        self.num_bytes = 0  # as stored in memory, by this rank, without codes …
-        self.num_widened_bytes = 0  # … of which these were eight bits or codes, and are not here
         self.ops = ops
-        self._codes = CodeLayers(kept_codes, group_ops, ops.blocks is not None, dtype, device)
+        self.made = LinearMaker(ops, kept_codes, has_groups, dtype, device)
         # What each layer of `linear` was made of. Experts' layers go as soon as their weights are joined.
         self.products: WeakKeyDictionary[Linear, Product] = WeakKeyDictionary()
         self._digests = digests
-        self._lock = threading.Lock()
 
     def tensor(self, name: str, shape: tuple[int, ...], split: Split = None, units: Units = None) -> Tensor:
+        """Return the rank's part of a tensor in the model's dtype."""
         parts = self._cut(self._fetch(name, shape), split, units)
         # A copy also where nothing is converted: the original may be a view of a mapped file.
-        return self._count(_join([self._numbers(part, copy=True) for part in parts]))
+        return self.made.count(_join([self.made.dequantize(part, copy=True) for part in parts]))
 
-    def table(self, name: str, shape: tuple[int, ...], copy: bool) -> Tensor | CodedLinear | GroupedLinear:
-        """The rank's rows of an embedding; kept as codes a layer that has them. Without `copy` perhaps a view of a file."""
+    def table(self, name: str, shape: tuple[int, ...], is_head: bool) -> Linear:
+        """Return a layer whose rows are the rank's of an embedding, and which is the head too if `is_head`."""
         (part,) = self._cut(self._fetch(name, shape), "rows", None)
-        layer = self._codes.table(part)
-        if layer is not None:
-            return layer
-        return self._count(self._numbers(part, copy))
+        return self.made.table(part, is_head)
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
-        """A norm's weight, float32 as the kernels want it; `offset` is what the file leaves out."""
-        return self._count(self._fetch(name, (size,)).numbers(self._device, torch.float32) + offset)
+        """Return a norm's weight in float32, as the kernels read it; `offset` is what the file leaves out."""
+        return self.made.count(self._fetch(name, (size,)).dequantize(self._device, torch.float32) + offset)
 
     def float32(self, name: str, shape: tuple[int, ...], split: Split = None, units: Units = None) -> Tensor:
-        """What is computed in float32 whatever the model's dtype."""
+        """Return the rank's part of a tensor that is computed in float32 whatever the model's dtype."""
         parts = self._cut(self._fetch(name, shape), split, units)
-        return self._count(_join([part.numbers(self._device, torch.float32, copy=True) for part in parts]))
+        return self.made.count(_join([part.dequantize(self._device, torch.float32, copy=True) for part in parts]))
 
     def pass_over(self, name: str, shape: tuple[int, ...]) -> None:
         """Leave a tensor to the ranks that have a part in it."""
@@ -234,29 +224,14 @@ class Weights:
         for index, kinds in enumerate(pieces):
             if kinds is not None:
                 assert not biases[index]
-                parts[index] = self._sorted(parts[index], kinds)
+                parts[index] = numbers(sorted_rows(self.made.dequantize(parts[index]), kinds))
         added = self._bias(named, own, biases) if any(biases) else None
-        layer = self._codes.layer(parts, added, self._plain)
-        if layer is not None:
-            return layer
-        if self.ops.blocks is not None and (blocks := whole_blocks(parts, self._device)) is not None:
-            return BlockLinear(self._count(blocks.values), self._count(blocks.scales), added, self.ops.blocks)
-        return self._plain(parts, added)
-
-    def _sorted(self, part: Part, kinds: tuple[int, ...]) -> WeightPart:
-        return WeightPart(sorted_rows(self._numbers(part), kinds))
-
-    def _plain(self, parts: Sequence[Part], bias: Tensor | None) -> Linear:
-        return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), bias, self.ops)
-
-    @property
-    def num_code_bytes(self) -> int:
-        return self._codes.num_bytes
+        return self.made(parts, added)
 
     def _bias(
-        self, named: list[tuple[str, int, Split, Units]], own: list[list[Part]], given: tuple[bool, ...]
+        self, named: list[tuple[str, int, Split, Units]], own: list[list[Weight]], given: tuple[bool, ...]
     ) -> Tensor | None:
-        """The biases side by side, zero where one of several layers has none."""
+        """Return the biases side by side, zero where one of several layers has none."""
         biases = [
             self.tensor(f"{name}.bias", (size,), "rows" if split == "rows" else None, units)
             if is_given
@@ -274,53 +249,34 @@ class Weights:
             built = pool.map(build, range(num_layers))
             return list(quarters(built, num_layers, "Loaded {} of {} layers", self._progress))
 
-    def _fetch(self, name: str, shape: tuple[int, ...]) -> Part:
+    def _fetch(self, name: str, shape: tuple[int, ...]) -> Weight:
         values = self._stored(name, shape)
-        if isinstance(values, Coded | Grouped):
+        if isinstance(values, Weight):
             return values
         if values.dtype is not EIGHT_BITS:
-            return WeightPart(values)
+            return numbers(values, name)
         if len(shape) != 2:
             raise ExecutorError(f"tensor {name!r} of shape {list(shape)} is stored in eight bits; only matrices can be")
         scales = self._stored(f"{name}{SUFFIX}", scales_shape(*shape))
         assert isinstance(scales, Tensor)
-        return WeightPart(values, scales)
+        return Weight(BLOCKS, values, scales, name=name)
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded | Grouped:
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor | Weight:
         stored = self._read(name, shape)
         if isinstance(stored, Tensor):
             stored = stored.contiguous()
         self._digests.add(name, shape, stored)
         return stored
 
-    def _numbers(self, part: Part, copy: bool = False) -> Tensor:
-        numbers = part.numbers(self._device, self.dtype, copy)
-        if isinstance(part, Coded) or part.scales is not None:
-            with self._lock:
-                self.num_widened_bytes += numbers.numel() * numbers.element_size()
-        return numbers
-
-    def _cut(self, part: Part, split: Split, units: Units) -> list[Part]:
-        """The rank's part, one for each section."""
+    def _cut(self, part: Weight, split: Split, units: Units) -> list[Weight]:
+        """Return the rank's part, one for each section."""
         if split is None or self.group.world == 1:
             return [part]
         dim = 0 if split == "rows" else 1
-        return [
-            self._narrow(part, dim, first, end - first) for first, end in shares(part.shape[dim], units, self.group)
-        ]
-
-    def _narrow(self, part: Part, dim: int, start: int, size: int) -> Part:
-        cut = part.narrow(dim, start, size)
-        if cut is None:  # through blocks or groups
-            cut = WeightPart(part.numbers(self._device, torch.float32)).narrow(dim, start, size)
-            with self._lock:
-                self.num_widened_bytes += cut.values.numel() * self.dtype.itemsize
-        return cut
-
-    def _count(self, tensor: Tensor) -> Tensor:
-        with self._lock:
-            self.num_bytes += tensor.numel() * tensor.element_size()
-        return tensor
+        cuts = [part.narrow(dim, first, end - first) for first, end in shares(part.shape[dim], units, self.group)]
+        if not part.is_numbers:  # those cut through a block or a group are numbers now
+            self.made.count_widened(sum(cut.codes.numel() for cut in cuts if cut.is_numbers) * self.dtype.itemsize)
+        return cuts
 
 
 def _join(parts: list[Tensor]) -> Tensor:
@@ -328,7 +284,7 @@ def _join(parts: list[Tensor]) -> Tensor:
 
 
 def shares(size: int, units: Units, group: RankGroup) -> list[Span]:
-    """The rank's of so many rows or columns, one span for each section."""
+    """Return the rank's share of so many rows or columns, one span for each section."""
     if isinstance(units, tuple):
         starts = accumulate(units, initial=0)
         own = (group.share(section) for section in units)
@@ -343,6 +299,6 @@ def _size(spans: list[Span]) -> int:
 
 
 def sorted_rows(rows: Tensor, kinds: tuple[int, ...]) -> Tensor:
-    """Rows that come in turns of so many of one kind, then so many of the next: all of a kind together."""
+    """Return rows that alternate between so many of one kind and so many of the next with all of a kind together."""
     turns = rows.unflatten(0, (-1, sum(kinds))).split(kinds, dim=1)
     return torch.cat([each.flatten(0, 1) for each in turns])

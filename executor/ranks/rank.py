@@ -7,16 +7,18 @@ With one rank this is the whole model, and `UniprocExecutor` calls it directly. 
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
 from penstock.executor.cache_layout import CacheLayout, plan_layout
-from penstock.executor.kernels import select_input_ops, select_sampling_ops
+from penstock.executor.gguf_header import GgufFile
+from penstock.executor.kernels.select import select_input_ops, select_sampling_ops
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.machine import usable_cores
+from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.load import LoadedModel, load_model, load_update
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import (
@@ -28,6 +30,7 @@ from penstock.executor.protocol import (
     WeightsError,
 )
 from penstock.executor.sampling.sampler import Sampler
+from penstock.executor.step.graphs import CHUNK_BUCKETS, ChunkGraphs, CudaGraphs, DecodeGraphs, choose_buckets
 from penstock.executor.step.inputs import ONE_GROUP, DeviceInputs, HostInputs, Inputs
 from penstock.executor.step.memory import (
     CONTEXT_BYTES,
@@ -40,14 +43,12 @@ from penstock.executor.step.memory import (
     naming_options,
     plan_kv,
 )
+from penstock.executor.step.rebalance import Rebalancer
 from penstock.executor.step.runner import ModelRunner
+from penstock.executor.step.warmup import KV_BLOCKS, Share, run_step, warm_up, widest_step
+from penstock.executor.tiers.cuda_copies import CudaCopier
 from penstock.executor.tiers.open_tiers import open_tiers
 from penstock.executor.tiers.transfers import Copier, NumpyCopier, RankTransfers
-
-if TYPE_CHECKING:
-    from penstock.executor.gguf_header import GgufFile
-    from penstock.executor.models.adapters import AdapterStore
-    from penstock.executor.step.rebalance import Rebalancer
 
 
 class Rank:
@@ -57,7 +58,7 @@ class Rank:
         group: RankGroup,
         device: torch.device,
         progress: Callable[[str], None],
-        file: "GgufFile | None" = None,
+        file: GgufFile | None = None,
     ) -> None:
         self._config, self._group, self._device, self._progress = config, group, device, progress
         started_s = time.monotonic()
@@ -203,7 +204,7 @@ class Rank:
         return blocks if blocks.is_cuda else blocks.numpy()
 
     @property
-    def adapters(self) -> "AdapterStore":
+    def adapters(self) -> AdapterStore:
         assert self._loaded.adapters is not None, "adapters are refused before they come here"
         return self._loaded.adapters
 
@@ -219,8 +220,6 @@ class Rank:
             return ()
         if not all(experts.is_fused for experts in self._loaded.model.experts):
             return ()
-        from penstock.executor.step.graphs import choose_buckets
-
         return choose_buckets(config.max_num_seqs)
 
     def _chunk_buckets(self) -> tuple[int, ...]:
@@ -229,8 +228,6 @@ class Rank:
         model, config = self._loaded.model, self._config
         if model.kv_parts == 1 or model.unit_bytes > 0 or config.batch_invariant or config.enable_eplb:
             return ()
-        from penstock.executor.step.graphs import CHUNK_BUCKETS
-
         return tuple(tokens for tokens in CHUNK_BUCKETS if tokens <= config.max_num_batched_tokens)
 
     def _plan_kv(self, use: GpuUse | None) -> KvPlan:
@@ -242,8 +239,6 @@ class Rank:
 
         The longest request is taken to be what fits if only the weights took memory: the tables of all slots are that
         wide, and the context limit of some models is many times what the memory holds."""
-        from penstock.executor.step.warmup import KV_BLOCKS, Share, run_step, warm_up, widest_step
-
         started_s, vocab_size = time.monotonic(), self._loaded.spec.vocab_size
         longest = self._plan_kv(GpuUse(meter.allocated(), 0, 0, 0, CONTEXT_BYTES, *meter.device())).max_model_len
         self._progress("Warming up: compiling kernels that this machine has not compiled before")
@@ -289,7 +284,7 @@ class Rank:
         kv: torch.Tensor,
         max_model_len: int,
         transfers: RankTransfers | None = None,
-        rebalancer: "Rebalancer | None" = None,
+        rebalancer: Rebalancer | None = None,
         buckets: Sequence[int] = (),
     ) -> ModelRunner:
         """Open a runner over the blocks `kv` with its own slots and sampler; `buckets`: graphs to capture later."""
@@ -301,8 +296,6 @@ class Rank:
         pages = layer_pages(kv, self._layout)
         graphs, chunks, adapters = None, None, self._loaded.adapters
         if buckets:
-            from penstock.executor.step.graphs import ChunkGraphs, CudaGraphs, DecodeGraphs
-
             assert ops is not None and isinstance(inputs, DeviceInputs)
             graphs = DecodeGraphs(inputs, model, pages, ops, buckets, CudaGraphs, self._group)
             if tokens := self._chunk_buckets():
@@ -320,18 +313,14 @@ class Rank:
         blocks = self._copied()
         if not self.kv.is_cuda:
             return NumpyCopier(blocks, arena)
-        from penstock.executor.tiers.cuda_copies import CudaCopier
-
         return CudaCopier(blocks, arena)
 
-    def _make_rebalancer(self) -> "Rebalancer | None":
+    def _make_rebalancer(self) -> Rebalancer | None:
         if not self._config.enable_eplb:
             return None
         loaded, group = self._loaded, self._group
         if loaded.placement is None:
             raise ExecutorError("enable_eplb requires enable_expert_parallel and several ranks")
-        from penstock.executor.step.rebalance import Rebalancer
-
         links = group.twin("experts on the move")
         return Rebalancer(self._config.eplb_config, loaded.placement, loaded.model.experts, group, links)
 

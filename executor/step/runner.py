@@ -7,13 +7,13 @@ any result of an earlier step on the host; `finish` waits for the results.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import torch
 
 from penstock.executor.batch import KvPages
+from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.registry import CausalModel
 from penstock.executor.outbox import Outbox
 from penstock.executor.parallel import RankGroup
@@ -21,16 +21,13 @@ from penstock.executor.protocol import Admission, Row, Step, StepResult
 from penstock.executor.sampling.edits import RowMasks, is_plain
 from penstock.executor.sampling.sampler import SampledTokens, Sampler, prompt_logprobs
 from penstock.executor.staging import send
+from penstock.executor.step.graphs import ChunkGraphs, DecodeGraphs
 from penstock.executor.step.inputs import Inputs, Samples
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.memory import naming_options
 from penstock.executor.step.pooling import Pooler
+from penstock.executor.step.rebalance import Rebalancer
 from penstock.executor.tiers.transfers import RankTransfers
-
-if TYPE_CHECKING:
-    from penstock.executor.models.adapters import AdapterStore
-    from penstock.executor.step.graphs import ChunkGraphs, DecodeGraphs
-    from penstock.executor.step.rebalance import Rebalancer
 
 STEP_OPTIONS = "lower gpu_memory_utilization, kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
 PROMPT_LOGPROB_ROWS = 128  # prompt positions per chunk of logits: those of a whole prompt would fill the memory
@@ -59,11 +56,11 @@ class ModelRunner:
         device: torch.device,
         group: RankGroup,
         transfers: RankTransfers | None = None,
-        rebalancer: "Rebalancer | None" = None,
-        graphs: "DecodeGraphs | None" = None,
-        chunks: "ChunkGraphs | None" = None,
+        rebalancer: Rebalancer | None = None,
+        graphs: DecodeGraphs | None = None,
+        chunks: ChunkGraphs | None = None,
         label_head: torch.Tensor | None = None,  # [labels, hidden], float32
-        adapters: "AdapterStore | None" = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self._model, self._pages, self._sampler, self._device = model, pages, sampler, device
         self._inputs = inputs
@@ -202,7 +199,7 @@ class ModelRunner:
         if layout.samples.any():
             self._sample(layout, ends, hidden, launched)
 
-    def _replay(self, graphs: "DecodeGraphs", layout: Layout, launched: Launched) -> None:
+    def _replay(self, graphs: DecodeGraphs, layout: Layout, launched: Launched) -> None:
         """Run a single-token step by graphs: completely, or up to the hidden states if a row needs more than a draw."""
         num_rows = len(layout.slots)
         hidden, made = graphs.forward(layout)

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from penstock import _csrc
 from penstock.executor.code_types import is_computed
 from penstock.executor.gguf_header import GgufFile, TensorEntry, open_gguf
-from penstock.executor.kernels import codes
-from penstock.executor.kernels.codes import Coded
 from penstock.executor.kernels.cpu_ops import describe_cpu
+from penstock.executor.kernels.cpu_product import pack_codes
+from penstock.executor.kernels.weight import Ggml, Weight
 from penstock.executor.loading import ahead
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
@@ -40,7 +41,12 @@ def packed(path: Path) -> GgufFile:
 
 
 def columns() -> int:
-    return int(codes._lib.penstock_coded_columns(describe_cpu(torch.float32, 1, None).level))
+    return int(_csrc.lib.penstock_coded_columns(describe_cpu(torch.float32, 1, None).level))
+
+
+def packed_by_the_loader(weight: Weight, rows: int) -> torch.Tensor:
+    assert isinstance(weight.format, Ggml)
+    return pack_codes(weight.format.type, weight, rows)
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
@@ -50,9 +56,9 @@ def test_what_is_packed_ahead_has_the_bytes_that_the_loader_would_make(tmp_path:
     seen = 0
     for name in plain.names():
         given, alone = found.read(name), plain.read(name)
-        if isinstance(given, Coded) and given.packed is not None:
-            assert isinstance(alone, Coded) and alone.packed is None
-            assert torch.equal(codes._pack(given, columns()), codes._pack(alone, columns()))
+        if isinstance(given, Weight) and given.panels is not None:
+            assert isinstance(alone, Weight) and alone.panels is None
+            assert torch.equal(packed_by_the_loader(given, columns()), packed_by_the_loader(alone, columns()))
             seen += 1
     assert seen
 
@@ -62,10 +68,10 @@ def test_rows_in_another_order_and_parts_of_a_weight_are_packed_by_the_loader(tm
     file = packed(path)
     assert not [name for name in file.packed if "attn_q" in name or "attn_k" in name]
     whole = open_checkpoint(path, file=file).read("model.layers.0.mlp.up_proj.weight")
-    assert isinstance(whole, Coded) and whole.packed is not None
-    part = whole.narrow(0, 0, 8)
-    assert part is not None and part.packed is None
-    assert torch.equal(codes._pack(whole, 4), codes._pack(whole._replace(packed=None), 4))  # of other columns
+    assert isinstance(whole, Weight) and whole.panels is not None
+    assert whole.narrow(0, 0, 8).panels is None
+    fresh = whole._replace(panels=None)
+    assert torch.equal(packed_by_the_loader(whole, 4), packed_by_the_loader(fresh, 4))  # of other columns
 
 
 def test_a_model_packed_ahead_has_the_same_fingerprint_and_memory(tmp_path: Path) -> None:

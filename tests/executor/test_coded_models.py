@@ -99,4 +99,4 @@ def test_the_embedding_is_read_from_the_codes(file: Path) -> None:
     executor = driver.executor
     assert isinstance(executor, UniprocExecutor)
     embedded = executor._rank._loaded.model._vocabulary.embed(torch.tensor([3, 90, 3]))  # type: ignore[attr-defined]
-    assert torch.equal(embedded, values.numbers(torch.device("cpu"), torch.float32)[[3, 90, 3]])
+    assert torch.equal(embedded, values.dequantize(torch.device("cpu"), torch.float32)[[3, 90, 3]])

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from penstock.executor.code_types import is_computed
-from penstock.executor.kernels.codes import Coded, CodedLinear
 from penstock.executor.kernels.cpu_ops import levels
+from penstock.executor.kernels.cpu_product import CpuProduct
 from penstock.executor.protocol import ExecutorError
 from tests.support.coded import FILE_TYPES, coded
 
@@ -41,7 +41,7 @@ def test_products_are_those_of_the_file_s_values(kind: str, level: str, dtype: t
     rng = np.random.default_rng(1)
     weight, values = coded(rng, (70, 768), kind)
     bias = torch.randn(70)
-    linear = CodedLinear([weight], dtype, bias, level=level)
+    linear = CpuProduct([weight], dtype, bias, level=level)
     for rows in (1, 2, 3, 7, 100):
         x = inputs(rows, 768, dtype)
         assert is_near(linear(x), x, values, bias)
@@ -50,8 +50,8 @@ def test_products_are_those_of_the_file_s_values(kind: str, level: str, dtype: t
 @pytest.mark.parametrize("kind", FILE_TYPES)
 def test_rows_come_back_as_the_file_has_them(kind: str) -> None:
     weight, values = coded(np.random.default_rng(2), (50, 512), kind)
-    assert torch.equal(weight.numbers(CPU, torch.float64), values)
-    linear = CodedLinear([weight], torch.float32)
+    assert torch.equal(weight.dequantize(CPU, torch.float64), values)
+    linear = CpuProduct([weight], torch.float32)
     numbers = torch.tensor([3, 0, 49, 3, 17])
     assert torch.equal(linear.rows(numbers).double(), values[numbers])
     assert linear.rows(numbers[:0]).shape == (0, 512)
@@ -62,7 +62,7 @@ def test_rows_come_back_as_the_file_has_them(kind: str) -> None:
 def test_a_row_is_the_same_bits_in_every_batch_and_on_any_number_of_threads(kind: str, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(3)
     weights = [coded(rng, (size, 1024), kind)[0] for size in (1500, 40)]
-    one, two = (CodedLinear(weights, dtype, num_threads=number) for number in (1, 2))
+    one, two = (CpuProduct(weights, dtype, num_threads=number) for number in (1, 2))
     x = inputs(200, 1024, dtype)
     whole = two(x)
     assert torch.equal(one(x), whole)
@@ -74,7 +74,7 @@ def test_a_row_is_the_same_bits_in_every_batch_and_on_any_number_of_threads(kind
 def test_every_level_makes_the_same_bits(kind: str) -> None:
     """A model gives the same answers on an old CPU and on a new one."""
     weights = [coded(np.random.default_rng(8), (size, 1024), kind)[0] for size in (70, 40)]
-    fused = [CodedLinear(weights, torch.float32, level=level) for level in levels()[1:]]
+    fused = [CpuProduct(weights, torch.float32, level=level) for level in levels()[1:]]
     for rows in (1, 2, 3, 5, 9, 17, 33, 130):
         x = inputs(rows, 1024, torch.float32)
         made = [linear(x) for linear in fused]
@@ -86,33 +86,32 @@ def test_layers_of_mixed_types_lie_side_by_side_and_each_reads_its_own_rows() ->
     given = [coded(rng, (size, 256), kind) for size, kind in ((33, "Q4_K"), (16, "Q6_K"), (7, "Q8_0"))]
     x = inputs(5, 256, torch.float32)
     bias = torch.randn(56)
-    together = CodedLinear([weight for weight, _ in given], torch.float32, bias)(x)
-    alone = [CodedLinear([weight], torch.float32)(x) for weight, _ in given]
+    together = CpuProduct([weight for weight, _ in given], torch.float32, bias)(x)
+    alone = [CpuProduct([weight], torch.float32)(x) for weight, _ in given]
     assert torch.equal(together, torch.cat(alone, 1) + bias)
-    assert torch.equal(CodedLinear([given[0][0]], torch.float32)(x.T.contiguous().T), alone[0]), "any strides"
+    assert torch.equal(CpuProduct([given[0][0]], torch.float32)(x.T.contiguous().T), alone[0]), "any strides"
 
-    experts = [CodedLinear([coded(rng, (24, 256), kind)[0]], torch.float32) for kind in ("Q4_K", "Q5_K", "Q4_K")]
+    experts = [CpuProduct([coded(rng, (24, 256), kind)[0]], torch.float32) for kind in ("Q4_K", "Q5_K", "Q4_K")]
     counts, x = [1, 7, 120], inputs(128, 256, torch.float32)
     each = [expert(part) for expert, part in zip(experts, x.split(counts), strict=True)]
-    assert torch.equal(CodedLinear.each(experts, counts, x), torch.cat(each))
+    assert torch.equal(CpuProduct.each(experts, counts, x), torch.cat(each))
 
 
-def test_parts_of_a_weight_are_cut_between_blocks_or_not_at_all() -> None:
+def test_parts_of_a_weight_are_cut_between_blocks_or_become_numbers() -> None:
     weight, values = coded(np.random.default_rng(5), (48, 1024), "Q4_K")
-    part = weight.narrow(0, 16, 24)
-    assert part is not None
-    part = part.narrow(1, 256, 512)
-    assert part is not None and part.shape == (24, 512)
-    assert torch.equal(part.numbers(CPU, torch.float64), values[16:40, 256:768])
-    linear, x = CodedLinear([part], torch.float32), inputs(3, 512, torch.float32)
+    part = weight.narrow(0, 16, 24).narrow(1, 256, 512)
+    assert part.shape == (24, 512) and part.format is weight.format
+    assert torch.equal(part.dequantize(CPU, torch.float64), values[16:40, 256:768])
+    linear, x = CpuProduct([part], torch.float32), inputs(3, 512, torch.float32)
     assert is_near(linear(x), x, values[16:40, 256:768])
-    assert weight.narrow(1, 128, 512) is None
+    cut = weight.narrow(1, 128, 512)
+    assert cut.is_numbers and torch.equal(cut.codes.double(), values[:, 128:640])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_an_input_that_is_no_number_spoils_its_own_row_alone(bad: float) -> None:
     weight, _ = coded(np.random.default_rng(6), (20, 256), "Q4_0")
-    linear, x = CodedLinear([weight], torch.float32), inputs(4, 256, torch.float32)
+    linear, x = CpuProduct([weight], torch.float32), inputs(4, 256, torch.float32)
     expected = linear(x)
     x[2, 77] = bad
     assert linear(x)[2].isnan().all()
@@ -124,8 +123,8 @@ def test_an_input_that_is_no_number_spoils_its_own_row_alone(bad: float) -> None
 @pytest.mark.parametrize(("kind", "at"), [("Q4_K", 2), ("Q8_0", 0), ("Q6_K", 208), ("MXFP4", 0)])
 def test_a_scale_that_is_not_finite_is_refused_with_its_row(kind: str, at: int) -> None:
     weight, _ = coded(np.random.default_rng(7), (9, 512), kind)
-    rows = weight.rows.clone()
+    rows = weight.codes.clone()
     rows[4, at : at + 2] = 255 if kind == "MXFP4" else torch.tensor([0, 0x7C], dtype=torch.uint8)
-    for use in (lambda it: it.numbers(CPU, torch.float32), lambda it: CodedLinear([it], torch.float32)):
+    for use in (lambda it: it.dequantize(CPU, torch.float32), lambda it: CpuProduct([it], torch.float32)):
         with pytest.raises(ExecutorError, match=f"tensor 'a weight': row 4 has a scale of {kind} that is not finite"):
-            use(Coded("a weight", weight.type, rows))
+            use(weight._replace(codes=rows))

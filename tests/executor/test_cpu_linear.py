@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from penstock.executor.kernels import cpu_ops
-from penstock.executor.kernels.cpu_linear import CpuLinear, is_repacked
+from penstock.executor.kernels.cpu_product import CpuProduct, is_repacked
+from penstock.executor.kernels.weight import numbers
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -16,6 +17,12 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def product_of(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, num_threads: int | None = None, level: str | None = None
+) -> CpuProduct:
+    return CpuProduct([numbers(weight)], weight.dtype, bias, num_threads, level)
+
+
 @every_level
 @both_dtypes
 @pytest.mark.parametrize(("depth", "width"), [(2, 1), (64, 63), (576, 200), (1536, 576), (130, 65)])
@@ -25,7 +32,7 @@ def test_it_equals_the_product_in_float64(
 ) -> None:
     weight = random(width, depth, dtype=dtype, seed=1) / depth**0.5
     bias = random(width, dtype=dtype, seed=2) if has_bias else None
-    linear = CpuLinear(weight, bias, 2, level)
+    linear = product_of(weight, bias, 2, level)
     for rows in (0, 1, 5, 6, 19, 100):
         x = random(rows, depth, dtype=dtype, seed=3)
         expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0)
@@ -37,7 +44,7 @@ def test_it_equals_the_product_in_float64(
 @both_dtypes
 def test_rows_of_the_weight_come_back_as_they_were_given(level: str, dtype: torch.dtype) -> None:
     weight = random(701, 130, dtype=dtype, seed=1)
-    linear = CpuLinear(weight, None, 2, level)
+    linear = product_of(weight, None, 2, level)
     for indices in (
         torch.tensor([700, 0, 3, 3, 64]),
         torch.tensor([5]).int(),
@@ -54,7 +61,7 @@ def test_rows_of_the_weight_come_back_as_they_were_given(level: str, dtype: torc
 @both_dtypes
 def test_a_row_gets_the_same_bits_alone_among_others_and_on_two_threads(level: str, dtype: torch.dtype) -> None:
     weight, x = random(700, 1536, dtype=dtype, seed=1), random(200, 1536, dtype=dtype, seed=2)
-    one, two = (CpuLinear(weight, None, threads, level) for threads in (1, 2))
+    one, two = (product_of(weight, None, threads, level) for threads in (1, 2))
     whole = two(x)
     assert torch.equal(one(x), whole)
     for rows in (slice(0, 1), slice(199, 200), slice(93, 100), slice(5, 69)):
@@ -69,15 +76,15 @@ def test_several_layers_in_one_call_give_the_bits_of_one_by_one(
     level: str, dtype: torch.dtype, threads: int, counts: list[int]
 ) -> None:
     weights = random(len(counts), 300, 512, dtype=dtype, seed=1)
-    linears = [CpuLinear(weight, None, threads, level) for weight in weights]
+    linears = [product_of(weight, None, threads, level) for weight in weights]
     x = random(sum(counts), 514, dtype=dtype, seed=2)[:, 2:]
     one_by_one = [linear(part) for linear, part in zip(linears, x.split(counts), strict=True)]
-    assert torch.equal(CpuLinear.each(linears, counts, x), torch.cat(one_by_one))
+    assert torch.equal(CpuProduct.each(linears, counts, x), torch.cat(one_by_one))
 
 
 @both_dtypes
 def test_rows_may_be_views_of_wider_ones(dtype: torch.dtype) -> None:
-    linear = CpuLinear(random(100, 64, dtype=dtype, seed=1))
+    linear = product_of(random(100, 64, dtype=dtype, seed=1))
     odd, even = random(9, 161, dtype=dtype, seed=2), random(9, 160, dtype=dtype, seed=3)
     for x in (odd[:, 32:96], odd[::2, 1:65], even[:, 32:96], even[:, :128:2], random(64, 9, dtype=dtype, seed=4).T):
         assert torch.equal(linear(x), linear(x.contiguous()))

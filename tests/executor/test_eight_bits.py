@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.executor.kernels import FusedExperts, KeyStore, Rotation, Scaled
+from penstock.executor.kernels import FusedExperts, KeyStore, Rotation
 from penstock.executor.kernels.eight_bits import pad_scales
-from penstock.executor.kernels.linear import BlockLinear, multiply_each
-from penstock.executor.loading.block_scales import WeightPart, whole_blocks
+from penstock.executor.kernels.linear import Linear, join_blocks, multiply_each
+from penstock.executor.kernels.weight import BLOCKS, Weight, numbers
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.export import export
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step, Transfers
@@ -38,7 +38,7 @@ def config_of(path: Path, **options: Any) -> ExecutorConfig:
     return ExecutorConfig(model=str(path), **given)
 
 
-def in_eight_bits(monkeypatch: pytest.MonkeyPatch, fused: FusedExperts[Scaled] | None = None, **changes: Any) -> None:
+def in_eight_bits(monkeypatch: pytest.MonkeyPatch, fused: FusedExperts | None = None, **changes: Any) -> None:
     """As on a GPU, with the twins for kernels."""
     blocks = changed(eight_bits_twin, **changes)
     ops = changed(torch_ops, blocks=blocks, fused_experts=fused)
@@ -120,7 +120,8 @@ def test_in_eight_bits_weights_stay_as_they_were_stored(monkeypatch: pytest.Monk
 def test_a_linear_layer_errs_by_no_more_than_its_input_is_rounded() -> None:
     weight, x = random(200, 384, seed=1), random(20, 384, seed=2)
     values, scales = quantize(weight)
-    linear = BlockLinear(values, pad_scales(scales), random(200, seed=3), eight_bits_twin)
+    weight_in_blocks = Weight(BLOCKS, values, pad_scales(scales))
+    linear = Linear([weight_in_blocks], random(200, seed=3), changed(torch_ops, blocks=eight_bits_twin))
     exact = torch.nn.functional.linear(x, dequantize(values, scales), random(200, seed=3))
     step = eight_bits_twin.quantize(x)[1].repeat_interleave(128, 1)
     rounded = x.abs() / 16 + step * 2**-10  # half a last place: of three bits, and below the least normal number
@@ -131,18 +132,18 @@ def test_a_linear_layer_errs_by_no_more_than_its_input_is_rounded() -> None:
 
 def test_every_byte_is_the_number_that_torch_says() -> None:
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
-    numbers = WeightPart(values, torch.full((1, 1), 3.0)).numbers(CPU, torch.float32)
-    torch.testing.assert_close(numbers, values.float() * 3, rtol=0, atol=0, equal_nan=True)
+    made = Weight(BLOCKS, values, torch.full((1, 1), 3.0)).dequantize(CPU, torch.float32)
+    torch.testing.assert_close(made, values.float() * 3, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_part_cut_anywhere_has_the_numbers_of_the_whole() -> None:
     values, scales = quantize(random(300, 260, seed=4))
     whole = dequantize(values, scales)
     for row, rows, column, columns in ((0, 300, 0, 260), (128, 172, 128, 132), (100, 60, 7, 250), (299, 1, 259, 1)):
-        part = WeightPart(values, scales).narrow(0, row, rows).narrow(1, column, columns)
+        part = Weight(BLOCKS, values, scales).narrow(0, row, rows).narrow(1, column, columns)
         expected = whole[row : row + rows, column : column + columns]
-        assert torch.equal(part.numbers(CPU, torch.float32), expected)
-        assert torch.equal(part.numbers(CPU, torch.bfloat16), expected.bfloat16())
+        assert torch.equal(part.dequantize(CPU, torch.float32), expected)
+        assert torch.equal(part.dequantize(CPU, torch.bfloat16), expected.bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -157,16 +158,17 @@ def test_a_part_cut_anywhere_has_the_numbers_of_the_whole() -> None:
     ],
 )
 def test_eight_bits_are_kept_where_blocks_stay_whole(cuts: list[tuple[int, int]], keeps: bool) -> None:
-    whole = WeightPart(*quantize(random(512, 256, seed=5)))
+    whole = Weight(BLOCKS, *quantize(random(512, 256, seed=5)))
     parts = [whole.narrow(0, *cut) for cut in cuts]
-    blocks = whole_blocks(parts, CPU)
+    blocks = join_blocks(parts, CPU)
     assert (blocks is not None) is keeps
     if blocks is not None:
-        expected = torch.cat([part.numbers(CPU, torch.float32) for part in parts])
-        assert torch.equal(dequantize(blocks.values, blocks.scales[:, :2]), expected)
-    assert whole_blocks([*parts, WeightPart(torch.zeros(128, 256))], CPU) is None
-    assert whole_blocks([parts[0].narrow(1, 64, 128)], CPU) is None
-    assert whole_blocks([parts[0].narrow(1, 0, 64)], CPU) is None
+        assert blocks.scales is not None
+        expected = torch.cat([part.dequantize(CPU, torch.float32) for part in parts])
+        assert torch.equal(dequantize(blocks.codes, blocks.scales[:, :2]), expected)
+    assert join_blocks([*parts, numbers(torch.zeros(128, 256))], CPU) is None
+    assert join_blocks([parts[0].narrow(1, 64, 128)], CPU) is None
+    assert join_blocks([parts[0].narrow(1, 0, 64)], CPU) is None
 
 
 @pytest.fixture

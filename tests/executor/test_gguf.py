@@ -12,8 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from penstock.executor.kernels.codes import Coded
-from penstock.executor.kernels.grouped import Grouped
+from penstock.executor.kernels.weight import Weight
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorError
 from tests.support.coded import FILE_TYPES, packed
@@ -90,8 +89,8 @@ def write(path: Path, architecture: str, keys: dict[str, Any], tensors: dict[str
     return path
 
 
-def numbers(stored: torch.Tensor | Coded | Grouped) -> torch.Tensor:
-    return stored if isinstance(stored, torch.Tensor) else stored.numbers(torch.device("cpu"), torch.float32)
+def numbers(stored: torch.Tensor | Weight) -> torch.Tensor:
+    return stored if isinstance(stored, torch.Tensor) else stored.dequantize(torch.device("cpu"), torch.float32)
 
 
 def permute(values: np.ndarray, num_heads: int) -> np.ndarray:

@@ -81,7 +81,7 @@ def test_experts_that_are_computed_at_once_stay_codes(coded: Path, monkeypatch: 
     ops = changed(torch_ops, fused_experts=experts_twin.fused_experts)
     monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: ops)
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
-    monkeypatch.setattr("penstock.executor.models.load._kept_codes", lambda *_: "four bits")
+    monkeypatch.setattr("penstock.executor.models.load._kept_codes", lambda *_: "MXFP4")
     executor = executor_of(coded)
     layers = executor._rank.runner._model.experts
     assert all(layer.is_fused and layer.slots[0].down.tensors()[0].dtype is torch.uint8 for layer in layers)

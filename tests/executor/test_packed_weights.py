@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.executor.code_types import is_computed
-from penstock.executor.kernels.codes import CodedLinear
-from penstock.executor.kernels.grouped import Grouped
-from penstock.executor.kernels.linear import Linear, Reordered, make_linear, multiply_each
+from penstock.executor.kernels.cpu_product import CpuProduct, code_type
+from penstock.executor.kernels.linear import Linear, make_linear, multiply_each
+from penstock.executor.kernels.weight import Groups, Weight, group_of
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.export import export
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
@@ -53,11 +53,11 @@ def test_every_weight_is_the_numbers_that_were_packed(name: str) -> None:
     for weight, expected in numbers.items():
         assert checkpoint.shape(weight) == expected.shape
         part = checkpoint.read(weight)
-        if isinstance(part, Grouped):
+        if isinstance(part, Weight):
             packed += 1
-            assert torch.equal(part.numbers(CPU, torch.float32), expected)
-            assert torch.equal(part.narrow(0, 3, 40).numbers(CPU, torch.bfloat16), expected[3:43].bfloat16())  # type: ignore[union-attr]
-            assert (part.below is None) is (CASES[name].is_symmetric)
+            assert torch.equal(part.dequantize(CPU, torch.float32), expected)
+            assert torch.equal(part.narrow(0, 3, 40).dequantize(CPU, torch.bfloat16), expected[3:43].bfloat16())
+            assert (part.zeros is None) is (CASES[name].is_symmetric)
             assert (part.order is None) is (not CASES[name].is_ordered)
         else:
             assert isinstance(part, torch.Tensor) and torch.equal(part.float(), expected)
@@ -112,27 +112,29 @@ def test_ranks_cut_and_give_the_same_tokens(name: str, by_experts: bool) -> None
 def test_a_part_cut_within_groups_has_the_numbers_of_the_whole() -> None:
     codes, made = torch.randint(16, (3, 256), dtype=torch.uint8), torch.Generator().manual_seed(1)
     scales = torch.rand(3, 2, generator=made).half()
-    whole = Grouped("", codes, scales, torch.full((3, 2), 5, dtype=torch.uint8))
-    numbers = whole.numbers(CPU, torch.float32)
+    whole = Weight(Groups(4), codes, scales, torch.full((3, 2), 5, dtype=torch.uint8))
+    numbers = whole.dequantize(CPU, torch.float32)
     for start, size, group in ((128, 128, 128), (64, 128, 64), (0, 160, 32), (16, 48, 16)):
         part = whole.narrow(1, start, size)
-        assert part is not None and part.group == group
-        assert torch.equal(part.numbers(CPU, torch.float32), numbers[:, start : start + size])
-    assert whole.narrow(1, 8, 16) is None
-    assert whole._replace(order=torch.arange(256)).narrow(1, 0, 128) is None
-    channel = whole._replace(scales=scales[:, :1], below=None).narrow(1, 7, 30)
-    assert channel is not None and channel.group == 30
+        assert group_of(part) == group
+        assert torch.equal(part.dequantize(CPU, torch.float32), numbers[:, start : start + size])
+    for part, start, size in ((whole, 8, 16), (whole._replace(order=torch.arange(256)), 0, 128)):
+        cut = part.narrow(1, start, size)
+        assert cut.is_numbers and torch.equal(cut.codes, numbers[:, start : start + size])
+    channel = whole._replace(scales=scales[:, :1], zeros=None).narrow(1, 7, 30)
+    assert group_of(channel) == 30
 
 
-def test_codes_in_blocks_for_a_cpu_stand_for_the_same_numbers() -> None:
+@needs_codes
+def test_codes_in_panels_of_a_cpu_stand_for_the_same_numbers() -> None:
     for name in ("awq-32", "awq-all", "gptq-8", "packed", "packed-8-zeros", "packed-8", "bytes-zeros"):
         checkpoint = open_checkpoint(folders(name)[0])
         part = checkpoint.read("model.layers.0.mlp.up_proj.weight")
-        assert isinstance(part, Grouped)
-        coded = part.coded()
-        assert coded is not None and torch.equal(coded.numbers(CPU, torch.float32), part.numbers(CPU, torch.float32))
-    assert isinstance(part, Grouped)
-    assert part._replace(scales=part.scales.float() + 1e-6).coded() is None, "in 16 bits scales would be others"
+        assert isinstance(part, Weight) and code_type(part) is not None
+        made = CpuProduct([part], torch.float32).rows(torch.arange(part.shape[0]))
+        assert torch.equal(made, part.dequantize(CPU, torch.float32))
+    assert isinstance(part, Weight) and part.scales is not None
+    assert code_type(part._replace(scales=part.scales.float() + 1e-6)) is None, "in 16 bits scales would be others"
 
 
 @needs_codes
@@ -143,24 +145,22 @@ def test_experts_of_different_kinds_are_computed_each_by_its_own() -> None:
     numbers, parts = [made[0].numbers], []
     for one, order in ((made[0], None), (made[1], made[1].g_idx.argsort(stable=True))):
         codes = one.codes if order is None else one.codes[:, order]
-        part = Grouped("", codes, one.scales, None, 4, order)
-        coded = part.coded()
-        assert coded is not None
-        parts.append(coded)
-        layer = CodedLinear([coded], torch.float32)
-        layers.append(layer if order is None else Reordered(layer, order))
-        numbers.append(part.numbers(CPU, torch.float32))
+        part = Weight(Groups(4), codes, one.scales, order=order)
+        parts.append(part)
+        product = CpuProduct([part], torch.float32)
+        layers.append(Linear(product.weights, None, torch_ops, product))
+        numbers.append(part.dequantize(CPU, torch.float32))
     for first in range(3):
         picked, x = [*layers[first:], *layers[:first]], torch.randn(9, 128)
         expected = [
             part @ weight.t() for part, weight in zip(x.split(3), [*numbers[first:], *numbers[:first]], strict=True)
         ]
         torch.testing.assert_close(multiply_each(picked, [3, 3, 3], x), torch.cat(expected), rtol=1e-3, atol=1e-3)
-    ordered, other = layers[2], CodedLinear(parts[:1], torch.float32)
-    for tensor, new in zip(ordered.tensors(), [*other.tensors(), torch.arange(128)], strict=True):
+    ordered, other = layers[2], CpuProduct(parts[:1], torch.float32)
+    for tensor, new in zip(ordered.tensors(), [other.weights[0].codes, torch.arange(128)], strict=True):
         tensor.set_(new.clone())  # type: ignore[call-overload]
     x = torch.randn(3, 128)
-    torch.testing.assert_close(ordered(x), other(x))
+    torch.testing.assert_close(multiply_each([ordered], [3], x), other(x))
 
 
 # Files that lie.
@@ -257,7 +257,7 @@ def test_several_schemes_in_one_file_go_by_the_tensors_shapes(model: Callable[[s
     path = model("packed")
     groups = {name: {"weights": WEIGHT_FIELDS | {"group_size": size}} for name, size in (("a", 32), ("b", 64))}
     reconfigure(path, config_groups=groups)
-    assert isinstance(open_checkpoint(path).read(f"{UP}.weight"), Grouped)
+    assert isinstance(open_checkpoint(path).read(f"{UP}.weight"), Weight)
 
 
 def test_an_old_file_beside_config_json_says_as_much(model: Callable[[str], Path]) -> None:
@@ -268,7 +268,7 @@ def test_an_old_file_beside_config_json_says_as_much(model: Callable[[str], Path
     old = {name: fields[name] for name in ("bits", "group_size", "desc_act", "sym", "damp_percent")}
     (path / "quantize_config.json").write_text(json.dumps(old))
     part = open_checkpoint(path).read(f"{UP}.weight")
-    assert isinstance(part, Grouped)
+    assert isinstance(part, Weight)
 
 
 def test_an_export_writes_the_numbers_and_computing_codes_is_another_fingerprint(

@@ -296,7 +296,7 @@ def test_a_model_of_codes_takes_numbers_and_goes_back(file: Path) -> None:
     for name in checkpoint.names():
         stored = checkpoint.read(name)
         numbers[name] = (
-            stored if isinstance(stored, torch.Tensor) else stored.numbers(torch.device("cpu"), torch.float32)
+            stored if isinstance(stored, torch.Tensor) else stored.dequantize(torch.device("cpu"), torch.float32)
         )
     with SharedTensors(numbers) as shared:
         executor.update_weights(shared.path)

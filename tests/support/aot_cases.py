@@ -11,13 +11,13 @@ from unittest import mock
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, KeyStore, LatentStore, Packed, Rotation, ScoreExtras
+from penstock.executor.kernels import NO_NORMS, KeyStore, LatentStore, Rotation, ScoreExtras
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import adapter_products, fp8, step_inputs
 from penstock.executor.kernels.cuda import dependent as launch
-from penstock.executor.kernels.cuda.invariant import InvariantOps
-from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
+from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS, InvariantOps
 from penstock.executor.kernels.state import Places
+from penstock.executor.kernels.weight import BLOCKS, MXFP4, Packed, Weight, numbers
 from penstock.executor.moe_spec import MoeSpec
 from tests.support.recurrent import Layer, States, batch_of
 
@@ -178,7 +178,7 @@ def experts(tokens: int, num: int, top_k: int, width: int, inner: int, dtype: to
         gate_up = torch.empty(num, 2 * inner, width, dtype=dtype)
         down = torch.empty(num, width, inner, dtype=dtype)
         hidden = torch.zeros(tokens, width, dtype=dtype)
-        OPS.fused_experts(hidden, slots, torch.zeros(tokens, top_k), (gate_up, None), (down, None), 0, "silu")
+        OPS.fused_experts(hidden, slots, torch.zeros(tokens, top_k), numbers(gate_up), numbers(down), 0, "silu")
 
     return call
 
@@ -187,7 +187,7 @@ def block_experts(tokens: int, num: int, top_k: int, width: int, inner: int) -> 
     def call() -> None:
         slots, hidden = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, width, dtype=BF16)
         gate_up, down = (
-            (torch.empty(shape, dtype=FP8), torch.empty(num, shape[1] // 128, -(-shape[2] // 512) * 4))
+            Weight(BLOCKS, torch.empty(shape, dtype=FP8), torch.empty(num, shape[1] // 128, -(-shape[2] // 512) * 4))
             for shape in ((num, 2 * inner, width), (num, width, inner))
         )
         OPS.fused_experts(hidden, slots, torch.zeros(tokens, top_k), gate_up, down, 0, "silu")
@@ -202,7 +202,11 @@ def coded_experts(tokens: int, num: int, top_k: int, width: int, inner: int) -> 
         slots, hidden = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, width, dtype=BF16)
         shapes = (num, 2 * inner, width), (num, width, inner)
         gate_up, down = (
-            (torch.empty(*rows, depth // 2, dtype=torch.uint8), torch.empty(*rows, depth // 32, dtype=torch.uint8))
+            Weight(
+                MXFP4,
+                torch.empty(*rows, depth // 2, dtype=torch.uint8),
+                torch.empty(*rows, depth // 32, dtype=torch.uint8),
+            )
             for *rows, depth in shapes
         )
         biases = torch.zeros(shapes[0][:2], dtype=BF16), torch.zeros(shapes[1][:2], dtype=BF16)
@@ -243,12 +247,12 @@ def codes(
     group: int,
     below: torch.dtype | None,
     ordered: bool = False,
-) -> Packed:
+) -> Weight:
     """bits 0: numbers of eight bits."""
     values = torch.empty(*slots, width, depth * (bits or 8) // 8, dtype=torch.uint8 if bits else FP8)
     scales = torch.empty(*slots, depth // group, width, dtype=F16)
     order = torch.empty(*slots, depth, dtype=torch.int32) if ordered else None
-    return Packed(values, scales, None if below is None else scales.to(below), order, bits or 8, 64)
+    return Weight(Packed(bits or 8, 64), values, scales, None if below is None else scales.to(below), order)
 
 
 def packed_experts(tokens: int, num: int, top_k: int, width: int, inner: int, bits: int = 4) -> Callable[[], None]:

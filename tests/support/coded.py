@@ -8,7 +8,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from penstock.executor.code_types import CODE_TYPES
-from penstock.executor.kernels.codes import Coded
+from penstock.executor.kernels.weight import Ggml, Weight
 
 FILE_TYPES = [kind for kind in CODE_TYPES if not kind.startswith("G")]  # the others are made of other formats
 HALVES_AT = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208], "MXFP4": []}
@@ -38,8 +38,8 @@ def packed(rng: np.random.Generator, shape: tuple[int, ...], kind: str, deviatio
     return rows
 
 
-def coded(rng: np.random.Generator, shape: tuple[int, int], kind: str) -> tuple[Coded, torch.Tensor]:
+def coded(rng: np.random.Generator, shape: tuple[int, int], kind: str) -> tuple[Weight, torch.Tensor]:
     """A weight and its values [rows, columns] in float64."""
     rows = packed(rng, shape, kind)
     values = gguf.quants.dequantize(rows, GGMLQuantizationType[kind]).astype(np.float64)
-    return Coded("a weight", CODE_TYPES[kind], torch.from_numpy(rows)), torch.from_numpy(values)
+    return Weight(Ggml(CODE_TYPES[kind]), torch.from_numpy(rows), name="a weight"), torch.from_numpy(values)

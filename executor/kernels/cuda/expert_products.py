@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels import Activation, Scaled
+from penstock.executor.kernels import Activation
 from penstock.executor.kernels.cuda import fp8
 from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.fp8 import quantize_groups
@@ -19,9 +19,10 @@ from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import SortedEntries, load_slots, sort_entries
 from penstock.executor.kernels.cuda.rows import gated
 from penstock.executor.kernels.cuda.tiles import Tile, expert_step, expert_tile
-from penstock.executor.kernels.eight_bits import BLOCK, are_quantized, make_quantized
+from penstock.executor.kernels.eight_bits import are_quantized, make_quantized
+from penstock.executor.kernels.weight import BLOCK, EIGHT_BITS, Weight
 
-EIGHT_BITS = torch.float8_e4m3fn
+Scaled = tuple[Tensor, Tensor | None]  # rows, and their scales if they have eight bits
 GROUP = tl.constexpr(BLOCK)
 SUM_BLOCK = tl.constexpr(512)  # columns per program of the weighted sum
 
@@ -30,8 +31,8 @@ def fused_experts(
     hidden: Tensor,
     slots: Tensor,
     shares: Tensor,
-    gate_up: Scaled,
-    down: Scaled,
+    gate_up: Weight,
+    down: Weight,
     first: int,
     activation: Activation,
     added: Tensor | None = None,
@@ -40,15 +41,15 @@ def fused_experts(
 ) -> Tensor:
     """Compute the experts of a layer. FP8 weights with few entries are dequantized in registers, and activations stay
     unquantized; with many entries, or with is_fixed, the products are FP8. MXFP4 weights are always dequantized."""
-    num_slots, width, inner = len(down[0]), hidden.shape[1], gate_up[0].shape[1] // 2
+    num_slots, width, inner = len(down.codes), hidden.shape[1], gate_up.shape[1] // 2
     entries = slots.numel()
     x: Scaled = hidden, None
-    if down[0].dtype is EIGHT_BITS and (is_fixed or are_quantized(entries, num_slots)):
+    if down.codes.dtype is EIGHT_BITS and (is_fixed or are_quantized(entries, num_slots)):
         x = fp8.quantize(hidden)
         inside: Scaled = make_quantized(entries, inner, hidden.device)
     else:
         inside = torch.empty((entries, inner), dtype=hidden.dtype, device=hidden.device), None
-    sizes = x[0].element_size(), gate_up[0].element_size()
+    sizes = x[0].element_size(), gate_up.codes.element_size()
     up_tile, down_tile = (expert_tile(entries, num_slots, columns, *sizes, is_fixed) for columns in (inner, width))
     order = sort_entries(slots, num_slots, first, up_tile.rows)
     parts = torch.empty((entries, width), dtype=hidden.dtype, device=hidden.device)
@@ -62,7 +63,7 @@ def _launch(
     order: SortedEntries,
     tile: Tile,
     x: Scaled,
-    weight: Scaled,
+    weight: Weight,
     bias: Tensor | None,
     y: Scaled,
     shared_by: int,
@@ -70,7 +71,7 @@ def _launch(
     **given: bool | str,
 ) -> None:
     """Launch `_multiply`. `shared_by`: entries per row of x; `like`: a tensor of the compute dtype."""
-    (rows, x_scales), (values, scales), (out, y_scales) = x, weight, y
+    (rows, x_scales), values, scales, (out, y_scales) = x, weight.codes, weight.scales, y
     width, is_coded = out.shape[1], values.dtype is torch.uint8
     depth = values.shape[2] * (2 if is_coded else 1)
     assert rows.stride(1) == 1 and values.is_contiguous() and out.is_contiguous()
@@ -79,7 +80,7 @@ def _launch(
     assert scales is None or scales.is_contiguous()
     assert is_coded or scales is None or width % BLOCK == depth % BLOCK == 0
     assert bias is None or (bias.is_contiguous() and bias.shape == values.shape[:2])
-    pointers = *_pointers(x), *_pointers(weight), *_pointers(y), *order, like, like if bias is None else bias
+    pointers = *_pointers(x), *_pointers((values, scales)), *_pointers(y), *order, like, like if bias is None else bias
     strides = (0 if part is None else part.stride(1) for part in (x_scales, y_scales))
     _multiply[(triton.cdiv(width, tile.columns), len(order.tiles))](
         *pointers,

@@ -17,7 +17,8 @@ from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.rows import activate, normalize
 from penstock.executor.kernels.cuda.tiles import block_linear_tile, depth_splits, power_of_2, row_warps
-from penstock.executor.kernels.eight_bits import BLOCK, FP8_MAX, TINY, make_quantized, pad_rows
+from penstock.executor.kernels.eight_bits import FP8_MAX, TINY, make_quantized, pad_rows
+from penstock.executor.kernels.weight import BLOCK
 
 MAX_OWN_TOKENS = 256
 LIMIT, LEAST, GROUP = tl.constexpr(FP8_MAX), tl.constexpr(TINY), tl.constexpr(BLOCK)

@@ -1,6 +1,6 @@
 """Products with MXFP4 weights, whose codes and scales are dequantized in registers.
 
-A block's 32 codes lie in 16 bytes, codes i and i + 16 in the same byte (kernels/four_bits.py). A tile of bytes
+A block's 32 codes lie in 16 bytes, codes i and i + 16 in the same byte (`Mxfp4` in kernels/weight.py). A tile of bytes
 therefore holds two tiles of the weight, for the two halves of each block of x, and no data moves between threads.
 """
 

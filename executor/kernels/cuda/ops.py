@@ -1,18 +1,22 @@
 """The Triton kernels as `Ops`, `BlockOps` and `SamplingOps`, for a model on a GPU."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
 from penstock.executor.kernels import FIXED_ON, Activation, BlockOps, GroupOps, NormingOps, Ops
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import (
+    adapter_products,
     convolution,
     delta_rule,
     draw_tokens,
     expanded,
     expert_products,
     few_rows,
+    fixed_attention,
+    fixed_product,
     fp8,
     latent_attention,
     latent_rope,
@@ -22,9 +26,12 @@ from penstock.executor.kernels.cuda import (
     rope_and_store,
     routing,
     rows,
+    step_inputs,
 )
 from penstock.executor.kernels.recurrent import RecurrentOps
 from penstock.executor.protocol import ExecutorError
+
+__all__ = ["OPS", "SAMPLING_OPS", "CudaOps", "InvariantOps", "adapter_products", "choose_ops", "step_inputs"]
 
 
 class _Recurrent:
@@ -63,14 +70,48 @@ class CudaSampling:
     mask = staticmethod(logit_edits.mask)
 
 
+class _FixedGroups:
+    packed_linear = staticmethod(partial(packed_products.packed_linear, is_fixed=True))
+    packed_experts = staticmethod(partial(packed_products.packed_experts, is_fixed=True))
+
+
+class _FixedBlocks:
+    quantize = staticmethod(fp8.quantize)
+    silu_mul_quantize = staticmethod(fp8.silu_mul_quantize)
+    add_rms_norm_quantize = staticmethod(fp8.add_rms_norm_quantize)
+    block_linear = staticmethod(partial(fp8.block_linear, is_fixed=True))
+
+
+class _FixedRecurrent:
+    convolve = staticmethod(convolution.convolve)
+    delta_rule = staticmethod(partial(delta_rule.delta_rule, is_fixed=True))
+
+
+class InvariantOps(CudaOps):
+    """Kernels with a fixed order of every sum, independent of the batch, for `batch_invariant`. Operations that are not
+    overridden here already work row by row in `CudaOps`."""
+
+    norming: NormingOps | None = None
+    linear = staticmethod(fixed_product.linear)
+    paged_attention = staticmethod(fixed_attention.paged_attention)
+    fused_experts = staticmethod(partial(expert_products.fused_experts, is_fixed=True))
+    groups: GroupOps | None = _FixedGroups()
+    recurrent: RecurrentOps = _FixedRecurrent()
+
+    def __init__(self, has_eight_bits: bool) -> None:
+        super().__init__(_FixedBlocks() if has_eight_bits else None)
+
+    @staticmethod
+    def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+        return rows.gate(fixed_product.linear(x, weight), activation)
+
+
 OPS, SAMPLING_OPS = CudaOps(fp8), CudaSampling()
 
 
 def choose_ops(card: Card, is_invariant: bool) -> Ops:
     """Return `OPS`, without the kernels that the card does not support, or the batch-invariant operations."""
     if is_invariant:
-        from penstock.executor.kernels.cuda.invariant import InvariantOps
-
         if card.capability[0] not in (8, 9, 12):
             raise ExecutorError(
                 f"batch_invariant: given; it needs a GPU of compute capability {FIXED_ON}, and this one is of "

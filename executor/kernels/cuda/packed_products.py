@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels import Activation, Packed
+from penstock.executor.kernels import Activation
 from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.expert_products import weighted_sum
 from penstock.executor.kernels.cuda.fp8 import join
@@ -22,6 +22,7 @@ from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import SortedEntries, sort_entries
 from penstock.executor.kernels.cuda.rows import activate
 from penstock.executor.kernels.cuda.tiles import Tile, depth_splits, packed_expert_tile, packed_tile
+from penstock.executor.kernels.weight import Packed, Weight
 
 # A float32 whose last mantissa bit counts ones: OR-ing a small integer into it replaces a conversion instruction, whose
 # throughput is low.
@@ -39,13 +40,13 @@ class CodeSizes(NamedTuple):
     is_reordered: bool
 
 
-def packed_linear(x: Tensor, weight: Packed, is_fixed: bool = False) -> Tensor:
-    rows, width = len(x), weight.width
+def packed_linear(x: Tensor, weight: Weight, is_fixed: bool = False) -> Tensor:
+    rows, (width, depth) = len(x), weight.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     tile = packed_tile(rows, width, x.element_size(), is_fixed)
     programs = triton.cdiv(width, tile.columns) * triton.cdiv(rows, tile.rows)
-    splits = 1 if is_fixed else depth_splits(programs, weight.depth)
+    splits = 1 if is_fixed else depth_splits(programs, depth)
     parts = out if splits == 1 else out.new_empty((splits, rows, width), dtype=torch.float32)
     _launch(x, weight, parts, None, tile, width, 1, splits, GATED=False, ACTIVATION="silu")
     if splits > 1:
@@ -57,8 +58,8 @@ def packed_experts(
     hidden: Tensor,
     slots: Tensor,
     shares: Tensor,
-    gate_up: Packed,
-    down: Packed,
+    gate_up: Weight,
+    down: Weight,
     first: int,
     activation: Activation,
     added: Tensor | None = None,
@@ -66,8 +67,7 @@ def packed_experts(
     is_fixed: bool = False,
 ) -> Tensor:
     assert biases == (None, None), "experts of codes have no biases"
-    num_slots, width, _ = down.codes.shape
-    entries, inner = slots.numel(), down.depth
+    (num_slots, width, inner), entries = down.shape, slots.numel()
     given = hidden.element_size(), is_fixed
     up_tile, down_tile = (packed_expert_tile(entries, num_slots, columns, *given) for columns in (inner, width))
     order = sort_entries(slots, num_slots, first, up_tile.rows)
@@ -81,7 +81,7 @@ def packed_experts(
 
 def _launch(
     x: Tensor,
-    weight: Packed,
+    weight: Weight,
     y: Tensor,
     order: SortedEntries | None,
     tile: Tile,
@@ -91,16 +91,18 @@ def _launch(
     **given: bool | str,
 ) -> None:
     """Launch the kernel. `shared_by`: entries per row of x; without an order, the rows of x are the product's rows."""
-    codes, scales, below, places = weight[:4]
-    assert x.stride(1) == 1 and x.shape[1] == weight.depth and y.is_contiguous()
+    form, codes, scales, below, places = weight[:5]
+    *_, rows, depth = weight.shape
+    assert isinstance(form, Packed) and scales is not None
+    assert x.stride(1) == 1 and x.shape[1] == depth and y.is_contiguous()
     assert codes.is_contiguous() and scales.is_contiguous() and (below is None or below.is_contiguous())
-    assert weight.width == width * (2 if given["GATED"] else 1)
+    assert rows == width * (2 if given["GATED"] else 1)
     tiles = triton.cdiv(len(x), tile.rows) if order is None else len(order.tiles)
     if not tiles:
         return
     beside = scales if below is None else below, scales if places is None else places
     sizes = CodeSizes(
-        *(width, weight.width, weight.depth, weight.depth // scales.shape[-2], weight.bits, weight.half),
+        *(width, rows, depth, depth // scales.shape[-2], form.bits, form.half),
         has_below=below is not None,
         is_reordered=places is not None,
     )

@@ -7,6 +7,7 @@ import torch
 from penstock.executor.kernels import KeyStore, Rotation
 from penstock.executor.kernels.cuda import dependent, few_rows
 from penstock.executor.kernels.cuda.ops import OPS
+from penstock.executor.kernels.weight import numbers
 from tests.support.paged import Cache, latent_step, random
 
 HEADS, KV_HEADS, DIM, PAGE, CONTEXT = 4, 2, 32, 16, 100
@@ -32,7 +33,7 @@ def layer(device: torch.device) -> list[torch.Tensor]:
     gate_up, down = (random(4, *shape, seed=6).to(device) for shape in ((64, HEADS * DIM), (HEADS * DIM, 32)))
     slots = torch.tensor([[0, 3], [2, 1]], device=device)
     product = OPS.gated_linear(normed, gate_up[0], "silu")
-    weights = (gate_up, None), (down, None)
+    weights = numbers(gate_up), numbers(down)
     experts = OPS.fused_experts(normed, slots, torch.full((2, 2), 0.5, device=device), *weights, 0, "silu")
     return [
         normed,

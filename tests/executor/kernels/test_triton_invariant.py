@@ -15,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from triton.runtime import interpreter
 
-from penstock.executor.kernels import NO_EXTRAS, ScoreExtras, select_ops
+from penstock.executor.kernels import NO_EXTRAS, ScoreExtras
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import fixed_attention, fixed_product, tiles
-from penstock.executor.kernels.cuda.invariant import InvariantOps
-from penstock.executor.kernels.grouped import pack
+from penstock.executor.kernels.cuda.ops import InvariantOps
+from penstock.executor.kernels.linear import pack
+from penstock.executor.kernels.select import select_ops
+from penstock.executor.kernels.weight import numbers
 from penstock.executor.protocol import DType, ExecutorConfig, ExecutorError, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.kernels.test_triton_fp8 import quantized_weight
@@ -173,7 +175,7 @@ def test_experts(device: torch.device, dtype: torch.dtype) -> None:
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         at = rows[:, 0].long()
-        weights = (gate_up, None), (down, None)
+        weights = numbers(gate_up), numbers(down)
         return OPS.fused_experts(hidden[at], slots[at], shares[at], *weights, 0, "silu")
 
     alike(run, torch.arange(150, device=device)[:, None], (1, 2, 20, 70))

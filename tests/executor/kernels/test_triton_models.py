@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from penstock.executor.kernels import Ops, select_ops
+from penstock.executor.kernels import Ops
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda.ops import OPS
+from penstock.executor.kernels.select import select_ops
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor

@@ -12,6 +12,7 @@ from penstock.executor.kernels.cuda import tiles
 from penstock.executor.kernels.cuda.launch import Kernel
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.kernels.eight_bits import are_quantized, pad_scales
+from penstock.executor.kernels.weight import BLOCKS, MXFP4, Weight, numbers
 from penstock.executor.moe_spec import MoeSpec
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
@@ -25,18 +26,18 @@ from tests.support.twins import experts as experts_twin
 from tests.support.twins.experts import fused_experts
 
 Tensor = torch.Tensor
-Pair = tuple[Tensor, Tensor]  # values of eight bits, and their scales
+Pair = tuple[Tensor, Tensor]
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # tokens, slots, shares, and the two weights
 
 
 def ours(case: Case, first: int, activation: Activation, added: Tensor | None = None) -> Tensor:
     hidden, slots, shares, gate_up, down = case
-    return moe.fused_experts(hidden, slots, shares, (gate_up, None), (down, None), first, activation, added)
+    return moe.fused_experts(hidden, slots, shares, numbers(gate_up), numbers(down), first, activation, added)
 
 
 def twin(case: Case, first: int, activation: Activation, added: Tensor | None = None) -> Tensor:
     hidden, slots, shares, gate_up, down = case
-    return fused_experts(hidden, slots, shares, (gate_up, None), (down, None), first, activation, added)
+    return fused_experts(hidden, slots, shares, numbers(gate_up), numbers(down), first, activation, added)
 
 
 def case(
@@ -101,15 +102,15 @@ def test_experts_with_many_entries_multiply_in_eight_bits(device: torch.device, 
     assert 0.01 * full.norm() < (actual - full).norm() < 0.06 * full.norm()
 
 
-def moved(weights: tuple[Pair, Pair], device: torch.device) -> tuple[Pair, Pair]:
-    gate_up, down = ((values.to(device), scales.to(device)) for values, scales in weights)
+def moved(weights: tuple[Weight, Weight], device: torch.device) -> tuple[Weight, Weight]:
+    gate_up, down = (weight.like(tensor.to(device) for tensor in weight.tensors()) for weight in weights)
     return gate_up, down
 
 
-def in_blocks(weights: torch.Tensor) -> Pair:
-    """[S, N, K] in eight bits, and the scales as the kernels take them."""
+def in_blocks(weights: torch.Tensor) -> Weight:
+    """[S, N, K] in eight bits, with scales as the kernels take them."""
     pairs = [quantize(weight.float()) for weight in weights]
-    return torch.stack([values for values, _ in pairs]), torch.stack([pad_scales(s) for _, s in pairs])
+    return Weight(BLOCKS, torch.stack([values for values, _ in pairs]), torch.stack([pad_scales(s) for _, s in pairs]))
 
 
 # tokens, experts, top_k, width, inner
@@ -132,7 +133,7 @@ def against_twin(
     hidden: Tensor,
     slots: Tensor,
     shares: Tensor,
-    weights: tuple[Pair, Pair],
+    weights: tuple[Weight, Weight],
     biases: Pair,
     activation: Activation,
     device: torch.device,
@@ -146,11 +147,11 @@ def against_twin(
     close(moe.fused_experts(*given, *moved(weights, device), 0, activation, None, biases), exact, hidden.dtype)
 
 
-def in_four_bits(experts: int, rows: int, depth: int, seed: int) -> Pair:
+def in_four_bits(experts: int, rows: int, depth: int, seed: int) -> Weight:
     """[S, N, K / 2] random codes and [S, N, K / 32] scales of 2 ** -10 … 2 ** -6."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(256, (experts, rows, depth // 2), generator=generator).byte()
-    return values, torch.randint(117, 122, (experts, rows, depth // 32), generator=generator).byte()
+    return Weight(MXFP4, values, torch.randint(117, 122, (experts, rows, depth // 32), generator=generator).byte())
 
 
 @every_dtype
@@ -161,15 +162,15 @@ def test_experts_with_biases_equal_the_twin(device: torch.device, dtype: torch.d
         hidden.double(),
         slots,
         shares.double(),
-        (gate_up.double(), None),
-        (down.double(), None),
+        numbers(gate_up.double()),
+        numbers(down.double()),
         0,
         "silu",
         None,
         (biases[0].double(), biases[1].double()),
     )
     moved_biases = biases[0].to(device), biases[1].to(device)
-    weights = (gate_up.to(device), None), (down.to(device), None)
+    weights = numbers(gate_up.to(device)), numbers(down.to(device))
     given = hidden.to(device), slots.to(device), shares.to(device)
     close(moe.fused_experts(*given, *weights, 0, "silu", None, moved_biases), exact, dtype)
 
@@ -265,7 +266,7 @@ def test_a_layer_of_experts_is_few_launches(
     logits = random(tokens, 30).to(device)
     with Recorded(launches):
         ids, shares = OPS.choose_experts(logits, None, spec, 2)
-        OPS.fused_experts(hidden, ids, shares, (gate_up, None), (down, None), 0, "silu")
+        OPS.fused_experts(hidden, ids, shares, numbers(gate_up), numbers(down), 0, "silu")
     assert len(launches) == expected, launches
 
 

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.kernels import Packed
 from penstock.executor.kernels.cuda import packed_products, tiles
-from penstock.executor.kernels.grouped import Grouped, GroupedLinear, as_groups, half_of, pack
-from tests.support.coded import coded
+from penstock.executor.kernels.linear import Linear, half_of, pack
+from penstock.executor.kernels.weight import Groups, Weight, as_groups, group_of, stack
+from tests.support.coded import FILE_TYPES, coded
 from tests.support.kernel_cases import close, every_dtype, matrix
 from tests.support.paged import random
 from tests.support.twins import grouped as twin
+from tests.support.twins import torch_ops
 
 CPU = torch.device("cpu")
 Tensor = torch.Tensor
@@ -29,7 +30,7 @@ KINDS = [
 ]
 
 
-def grouped(rows: int, columns: int, kind: tuple[int, int, str | None, bool], seed: int = 0) -> Grouped:
+def grouped(rows: int, columns: int, kind: tuple[int, int, str | None, bool], seed: int = 0) -> Weight:
     bits, group, below, is_ordered = kind
     made = torch.Generator().manual_seed(seed)
     groups = columns // group
@@ -44,23 +45,23 @@ def grouped(rows: int, columns: int, kind: tuple[int, int, str | None, bool], se
     elif below == "minima":
         under = torch.randn(rows, groups, generator=made).half()
     order = torch.randperm(columns, generator=made.manual_seed(seed)) if is_ordered else None
-    return Grouped("a weight", codes, scales, under, bits or 8, order)
+    return Weight(Groups(bits or 8), codes, scales, under, order, "a weight")
 
 
-def moved(weight: Packed, device: torch.device) -> Packed:
+def moved(weight: Weight, device: torch.device) -> Weight:
     return weight.like(tensor.to(device) for tensor in weight.tensors())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_packed_stands_for_the_numbers(kind: tuple[int, int, str | None, bool]) -> None:
     parts = [grouped(rows, 384, kind, seed=5) for rows in (40, 24)]
-    expected = torch.cat([part.numbers(CPU, torch.float32) for part in parts])
+    expected = torch.cat([part.dequantize(CPU, torch.float32) for part in parts])
     packed = pack(parts, CPU)
     assert torch.equal(twin.widen(packed), expected)
-    assert (packed.width, packed.depth) == (64, 384)
+    assert packed.shape == (64, 384)
     if not kind[3]:
         rows = torch.tensor([3, 63, 3])
-        assert torch.equal(GroupedLinear(packed, None, twin, torch.float32).rows(rows), expected[rows])
+        assert torch.equal(Linear([packed], None, torch_ops).rows(rows, torch.float32), expected[rows])
 
 
 @matrix("kind, rows", KINDS, (1, 20), hardest=[(kind, 20) for kind in KINDS] + [(KINDS[1], 1), (KINDS[5], 1)])
@@ -85,7 +86,7 @@ def test_the_depth_may_be_cut(
 
 def test_half_a_step_fits_the_depth_and_the_groups() -> None:
     def half(bits: int, columns: int, group: int) -> int | None:
-        return half_of(Grouped("", torch.zeros(1, columns), torch.zeros(1, columns // group), None, bits))
+        return half_of(Weight(Groups(bits), torch.zeros(1, columns), torch.zeros(1, columns // group)))
 
     given = {(4, 4096, 128): 64, (4, 576, 32): 32, (8, 576, 32): 64, (4, 96, 96): 16, (8, 48, 48): 16}
     assert {case: half(*case) for case in given} == given
@@ -102,9 +103,8 @@ def test_experts_equal_the_twin(device: torch.device, kind: tuple[int, int, str 
     width, inner, experts, first = 128, 64, 3, 1
     kind = kind if kind[0] else (0, 64, *kind[2:])
 
-    def stacked(rows: int, columns: int) -> Packed:
-        each = [pack([grouped(rows, columns, kind, seed)], CPU) for seed in range(experts)]
-        return each[0].like(torch.stack(parts) for parts in zip(*(one.tensors() for one in each), strict=True))
+    def stacked(rows: int, columns: int) -> Weight:
+        return stack([pack([grouped(rows, columns, kind, seed)], CPU) for seed in range(experts)])
 
     gate_up, down = stacked(2 * inner, width), stacked(width, inner)
     slots = torch.rand(tokens, experts + 1, generator=torch.Generator().manual_seed(2)).topk(2).indices
@@ -123,22 +123,19 @@ def test_tiles_of_many_rows_do_not_depend_on_columns() -> None:
         assert len(rows) == 1
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", [kind for kind in FILE_TYPES if kind != "MXFP4"])
 def test_gguf_types_become_groups(kind: str) -> None:
     """Products of two scales, in 16 bits, are off by no more than 1 in 4,096."""
     weight, values = coded(np.random.default_rng(1), (30, 512), kind)
     part = as_groups(weight)
-    assert part is not None and half_of(part) is not None
-    numbers = part.numbers(CPU, torch.float32).double()
-    if kind in ("Q4_0", "Q8_0"):
-        assert torch.equal(numbers, values)
+    assert half_of(part) is not None and part.scales is not None and isinstance(part.format, Groups)
+    made = part.dequantize(CPU, torch.float32).double()
+    if "_K" not in kind and kind not in ("Q4_1", "Q5_1", "IQ4_XS"):
+        assert torch.equal(made, values)
     else:
-        least = part.scales.double().abs().repeat_interleave(part.group, 1)
-        bound = (least * (15 if part.bits == 4 else 32)) / 2048 + 2e-6
-        if part.below is not None:
-            bound += part.below.double().abs().repeat_interleave(part.group, 1) / 2048
-        assert ((numbers - values).abs() <= bound).all()
-
-
-def test_other_gguf_types_do_not() -> None:
-    assert as_groups(coded(np.random.default_rng(1), (3, 256), "Q5_K")[0]) is None
+        least = part.scales.double().abs().repeat_interleave(group_of(part), 1)
+        largest = {"Q4_K": 15, "Q4_1": 15, "IQ4_XS": 128}.get(kind, 32)  # of a code, less that of zero
+        bound = (least * largest) / 2048 + 2e-6
+        if part.zeros is not None:
+            bound += part.zeros.double().abs().repeat_interleave(group_of(part), 1) / 2048
+        assert ((made - values).abs() <= bound).all()

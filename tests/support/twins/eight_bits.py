@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.executor.kernels import Quantized
-from penstock.executor.kernels.eight_bits import BLOCK, FP8_MAX, TINY, make_quantized
+from penstock.executor.kernels.eight_bits import FP8_MAX, TINY, make_quantized
+from penstock.executor.kernels.weight import BLOCK
 from tests.support.twins import torch_ops
 
 

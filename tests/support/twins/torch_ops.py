@@ -21,14 +21,13 @@ from penstock.executor.kernels import (
     NormedRows,
     NormingOps,
     Pages,
-    Scaled,
     ScoreExtras,
 )
 from penstock.executor.kernels.cpu_ops import CpuOps, latent_parts
 from penstock.executor.kernels.recurrent import RecurrentOps
 from tests.support.twins import recurrent as recurrent_twin
 
-fused_experts: FusedExperts[Scaled] | None = None
+fused_experts: FusedExperts | None = None
 blocks: BlockOps | None = None
 groups: GroupOps | None = None
 norming: NormingOps | None = None

@@ -1,0 +1,233 @@
+"""Products with weights on a CPU, in C (csrc/cpu_linear.h and csrc/cpu_coded.h), over weights that are packed once.
+
+A row's result is the same bits whatever other rows there are and on any number of threads, in float32 and in
+bfloat16. Against oneDNN's prepacked product numbers were 1.0 to 1.3 times as fast at 1 and 16 rows of the default model's
+layers and 1.02 to 1.05 times at 512 (two cores of Zen 5, bfloat16), and they need none of
+torch's private operators. With codes of 2 to 8 bits an input is rounded to integers up to 32,512 with a scale for 32
+neighbours, which is nearer to it than bfloat16, and products are summed exactly: the result is that of the file's own
+numbers, to five digits.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock import _csrc
+from penstock.executor.code_types import CODE_TYPES, CodeType
+from penstock.executor.kernels.cpu_ops import DTYPES, addresses, describe_cpu, levels
+from penstock.executor.kernels.weight import EIGHT_BITS, Format, Ggml, Groups, Weight, group_of
+from penstock.executor.weight_memory import take
+
+_lib: Any = _csrc.lib
+CHUNK = 32  # neighbours in depth that C computes with one scale
+Orders = list[tuple[Tensor | None, Any]]  # an order of the inputs, and what is a struct penstock_part[] of it
+
+
+@dataclass(frozen=True, slots=True)
+class Panels(Format):
+    """A weight as C computes with it: codes of a type (csrc/codes.h), or blocks of transposed numbers if `type` is None."""
+
+    type: CodeType | None
+    width: int
+    depth: int
+
+    def shape(self, weight: Weight) -> tuple[int, ...]:  # noqa: ARG002
+        return self.width, self.depth
+
+
+class CpuProduct:
+    """[T, in] -> [T, out] by these weights, their outputs side by side, and bias [out]. The weights are copied."""
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        num_threads: int | None = None,
+        level: str | None = None,
+    ) -> None:
+        """Raises ExecutorError if a scale is not finite. The weights are ones that `code_type` or `is_repacked` accept."""
+        assert dtype in DTYPES
+        self._dtype, self._depth = dtype, weights[0].shape[1]
+        self._cpu = describe_cpu(dtype, num_threads, level)
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.weights = [_pack(weight, self._cpu.level) for weight in weights]
+        self._width = sum(weight.shape[0] for weight in weights)
+        self._orders = self._structs()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self._orders)
+
+    @staticmethod
+    def each(products: "Sequence[CpuProduct]", counts: Sequence[int], x: Tensor) -> Tensor:
+        """Multiply the first counts[0] rows by the first of these, the next by the second; return the same bits as one by
+        one. Unless inputs are reordered it is one call, whose threads share the work of all.
+
+        The weights are described anew, as an expert that moved here may have taken their tensors' place.
+        """
+        starts = [sum(counts[:index]) for index in range(len(counts))]
+        if all(product.is_in_order for product in products):
+            described = zip(products, starts, counts, strict=True)
+            parts = [part for one, start, count in described for _, own in one._describe(start, count) for part in own]
+            return products[0]._multiply(x, [(None, _csrc.ffi.new("struct penstock_part[]", parts))])
+        shared_out = zip(products, x.split(list(counts)), strict=True)
+        return torch.cat([product._multiply(rows, product._structs()) for product, rows in shared_out])
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """[T] -> [T, in]: these rows of the one weight there is, rounded to the dtype."""
+        ((form, panels, *_),) = self.weights
+        assert isinstance(form, Panels)
+        indices = indices.long().contiguous()
+        rows, kind = len(indices), form.type
+        if kind is None:
+            out = torch.empty((rows, form.depth), dtype=self._dtype)
+            sizes = rows, form.depth // _elements_per_word(self._dtype), form.width
+            failed = _lib.penstock_linear_rows(self._cpu, *addresses(panels, indices, out), *sizes)
+        else:
+            out = torch.empty((rows, form.depth))
+            columns = _lib.penstock_coded_columns(self._cpu.level)
+            given = kind.number, panels.data_ptr(), form.width, form.depth, columns
+            failed = _lib.penstock_code_rows(*given, indices.data_ptr(), rows, out.data_ptr())
+        assert not failed, "a number that none of the rows has"
+        return out.to(self._dtype)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether one call of C computes it, over inputs as they are."""
+        return all(order is None for order, _ in self._orders)
+
+    def describe(self, projection: Any) -> None:
+        """Fill in a struct penstock_projection."""
+        ((_, projection.parts),) = self._orders
+        projection.num_parts, projection.depth, projection.width = len(self.weights), self._depth, self._width
+
+    def _structs(self) -> Orders:
+        """Describe the weights for all rows of an input."""
+        return [(order, _csrc.ffi.new("struct penstock_part[]", parts)) for order, parts in self._describe(0, -1)]
+
+    def _describe(self, first_row: int, num_rows: int) -> list[tuple[Tensor | None, list[tuple[int, ...]]]]:
+        """Return the fields of a struct penstock_part for each weight, those with the same order of inputs together."""
+        column, found = 0, list[tuple[Tensor | None, list[tuple[int, ...]]]]()
+        for weight in self.weights:
+            assert isinstance(weight.format, Panels)
+            kind, order = weight.format.type, weight.order
+            number = _lib.PENSTOCK_NUMBERS if kind is None else kind.number
+            bias = 0 if self.bias is None else self.bias[column:].data_ptr()
+            part = number, weight.codes.data_ptr(), bias, column, weight.shape[0], first_row, num_rows
+            same = [parts for before, parts in found if _is_same(before, order)]
+            if same:
+                same[0].append(part)
+            else:
+                found.append((order, [part]))
+            column += weight.shape[0]
+        return found
+
+    def _multiply(self, x: Tensor, orders: Orders) -> Tensor:
+        assert x.dtype is self._dtype and x.shape[1] == self._depth
+        rows = len(x)
+        y = torch.empty((rows, self._width), dtype=self._dtype)
+        for order, parts in orders:
+            given = x if order is None else x.index_select(1, order)
+            stride, element = given.stride()
+            if element != 1 or stride % _elements_per_word(self._dtype):
+                given = given.contiguous()
+                stride = self._depth
+            size = _lib.penstock_product_scratch(len(parts), parts, rows, self._depth)
+            scratch = torch.empty(size, dtype=torch.uint8)
+            where = scratch.data_ptr(), len(parts), parts, y.data_ptr()
+            if _lib.penstock_product(self._cpu, given.data_ptr(), stride, *where, rows, self._depth, self._width):
+                raise MemoryError
+        return y
+
+
+def is_repacked(weight: Tensor) -> bool:
+    """Tell whether C takes this weight of numbers and is the fastest for it: without AVX2, torch is."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in DTYPES
+        and weight.shape[1] % 2 == 0
+        and levels()[-1] != "portable"
+    )
+
+
+def code_type(weight: Weight) -> tuple[CodeType, Weight] | None:
+    """Return the type of codes that C computes this weight as, and the weight with scales of 16 bits. None if it has none:
+    if the weight is numbers, or if its groups or scales do not allow it."""
+    if isinstance(weight.format, Ggml):
+        return weight.format.type, weight
+    if not isinstance(weight.format, Groups) or weight.codes.dtype is EIGHT_BITS or group_of(weight) % CHUNK:
+        return None
+    scales, zeros, bits = _in_16_bits(weight.scales), weight.zeros, weight.format.bits
+    if scales is None or (zeros is not None and zeros.is_floating_point()):
+        return None
+    name = f"G{bits}" if zeros is not None else f"Q{bits}_0"
+    if scales.dtype is torch.bfloat16:
+        name = f"G{bits}_BF16"
+    return CODE_TYPES[name], weight._replace(scales=scales)
+
+
+def _in_16_bits(scales: Tensor | None) -> Tensor | None:
+    """Return scales as float16 or bfloat16 if that is exact."""
+    if scales is None or scales.dtype is not torch.float32:
+        return scales
+    candidates = (scales.to(dtype) for dtype in (torch.float16, torch.bfloat16))
+    return next((narrow for narrow in candidates if torch.equal(narrow.float(), scales)), None)
+
+
+def _pack(weight: Weight, level: int) -> Weight:
+    width, depth = weight.shape
+    if (found := code_type(weight)) is None:
+        assert weight.is_numbers
+        return Weight(Panels(None, width, depth), _pack_numbers(weight.codes, _lib.penstock_cpu_columns(level)))
+    kind, weight = found
+    panels = pack_codes(kind, weight, _lib.penstock_coded_columns(level))
+    return Weight(Panels(kind, width, depth), panels, order=weight.order)
+
+
+def pack_codes(kind: CodeType, weight: Weight, columns: int) -> Tensor:
+    """Return codes in panels of so many rows. Raises ExecutorError if a scale is not finite."""
+    width, depth = weight.shape
+    if weight.panels is not None and weight.panels[0] == columns:
+        return torch.frombuffer(weight.panels[1], dtype=torch.uint8)
+    panels = torch.frombuffer(take(_lib.penstock_code_bytes(kind.number, width, depth, columns)), dtype=torch.uint8)
+    if isinstance(weight.format, Ggml):
+        stored = weight.codes.contiguous()
+        bad = _lib.penstock_code_pack(kind.number, stored.data_ptr(), width, depth, columns, panels.data_ptr())
+        if bad >= 0:
+            raise weight.error(bad)
+    else:
+        parts = [None if part is None else part.contiguous() for part in weight[1:4]]
+        sizes = width, depth, group_of(weight), columns
+        _lib.penstock_group_pack(kind.number, *addresses(*parts), *sizes, panels.data_ptr())
+    return panels
+
+
+def _pack_numbers(weight: Tensor, columns: int) -> Tensor:
+    """[out, in] -> [out / columns, in, columns], zeros at the end; pairs of bfloat16 along `in` stay together."""
+    width, depth = weight.shape
+    assert weight.dtype in DTYPES and depth % 2 == 0
+    words = weight.contiguous()
+    if weight.dtype is torch.bfloat16:
+        words = words.view(torch.int32)
+    num_blocks = -(-width // columns)
+    shape = num_blocks, words.shape[1], columns
+    packed = torch.frombuffer(take(math.prod(shape) * 4), dtype=words.dtype).view(shape)
+    whole = width // columns
+    packed[:whole] = words[: whole * columns].unflatten(0, (-1, columns)).transpose(1, 2)
+    if width % columns:
+        packed[whole, :, : width % columns] = words[whole * columns :].T
+    return packed
+
+
+def _elements_per_word(dtype: torch.dtype) -> int:
+    return 2 if dtype is torch.bfloat16 else 1
+
+
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)

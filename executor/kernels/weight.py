@@ -1,0 +1,327 @@
+"""The weight of a linear layer: the one form in which readers give it, ranks cut it and kernels read it.
+
+A `Weight` is numbers, or codes with what turns them into numbers; its `format` knows how they lie. A checkpoint stores
+`Numbers`, `Blocks`, `Groups` or `Ggml`, which can be cut and dequantized. For the device that computes with it, a weight is
+packed once into `Packed` or `Mxfp4` (linear.py) or `Panels` (cpu_product.py); numbers and blocks stay as they are.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock import _csrc
+from penstock.executor.code_types import CodeType
+from penstock.executor.protocol import ExecutorError
+
+_lib: Any = _csrc.lib
+CPU = torch.device("cpu")
+EIGHT_BITS = torch.float8_e4m3fn
+BLOCK = 128  # rows and columns that have one scale in `Blocks`
+LEAST_GROUP = 16
+VALUES_AT_ONCE = 1 << 22  # that are dequantized in float32 at a time
+
+
+class Format:
+    """How the codes of a weight lie, and how they are cut and dequantized."""
+
+    def shape(self, weight: "Weight") -> tuple[int, ...]:
+        return tuple(weight.codes.shape)
+
+    def covering(self, weight: "Weight", dim: int, start: int, end: int) -> tuple[int, int]:  # noqa: ARG002
+        """Return the smallest range around this one that can be cut out without dequantizing."""
+        return start, end
+
+    def cut(self, weight: "Weight", dim: int, start: int, size: int) -> "Weight":
+        raise NotImplementedError
+
+    def rows(self, weight: "Weight", first: int, end: int, device: torch.device) -> Tensor:
+        """Return these rows as float32, with the columns in the order of the codes."""
+        raise NotImplementedError
+
+
+class Weight(NamedTuple):
+    format: Format
+    codes: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    order: Tensor | None = None  # int64 [columns]: the input that each column is for; None: they are in order
+    name: str = ""
+    panels: tuple[int, memoryview] | None = None  # packed while torch was imported: rows of a panel, and the panels
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.format.shape(self)
+
+    @property
+    def is_numbers(self) -> bool:
+        return isinstance(self.format, Numbers)
+
+    def narrow(self, dim: int, start: int, size: int) -> "Weight":
+        """Return a range of rows (0) or columns (1). Where the codes cannot be cut there, it is numbers in float32."""
+        low, high = self.format.covering(self, dim, start, start + size)
+        part = self
+        if (low, high) != (0, self.shape[dim]):
+            part = self.format.cut(self, dim, low, high - low)
+        if (low, high) == (start, start + size):
+            return part
+        values = part.dequantize(CPU, torch.float32)
+        return numbers(values.narrow(dim, start - low, size), self.name)
+
+    def take(self, rows: Tensor) -> "Weight":
+        """Return these rows, in this order."""
+        scales = None if self.scales is None else self.scales[rows]
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return self._replace(codes=_as_bytes(self.codes)[rows].view(self.codes.dtype), scales=scales, zeros=zeros)
+
+    def dequantize(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
+        """Return the numbers, computed in float32 and rounded to `dtype`, a few rows at a time so that there is no float32
+        copy of all. Without `copy`, numbers that need no conversion are returned as they are."""
+        if self.is_numbers:
+            return self.codes.to(device=device, dtype=dtype, copy=copy)
+        rows, columns = self.shape
+        out = torch.empty((rows, columns), dtype=dtype, device=device)
+        at_once = max(VALUES_AT_ONCE // columns, 1)
+        for start in range(0, rows, at_once):
+            end = min(start + at_once, rows)
+            values = self.format.rows(self, start, end, device)
+            if self.order is None:
+                out[start:end] = values
+            else:
+                out[start:end].index_copy_(1, self.order.to(device), values.to(dtype))
+        return out
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in self[1:5] if tensor is not None]
+
+    def like(self, tensors: Iterable[Tensor]) -> "Weight":
+        """Return a weight of the same format with other `tensors()`."""
+        given = iter(tensors)
+        codes, scales, zeros, order = (None if part is None else next(given) for part in self[1:5])
+        assert codes is not None
+        return Weight(self.format, codes, scales, zeros, order, self.name)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What weights that are stacked have in common."""
+        return self.format, *(None if part is None else (part.shape, part.dtype) for part in self[1:5])
+
+    def error(self, row: int) -> ExecutorError:
+        kind = self.format.type.name if isinstance(self.format, Ggml) else "its codes"
+        return ExecutorError(f"tensor {self.name!r}: row {row} has a scale of {kind} that is not finite")
+
+
+def stack(weights: Sequence[Weight]) -> Weight:
+    """Return weights of one kind as one weight with a dimension in front. They become views of it."""
+    return weights[0].like(stack_tensors(each) for each in zip(*(weight.tensors() for weight in weights), strict=True))
+
+
+def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack tensors and make them views of the result, so that they are kept once."""
+    stacked = torch.stack(list(tensors))
+    for tensor, part in zip(tensors, stacked, strict=True):
+        tensor.data = part
+    return stacked
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers(Format):
+    """Numbers of any floating-point dtype."""
+
+    def cut(self, weight: Weight, dim: int, start: int, size: int) -> Weight:
+        return weight._replace(codes=weight.codes.narrow(dim, start, size))
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks(Format):
+    """float8_e4m3fn with one float32 scale per 128 × 128, as DeepSeek-V3 and the FP8 Qwen3 are stored."""
+
+    def covering(self, weight: Weight, dim: int, start: int, end: int) -> tuple[int, int]:  # noqa: ARG002
+        return start // BLOCK * BLOCK, end
+
+    def cut(self, weight: Weight, dim: int, start: int, size: int) -> Weight:
+        assert weight.scales is not None and start % BLOCK == 0
+        scales = weight.scales.narrow(dim, start // BLOCK, -(-size // BLOCK))
+        return weight._replace(codes=weight.codes.narrow(dim, start, size), scales=scales)
+
+    def rows(self, weight: Weight, first: int, end: int, device: torch.device) -> Tensor:
+        assert weight.scales is not None
+        # Looked up: on a CPU torch converts eight bits at a quarter of this speed.
+        table = torch.arange(256, dtype=torch.uint8, device=device).view(EIGHT_BITS).float()
+        codes = weight.codes[first:end].to(device).view(torch.uint8)
+        values = table.index_select(0, codes.int().flatten()).view(codes.shape)
+        row, column = (torch.arange(*span, device=device) // BLOCK for span in ((first, end), (0, codes.shape[1])))
+        by: Tensor = weight.scales.to(device, torch.float32)[row[:, None], column]
+        return values.mul_(by)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups(Format):
+    """Codes of four or eight bits, a byte each, with a scale for each group of neighbours in a row: [rows, groups].
+
+    A number is (code - zero) · scale, with codes of zero in uint8, or code · scale - minimum, with float16 minima in their
+    place; without either, zero is the middle code. Codes of float8_e4m3fn are numbers and have no zero. AWQ, GPTQ and
+    compressed-tensors store such weights, and GGUF's types can be written so.
+    """
+
+    bits: int = 4
+
+    def covering(self, weight: Weight, dim: int, start: int, end: int) -> tuple[int, int]:
+        columns = weight.shape[1]
+        if dim == 0 or (start, end) == (0, columns):
+            return start, end
+        if weight.order is not None:
+            return 0, columns
+        group = group_of(weight)
+        if group == columns or math.gcd(group, start, end - start) >= LEAST_GROUP:
+            return start, end
+        unit = LEAST_GROUP if group % LEAST_GROUP == 0 else group
+        return start // unit * unit, min(-(-end // unit) * unit, columns)
+
+    def cut(self, weight: Weight, dim: int, start: int, size: int) -> Weight:
+        whole, zeros = group_of(weight), weight.zeros
+        assert weight.scales is not None
+        if dim == 0:
+            scales = weight.scales.narrow(0, start, size)
+            zeros = None if zeros is None else zeros.narrow(0, start, size)
+            return weight._replace(codes=weight.codes.narrow(0, start, size), scales=scales, zeros=zeros)
+        codes = weight.codes.narrow(1, start, size)
+        if whole == weight.shape[1]:
+            return weight._replace(codes=codes)
+        group = math.gcd(whole, start, size)
+
+        def cut(values: Tensor) -> Tensor:
+            return values.repeat_interleave(whole // group, 1).narrow(1, start // group, size // group)
+
+        return weight._replace(codes=codes, scales=cut(weight.scales), zeros=None if zeros is None else cut(zeros))
+
+    def rows(self, weight: Weight, first: int, end: int, device: torch.device) -> Tensor:
+        assert weight.scales is not None
+        zeros = None if weight.zeros is None else weight.zeros[first:end].to(device)
+        return scaled(weight.codes[first:end].to(device), weight.scales[first:end].to(device), zeros, self.bits)
+
+
+def group_of(weight: Weight) -> int:
+    """Return how many neighbours have one scale in a weight of `Groups`."""
+    assert weight.scales is not None
+    return weight.codes.shape[1] // weight.scales.shape[1]
+
+
+def scaled(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Tensor:
+    """Dequantize codes [rows, columns] with scales and zeros [rows, groups], as `Groups` says, to float32."""
+    values = codes.float().unflatten(1, (scales.shape[1], -1))
+    by, zero = scales.float()[..., None], 0.0 if codes.dtype is EIGHT_BITS else float(1 << bits - 1)
+    if zeros is not None and zeros.is_floating_point():
+        made: Tensor = values * by - zeros[..., None].float()
+    else:
+        made = (values - (zero if zeros is None else zeros[..., None].float())) * by
+    return made.flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Ggml(Format):
+    """The blocks of a GGUF file: uint8 [rows, bytes]. C reads them (csrc/codes.c)."""
+
+    type: CodeType
+
+    def shape(self, weight: Weight) -> tuple[int, ...]:
+        return weight.codes.shape[0], weight.codes.shape[1] // self.type.size_bytes * self.type.block
+
+    def covering(self, weight: Weight, dim: int, start: int, end: int) -> tuple[int, int]:  # noqa: ARG002
+        unit = self.type.block if dim == 1 else 1
+        return start // unit * unit, -(-end // unit) * unit
+
+    def cut(self, weight: Weight, dim: int, start: int, size: int) -> Weight:
+        if dim == 1:
+            start, size = (at // self.type.block * self.type.size_bytes for at in (start, size))
+        return weight._replace(codes=weight.codes.narrow(dim, start, size), panels=None)
+
+    def rows(self, weight: Weight, first: int, end: int, device: torch.device) -> Tensor:
+        some = weight.codes[first:end].contiguous()
+        blocks, columns = some.numel() // self.type.size_bytes, weight.shape[1]
+        values = torch.empty((end - first, columns))
+        bad = _lib.penstock_code_values(self.type.number, some.data_ptr(), blocks, values.data_ptr())
+        if bad >= 0:
+            raise weight.error(first + bad * self.type.block // columns)
+        return values.to(device)
+
+
+def as_groups(weight: Weight) -> Weight:
+    """Return a weight of GGUF's blocks as `Groups`. Scales of groups are multiplied out, in float16: they are off by at most
+    1/4096, where bfloat16 rounds every product to 1/512."""
+    assert isinstance(weight.format, Ggml)
+    (rows, columns), number = weight.shape, weight.format.type.number
+    stored, groups = weight.codes.contiguous(), columns // _lib.penstock_code_group_values(number)
+    codes = torch.empty((rows, columns), dtype=torch.uint8)
+    halves = [torch.empty((rows, groups)) for _ in range(1 + _lib.penstock_code_has_minima(number))]
+    blocks = stored.numel() // weight.format.type.size_bytes
+    addresses = [part.data_ptr() for part in (stored, codes, *halves)]
+    bad = _lib.penstock_code_groups(number, addresses[0], blocks, *addresses[1:], *(0,) * (2 - len(halves)))
+    if bad >= 0:
+        raise weight.error(bad * weight.format.type.block // columns)
+    scales, *minima = (half.half() for half in halves)
+    for half in (scales, *minima):
+        if not (finite := half.isfinite().all(1)).all():
+            raise weight.error(int((~finite).nonzero()[0, 0]))
+    bits = _lib.penstock_code_group_bits(number)
+    return Weight(Groups(bits), codes, scales, minima[0] if minima else None, name=weight.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(Format):
+    """`Groups` as Triton's kernels read them, [N, K] or for several experts [S, N, K]: uint8 [..., N, K · bits / 8], or
+    float8_e4m3fn, with scales and zeros [..., K / group, N] and the order int32 [..., K]. A byte of four-bit codes has those
+    of two inputs that are `half` apart, so that one read serves two products."""
+
+    bits: int
+    half: int
+
+    def shape(self, weight: Weight) -> tuple[int, ...]:
+        *leading, width, row_bytes = weight.codes.shape
+        return (*leading, width, row_bytes * 8 // self.bits)
+
+    def rows(self, weight: Weight, first: int, end: int, device: torch.device) -> Tensor:
+        codes = weight.codes[first:end]
+        if self.bits == 4:
+            runs = codes.unflatten(1, (-1, self.half))
+            codes = torch.stack((runs & 15, runs >> 4), 2).flatten(1)
+        assert weight.scales is not None
+        zeros = None if weight.zeros is None else weight.zeros[:, first:end].t()
+        return scaled(codes, weight.scales[:, first:end].t(), zeros, self.bits).to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4(Format):
+    """MXFP4 as Triton's kernels read it: two codes a byte, [..., N, K / 2], each 0 … 6 in eight steps with a sign, times 2 to
+    the power of a byte in `scales` [..., N, K / 32]. Byte i of a block of 16 has the codes i and i + 16."""
+
+    def shape(self, weight: Weight) -> tuple[int, ...]:
+        return (*weight.codes.shape[:-1], weight.codes.shape[-1] * 2)
+
+
+MXFP4_BLOCK = 32
+_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def widen_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
+    """Dequantize codes [..., K / 2] with scales [..., K / 32], as `Mxfp4` has them, to float32 [..., K]."""
+    table = torch.tensor([*_MXFP4_VALUES, *(-value for value in _MXFP4_VALUES)], device=codes.device)
+    pairs = codes.unflatten(-1, (-1, MXFP4_BLOCK // 2))
+    numbers_of = torch.cat((pairs & 15, pairs >> 4), dim=-1)
+    wide: Tensor = (table[numbers_of.int()] * torch.exp2(scales.float() - 127)[..., None]).flatten(-2)
+    return wide
+
+
+NUMBERS, BLOCKS, MXFP4 = Numbers(), Blocks(), Mxfp4()
+
+
+def numbers(values: Tensor, name: str = "") -> Weight:
+    """Return numbers as a weight."""
+    return Weight(NUMBERS, values, name=name)
+
+
+def _as_bytes(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8) if codes.dtype is EIGHT_BITS else codes
