@@ -25,7 +25,7 @@ NO_NORMS: HeadNorms = (None, None, 0.0)
 
 
 class ScoreExtras(NamedTuple):
-    """What some models do with the scores of attention, scaled as they are."""
+    """What some models do with the scores of attention after they are scaled."""
 
     cap: float | None = None  # then a score is cap * tanh(score / cap)
     sinks: Tensor | None = None  # [Hq] float32: a further score of each head, which has no value
@@ -36,7 +36,7 @@ NO_EXTRAS = ScoreExtras()
 
 
 class Rotation(NamedTuple):
-    """rot numbers of each head are rotated; 0: none."""
+    """The rotation of `rot` numbers of each head; 0: none."""
 
     cos: Tensor  # [P, rot / 2] float32
     sin: Tensor
@@ -62,8 +62,7 @@ class LatentStore(NamedTuple):
 
 
 class NormedRows(NamedTuple):
-    """Rows on their way into a product that computes their sum and norm itself: rms_norm(update + residual). It writes the
-    sum to `total`."""
+    """Rows for a product that computes rms_norm(update + residual) itself, and writes the sum to `total`."""
 
     update: Tensor  # [T, H]
     residual: Tensor
@@ -77,7 +76,7 @@ class NormedRows(NamedTuple):
 
 
 class Ops(Protocol):
-    """Norm weights are float32 whatever the dtype of x. q, k and v may be views of one merged projection."""
+    """The operations of a model. Norm weights are float32 whatever the dtype of x; q, k and v may be views of one tensor."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, H], weight [H] -> [T, H]"""
@@ -128,27 +127,27 @@ class Ops(Protocol):
 
     @property
     def expanded_attention(self) -> "ExpandedAttention | None":
-        """None: there is only `latent_attention`."""
+        """Attention over expanded latents; None if there is only `latent_attention`."""
 
     @property
     def fused_experts(self) -> "FusedExperts | None":
-        """None: expert after expert."""
+        """The experts of a layer in one call; None: they are computed one by one."""
 
     @property
     def recurrent(self) -> RecurrentOps:
-        """Of layers that carry a state along instead of keys and values."""
+        """The operations of layers that keep a state instead of keys and values."""
 
     @property
     def norming(self) -> "NormingOps | None":
-        """None where every product reads rows that are already normed."""
+        """Products that norm their rows; None if every product reads rows that are already normed."""
 
     @property
     def groups(self) -> "GroupOps | None":
-        """Weights as codes of four or eight bits; None: they are numbers of the model's dtype, or C's (`codes`)."""
+        """Products with codes of four or eight bits; None: such weights are dequantized, or C computes them."""
 
     @property
     def blocks(self) -> "BlockOps | None":
-        """Weights and pages of eight bits; None: such weights become numbers of the model's dtype when they are loaded."""
+        """Weights and pages of eight bits; None: such weights are dequantized when they are loaded."""
 
 
 class ExpandedAttention(Protocol):
@@ -167,7 +166,8 @@ class ExpandedAttention(Protocol):
 
 
 class FusedExperts(Protocol):
-    """Weights are stacked: numbers, `Blocks` or `Mxfp4`, or for `GroupOps` `Packed` ones, which have no biases."""
+    """The experts of a layer in one call. Weights are stacked: numbers, `Blocks` or `Mxfp4`; for `GroupOps` they are `Packed`
+    and have no biases."""
 
     def __call__(
         self,
@@ -181,13 +181,13 @@ class FusedExperts(Protocol):
         added: Tensor | None = None,
         biases: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Tensor:
-        """What the experts in slots first … first + S - 1 add up to, each by its share, and `added`: hidden [T, H], slots
+        """Return the weighted sum of the experts in slots first … first + S - 1, plus `added`: hidden [T, H], slots
         and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. An entry of another rank's slot adds nothing.
         Biases are those of the two products, [S, 2 I] and [S, H]."""
 
 
 class NormingOps(Protocol):
-    """Products of few rows, which add and norm them as well."""
+    """Products of few rows that add and norm the rows as well."""
 
     MAX_ROWS: int
 
@@ -217,7 +217,7 @@ class BlockOps(Protocol):
 
 
 class GroupOps(Protocol):
-    """Products with weights that are widened as they are read. Inputs and sums are as with numbers."""
+    """Products with weights that are dequantized as they are read. Inputs and sums are as with numbers."""
 
     def packed_linear(self, x: Tensor, weight: Weight) -> Tensor:
         """x [T, K] -> [T, N]"""
@@ -227,7 +227,7 @@ class GroupOps(Protocol):
 
 
 class SamplingOps(Protocol):
-    """What a GPU samples with; the CPU has a faster way of its own to the same distributions (executor/sampling/draw.py).
+    """Sampling on a GPU. The CPU samples from the same distributions in a faster way (executor/sampling/draw.py).
 
     A GPU draws by the Gumbel-max trick: the token whose logit plus noise is largest. Noise is a function of seed, position
     and token alone, so a request gives the same tokens in any batch, and no sum over the vocabulary is needed.
@@ -261,12 +261,12 @@ class SamplingOps(Protocol):
         """
 
     def mask(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-        """Minus infinity, in place, for what rows [n] of logits [S, V] may not sample: masks [n, words] int32, a bit
-        each."""
+        """Set the logits that rows [n] of logits [S, V] may not sample to minus infinity, in place: masks [n, words] int32,
+        a bit for each token."""
 
 
 class RowTensors(NamedTuple):
-    """What a GPU makes of a step's rows: T tokens, R rows."""
+    """The tensors that a GPU makes of a step's rows: T tokens, R rows."""
 
     tokens: Tensor  # the first five are as in ForwardBatch
     positions: Tensor
@@ -281,21 +281,21 @@ class RowTensors(NamedTuple):
     seeds: Tensor
 
     def draw(self) -> tuple[Tensor, ...]:
-        """What `SamplingOps.choose` takes behind the logits."""
+        """Return what `SamplingOps.choose` takes after the logits."""
         return self.temperature, self.min_p, self.top_k, self.top_p, self.seeds, self.context_lens.long()
 
 
 class InputOps(Protocol):
-    """What makes a step's inputs on the device.
+    """The kernels that make a step's inputs on the device.
 
-    The block's numbers, for R rows: how many of them are real, three spare ones, R + 1 starts of the rows' tokens, then R
+    The packed numbers, for R rows: how many of them are real, three spare ones, R + 1 starts of the rows' tokens, then R
     each of slots, first positions and `write_from`. What lies where in the state: executor/kernels/state.py.
     """
 
     def apply_runs(self, packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:
-        """`num_runs` triples from packed[first] on: where a run goes in the state, where it is in `packed`, how long."""
+        """Copy runs into the state: `num_runs` triples from packed[first] on, of place in the state, place in `packed`, length."""
 
     def prepare(
         self, packed: Tensor, state: Tensor, places: Places, rows: int, tokens: int, longest: int, table_width: int
     ) -> RowTensors:
-        """`longest`: the most tokens of a row. Rows that are not real get zeros, and the spare place for their token."""
+        """Return the tensors of a step; `longest` is the most tokens of a row. Padding rows get zeros and a spare target."""

@@ -16,7 +16,7 @@ from penstock.executor.kernels.recurrent import DeltaHeads, check_heads, check_t
 
 
 class DeltaLayer(NamedTuple):
-    """What of a recurrent layer stands where others attend."""
+    """The parts of a recurrent layer that replace attention."""
 
     gates: Linear
     taps: Tensor
@@ -82,7 +82,7 @@ class CpuLayers:
         self._deltas.append(described)
 
     def __call__(self, residual: Tensor, batch: ForwardBatch, pages: KvPages, num: int) -> Tensor:
-        """The residual stream [T, hidden] goes through `num` layers in its place; returns what is to be added to it."""
+        """Compute `num` layers over the residual stream [T, hidden] in place. Return what is still to be added to it."""
         if pages is not self._pages:
             self._bind(pages, batch.group_of)
         assert residual.is_contiguous()

@@ -36,7 +36,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish", "sigmoid")  # as the C side
 
 
 def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, level: str | None = None) -> Ops:
-    """Kernels for a model in `dtype` with heads of `head_dim`, on at most `num_threads` threads (None: torch's).
+    """Return kernels for a model in `dtype` with heads of `head_dim`, on at most `num_threads` threads (None: torch's).
 
     `level` names the vector instructions to use (see `levels`); None is the best that the CPU has.
     """
@@ -48,13 +48,13 @@ def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, 
 
 
 def levels() -> list[str]:
-    """The instruction levels this CPU can run, slowest first."""
+    """Return the instruction levels that this CPU can run, slowest first."""
     best = _csrc.lib.penstock_cpu_best_level(_csrc.lib.penstock_cpu_instructions())
     return [_csrc.ffi.string(_csrc.lib.penstock_cpu_level_name(i)).decode() for i in range(best + 1)]
 
 
 def describe_cpu(dtype: torch.dtype, num_threads: int | None, level: str | None) -> Any:
-    """How the C side is to run, the first argument of its functions; None as in `make_ops`."""
+    """Return the struct that says how C runs, the first argument of its functions; None as in `make_ops`."""
     names = levels()
     if level is not None and level not in names:
         raise ValueError(f"level: {level!r} is not one of {names} on this CPU")
@@ -69,7 +69,7 @@ def describe_cpu(dtype: torch.dtype, num_threads: int | None, level: str | None)
 
 
 class CpuOps:
-    """The calls, 2 to 3 µs of Python each. What they assert is our own contract; sizes were checked at start."""
+    """Calls of C, 2 to 3 µs of Python each. They assert what callers here promise; sizes were checked at the start."""
 
     expanded_attention: ExpandedAttention | None = None
     fused_experts: FusedExperts | None = None
@@ -174,7 +174,7 @@ class CpuOps:
     def latent_rope_and_store(
         self, goal: Tensor, q: Tensor, down: Tensor, store: LatentStore, first: int, is_whole: bool
     ) -> None:
-        """There is no attention here that asks for whole queries."""
+        """Implement `Ops`; no attention on a CPU takes whole queries."""
         rope_dim = 2 * store.rotation.cos.shape[1]
         assert len(goal) == len(q) and first == 0 and not is_whole
         rotating, key = latent_parts(self.rms_norm, q, down, store)
@@ -224,7 +224,7 @@ def addresses(*tensors: Tensor | None) -> list[int]:
 
 
 def _rows(x: Tensor | None) -> tuple[int, int]:
-    """Where [T, H] is, and from row to row; a row itself must be contiguous."""
+    """Return the address of x [T, H] and the stride of its rows, each of which must be contiguous."""
     if x is None:
         return 0, 0
     row, element = x.stride()
@@ -233,7 +233,7 @@ def _rows(x: Tensor | None) -> tuple[int, int]:
 
 
 def _heads(x: Tensor | None) -> tuple[int, int]:
-    """Where [T, heads, D] is, and from token to token; a token's heads must lie side by side."""
+    """Return the address of x [T, heads, D] and the stride of its tokens, whose heads must lie side by side."""
     if x is None:
         return 0, 0
     token, head, element = x.stride()
@@ -244,7 +244,7 @@ def _heads(x: Tensor | None) -> tuple[int, int]:
 def latent_parts(
     rms_norm: Callable[[Tensor, Tensor, float], Tensor], q: Tensor, down: Tensor, store: LatentStore
 ) -> tuple[Tensor, Tensor]:
-    """Return what of the queries rotates [T, H, rope], and the keys [T, 1, rope + rank], neither rotated yet.
+    """Return the part of the queries that rotates [T, H, rope], and the keys [T, 1, rope + rank], neither rotated yet.
 
     The checkpoint rotates neighbours (2i, 2i + 1), our kernels (i, i + half): queries and keys move alike.
     """

@@ -71,7 +71,7 @@ class CpuAdapter:
 
 
 class CpuAdapters:
-    """Those that are held, by number."""
+    """The adapters that are held, by number."""
 
     num_bytes = 0  # on a device
 
@@ -86,13 +86,13 @@ class CpuAdapters:
         del self._held[number]
 
     def runs(self, numbers: np.ndarray) -> "CpuRuns":
-        """numbers [T] of the tokens' adapters"""
+        """Return the runs of tokens with these numbers [T] of adapters."""
         adapters = {number: self._held[number] for number in np.unique(numbers).tolist() if number}
         return CpuRuns(adapters, describe_cpu(self._dtype, None, None), numbers)
 
 
 class CpuRuns:
-    """Those of a step, as the C kernels take them."""
+    """The adapters of a step, as the C kernels read them."""
 
     def __init__(self, adapters: dict[int, CpuAdapter], cpu: Any, numbers: np.ndarray) -> None:
         self._adapters, self._cpu = adapters, cpu
@@ -106,7 +106,7 @@ class CpuRuns:
         return len(self.structs)
 
     def add(self, product: int, x: Tensor, y: Tensor) -> None:
-        """x [T, depth], y [T, width], to which is added."""
+        """Add what the adapters make of x [T, depth] to y [T, width]."""
         assert x.stride(1) == y.stride(1) == 1 and x.dtype is y.dtype
         strides = x.stride(0), y.stride(0)
         (at_x, at_y), depth = addresses(x, y), x.shape[1]
@@ -114,7 +114,7 @@ class CpuRuns:
 
 
 def _is_narrow(weight: Tensor) -> bool:
-    """Whether bfloat16 loses nothing of it: many adapters were trained so, and half as much is read."""
+    """Tell whether the weights are the same in bfloat16, of which half as much is read. Many adapters were trained in it."""
     return torch.equal(weight.bfloat16().float(), weight)
 
 
@@ -154,7 +154,7 @@ class AdapterPlaces:
             self._free.append(self._at.pop(number))
 
     def runs(self, numbers: np.ndarray) -> "PlacedRuns":
-        """numbers [T] of the tokens' adapters"""
+        """Return the runs of tokens with these numbers [T] of adapters."""
         runs = find_runs(numbers).tolist()
         needed = dict.fromkeys(number for _, _, number in runs)
         for number in needed:  # first those that have one, so that none of the step's is taken

@@ -26,7 +26,7 @@ MAX_CORES = 8
 
 @contextmanager
 def packing(config: ExecutorConfig) -> Iterator[GgufFile | None]:
-    """In the meantime. None: the config has no file that a CPU computes as codes."""
+    """Pack weights in threads during the context. Yields None if the config has no file that a CPU computes as codes."""
     path = Path(config.model)
     is_cpu = config.device == "cpu" or (config.device == "auto" and not any(map(os.path.exists, GPU_FILES)))
     is_kept = config.dtype == "auto" and config.load_format != "dummy" and is_computed()
@@ -49,7 +49,8 @@ def packing(config: ExecutorConfig) -> Iterator[GgufFile | None]:
 
 
 def _is_stored_as_computed(name: str, entry: TensorEntry) -> bool:
-    """Not a layer's experts, which lie in one tensor, nor rows of which llama.cpp has changed the order."""
+    """Tell whether C computes the tensor as it is stored. A layer's experts lie in one tensor, and llama.cpp has changed the
+    order of the rows of queries and keys."""
     return bool(entry.type.codes and len(entry.shape) == 2 and not name.endswith(("attn_q.weight", "attn_k.weight")))
 
 

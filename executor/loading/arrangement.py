@@ -46,8 +46,8 @@ AS_LLAMA = Arrangement()
 
 
 class _Place(NamedTuple):
-    """Where a tensor is: in which of the file's, for which expert, which rows of its matrix, transposed where that is
-    turned; no shape: that one, whole."""
+    """Where a tensor lies: the tensor of the file, the expert, and the rows of its matrix, transposed if it `is_turned`. Without
+    a shape it is the whole tensor."""
 
     name: str
     shape: tuple[int, ...] | None = None
@@ -58,7 +58,7 @@ class _Place(NamedTuple):
 
 
 class Arranged:
-    """The Checkpoint protocol over another one."""
+    """A checkpoint whose tensors have the names and shapes of Llama's, over another checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, arrangement: Arrangement) -> None:
         self._inner, self._given = checkpoint, arrangement
@@ -82,7 +82,7 @@ class Arranged:
         return self._inner.shape(place.name) if place.shape is None else place.shape
 
     def origin(self, name: str) -> str:
-        """The tensor of the file that has it, or has it among others."""
+        """Return the name of the file's tensor that contains this one."""
         return self._places[name].name
 
     def read(self, name: str) -> Tensor | Weight:
@@ -95,7 +95,7 @@ class Arranged:
         return self._apart(name, stored)
 
     def _parts(self, name: str) -> Iterator[tuple[str, _Place]]:
-        """What a tensor of the file is to the decoder."""
+        """Yield the names that the decoder reads from a tensor of the file, and where each lies in it."""
         ours = name
         for old, new in (*_PREFIXES, *self._given.renames):
             ours = ours.replace(old, new)
@@ -129,7 +129,7 @@ class Arranged:
             start += size * unit if step == 1 else 1
 
     def _coded_shape(self, name: str) -> tuple[int, ...]:
-        """Of the numbers."""
+        """Return the shape of the dequantized weight."""
         shape, scales = self._inner.shape(name), _scales_of(name)
         if len(shape) != 4 or shape[-1] != 16:
             raise ExecutorError(f"tensor {name!r} of shape {list(shape)}: [experts, rows, depth / 32, 16] is expected")
@@ -139,7 +139,7 @@ class Arranged:
         return (*shape[:-2], 32 * shape[-2])
 
     def _apart(self, name: str, stored: Tensor | Weight) -> Tensor | Weight:
-        """Rotated neighbours moved apart, in queries and keys alike, so that their products stay."""
+        """Move rotated neighbours apart, in queries and keys alike, so that their products stay the same."""
         if self._given.neighbours is None or not name.endswith(_ROTATED):
             return stored
         dim, rotated = self._given.neighbours
@@ -168,7 +168,7 @@ def _scales_of(name: str) -> str:
 
 
 def _as_gguf(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[rows, depth / 32, 16] and [rows, depth / 32] -> [rows, depth / 32 * 17]"""
+    """Return blocks [rows, depth / 32, 16] and scales [rows, depth / 32] as GGUF stores them: [rows, depth / 32 * 17]."""
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     packed = codes[..., :16] | codes[..., 16:] << 4
     return torch.cat((scales[..., None], packed), dim=-1).flatten(1)

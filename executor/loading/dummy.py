@@ -19,8 +19,8 @@ PERIOD = 1_048_573  # the largest prime below 2**20
 
 
 class DummyWeights:
-    """Called with a tensor's name and shape; always made on the CPU, in the dtype asked for. With `has_blocks`,
-    projections are of eight bits and have scales, as in a checkpoint of that kind."""
+    """Returns a made-up tensor for a name and a shape, on the CPU and in `dtype`. With `has_blocks`, projections are of eight
+    bits and have scales, as in a checkpoint of that kind."""
 
     def __init__(self, seed: int, dtype: torch.dtype, has_blocks: bool = False) -> None:
         self._seed, self._dtype, self._has_blocks = seed, dtype, has_blocks

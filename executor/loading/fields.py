@@ -43,7 +43,7 @@ class Fields:
         return value
 
     def integers(self, name: str) -> list[int]:
-        """A list of indices; empty where there is none."""
+        """Return a list of indices; empty if the field is absent."""
         value = self._get(name, [])
         if not isinstance(value, list) or not all(isinstance(item, int) and item >= 0 for item in value):
             raise self.error(name, value, "a list of indices")
@@ -65,7 +65,7 @@ class Fields:
         return tuple(map(float, value))
 
     def number_or_zero(self, name: str) -> float:
-        """Zero where the field is absent, too."""
+        """Return the number, or zero if the field is absent."""
         return self.number(name) if self._find(name) else 0.0
 
     def flag(self, name: str, default: bool) -> bool:
@@ -81,7 +81,7 @@ class Fields:
         return value
 
     def section(self, name: str) -> "Fields | None":
-        """None, too, where there is nothing in it."""
+        """Return the object in this field; None if it is absent or empty."""
         value = self._find(name)
         if value is None or value == {}:
             return None
@@ -101,11 +101,11 @@ class Fields:
         return list(self._values)
 
     def pass_over(self, names: str) -> None:
-        """Fields that say nothing about what is computed, parted by blanks."""
+        """Ignore these fields, separated by blanks: they do not change what is computed."""
         self._passed.update(names.split())
 
     def with_defaults(self, **values: Any) -> "Fields":
-        """These, and a family's own values where there are none."""
+        """Return these fields, with a family's own values for those that are absent."""
         given = {name: value for name, value in self._values.items() if value is not None}
         return Fields(values | given, self.where, self._prefix)
 
@@ -120,7 +120,7 @@ class Fields:
             raise self.error(name, value, " or ".join(repr(choice) for choice in allowed))
 
     def no_others(self) -> None:
-        """Refuse a field that says something and that was not asked for yet."""
+        """Refuse every field with a value that nothing has read."""
         for name, value in self._values.items():
             if name not in self._asked and name not in self._passed and value is not None:
                 raise self.error(name, value, f"no field but {', '.join(self._asked)}")

@@ -19,7 +19,7 @@ from penstock.executor.protocol import ExecutorError
 
 
 class _Source(NamedTuple):
-    """Where an HF tensor comes from and what the converter did to it."""
+    """Which tensor of the file an HF tensor comes from, and how the converter changed it."""
 
     name: str
     shape: tuple[int, ...]
@@ -96,7 +96,7 @@ _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _sources(config: dict[str, Any], tensors: Container[str]) -> dict[str, _Source]:
-    """HF name → source, for every tensor that a model of this config has."""
+    """Return the source of every tensor that a model of this config has, by its HF name."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     plus_one = BY_TYPE[config["model_type"]].plus_one
     sources = {
@@ -177,7 +177,7 @@ def _mlp(
     expert: tuple[int, int] | None = None,
     projections: Sequence[str] = PROJECTIONS,
 ) -> dict[str, _Source]:
-    """`stored`: how the file's names end."""
+    """Return the sources of an MLP; `stored` is the end of the file's names."""
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     return {
         f"{prefix}{name}.weight": _Source(f"ffn_{part}{stored}.weight", shape, expert=expert)
@@ -215,7 +215,7 @@ def _experts(config: dict[str, Any], num: int) -> dict[str, _Source]:
 
 
 def _check(file: GgufFile, sources: dict[str, _Source]) -> None:
-    """The file has exactly the tensors that its metadata calls for."""
+    """Raise ExecutorError unless the file has exactly the tensors that its metadata calls for."""
     stored = [part for source in sources.values() for part in source.parts or (source,)]
     for source in stored:
         entry = file.tensors.get(source.name)

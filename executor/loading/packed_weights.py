@@ -30,7 +30,7 @@ _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0, 1, … in a word
 
 
 class PackedCheckpoint:
-    """The Checkpoint protocol. Raises ExecutorError for what does not fit together, with tensor and shape."""
+    """A checkpoint of codes. Raises ExecutorError with tensor and shape if tensors do not fit together."""
 
     def __init__(self, folder: SafetensorsFolder, schemes: list[Scheme], where: str) -> None:
         self.config: dict[str, Any] = folder.config
@@ -208,7 +208,7 @@ class PackedCheckpoint:
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """int32 [n, words] -> uint8 [n, codes], the lowest bits first."""
+    """Unpack int32 [n, words] to uint8 [n, codes], the lowest bits first."""
     codes = words.contiguous().view(torch.uint8)
     return codes if bits == 8 else torch.stack((codes & 15, codes >> 4), -1).flatten(1)
 

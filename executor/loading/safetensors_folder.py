@@ -48,7 +48,7 @@ class SafetensorsFolder:
         return self.stored(name)
 
     def stored(self, name: str) -> Tensor:
-        """Of any dtype."""
+        """Return the tensor as it is stored, of any dtype."""
         path, file = self._files[name]
         try:
             tensor: Tensor = file.get_tensor(name)
@@ -74,7 +74,7 @@ class SafetensorsFolder:
 
     @cached_property
     def _quantized(self) -> set[str]:
-        """What config.json allows besides floats."""
+        """The dtypes that config.json allows besides floats."""
         return set() if self._method is None else {_BYTES} if self.has_codes else {_EIGHT_BITS}
 
     def _slice(self, name: str) -> Any:
@@ -86,7 +86,7 @@ class SafetensorsFolder:
 
     @cached_property
     def _files(self) -> dict[str, tuple[Path, Any]]:
-        """Tensor name → its file's path and the open file."""
+        """Map each tensor's name to the path of its file and the open file."""
         single = self._single_file()
         if single is not None:
             file = open_safetensors(single)
@@ -100,7 +100,7 @@ class SafetensorsFolder:
         return {name: (path, files[path]) for name, path in paths.items()}
 
     def _single_file(self) -> Path | None:
-        """The one file that has all tensors; None if there is an index of several."""
+        """Return the one file that has all tensors; None if there is an index of several."""
         if self._folder.is_file():
             return self._folder
         if (self._folder / SINGLE).is_file():

@@ -53,7 +53,7 @@ class GroupedAttention:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a product, `rope_and_store`, `paged_attention`, perhaps a gate, and a product."""
+        """Tell whether it is a product, `rope_and_store`, `paged_attention`, perhaps a gate, and a product."""
         has_more = self._spec.rotates_first or self._spec.query_growth
         return self._wide_norms is None and not self._has_own and not has_more
 
@@ -95,7 +95,7 @@ class GroupedAttention:
 
 
 def _growth(batch: ForwardBatch, slope: float, length: int) -> Tensor:
-    """What each token's queries grow by, [T, 1, 1]: the same in all layers."""
+    """Return the factors of the tokens' queries [T, 1, 1], the same in all layers."""
     found: Tensor | None = batch.memo.get(_growth)
     if found is None:
         lengths = torch.div(batch.positions, length, rounding_mode="floor")
@@ -117,7 +117,7 @@ class WideNorms:
             self._shares.append(1 / (self._group.world * len(self._weights[-1])))
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, heads, dim] each, the rank's"""
+        """Normalize the rank's queries and keys, [T, heads, dim] each."""
         rows = [heads.flatten(1) for heads in (q, k)]
         if self._group.world == 1:
             normed = [self._ops.rms_norm(x, weight, self._eps) for x, weight in zip(rows, self._weights, strict=True)]
@@ -130,7 +130,7 @@ class WideNorms:
 
 
 def heads_of(heads: int, kv_heads: int, group: RankGroup) -> tuple[int, int]:
-    """The rank's query heads and key-value heads; a key-value head may be on several ranks, each with its queries."""
+    """Return the numbers of the rank's query heads and key-value heads. Several ranks may have the same key-value head."""
     world = group.world
     if heads % world:
         raise ExecutorError(f"tensor_parallel_size: {world} given; it must divide the model's {heads} attention heads")

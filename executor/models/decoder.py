@@ -50,11 +50,11 @@ class Decoder:
 
     @property
     def experts(self) -> list[Experts]:
-        """Those of every layer that has any."""
+        """The experts of every layer that has any."""
         return [layer.experts for layer in self._layers if layer.experts is not None]
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
-        """Hidden states after the last norm of the tokens `batch.wanted`: [W, hidden]."""
+        """Return the hidden states after the last norm of the tokens `batch.wanted`: [W, hidden]."""
         residual = self._vocabulary.embed(batch.tokens)
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
@@ -74,7 +74,8 @@ class Decoder:
         return self._ops.add_rms_norm(update, residual, self._norm, self._spec.norm_eps)[0]
 
     def _join(self, group: RankGroup) -> CpuLayers | None:
-        """All layers, where one call can compute them; all but the last where its MLP computes wanted tokens alone."""
+        """Return all layers as one call if C can compute them so. The last one is left out of it where only some tokens are
+        wanted."""
         spec = self._spec
         dense = [each for layer in self._layers if (each := layer.dense()) is not None]
         if group.world > 1 or len(dense) < self.num_layers:
@@ -135,7 +136,7 @@ def _caches_of(
 
 
 class _Mixer(Protocol):
-    """What brings a layer's tokens together: it attends, or carries a state along."""
+    """The part of a layer in which tokens see each other: attention, or a recurrent state."""
 
     output: Linear
     takes_narrow: bool
@@ -188,13 +189,13 @@ class _Layer:
         self._end = None if spec.input_width is None else LayerEnd(spec, spec.input_width, prefix, weights, ops)
 
     def adapted(self) -> list[Linear]:
-        """The products that adapters may change: four where nothing is special, as in the one call of `_join`."""
+        """Return the products that adapters may change: four in a plain layer, as in the one call of `_join`."""
         attention = self._attention
         first = [attention.qkv] if isinstance(attention, GroupedAttention) else []
         return [*first, attention.output, *self.mlp.adapted()]
 
     def dense(self) -> DenseLayer | None:
-        """What it is made of; None with experts, latents or what else that call does not have."""
+        """Return the parts of the layer for the one call of `_join`; None if it has experts, latents or others that C lacks."""
         mixer, mlp = self._attention, self.mlp
         if self._input_norm is None or self._mlp_norm is None or not isinstance(mlp, Mlp):
             return None

@@ -51,7 +51,7 @@ class LoadedModel:
         return self.model is not None
 
     def without_model(self) -> "LoadedModel":
-        """What is known of it, while its weights are gone."""
+        """Return the model without its weights, for the time until others take their place."""
         adapters = self.adapters and self.adapters.over(())
         return replace(self, model=cast("CausalModel", None), adapters=adapters)
 

@@ -12,7 +12,7 @@ from penstock.executor.models.weights import Split, Weights
 
 
 class Mlp:
-    """`names` are those of the gate, up and down projections."""
+    """A gated MLP; `names` are those of the gate, up and down projections."""
 
     def __init__(
         self,

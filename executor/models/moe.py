@@ -54,7 +54,7 @@ class MoeMlp:
         self._shared = None if self.experts.num_shared else shared
 
     def adapted(self) -> list[Linear]:
-        """The layers that adapters may change: those of the shared experts. The others take no adapters."""
+        """Return the layers that adapters may change: those of the shared experts."""
         return [] if self._shared is None else self._shared.adapted()
 
     def __call__(self, hidden: Rows, adapters: AdaptedRows | None = None) -> Tensor:
@@ -71,8 +71,8 @@ class MoeMlp:
 
 
 class ExpertsBeside:
-    """Experts beside the dense MLP. The router reads the residual stream, normalized in its own way, and a share grows
-    with its expert."""
+    """Experts beside the dense MLP. The router reads the residual stream, normalized in its own way, and each expert has a
+    factor for its share."""
 
     def __init__(self, spec: DecoderSpec, moe: MoeSpec, index: int, weights: Weights, ops: Ops) -> None:
         prefix = f"model.layers.{index}."
@@ -143,7 +143,7 @@ class Experts:
 
     @property
     def is_fused(self) -> bool:
-        """All in one call; otherwise the host must know how many tokens each expert gets, and waits for that."""
+        """Whether one call computes all experts. If not, the host waits to learn how many tokens each expert gets."""
         return self._fused is not None
 
     def _load(self, spec: DecoderSpec, moe: MoeSpec, prefix: str, expert: int, weights: Weights, ops: Ops) -> Mlp:
@@ -158,7 +158,7 @@ class Experts:
             self._table.replace(plan, layer)
 
     def __call__(self, hidden: Tensor, ids: Tensor, shares: Tensor, added: Tensor | None = None) -> Tensor:
-        """hidden [T, hidden], ids and shares [T, k] -> [T, hidden]: what this rank's experts and `added` add up to."""
+        """hidden [T, hidden], ids and shares [T, k] -> [T, hidden]: the weighted sum of this rank's experts, plus `added`."""
         num_tokens, top_k = ids.shape
         if self.counter is not None:
             self.counter.add(ids)
@@ -182,7 +182,7 @@ class Experts:
 
 
 class Fused(NamedTuple):
-    """What computes all slots at once, and their weights as one tensor each, which the slots go on with."""
+    """A kernel for all slots at once, and their stacked weights, of which the slots' own are views."""
 
     kernel: FusedExperts
     weights: tuple[Weight, Weight]
@@ -247,7 +247,7 @@ class ExpertCounter(NamedTuple):
     num_tokens: Tensor  # [1] int64: tokens of the step; the rows that pad a graph's batch come after them
 
     def add(self, ids: Tensor) -> None:
-        """ids [T, k]: the experts that each token chose."""
+        """Count the experts that each token chose, ids [T, k]."""
         is_real = torch.arange(len(ids), device=ids.device) < self.num_tokens
         self.counts.index_add_(0, ids.flatten(), is_real[:, None].expand(ids.shape).flatten().long())
 

@@ -87,7 +87,7 @@ class Opt:
         self._norm = _LayerNorm(weights, f"{prefix}final_layer_norm", spec.hidden_size) if spec.final_norm else None
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
-        """Hidden states of the tokens `batch.wanted`, as the head takes them: [W, embedding_size]."""
+        """Return the hidden states of the tokens `batch.wanted`, as the head reads them: [W, embedding_size]."""
         hidden = self._vocabulary.embed(batch.tokens)
         if self._project_in is not None:
             hidden = self._project_in(hidden)

@@ -76,7 +76,7 @@ class Mamba:
 
 
 class _GroupNorm:
-    """Over the heads of each group together. Ranks that share one add up the squares of their heads."""
+    """A norm over the heads of each group together. Ranks that share a group add up the squares of their heads."""
 
     def __init__(self, name: str, mamba: MambaSpec, weights: Weights, ops: Ops) -> None:
         self._ops, self._group, self._eps, self._groups = ops, weights.group, mamba.norm_eps, mamba.key_heads
@@ -85,7 +85,7 @@ class _GroupNorm:
         self._weight = weights.float32(name, (values,), "rows")
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, values], the rank's"""
+        """Normalize the rank's values [T, values]."""
         if self._groups >= self._group.world:
             pairs = zip(x.split(self._size, 1), self._weight.split(self._size), strict=True)
             parts = [self._ops.rms_norm(part, weight, self._eps) for part, weight in pairs]
@@ -116,7 +116,7 @@ class ShortConv:
 def state_of(
     spec: DecoderSpec, recurrent: DeltaSpec | MambaSpec | ConvSpec, dtype: torch.dtype, world: int
 ) -> tuple[int, int]:
-    """What one layer keeps of a request on each rank: the number of units, and the bytes of the largest."""
+    """Return what one layer keeps of a request on each rank: the number of units, and the bytes of the largest."""
     heads, matrix = 0, 0
     if not isinstance(recurrent, ConvSpec):
         key_heads, heads = _heads_of(recurrent, world)
@@ -141,7 +141,7 @@ def _read_heads(
 
 
 def _heads_of(delta: DeltaSpec | MambaSpec, world: int) -> tuple[int, int]:
-    """A rank's key heads, and value heads, of which every key head has as many."""
+    """Return the numbers of a rank's key heads and value heads; every key head has as many value heads."""
     if isinstance(delta, MambaSpec):
         groups, heads = delta.key_heads, _shared_out(delta.value_heads, world, "Mamba heads (mamba_n_heads)")
         if world % groups:  # else several ranks have one
@@ -158,5 +158,5 @@ def _shared_out(count: int, world: int, what: str) -> int:
 
 
 def _taps(weights: Weights, name: str, channels: int, taps: int, units: Units) -> Tensor:
-    """[taps, channels], as the kernels read them."""
+    """Return the taps [taps, channels], as the kernels read them."""
     return weights.float32(name, (channels, 1, taps), "rows", units)[:, 0].T.contiguous()

@@ -45,7 +45,7 @@ class CausalModel(Protocol):
     def experts(self) -> list[Experts]: ...
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
-        """Final hidden states of the tokens `batch.wanted`: [W, hidden]."""
+        """Return the final hidden states of the tokens `batch.wanted`: [W, hidden]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor | None:

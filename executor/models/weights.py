@@ -47,7 +47,7 @@ class CheckpointReader:
     def __init__(
         self, checkpoint: Checkpoint, where: str, must_be_finite: Callable[[str], bool] = lambda _name: False
     ) -> None:
-        """`must_be_finite`: whether to check the numbers of the tensor of this name."""
+        """`must_be_finite` tells whether to check the numbers of the tensor with this name."""
         self._checkpoint, self._where, self._must_be_finite = checkpoint, where, must_be_finite
         self._names = set(checkpoint.names())
         self._read: set[str] = set()
@@ -79,7 +79,7 @@ class CheckpointReader:
         self._read.add(f"{self.check(name, shape)}{SUFFIX}")
 
     def check_all_read(self, ignored: tuple[str, ...] = (), prefixes: tuple[str, ...] = ()) -> None:
-        """`ignored`: how names end that may be left; `prefixes`: how they begin."""
+        """Raise ExecutorError if tensors are left unread, but for names that end in `ignored` or begin with `prefixes`."""
         left = sorted(
             name
             for name in self._names - self._read
@@ -94,7 +94,7 @@ class CheckpointReader:
             )
 
     def _is_empty_bias(self, name: str) -> bool:
-        """AutoGPTQ gave every layer of codes a bias, zeros where the model has none."""
+        """Tell whether this is a bias of zeros, as AutoGPTQ wrote for every layer of codes."""
         stored = self._checkpoint.read(name) if name.endswith(".bias") and self._checkpoint.has_codes else None
         return isinstance(stored, Tensor) and not stored.any()
 
@@ -108,8 +108,8 @@ def _is_finite(stored: Tensor | Weight) -> bool:
 
 
 class Product(NamedTuple):
-    """How a linear layer was made of a checkpoint's matrices: the arguments of `Weights.linear`, one of each matrix. Adapters
-    of these matrices follow it."""
+    """How a linear layer was made of a checkpoint's matrices: the arguments of `Weights.linear`, one for each matrix. Adapters
+    of these matrices are cut in the same way."""
 
     names: tuple[str, ...]
     rows: tuple[int, ...]
@@ -119,7 +119,7 @@ class Product(NamedTuple):
     pieces: tuple[tuple[int, ...] | None, ...]
 
     def shape(self, group: RankGroup) -> tuple[int, list[int]]:
-        """The rank's inputs, and the outputs of each part."""
+        """Return the number of the rank's inputs, and of the outputs of each part."""
         depth = self.columns if self.splits[0] != "columns" else _size(self._inputs(group))
         return depth, [_size(self._outputs(index, group)) for index in range(len(self.names))]
 
@@ -204,10 +204,10 @@ class Weights:
         units: tuple[Units, ...] | None = None,
         pieces: tuple[tuple[int, ...] | None, ...] | None = None,
     ) -> Linear:
-        """One linear layer from one or several (their outputs side by side), by names without '.weight'.
+        """Return one linear layer made of one or several weights, their outputs side by side, by names without '.weight'.
 
-        `bias` and `split` are everyone's, or each one's own; `units` is each one's. `pieces`: the rows are stored
-        in turns of so many of one kind, then so many of the next; the layer has all of a kind together.
+        `bias` and `split` hold for all weights or are given for each; `units` are given for each. `pieces`: the stored rows
+        alternate between so many of one kind and so many of the next; the layer has all of a kind together.
         """
         biases = bias if isinstance(bias, tuple) else (bias,) * len(names)
         splits = split if isinstance(split, tuple) else (split,) * len(names)
