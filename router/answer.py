@@ -29,7 +29,7 @@ class AnswerWriter:
         return bool(self._held)
 
     def expect(self, head: AnswerHead) -> None:
-        """An answer with this head follows, in place of any earlier one."""
+        """Begin an answer with this head, in place of any earlier one."""
         self.head, self._held = head, []
         self._plain = Dechunker() if head.is_chunked and self._request.is_http10 else None
 
@@ -60,7 +60,7 @@ class AnswerWriter:
         self._connection.transport.write(answer_head(self.head.status, lines, self._keeps) + body)
 
     def finish(self) -> None:
-        """The answer is complete."""
+        """End a complete answer."""
         self._connection.finish(self._keeps)
 
     def break_off(self, reason: str, *, is_at_boundary: bool) -> None:

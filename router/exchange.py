@@ -232,7 +232,7 @@ class Exchange:
         return leg
 
     def _leg_failed(self, outcome: Outcome, reason: str) -> None:
-        """The client has seen nothing: ask another replica, within the limits of the retry rules."""
+        """Ask another replica, within the limits of the retry rules. The client has seen nothing."""
         leg = self._end_legs(outcome, reason)
         self._tried |= {leg.replica.url}
         self._num_lost += outcome == "lost"
@@ -332,7 +332,7 @@ class Exchange:
             self._leg_failed(outcome, reason)
 
     def _begin(self, data: bytes, *, is_whole: bool = False) -> None:
-        """The first byte: from here on no other replica can be asked."""
+        """Write the first byte. From here on no other replica can be asked."""
         assert self.leg is not None
         self.state = "relaying"
         charge, prompt = self.leg.charge, self._question.routable.prompt
@@ -357,7 +357,7 @@ class Exchange:
         self._answer.begin(data, is_whole=is_whole)
 
     def _break_off(self, leg: Leg, reason: str) -> None:
-        """The answer ends early, after its first byte."""
+        """End an answer early, after its first byte."""
         self._metrics.counts["broken_streams",] += 1
         self._answer.break_off(reason, is_at_boundary=leg.upstream is not None and leg.upstream.is_at_boundary)
         self._status = 502
@@ -396,7 +396,7 @@ class Exchange:
             self._leg_failed("moved", reason)
 
     def look(self, now_s: float, response_s: float) -> None:
-        """Called twice a second: report the progress to the placement, and end what has stood still for too long."""
+        """Report the progress to the placement, and end an answer that has stood still for too long. Called twice a second."""
         leg, is_moving = self.leg, self._num_data != self._num_data_then
         if leg is None or leg.state != "sent" or is_moving or self.connection.is_paused:
             self._num_data_then, self._quiet_since_s = self._num_data, now_s

@@ -236,8 +236,8 @@ def with_room_for_connections(config: RouterConfig) -> RouterConfig:
     """Raise the limit of open files for `--max-connections`; where the hard limit does not allow that, lower
     `max_connections` instead.
 
-    Of three descriptors for each connection, one is the client's, one its replica's, and one belongs to a client that is
-    refused with an answer. Connections are refused before descriptors run out, because without one neither a client nor a
+    Each connection needs three descriptors: the client's, its replica's, and one for a client that is refused with an
+    answer. Connections are refused before descriptors run out, because without one neither a client nor a
     replica could be answered.
     """
     num_replicas = max(len(config.backends) + len(config.prefills), 2)

@@ -1,4 +1,4 @@
-"""What each replica has cached, as far as the router knows.
+"""The router's knowledge of what each replica has cached.
 
 Facts come as frames of a replica's event stream. Hopes are the router's predictions: blocks that requests which were just
 placed there will put into the cache. If a replica publishes no events, its cache is guessed: what was sent to it counts as

@@ -28,7 +28,7 @@ NO_NAMES: frozenset[str] = frozenset()
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a replica reports about its cache. The defaults are for a replica that reports nothing: its cache is guessed with
+    """A replica's report about its cache. The defaults are for a replica that reports nothing: its cache is guessed with
     large blocks, because each key costs half a microsecond and a guess need not be exact.
 
     `num_blocks` 0: unknown. `prefill_tokens_per_s`: the speed to assume until it is learned.

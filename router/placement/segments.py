@@ -85,7 +85,7 @@ class SegmentCache:
 
 
 def _cuts(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The special tokens at which a text may be cut, and their ids; none if the tokenizer fails the test."""
+    """Return the special tokens at which a text may be cut, with their ids; none if the tokenizer fails the test."""
     added = dict(tokenizer.backend.get_added_tokens_decoder().items())
     texts = [token.content for token in added.values()]
     cuts = {
