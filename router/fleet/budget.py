@@ -1,13 +1,13 @@
-"""Limits retries to a share of the requests, so that retries do not overload a fleet that is failing."""
+"""The retry budget: limits retries to a share of the requests, so that they do not overload a failing fleet."""
 
-RESERVE = 10  # retries that a router may make before it has seen a request
+RESERVE = 10  # retries that are allowed before the first request
 
 
 class RetryBudget:
-    """A token bucket: every request adds `share` of a token, and every retry takes one.
+    """A token bucket: every request adds `share` tokens, every retry takes one.
 
-    It holds at most half as many tokens as requests are in flight: when a replica dies, all its requests can be sent again at
-    once, and over time the extra load is still bounded by `share`.
+    Its capacity is half of the requests in flight: when a replica dies, all its requests are retried at once, and over
+    time the extra load is still limited to `share`.
     """
 
     def __init__(self, share: float) -> None:
@@ -15,7 +15,7 @@ class RetryBudget:
         self.tokens = float(RESERVE)
 
     def deposit(self, num_in_flight: int) -> None:
-        """Count a new request, which makes `num_in_flight` with the others."""
+        """Add the tokens of a new request; `num_in_flight` counts the requests in flight, including this one."""
         room = num_in_flight / 2
         tokens, room = self.tokens + self.share, room if room > RESERVE else RESERVE
         self.tokens = tokens if tokens < room else room

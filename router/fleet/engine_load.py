@@ -1,7 +1,7 @@
-"""Reads the load and the cache size of vLLM and SGLang from their `/metrics`.
+"""The load and cache metrics of vLLM and SGLang engines, read from their `/metrics`.
 
-Other clients and routers may use these engines too. The router's own requests are subtracted from the number that an engine
-reports as in flight; the rest counts like our own requests when a replica is chosen.
+Other clients and routers may use the same engines. The router subtracts its own requests from the reported requests in
+flight; placement counts the rest like its own requests. vLLM and SGLang report the same values under different names.
 """
 
 import re
@@ -31,7 +31,7 @@ _LABEL = re.compile(r'(\w+)="(\d+)"')
 
 
 class EngineLoad(msgspec.Struct):
-    """The load, summed over the parts of an engine. `cache_use` is that of the fullest part."""
+    """The load of an engine: sums over its ranks or workers, but the highest of their cache usages."""
 
     running: float = 0.0
     waiting: float = 0.0
@@ -41,7 +41,7 @@ class EngineLoad(msgspec.Struct):
 
 
 def load_of(text: str) -> EngineLoad | None:
-    """Return the load; None if the text has no metrics of such an engine."""
+    """Parse the metrics; return None if they are not those of vLLM or SGLang."""
     load, is_found = EngineLoad(), False
     for name, labels, value in _SAMPLE.findall(text):
         if name.endswith(":cache_config_info"):
@@ -56,7 +56,7 @@ def load_of(text: str) -> EngineLoad | None:
 
 
 async def ask_load(pool: Pool, key_line: bytes, timeout_s: float) -> EngineLoad | None:
-    """Ask an engine for its load; None also if it does not answer, which the probes report."""
+    """Fetch and parse an engine's metrics; return None if that fails: probes detect engines that do not answer."""
     try:
         status, body = await fetch(pool, "/metrics", key_line, timeout_s)
     except (ConnectFailed, TimeoutError):

@@ -1,8 +1,8 @@
-"""All replicas, grouped by the model they serve, and which of them are available.
+"""All replicas, grouped by the model they serve, and their availability.
 
-The placement of a group chooses a replica. The fleet decides which replicas are available, and bounds the effect of failures: at most a
-share of a group is taken out for failing while alive. Dead replicas are always out. Replicas that only compute prompts are a
-group of their own beside the group that answers.
+The placement of a group chooses a replica. The fleet decides which replicas are available, and limits the effect of
+failures: at most a share of a group is excluded for failing while alive. Dead replicas are always excluded. Prefill
+replicas form a group of their own beside the group that answers clients.
 """
 
 import logging
@@ -24,7 +24,7 @@ from penstock.router.placement.placement import NO_NAMES, Placement, ReplicaInfo
 
 log = logging.getLogger("penstock.router")
 
-BY_CONDUCT = frozenset[State]({"suspect", "ejected"})
+EXCLUDED_FOR_FAILURES = frozenset[State]({"suspect", "ejected"})
 
 
 class ReplicaGroup:
@@ -34,10 +34,10 @@ class ReplicaGroup:
         self.root = root
         self.placement = placement
         self.replicas: dict[str, Replica] = {}
-        self.adapters: dict[str, str] = {}  # name → key; if replicas differ, one replica's
-        self.is_mixed = False  # whether some replica does not know a name that another answers to
-        self.full: set[str] = set()  # replicas that have as many requests as they may
-        self.prefills: ReplicaGroup | None = None  # the replicas that compute long prompts of this model
+        self.adapters: dict[str, str] = {}  # adapter name → block key; if replicas differ, one of their values
+        self.is_mixed = False  # whether the replicas serve different model names
+        self.full: set[str] = set()  # replicas at their request limit
+        self.prefills: ReplicaGroup | None = None  # the prefill replicas for this model, if any
 
     @property
     def names(self) -> list[str]:
@@ -50,7 +50,7 @@ class ReplicaGroup:
         return frozenset(url for url, replica in self.replicas.items() if name not in replica.models)
 
     def not_for(self, name: str | None, tried: frozenset[str] = NO_NAMES) -> frozenset[str]:
-        """Return the replicas that a request cannot go to, those that it has tried among them."""
+        """Return the replicas that a request cannot use, including those that it has tried."""
         if not (tried or self.full or self.is_mixed):
             return NO_NAMES
         return self.lacking(name) | self.full | tried
@@ -60,30 +60,30 @@ class Fleet:
     def __init__(self, config: RouterConfig, new_placement: Callable[[], Placement]) -> None:
         self.config = config
         self.replicas: dict[str, Replica] = {}
-        self.detached: set[Replica] = set()  # taken out, with requests in flight, while their address is another's
-        self.groups: dict[str, ReplicaGroup] = {}  # that answer clients
-        self.prefills: dict[str, ReplicaGroup] = {}  # that compute prompts for them
+        self.detached: set[Replica] = set()  # removed from service, with requests in flight
+        self.groups: dict[str, ReplicaGroup] = {}  # root → the group that answers clients
+        self.prefills: dict[str, ReplicaGroup] = {}  # root → the group that computes prompts for it
         self._by_name: dict[str, ReplicaGroup] = {}
         self.budget = RetryBudget(config.patience.retry_share)
         self.num_in_flight = 0
-        self.tasks = Tasks()  # of requests
-        self.on_down: Callable[[Replica], None] = lambda _replica: None  # moves the requests that wait there
+        self.tasks = Tasks()  # background tasks of requests
+        self.on_down: Callable[[Replica], None] = lambda _replica: None  # moves requests waiting at a dead replica
         self.probe_now: Callable[[Replica], None] = lambda _replica: None  # set by the owner of the probes
         self._new_placement = new_placement
         self._key_variables = config.key_variables
 
     def add(self, text: str, peer: str | None = None) -> Replica:
-        """Add a replica, written as router/backend.py says. Raises RouteError."""
+        """Add a replica given in the form described in router/backend.py. Raise RouteError if it is invalid."""
         backend = Backend.of(text)
         replica = Replica(backend, self.config.patience.connect_s, self.key_line(backend), peer)
         self.replicas[backend.url] = replica
         return replica
 
     def key_line(self, backend: Backend) -> bytes:
-        """Return the header with the key that the replica asks for, written. Raises RouteError.
+        """Return the header line with the API key for the replica. Raise RouteError if its variable is not allowed.
 
-        A replica that is added while the router runs can only name a key that was meant for replicas: otherwise a client
-        with the admin key could have any variable of the router's environment sent to an address of its own."""
+        A replica added while the router runs may only name a variable that is meant for replicas: otherwise a client
+        that may add replicas could have any environment variable of the router sent to an address of its choice."""
         variable = backend.key
         if variable is not None and variable not in self._key_variables and not variable.startswith(KEY_PREFIX):
             raise RouteError(
@@ -93,10 +93,11 @@ class Fleet:
         return backend.lines(os.environ) or self.config.backend_lines
 
     def introduce(self, replica: Replica, root: str, models: tuple[str, ...], info: ReplicaInfo) -> None:
-        """Put a replica into the group of its model, once it has said what it serves; also when it has come back as something
-        else. Raises ValueError for information that cannot be used; the replica then belongs to no group."""
+        """Put a replica into the group of its model when its models become known or have changed after a restart.
+
+        Raise ValueError if the information is invalid; the replica then belongs to no group."""
         if self.replicas.get(replica.url) is not replica:
-            return  # taken out while it was asked: its address may be another's by now
+            return  # removed while its models were requested: another replica may have its address by now
         self._leave_group(replica)
         groups = self._side(replica)
         group = groups.get(root) or ReplicaGroup(root, self._new_placement())
@@ -108,12 +109,12 @@ class Fleet:
         self.settle(replica)
 
     def rename(self, replica: Replica, models: tuple[str, ...], adapters: dict[str, str]) -> None:
-        """Record that the replica serves other adapters. Its cache stays known."""
+        """Set the names and adapters that the replica serves now; the knowledge about its cache stays."""
         replica.models, replica.adapters = models, adapters
         self._name_groups()
 
     def detach(self, replica: Replica) -> None:
-        """Free the address of the replica for another one. Its requests in flight go on until `forget`."""
+        """Take the replica out of service and free its address; its requests in flight continue until `forget`."""
         self._leave_group(replica)
         if self.replicas.get(replica.url) is replica:
             del self.replicas[replica.url]
@@ -125,7 +126,7 @@ class Fleet:
         replica.pool.close()
 
     def home(self, replica: Replica) -> ReplicaGroup | None:
-        """Return the group of the replica; None while its model is unknown."""
+        """Return the replica's group; None while its models are unknown."""
         return self._side(replica).get(replica.root or "")
 
     @property
@@ -133,14 +134,14 @@ class Fleet:
         return any(replica.peer is not None for replica in self.replicas.values())
 
     def all_groups(self) -> Iterator[tuple[str, ReplicaGroup]]:
-        """Yield every group with the role of its replicas."""
+        """Yield (role of the replicas, group)."""
         for group in self.groups.values():
             yield "both" if group.prefills is None else "decode", group
         for group in self.prefills.values():
             yield "prefill", group
 
     def group_of(self, model: str | None) -> ReplicaGroup:
-        """Return the group that serves `model`. None stands for the only model. Raises HttpError."""
+        """Return the group that serves `model`, which may be None if there is one group. Raise HttpError without one."""
         if model is None and len(self.groups) == 1:
             return next(iter(self.groups.values()))
         group = self._by_name.get(model or "")
@@ -168,7 +169,7 @@ class Fleet:
             self._count_full(replica)
 
     def judge(self, replica: Replica, outcome: Outcome, status: int, reason: str) -> None:
-        """Draw the conclusions about a replica from how a request to it ended."""
+        """Update the state of a replica from the outcome of a request."""
         is_well = outcome == "answered" and (status < 500 or status in (501, 505))
         if is_well and replica.is_sound:
             return
@@ -188,7 +189,7 @@ class Fleet:
             self.probe_now(replica)
 
     def refusal(self, group: ReplicaGroup, model: str | None) -> HttpError:
-        """Return the error that says why no replica was left to ask: all are full, or none is there."""
+        """Return the error for a request without an available replica: 429 if all are full, else 503."""
         lacking = group.lacking(model)
         here = [each for url, each in group.replicas.items() if url not in lacking and self.is_available(each)]
         if here and all(each.num_in_flight >= self._limit_of(each) for each in here):
@@ -201,7 +202,7 @@ class Fleet:
         return HttpError(503, f"no replica of {clip(group.root)!r} is available", headers={"retry-after": "1"})
 
     def settle(self, replica: Replica) -> None:
-        """Bring availability in line with the state of a replica that may have changed, and of its group."""
+        """Update the placement's availability of all replicas in the group of a replica whose state may have changed."""
         group = self.home(replica)
         if group is not None:
             for each in group.replicas.values():
@@ -211,10 +212,10 @@ class Fleet:
         if replica.is_up:
             return True
         group = self.home(replica)
-        return replica.state in BY_CONDUCT and group is not None and replica not in self._held_out(group)
+        return replica.state in EXCLUDED_FOR_FAILURES and group is not None and replica not in self._excluded(group)
 
     def changed(self, replica: Replica, before: State) -> None:
-        """Act on a change of state: log it, update availability, and move the requests that wait at a dead replica."""
+        """Log and apply a change of state; requests waiting at a replica that went down move to other replicas."""
         if replica.state == before:
             return
         log.info("%s: %s → %s (%s)", replica.url, before, replica.state, replica.reason)
@@ -225,7 +226,7 @@ class Fleet:
 
     @contextmanager
     def observing(self, replica: Replica) -> Iterator[None]:
-        """Call `changed` after the block, which may change the replica's state: `with fleet.observing(replica): …`."""
+        """Apply a change of state made in the block, as in `with fleet.observing(replica): replica.failed(…)`."""
         before = replica.state
         try:
             yield
@@ -255,10 +256,10 @@ class Fleet:
                 "engine": None if replica.load is None else msgspec.structs.asdict(replica.load),
             }
 
-    def _held_out(self, group: ReplicaGroup) -> set[Replica]:
-        """Return the suspect and ejected replicas that get no requests: ejected ones first, up to `max_ejected_share`."""
+    def _excluded(self, group: ReplicaGroup) -> set[Replica]:
+        """Return the failing replicas to exclude: ejected ones first, at most `max_ejected_share` of the group."""
         room = int(len(group.replicas) * self.config.patience.max_ejected_share)
-        out = [each for each in group.replicas.values() if each.state in BY_CONDUCT]
+        out = [each for each in group.replicas.values() if each.state in EXCLUDED_FOR_FAILURES]
         out.sort(key=lambda each: (each.state != "ejected", each.url))
         return set(out[:room])
 

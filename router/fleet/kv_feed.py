@@ -1,9 +1,9 @@
-"""Follows every replica's cache events and hands them to its group's placement.
+"""The subscriptions to the replicas' cache events, which it passes to the placement of each replica's group.
 
-One task per replica runs the same loop over a source of frames: connect, take the snapshot with which every connection
-begins, take what changes, and connect again when the connection ends, stalls or has a gap. The source is the stream of our
-own engine (`GET /kv_events`), or what vLLM and SGLang publish over ZMQ (engine_feed.py). A replica that publishes nothing is
-left alone: the placement then goes by what was sent to it.
+One task per replica loops over a source of frames: it connects, reads the snapshot with which every connection begins and
+then the changes, and reconnects when the connection ends, stalls or has a gap. The source is the stream of a Penstock
+engine (`GET /kv_events`) or the ZMQ events of vLLM and SGLang (engine_feed.py). For a replica without events, the
+placement estimates the cache from the requests sent to it.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from penstock.router.placement.engine_blocks import OtherBlockSize
 log = logging.getLogger("penstock.router")
 
 PATH = "/kv_events"
-SILENT_S = 5 * ALIVE_S  # a source that yields nothing for so long has stalled
-FIRST_PAUSE_S = 0.1  # before connecting again; doubled up to the next, with jitter
+SILENT_S = 5 * ALIVE_S  # a source without a frame for so long has stalled
+FIRST_PAUSE_S = 0.1  # before reconnecting; doubled up to LONGEST_PAUSE_S, with jitter
 LONGEST_PAUSE_S = 5.0
 
 
 class NoEvents(Exception):
-    """The replica has no such stream, or does not let us read it."""
+    """The error for a replica that has no event stream or denies access to it."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"no cache events ({status})")
@@ -48,7 +48,7 @@ class KvFeeds:
         self._by_url: dict[str, asyncio.Task[None]] = {}
 
     def watch(self, replica: Replica) -> None:
-        """Follow the replica from now on; one that has come back is followed anew."""
+        """Start the feed of the replica; restart it if there is one, because the replica may have restarted."""
         if (old := self._by_url.get(replica.url)) is not None:
             old.cancel()
         self._by_url = {url: task for url, task in self._by_url.items() if not task.done()}
@@ -76,10 +76,10 @@ class KvFeeds:
                         if not self._take(replica, frames):
                             break
             except (StopAsyncIteration, TimeoutError, ConnectFailed):
-                pass  # the probes say so too, and louder
+                pass  # the probes report this
             except (StreamError, ValueError) as error:
                 log.warning("%s: its cache events are not understood: %s", replica.url, error)
-                num_frames = 0  # nothing to build on: the pauses grow
+                num_frames = 0  # lets the pauses grow
             except NoEvents as error:
                 log.log(logging.INFO if error.status in (404, 405) else logging.WARNING, "%s: %s", replica.url, error)
                 return
@@ -91,7 +91,7 @@ class KvFeeds:
             await asyncio.sleep(pause_s * (0.5 + random.random()))
 
     def _take(self, replica: Replica, frames: Sequence[Frame]) -> bool:
-        """Hand the frames on; False after a gap, where only another snapshot helps."""
+        """Pass the frames to the placement; return False after a gap, which requires a new snapshot."""
         group = self._fleet.home(replica)
         if group is None or replica.url not in group.replicas or not frames:
             return True
@@ -100,7 +100,7 @@ class KvFeeds:
         return is_within_snapshot or not group.placement.needs_snapshot(replica.url)
 
     def _introduce_again(self, replica: Replica, block_size: int) -> None:
-        """With blocks of another size it is a replica of another kind, which is followed anew."""
+        """Correct the replica's block size, which rebuilds its placement entry, and restart its feed."""
         if replica.root is not None and self._is_ours(replica):
             info = msgspec.structs.replace(replica.info, block_size=block_size)
             self._fleet.introduce(replica, replica.root, replica.models, info)
@@ -111,7 +111,7 @@ class KvFeeds:
 
 
 class HttpSource:
-    """Our own engine's stream, which begins with a snapshot."""
+    """The event stream of a Penstock engine, which begins with a snapshot."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica

@@ -1,7 +1,7 @@
-"""Probes every replica: twice a second whether it is ready, and what it serves when it has come up.
+"""The health checks: probes each replica's readiness twice a second, and requests its models when it has come up.
 
-One task per replica. Evidence from requests wakes it early: after a broken connection a probe shows within a millisecond
-whether the process is still there.
+Each replica has a task. A failed request wakes it early: after a broken connection, a probe shows within a millisecond
+whether the process is still alive.
 """
 
 import asyncio
@@ -20,23 +20,23 @@ from penstock.router.fleet.replica import Replica
 from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.placement.placement import ReplicaInfo
 
-PROBES_PER_LIST = 10  # adapters come and go while a replica is up: its list is asked for this seldom
+PROBES_PER_LIST = 10  # adapters change while a replica is up: its model list is requested with every tenth probe
 
 log = logging.getLogger("penstock.router")
 
 
 class ServedModel(msgspec.Struct):
-    """An entry of a replica's /v1/models. What only Penstock says is optional."""
+    """An entry of a replica's /v1/models; fields that only Penstock reports are optional."""
 
     id: str
     root: str | None = None
-    parent: str | None = None  # of an adapter: the model that it belongs to
+    parent: str | None = None  # for an adapter: its base model
     max_model_len: int | None = None
     block_size: int | None = None
     fingerprint: str | None = None
     num_blocks: int | None = None
     text_digest: str | None = None
-    adapter: str | None = None  # what is in the keys of its blocks
+    adapter: str | None = None  # the adapter identifier in the keys of its blocks
 
 
 class ServedModels(msgspec.Struct):
@@ -47,6 +47,8 @@ _MODELS = msgspec.json.Decoder(ServedModels)
 
 
 class Prober:
+    """The probe tasks of all replicas; calls `on_info` when a replica's models become known or change."""
+
     def __init__(self, fleet: Fleet, config: RouterConfig, on_info: Callable[[Replica, ServedModel], None]) -> None:
         self._fleet = fleet
         self._config = config
@@ -56,7 +58,7 @@ class Prober:
         self.close = self._tasks.close
 
     def watch(self, replica: Replica) -> None:
-        """Probe it now, and from now on."""
+        """Probe the replica now, and regularly from now on."""
         if replica in self._watched:
             self._watched[replica].wake.set()
             return
@@ -98,7 +100,7 @@ class Prober:
                     replica.probe_passed(now_s)
                     if replica.load is not None and now_s >= watched.load_due_s:
                         watched.load_due_s = now_s + LOOK_S
-                        self._fleet.tasks.spawn(self._look(replica))  # a probe must not wait for it
+                        self._fleet.tasks.spawn(self._look(replica))  # the probe must not wait for it
                 else:
                     replica.probe_refused(f"/ready answered {status}", is_draining=status == 503)
 
@@ -113,7 +115,7 @@ class Prober:
         return status
 
     async def _introduce(self, replica: Replica, watched: "ProbeState") -> None:
-        """Ask what the replica serves; one that has come back may serve something else."""
+        """Request the replica's models, which may have changed after a restart, and update its group."""
         status, body = await self._ask(replica, "/v1/models")
         if status != 200:
             raise ValueError(f"/v1/models answered {status}")
@@ -126,9 +128,9 @@ class Prober:
         if first.fingerprint is None and not (replica.root is not None and replica.is_up):
             await self._look(replica)
         load = replica.load
-        said = str(first) + ("" if load is None else f" {load.num_blocks} blocks of {load.block_size}")
-        if replica.root is None or watched.said != said:
-            watched.said = said
+        described = str(first) + ("" if load is None else f" {load.num_blocks} blocks of {load.block_size}")
+        if replica.root is None or watched.described != described:
+            watched.described = described
             replica.text_digest = first.text_digest
             self._fleet.introduce(replica, first.root or first.id, names, replica_info(first, load))
             self._on_info(replica, first)
@@ -136,11 +138,11 @@ class Prober:
             self._fleet.rename(replica, names, adapters)
 
     async def _look(self, replica: Replica) -> None:
-        """Ask an engine of another kind for its load, and work out how much of it is not ours."""
+        """Request the load of a vLLM or SGLang engine and report the part caused by other clients to the placement."""
         before = replica.num_in_flight
         timeout_s = self._config.patience.probe_timeout_s
         load = await ask_load(replica.pool, replica.key_line, timeout_s)
-        if load is None:  # it has no such metrics, or no time for them now
+        if load is None:  # no such metrics, or no answer in time
             return
         replica.load = load
         group = self._fleet.home(replica)
@@ -150,18 +152,18 @@ class Prober:
 
 
 class ProbeState:
-    """State of the probes of one replica."""
+    """The state of the probes of one replica."""
 
     def __init__(self) -> None:
         self.wake = asyncio.Event()
         self.path = "/ready"  # or /health of an engine that has no /ready
-        self.said = ""  # of the first of its models
+        self.described = ""  # its first model and its block counts, to detect changes
         self.num_probes = 0
-        self.load_due_s = 0.0  # when an engine of another kind is asked for its load again
+        self.load_due_s = 0.0  # when to request the load of a vLLM or SGLang engine again
 
 
 def replica_info(model: ServedModel, load: EngineLoad | None = None) -> ReplicaInfo:
-    """Return what the placement needs to know. If an engine says nothing of its blocks, their size is guessed."""
+    """Return the placement's data about a replica; if the block size is unknown, a default is used."""
     if model.fingerprint is None or model.block_size is None:
         if load is None or not 1 <= load.block_size <= 2**20:
             return ReplicaInfo()

@@ -1,9 +1,9 @@
-"""One replica as the router knows it: its address, its state, and the number of its requests in flight.
+"""One replica: its address, its health state and its requests in flight.
 
-The state has two sources. Probes ask `/ready` twice a second: a replica that is not ready or does not answer is *down*. The
-outcomes of requests are the other: several failures in a row *eject* a replica that is ready for a while, and then one request
-is let through as a trial. A connection that breaks or cannot be made makes the replica *suspect* until the next probe, which is
-sent at once, so a killed process gets no more requests within milliseconds.
+The state follows from two sources. Probes of `/ready`, sent twice a second: a replica that is not ready or does not answer
+is *down*. And requests: consecutive failures of a replica that reports itself ready *eject* it for a while, then one
+request is admitted as a trial. A broken or refused connection makes it *suspect* until the next probe, which is sent at
+once, so a killed process is out of rotation within milliseconds.
 """
 
 import asyncio
@@ -16,18 +16,18 @@ from penstock.router.fleet.engine_load import EngineLoad
 from penstock.router.http.upstream import ConnectFailed, Pool, fetch
 from penstock.router.placement.placement import ReplicaInfo
 
-# How an attempt at a replica ended. "exhausted": the router had no file descriptor or memory left to connect with.
+# The outcome of a request to a replica. "exhausted": the router had no file descriptor or memory left to connect.
 Outcome = Literal["answered", "gone", "busy", "lost", "unreachable", "exhausted", "moved", "late"]
 State = Literal["starting", "up", "suspect", "down", "draining", "ejected", "trial", "removing"]
 
-FAILURES_TO_EJECT = 5  # in a row, of answers by a replica that says it is ready
+FAILURES_TO_EJECT = 5  # consecutive failures of a replica that is up
 EJECTION_S = 1.0  # the first time; doubled each time until a trial succeeds
 MAX_EJECTION_S = 30.0
-SILENT_PROBES = 2  # unanswered in a row: down. One may be a busy moment
+SILENT_PROBES = 2  # consecutive unanswered probes until the replica is down; a busy replica may miss one
 
 
 class Replica:
-    """`url` is its name. The fleet decides from `state` and the share of ejected replicas whether it gets requests."""
+    """One replica, identified by `url`. The fleet derives its availability from `state` and the share of ejected ones."""
 
     def __init__(
         self, backend: Backend, connect_timeout_s: float, key_line: bytes = b"", peer: str | None = None
@@ -35,18 +35,18 @@ class Replica:
         parts = urlsplit(backend.url)
         self.backend = backend
         self.url = backend.url
-        self.key_line = key_line  # the header with the key that it asks for, written
-        self.peer = peer  # for a prefill replica: where decode engines read its blocks
+        self.key_line = key_line  # the header line with its API key
+        self.peer = peer  # for a prefill replica: the address from which decode engines read its blocks
         self.pool = Pool(parts.hostname or "", parts.port or 80, parts.netloc.encode(), connect_timeout_s)
         self.state: State = "starting"
         self.reason = "not probed yet"
-        self.models: tuple[str, ...] = ()  # the names that it serves; the root of the first is its group
-        self.adapters: dict[str, str] = {}  # names of adapters → what the keys of their blocks contain
+        self.models: tuple[str, ...] = ()  # the names it serves; the first model's root names its group
+        self.adapters: dict[str, str] = {}  # adapter name → its identifier in block keys
         self.root: str | None = None
-        self.info = ReplicaInfo()  # of its blocks
-        self.link: EngineSource | None = None  # the source of its cache events, for vLLM and SGLang
-        self.load: EngineLoad | None = None  # as such an engine reports it
-        self.text_digest: str | None = None  # of its tokenizer and template; see router/placement/prompts.py
+        self.info = ReplicaInfo()  # its block size and count
+        self.link: EngineSource | None = None  # the event subscription of a vLLM or SGLang engine
+        self.load: EngineLoad | None = None  # the reported load of such an engine
+        self.text_digest: str | None = None  # digest of tokenizer and template; see router/placement/prompts.py
         self.num_in_flight = 0
         self.num_requests = 0
         self.num_failures = 0  # since it started
@@ -55,7 +55,7 @@ class Replica:
         self._silent_probes = 0
         self._ejection_s = EJECTION_S
         self._ejected_until_s = 0.0
-        self._question: asyncio.Task[bool] | None = None  # whether it has died
+        self._health_request: asyncio.Task[bool] | None = None  # shared by concurrent calls of `has_died`
 
     @property
     def is_up(self) -> bool:
@@ -63,7 +63,7 @@ class Replica:
 
     @property
     def is_sound(self) -> bool:
-        """Return whether a good answer would change nothing."""
+        """Return whether the replica is up without recent failures, so that another success changes nothing."""
         return self.state == "up" and self._failures_in_row == 0
 
     def begin(self) -> None:
@@ -75,13 +75,13 @@ class Replica:
         assert self.num_in_flight >= 0, f"{self.url}: a request ended twice"
 
     async def has_died(self, timeout_s: float) -> bool:
-        """Ask whether the process has died; concurrent callers share one question.
+        """Request `/health` to find out whether the process has died; concurrent calls share one request.
 
-        A connection that can be made does not prove that it lives: the kernel closes the sockets of a killed process one
-        after the other, and the listening one may be the last."""
-        if self._question is None or self._question.done():
-            self._question = asyncio.get_running_loop().create_task(self._ask_health(timeout_s))
-        return await asyncio.shield(self._question)
+        A successful connection does not prove that it is alive: the kernel closes the sockets of a killed process one
+        after the other, and the listening socket may be the last."""
+        if self._health_request is None or self._health_request.done():
+            self._health_request = asyncio.get_running_loop().create_task(self._ask_health(timeout_s))
+        return await asyncio.shield(self._health_request)
 
     async def _ask_health(self, timeout_s: float) -> bool:
         try:
@@ -92,7 +92,7 @@ class Replica:
             pass
         return False
 
-    # Probes.
+    # Results of probes.
 
     def probe_passed(self, now_s: float) -> None:
         self._silent_probes = 0
@@ -105,7 +105,7 @@ class Replica:
             self._set("up", "ready")
 
     def probe_refused(self, reason: str, *, is_draining: bool) -> None:
-        """Record that it answered that it is not ready, or refused the connection."""
+        """Record a probe that was answered with an error or whose connection was refused."""
         self._silent_probes = 0
         if self.state != "removing":
             self._set("draining" if is_draining else "down", reason)
@@ -121,10 +121,10 @@ class Replica:
         self._failures_in_row = 0
         if self.state == "trial":
             self._ejection_s = EJECTION_S
-            self._set("up", "the trial went well")
+            self._set("up", "the trial succeeded")
 
     def connection_broke(self, reason: str, now_s: float) -> None:
-        """Record a connection that broke or could not be made. Perhaps the process died; the next probe shows it."""
+        """Record a broken or refused connection: a failure, and `suspect` until a probe shows whether the process died."""
         self.failed(reason, now_s)
         if self.state == "up":
             self._set("suspect", reason)
@@ -141,10 +141,10 @@ class Replica:
 
     def said_it_drains(self) -> None:
         if self.state in ("up", "suspect", "trial"):
-            self._set("draining", "it answered that it is shutting down")
+            self._set("draining", "the replica answered that it is shutting down")
 
     def remove(self) -> None:
-        self._set("removing", "taken out by the operator")
+        self._set("removing", "removed by the operator")
 
     def _set(self, state: State, reason: str) -> None:
         self.state = state

@@ -1,8 +1,8 @@
-"""Timeouts that do not expire because the event loop itself was blocked.
+"""A timeout that does not expire because the event loop was blocked.
 
-After a loop has been blocked for two seconds, timers are due and answers are waiting, and the loop runs the timers first. So a
-timeout here expires only when its time has passed and the loop has run ROUNDS times since it was set, which is enough to
-connect, write and read what was waiting.
+After the loop was blocked for two seconds, it runs expired timers before it reads answers that arrived long ago. So this
+timeout expires only after its time has passed and the loop has run ROUNDS iterations since it was set: enough to connect,
+write and read what was waiting.
 """
 
 import asyncio
@@ -14,21 +14,21 @@ ROUNDS = 8
 
 @asynccontextmanager
 async def within(seconds: float) -> AsyncIterator[None]:
-    """Raise TimeoutError after `seconds`, as asyncio.timeout does."""
+    """Raise TimeoutError after `seconds`, like asyncio.timeout."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
         num_left = ROUNDS
         timer: asyncio.TimerHandle
 
-        def come_round() -> None:
+        def count_round() -> None:
             nonlocal num_left, timer
             num_left -= 1
             if num_left:
-                timer = loop.call_later(seconds / ROUNDS, come_round)
+                timer = loop.call_later(seconds / ROUNDS, count_round)
             else:
                 limit.reschedule(loop.time())
 
-        timer = loop.call_later(seconds / ROUNDS, come_round)
+        timer = loop.call_later(seconds / ROUNDS, count_round)
         try:
             yield
         finally:

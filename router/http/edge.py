@@ -1,8 +1,8 @@
 """Client connections: HTTP/1.1, one request at a time, with limits on bytes and time.
 
-httptools parses strictly (replicas use the same parser), and this file refuses a few more forms. A request is passed on when
-its body is complete. It is written anew for the replica with one Content-Length, so that client and replica cannot disagree
-about its framing. This file has no routes and no replicas.
+httptools parses strictly (the replicas use the same parser); this file refuses further doubtful requests. A request is
+passed to the handler when its body is complete. The router writes the request to a replica anew with one Content-Length,
+so a replica cannot interpret the client's framing differently. This file handles neither routes nor replicas.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from penstock.engine.http.limits import KEEP_ALIVE_S, LINGER_S, MAX_REFUSALS, Li
 from penstock.engine.http.offers import without_upgrade
 from penstock.router.http.heads import CONTINUE, ClientRequest, Headers, Heads, answer_head, written
 
-HIGH_WATER_BYTES = 64 * 1024  # unread by a client before its replica is made to wait
+HIGH_WATER_BYTES = 64 * 1024  # bytes unread by a client before reading from its replica pauses
 NEVER = float("inf")
 
 
@@ -26,14 +26,14 @@ class Handler(Protocol):
     """The application behind the edge."""
 
     def admit(self, request: ClientRequest) -> HttpError | None:
-        """Check the headers; a refusal is sent before the body is read."""
+        """Check the headers; an error is sent before the body is read."""
 
     def handle(self, request: ClientRequest, connection: "ClientConnection") -> None:
         """Answer through the connection: `answer`, or `write` pieces and then `finish`."""
 
 
 class Reader(Protocol):
-    """The writer of an answer. Called when the client reads slowly, reads again, or has left."""
+    """The writer of an answer, which is notified when the client is slow, reads again, or has disconnected."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
@@ -48,10 +48,10 @@ class Edge:
         self.limits = limits
         self.heads = Heads(limits.max_header_bytes, limits.max_body_bytes)
         self.connections: set[ClientConnection] = set()
-        self.refused: Counter[int] = Counter()  # status → refusals of what was no valid request
+        self.refused: Counter[int] = Counter()  # status → number of requests refused by this file
         self.is_closing = False
         self._sweep_s = min(0.5, limits.header_timeout_s / 4, limits.body_timeout_s / 4, limits.write_timeout_s / 4)
-        self._due_s = NEVER  # the next sweep
+        self._due_s = NEVER  # time of the next sweep
         self._timer: asyncio.TimerHandle | None = None
 
     def connection(self) -> "ClientConnection":
@@ -59,14 +59,14 @@ class Edge:
 
     @property
     def is_written(self) -> bool:
-        """Return whether all answers have been handed to the kernel."""
+        """Return whether all answers have been written to the sockets."""
         return not any(each.transport.get_write_buffer_size() for each in self.connections)
 
     def start(self) -> None:
-        """Check the deadlines of all connections, and again after a pause: two timers for each request would cost more."""
+        """Check the deadlines of all connections, and schedule the next sweep: two timers per request would cost more."""
         now_s = time.monotonic()
         late_s = now_s - self._due_s
-        if late_s > self._sweep_s:  # the loop was blocked, and what has arrived is not read yet
+        if late_s > self._sweep_s:  # the loop was blocked: data that arrived meanwhile is not read yet
             for connection in self.connections:
                 connection.deadline_s += late_s
                 connection.write_deadline_s += late_s
@@ -78,7 +78,7 @@ class Edge:
         self._timer = asyncio.get_running_loop().call_later(self._sweep_s, self.start)
 
     def shutdown(self) -> None:
-        """Close every connection with its next answer, and idle ones now."""
+        """Close idle connections now, and every other connection after its answer."""
         self.is_closing = True
         for connection in list(self.connections):
             if connection.is_idle:
@@ -93,19 +93,19 @@ class Edge:
 
 class ClientConnection(asyncio.Protocol):
     transport: asyncio.Transport
-    _late: Callable[[], None]  # at the deadline
+    _late: Callable[[], None]  # called at the deadline
 
     def __init__(self, edge: Edge) -> None:
         self.edge = edge
         self.limits = edge.limits
         self.deadline_s = self.write_deadline_s = NEVER
-        self.current: ClientRequest | None = None  # being answered
+        self.current: ClientRequest | None = None  # the request being answered
         self.reader: Reader | None = None
         self.is_paused = False  # the client does not read
-        self._waiting: deque[ClientRequest | HttpError] = deque()  # pipelined behind it
+        self._waiting: deque[ClientRequest | HttpError] = deque()  # pipelined requests
         self._parser = httptools.HttpRequestParser(self)
-        self._inside: Literal["nothing", "head", "body", "refused"] = "nothing"  # refused: no more is read
-        self._arriving: ClientRequest | None = None  # inside a body: its request
+        self._inside: Literal["nothing", "head", "body", "refused"] = "nothing"  # "refused": input is ignored
+        self._arriving: ClientRequest | None = None  # the request whose body is being read
         self._target = b""
         self._headers: Headers = []
         self._body: list[bytes] = []
@@ -142,7 +142,7 @@ class ClientConnection(asyncio.Protocol):
             reader.client_gone()
 
     def eof_received(self) -> bool:
-        return False  # a client that shuts down its half has left; its request is dropped
+        return False  # a client that half-closes counts as disconnected: its requests are dropped
 
     def data_received(self, data: bytes) -> None:
         if self._inside == "nothing" and self.current is None and not self._waiting and not self.is_paused:
@@ -152,7 +152,7 @@ class ClientConnection(asyncio.Protocol):
                 return
         if self._inside in ("nothing", "head"):
             data = without_upgrade(data)
-        # Fed in slices of the limit: an endless header costs at most twice that.
+        # Slices of the limit's size: an endless header is refused after at most twice the limit.
         limit = self.limits.max_header_bytes
         for start in range(0, len(data), limit):
             if self._inside == "refused":
@@ -160,7 +160,7 @@ class ClientConnection(asyncio.Protocol):
             self._feed(data[start : start + limit])
 
     def _take_whole(self, request: ClientRequest) -> None:
-        """Do what `on_headers_complete` and `on_message_complete` do, for a request that came in one piece."""
+        """Do what `on_headers_complete` and `on_message_complete` do, for a complete plain request."""
         request.keep_alive = not self.edge.is_closing
         objection = self.edge.handler.admit(request)
         if objection is not None:
@@ -173,7 +173,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            assert self._inside == "refused"  # by its headers
+            assert self._inside == "refused"  # `_objection` refused the upgrade
         except httptools.HttpParserError:
             self._refuse(HttpError(400, "this is not a valid HTTP/1.1 request"))
         if self._inside == "head":
@@ -187,7 +187,7 @@ class ClientConnection(asyncio.Protocol):
         if self._waiting and self._inside != "refused":
             self.transport.pause_reading()
 
-    # Callbacks of the parser, which goes on to the end of its slice after a refusal.
+    # The parser's callbacks. After a refusal, the parser still processes the rest of its slice.
 
     def on_message_begin(self) -> None:
         if self._inside == "nothing":
@@ -198,7 +198,7 @@ class ClientConnection(asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._inside == "head":  # else it is a trailer, which is dropped
+        if self._inside == "head":  # otherwise it is a trailer, which is dropped
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -219,7 +219,7 @@ class ClientConnection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
         if self._inside == "body" and self._num_body_bytes > self.limits.max_body_bytes:
-            self._refuse(self._too_large())  # chunked: nothing was declared
+            self._refuse(self._too_large())  # chunked: without a declared length
         self._body.append(body)
 
     def on_message_complete(self) -> None:
@@ -235,28 +235,28 @@ class ClientConnection(asyncio.Protocol):
             self._waiting.append(request)
 
     def _objection(self, request: ClientRequest, fields: dict[bytes, bytes], version: str) -> HttpError | None:
-        """Return the refusal of a request that the parser accepts and the router does not."""
-        if self._num_head_bytes:  # it came in pieces: else the slice was no longer than the limit
+        """Return an error for a request that the parser accepts and the router refuses."""
+        if self._num_head_bytes:  # the head came in several slices; a single slice is within the limit
             num_bytes = len(request.target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
             if num_bytes > self.limits.max_header_bytes:
                 return self._head_too_large()
         if version not in ("1.1", "1.0"):
-            return HttpError(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+            return HttpError(505, "only HTTP/1.1 and HTTP/1.0 are supported")
         if self._parser.should_upgrade():
-            return HttpError(400, "connection: the protocol cannot be changed", param="connection")
-        is_doubtful = len(fields) < len(self._headers)  # a name came twice; usually none does
+            return HttpError(400, "connection: protocol upgrades are not supported", param="connection")
+        is_doubtful = len(fields) < len(self._headers)  # a name occurs twice, which is rare
         if (b"host" not in fields and version == "1.1") or (is_doubtful and self._count(b"host") > 1):
             return HttpError(400, "host: exactly one is expected", param="host")
         if is_doubtful and self._count(b"transfer-encoding") > 1:
             return HttpError(400, "transfer-encoding: given more than once", param="transfer-encoding")
         coding = fields.get(b"transfer-encoding")
         if coding is not None and (coding.lower() != b"chunked" or version == "1.0"):
-            return HttpError(501, "transfer-encoding: only 'chunked' is understood", param="transfer-encoding")
+            return HttpError(501, "transfer-encoding: only 'chunked' is supported", param="transfer-encoding")
         if int(fields.get(b"content-length", b"0")[:20]) > self.limits.max_body_bytes:
             return self._too_large()
         expect = fields.get(b"expect")
         if expect is not None and expect.lower() != b"100-continue":
-            return HttpError(417, "expect: only '100-continue' is understood", param="expect")
+            return HttpError(417, "expect: only '100-continue' is supported", param="expect")
         return None
 
     def _count(self, wanted: bytes) -> int:
@@ -271,10 +271,10 @@ class ClientConnection(asyncio.Protocol):
     # Answers.
 
     def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send a whole answer of the router's own to the current request."""
+        """Write a complete answer of the router itself to the current request."""
         request = self.current
         if request is None:
-            return  # the client is gone
+            return  # the client has disconnected
         keep = request.keep_alive and not self.edge.is_closing
         head = answer_head(status, written([*headers, (b"content-length", b"%d" % len(body))]), keep)
         self.transport.write(head if request.method == b"HEAD" else head + body)
@@ -284,10 +284,10 @@ class ClientConnection(asyncio.Protocol):
         self.answer(error.status, _headers_of(error), error.body())
 
     def finish(self, keep_alive: bool) -> None:
-        """End the current answer, which is written."""
+        """Finish the current answer, which has been written, and start the next request or close the connection."""
         self.current = self.reader = None
         if keep_alive and self._waiting:
-            # Not from here: an immediate answer would call this again, as deep as the client pipelines.
+            # Not called directly: requests answered at once would recurse as deep as the client pipelines.
             asyncio.get_running_loop().call_soon(self._next)
         elif not keep_alive or self._inside == "refused":
             self._inside = "refused"
@@ -315,7 +315,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._start(following)
 
-    # A client that does not read.
+    # Flow control.
 
     def pause_writing(self) -> None:
         self.is_paused = True
@@ -330,7 +330,7 @@ class ClientConnection(asyncio.Protocol):
             self.reader.resume()
         self._next()
 
-    # Time, and what is refused.
+    # Deadlines and refusals.
 
     def late(self) -> None:
         self.deadline_s = NEVER
@@ -344,7 +344,7 @@ class ClientConnection(asyncio.Protocol):
         self._expect(seconds, lambda: self._refuse(HttpError(408, f"the {what} did not arrive within {seconds:g} s")))
 
     def _refuse(self, error: HttpError) -> None:
-        """End the connection with `error`, in its turn: a request in flight is answered first."""
+        """End the connection with `error`, after the answers to earlier requests."""
         if self._inside == "refused":
             return
         self._inside, self._arriving = "refused", None
@@ -355,7 +355,7 @@ class ClientConnection(asyncio.Protocol):
             self._waiting.append(error)
 
     def _write_refusal(self, error: HttpError) -> None:
-        """Write a refusal, then drop what the client still sends for a moment: a reset would overtake the answer."""
+        """Write the error, then discard input for a moment: closing at once would reset the connection and lose it."""
         body = error.body()
         headers = [*_headers_of(error), (b"content-length", b"%d" % len(body))]
         self.transport.write(answer_head(error.status, written(headers), keep_alive=False) + body)

@@ -1,8 +1,8 @@
-"""Heads of HTTP/1.1 messages: reads requests and answers, filters headers, and writes heads.
+"""Parsing, filtering and writing of the heads of HTTP/1.1 messages.
 
-Most messages are plain, and `Heads` reads them with one call of C (csrc/http_head.c). For the others, the parsers of the
-connections (edge.py, upstream.py) find the headers and `of` interprets them; both ways must agree. Hop-by-hop headers, and those
-that a Connection header names, are removed in both directions. So are `x-penstock-` headers, which are the router's own.
+`Heads` parses the common case of a plain, complete message in one C call (csrc/http_head.c). For all other messages, the
+parsers of the connections (edge.py, upstream.py) find the headers, and the `of` methods interpret them. Both ways must
+agree. Hop-by-hop headers, headers named by a Connection header and `x-penstock-` headers are removed in both directions.
 """
 
 from http import HTTPStatus
@@ -18,13 +18,13 @@ Headers = list[tuple[bytes, bytes]]  # names in lower case
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PRIVATE = b"x-penstock-"
 CACHED = CACHED_HEADER.encode()
-MAX_PLAIN_BYTES = 8192  # of a head
+MAX_PLAIN_BYTES = 8192  # of the head of a plain message
 
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
-# Headers of a request that the router writes itself.
+# Request headers that are not forwarded: hop-by-hop headers, and those that the router interprets or writes itself.
 REWRITTEN = HOP_BY_HOP | CARRIERS | {b"host", b"content-length", b"content-type", b"expect"}
 STATUS_LINES = {
     status: b"HTTP/1.1 %d %s\r\n" % (status, HTTPStatus(status).phrase.encode()) for status in map(int, HTTPStatus)
@@ -32,15 +32,15 @@ STATUS_LINES = {
 
 
 class ClientRequest(msgspec.Struct, gc=False):
-    """A request of a client. The body is complete when the request is handled."""
+    """A client's request; the body is complete when the handler gets it."""
 
     method: bytes
     target: bytes
-    path: str  # as it is matched, neither decoded nor normalised
-    lines: bytes  # the headers that are passed on, as they are written
+    path: str  # for matching routes: not decoded, not normalized
+    lines: bytes  # the header lines to forward
     authorization: list[bytes]  # all values
     content_type: bytes
-    session: bytes  # empty if absent, like all headers here
+    session: bytes  # like all headers here, empty if missing
     is_http10: bool = False
     keep_alive: bool = True
     body: bytes = b""
@@ -49,7 +49,7 @@ class ClientRequest(msgspec.Struct, gc=False):
     def of(
         cls, method: bytes, target: bytes, headers: Headers, fields: dict[bytes, bytes], version: str, keep_alive: bool
     ) -> "ClientRequest":
-        """Build a request from what a parser found. `fields`: the headers by name, the last of each."""
+        """Build a request from parsed headers; `fields` maps each name to the last value."""
         return cls(
             method,
             target,
@@ -65,11 +65,11 @@ class ClientRequest(msgspec.Struct, gc=False):
 
 class AnswerHead(msgspec.Struct, frozen=True, gc=False):
     status: int
-    lines: bytes  # the headers that may pass on, as they will be written
-    cached_tokens: int | None  # as the engine reports them
-    is_framed: bool = True  # the body has a length or chunks; else it ends with the connection
+    lines: bytes  # the header lines to forward
+    cached_tokens: int | None  # reported by the engine
+    is_framed: bool = True  # the body has a length or chunks; otherwise it ends with the connection
     is_chunked: bool = False
-    is_stream: bool = False  # of events
+    is_stream: bool = False  # server-sent events
 
     @classmethod
     def of(cls, status: int, headers: Headers) -> "AnswerHead":
@@ -86,7 +86,7 @@ class AnswerHead(msgspec.Struct, frozen=True, gc=False):
 
 
 class Heads:
-    """Reads plain messages; returns None for others. `max_bytes` limits heads, `max_body_bytes` bodies."""
+    """A parser of plain, complete messages with size limits for head and body; returns None for all others."""
 
     def __init__(self, max_bytes: int, max_body_bytes: int) -> None:
         self._max_bytes = min(max_bytes, MAX_PLAIN_BYTES)
@@ -96,7 +96,7 @@ class Heads:
         self._written = ffi.buffer(self._lines)
 
     def request(self, data: bytes) -> ClientRequest | None:
-        """Read a request that is complete."""
+        """Parse a complete request."""
         found = self._found
         if not lib.penstock_plain_request(data, len(data), found, self._lines, self._max_bytes):
             return None
@@ -116,7 +116,7 @@ class Heads:
         )
 
     def answer(self, data: bytes) -> tuple[AnswerHead, bytes] | None:
-        """Read an answer that is complete; return its head and body."""
+        """Parse a complete response; return its head and body."""
         found = self._found
         if not lib.penstock_plain_answer(data, len(data), found, self._lines, self._max_bytes):
             return None
@@ -129,7 +129,7 @@ def _count(value: bytes) -> int | None:
 
 
 def passing(headers: Headers, fields: dict[bytes, bytes], dropped: frozenset[bytes]) -> bytes:
-    """Return the headers that are passed on, written: without `dropped` and those that a Connection header names."""
+    """Return the header lines to forward: without `dropped`, and without headers that a Connection header names."""
     if b"connection" in fields:
         named = b",".join([value for name, value in headers if name == b"connection"]).lower()
         if named != b"keep-alive":
@@ -142,16 +142,16 @@ def written(headers: Headers) -> bytes:
 
 
 def answer_head(status: int, lines: bytes, keep_alive: bool) -> bytes:
-    """Return the head of an answer. `lines`: its headers, written."""
+    """Return the head of a response with the given header lines."""
     status_line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
     return status_line + lines + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
 
 
 def question_head(path: str, host: bytes, lines: bytes) -> bytes:
-    """Return the head of a GET by the router itself."""
+    """Return the head of a GET request that the router itself sends to a replica."""
     return b"GET %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (path.encode(), host, lines)
 
 
 def request_head(method: bytes, target: bytes, host: bytes, lines: bytes, content_length: int) -> bytes:
-    """Return the head of a request to a replica. `lines`: its headers, written and filtered by `passing`."""
+    """Return the head of a request to a replica; `lines` are the header lines filtered by `passing`."""
     return b"%b %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (method, target, host, lines, content_length)

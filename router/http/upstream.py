@@ -1,8 +1,8 @@
-"""Connections to one replica, and the answer to one request as it comes in.
+"""Pooled connections to one replica, which relay answers to sinks.
 
-The parser runs over every byte, but only to find the end of the answer (0.2 µs a chunk): the router relays the replica's bytes
-with their chunk framing. Bytes behind the end of an answer are never passed on, because they could only be taken for the answer
-to another client's request.
+The parser runs over every byte, but only to find the end of the answer (0.2 µs per chunk): the router relays the replica's
+bytes with their chunk framing. Bytes after the end of an answer are never relayed, because they could be taken for the
+answer to another client's request.
 """
 
 import asyncio
@@ -18,19 +18,19 @@ from penstock.router.http.deadline import within
 from penstock.router.http.heads import AnswerHead, Headers, Heads, question_head, request_head
 
 MAX_HEAD_BYTES = 64 * 1024
-MAX_ANSWER_BYTES = 16 * MAX_HEAD_BYTES  # to a question of the router; the rest is dropped
-IDLE_S = 30.0  # a kept connection; engines close theirs after 75 s
+MAX_ANSWER_BYTES = 16 * MAX_HEAD_BYTES  # to the router's own requests; the rest is dropped
+IDLE_S = 30.0  # keep-alive timeout; engines close idle connections after 75 s
 MAX_IDLE = 256
-HIGH_WATER_BYTES = 1 << 20  # a body not yet written to a replica
+HIGH_WATER_BYTES = 1 << 20  # write buffer of a connection to a replica
 # Errors of this process or machine, which say nothing about the replica.
 _LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 
 
 class ConnectFailed(Exception):
-    """The replica accepts no connection, or does not answer a question of the router.
+    """The error for a replica that accepts no connection or does not answer a request of the router itself.
 
     `is_dead`: it failed as if the replica's process had ended (refused or reset, not a timeout). `is_local`: the router
-    itself lacks something, such as file descriptors, and the replica is not to blame."""
+    itself lacks a resource, such as file descriptors; the error says nothing about the replica."""
 
     def __init__(self, reason: str, *, is_dead: bool = False, is_local: bool = False) -> None:
         super().__init__(reason)
@@ -39,19 +39,19 @@ class ConnectFailed(Exception):
 
 
 class Sink(Protocol):
-    """Receives an answer. Nothing follows `ended` or `lost`."""
+    """The receiver of an answer. No call follows `ended` or `lost`."""
 
     def head(self, head: AnswerHead) -> None: ...
 
     def data(self, data: bytes) -> None:
-        """Raw bytes of the body, chunk framing included."""
+        """Receive raw bytes of the body, including chunk framing."""
 
     def ended(self) -> None: ...
     def lost(self, reason: str) -> None: ...
 
 
 class Upstream(asyncio.Protocol):
-    """One connection: one request at a time, kept for the next one when both sides agree."""
+    """A connection to a replica for one request at a time, reused if both sides keep it alive."""
 
     transport: asyncio.Transport
 
@@ -59,9 +59,9 @@ class Upstream(asyncio.Protocol):
         self.pool = pool
         self.sink: Sink | None = None
         self.idle_since_s = 0.0
-        self.has_heard = False  # a byte of the current answer has come
+        self.has_heard = False  # a byte of the current answer has arrived
         self.is_closed = False
-        self.is_at_boundary = False  # what came so far of a chunked body ends with a whole chunk
+        self.is_at_boundary = False  # the received part of a chunked body ends with a complete chunk
         self._parser = httptools.HttpResponseParser(self)
         self._headers: Headers = []
         self._head = b""  # bytes until the head of an answer is complete
@@ -80,8 +80,9 @@ class Upstream(asyncio.Protocol):
             self.transport.writelines([head, body])
 
     def drop(self, sink: Sink) -> None:
-        """Close the connection if `sink` still waits for its answer; the replica sees that and aborts. Once the answer is
-        complete this does nothing, for the connection may serve another request already."""
+        """Close the connection if `sink` still waits for its answer, which makes the replica abort the request.
+
+        After the answer is complete, this does nothing: the connection may serve another request already."""
         if self.sink is sink:
             self.sink = None
             self._release(keep=False)
@@ -114,7 +115,7 @@ class Upstream(asyncio.Protocol):
             self._fail("the answer is not valid HTTP")
             return
         if sink is None or self._is_excess:
-            self._fail("it sent more than was asked for")
+            self._fail("the replica sent data after the end of its answer")
             return
         if not self._in_body:
             data = self._take_head(sink, data)
@@ -132,7 +133,7 @@ class Upstream(asyncio.Protocol):
             self._finish(sink)
 
     def _take_head(self, sink: Sink, data: bytes) -> bytes:
-        """Collect the head, and return what follows it: the first piece of the body."""
+        """Collect the head; once it is complete, pass it to the sink and return the first bytes of the body."""
         self._head += data
         if not self._headers_done:
             if len(self._head) > MAX_HEAD_BYTES:
@@ -140,7 +141,7 @@ class Upstream(asyncio.Protocol):
             return b""
         status = self._status
         if status < 200:
-            self._fail(f"it sent an interim answer ({status}) that was not asked for")
+            self._fail(f"the replica sent an interim answer ({status}) that was not requested")
             return b""
         rest = self._head.partition(b"\r\n\r\n")[2]
         self._head = b""
@@ -172,7 +173,7 @@ class Upstream(asyncio.Protocol):
             self.pool.forget(self)
             self.transport.abort()
 
-    # The parser's callbacks. There is no on_body, since the bytes are passed on as they are.
+    # The parser's callbacks. There is no on_body, since the bytes are relayed unchanged.
 
     def on_message_begin(self) -> None:
         if self.sink is None or self._is_complete or self._headers_done:
@@ -183,7 +184,7 @@ class Upstream(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        # Read here and not later: the parser forgets it at the end of a message.
+        # Read here, because the parser resets these at the end of the message.
         self._status = self._parser.get_status_code()
         self._wants_more = self._parser.should_keep_alive()
         self._headers_done = True
@@ -199,7 +200,7 @@ class Upstream(asyncio.Protocol):
 
 
 class Pool:
-    """The connections to one replica. The last one used is taken first, so that spare ones grow old and go."""
+    """The connections to one replica. The most recently used is taken first, so that surplus ones expire."""
 
     def __init__(self, host: str, port: int, host_header: bytes, connect_timeout_s: float) -> None:
         self.host, self.port, self.host_header = host, port, host_header
@@ -254,7 +255,7 @@ class Pool:
             upstream.transport.abort()
 
     def close(self) -> None:
-        """Cut all connections; `lost` is called on their sinks."""
+        """Abort all connections, which calls `lost` of their sinks."""
         idle, self._idle = self._idle, []
         for upstream in [*idle, *self.busy]:
             upstream.transport.abort()
@@ -265,8 +266,7 @@ class Pool:
 
 
 class QueueSink:
-    """Puts the body of an answer into a queue, without its chunk framing, and None at its end. For the router's own
-    questions to replicas."""
+    """A sink for the router's own requests: queues the body without chunk framing, then None."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -290,8 +290,7 @@ class QueueSink:
 
 
 async def fetch(pool: Pool, path: str, lines: bytes, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
-    """GET from a replica, or POST a body in JSON; return the status and the body of the answer. `lines` are headers,
-    written. Raises ConnectFailed or TimeoutError."""
+    """GET from a replica, or POST a JSON body; return status and body. Raise ConnectFailed or TimeoutError."""
     head = question_head(path, pool.host_header, lines)
     if body is not None:
         lines += b"content-type: application/json\r\n"
@@ -315,7 +314,7 @@ async def fetch(pool: Pool, path: str, lines: bytes, timeout_s: float, body: byt
 
 
 class Dechunker:
-    """Removes the chunk framing, piece by piece. The connection's parser has checked the framing."""
+    """A streaming decoder of chunk framing, which the connection's parser has checked already."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
