@@ -1,10 +1,9 @@
 """Builds every C source of this folder into one extension, `penstock._csrc` (cffi API mode, stable ABI).
 
-A subject is `<name>.c` plus `<name>.cdef.h`: plain declarations, without preprocessor lines, that the C file
-includes and that cffi parses, so the two cannot drift apart. Dropping such a pair in here is all it takes.
-Nothing is compiled for the machine that builds: faster instructions go into functions with their own
-`__attribute__((target(...)))`, chosen at run time. `python csrc/build.py` builds in place, setup.py into the wheel.
-Both compile the sources on all cores.
+A unit is `<name>.c` plus `<name>.cdef.h`: plain declarations, without preprocessor lines, which the C file includes and
+cffi parses, so the two cannot diverge. A new pair in this folder needs no registration. Nothing is compiled for the
+instructions of the build machine: functions with their own `__attribute__((target(...)))` are chosen at run time.
+`python csrc/build.py` builds in place, setup.py into the wheel. Both compile the sources on all cores.
 """
 
 import os
@@ -26,7 +25,7 @@ FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisi
 
 
 class BuildOnAllCores(build_ext):
-    """Runs one compiler per core; setuptools alone compiles one source after the other."""
+    """A build_ext that runs one compiler per core; setuptools compiles one source after the other."""
 
     def build_extensions(self) -> None:
         compile_sources = self.compiler.compile
@@ -46,7 +45,7 @@ def num_cores() -> int:
 
 
 def describe(source_root: str) -> FFI:
-    """Describe the extension. setuptools wants sources relative to setup.py, an in-place build wants them absolute."""
+    """Describe the extension. setuptools requires sources relative to setup.py, an in-place build absolute ones."""
     cdefs = sorted(FOLDER.glob("*.cdef.h"))
     ffi = FFI()
     for cdef in cdefs:
@@ -67,7 +66,7 @@ def describe(source_root: str) -> FFI:
 
 
 def build_in_place() -> Path:
-    """Compile into src/penstock. The file is swapped in by rename: a running process keeps the one it has mapped."""
+    """Compile into src/penstock. The file is replaced by a rename: running processes keep the file they have mapped."""
     package = FOLDER.parent / "src" / "penstock"
     with tempfile.TemporaryDirectory() as scratch:
         extension = describe(str(FOLDER)).distutils_extension(scratch, verbose=False)

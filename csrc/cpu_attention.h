@@ -1,30 +1,29 @@
-/* Attention of a few queries of one row over the pages of one KV head, compiled once per level.
+/* Attention of a few queries of one sequence over the pages of one KV head, compiled once per level.
  *
- * The queries of a job times the heads of a GQA group are its rows: every key and value is fetched and repacked once
- * for all of them. Positions go by tiles [n TILE, (n + 1) TILE). A tile by itself yields, for each row, the largest
- * score, the sum of the weights relative to it and the weighted sum of the values; tiles are then folded together in
- * ascending order.
+ * A job's rows are its queries times the heads of a GQA group: every key and value is loaded and repacked once for all
+ * of them. Positions are processed in tiles [n TILE, (n + 1) TILE). For each row, a tile yields the largest score, the
+ * sum of the softmax weights relative to it and the weighted sum of the values; tiles are then merged in ascending
+ * order.
  *
- * That order is what makes a query's result the same bits whatever else is in the batch and however its prompt is cut
- * into chunks: the tiles, the order inside a tile and the order of folding depend on positions alone. Positions that
- * a row may not see weigh exactly 0, so it does not matter how far a tile goes past what the row sees, and a tile of
- * which it sees nothing changes nothing. Splitting a row over threads keeps each tile's result apart and folds them
- * later with the same code. */
+ * This fixed order makes a query's result bitwise independent of the rest of the batch and of prefill chunking: the
+ * tiles, the order inside a tile and the order of merging depend on positions alone. Masked positions have a weight of
+ * exactly 0, so a tile may extend beyond the positions that a row attends to, and a completely masked tile changes
+ * nothing. If a row is split over threads, each tile's result is stored and merged later by the same code. */
 
 #define MINUS_INFINITY (-__builtin_inff())
 
-/* What a job needs besides its arguments; one per thread. */
+/* The scratch memory of a job; one per thread. */
 struct workspace {
     uint32_t *q;             /* [rows, depth] words */
     uint32_t *keys;          /* [TILE / COLUMNS, depth, COLUMNS] words: a key is a column */
     uint32_t *values;        /* [TILE or TILE / 2, width] words */
     float *scores;           /* [ROWS, TILE]; then the weights, [ROWS, TILE] with half a row unused if paired */
     float *products;         /* [ROWS, width] */
-    float *sums;             /* [rows, width]: the tiles folded so far */
-    float *largest, *weight; /* [rows]: theirs; scores are counted in powers of two */
+    float *sums;             /* [rows, width]: weighted values of the tiles merged so far */
+    float *largest, *weight; /* [rows]: largest score (base 2) and sum of weights of these tiles */
 };
 
-/* Hands out `memory` and returns the bytes it takes; float32 needs the most of every part. */
+/* Divide `memory` into the parts and return the bytes needed; sizes are those of float32, the larger type. */
 static int64_t lay_out(struct workspace *w, char *memory, int head_dim, int rows) {
     int64_t width = (head_dim + LANES - 1) / LANES * LANES, used = 0;
     struct {
@@ -46,14 +45,15 @@ static int64_t scratch_bytes(int head_dim, int rows) {
     return lay_out(&unused, NULL, head_dim, rows);
 }
 
-/* The scores [count] of one row, of which it sees [first, end), become weights; returns their sum. */
-INLINE float weigh(const struct attention *a, float *scores, int first, int end, int count, int paired, float *largest) {
+/* Replace the scores [count] of one row by softmax weights, 0 outside [first, end); return their sum. */
+INLINE float softmax_tile(const struct attention *a, float *scores, int first, int end, int count, int paired,
+                          float *largest) {
     const ivec lane = LANE_INDEX;
     vec top = splat(MINUS_INFINITY), sum = {0};
     for (int i = 0; i < count; i += LANES) {
         vec x;
         memcpy(&x, scores + i, sizeof x);
-        if (a->squeeze != 0.0f) { /* to tanh: below 1 in size, whatever the score */
+        if (a->squeeze != 0.0f) { /* logit soft-capping: tanh */
             vec power = x * splat(a->squeeze);
             power = choose(power < splat(126.0f), power, splat(126.0f));
             x = splat(1.0f) - splat(2.0f) / (splat(1.0f) + power_of_two(power));
@@ -73,13 +73,13 @@ INLINE float weigh(const struct attention *a, float *scores, int first, int end,
         memcpy(&x, scores + i, sizeof x);
         x = power_of_two(multiply_add(x, scale, base));
         sum += x;
-        store(scores, i, LANES, x, paired ? BFLOAT16 : FLOAT32); /* a pair is never written past what was read */
+        store(scores, i, LANES, x, paired ? BFLOAT16 : FLOAT32); /* pairs overwrite only scores already read */
     }
     return sum_lanes(sum);
 }
 
-/* One tile's result for `rows` rows is folded into theirs: the larger maximum is the common base of both. */
-INLINE void fold(const struct workspace *w, int first_row, int rows, int width, const float *largest,
+/* Merge one tile's result into that of `rows` rows, rescaling both to the larger of their maxima. */
+INLINE void merge_tile(const struct workspace *w, int first_row, int rows, int width, const float *largest,
                  const float *weight, const float *products) {
     float kept[ROWS + LANES], added[ROWS + LANES];
     for (int i = 0; i < rows; i += LANES) {
@@ -106,28 +106,28 @@ INLINE void fold(const struct workspace *w, int first_row, int rows, int width, 
     }
 }
 
-/* The first `count` positions of the tile lie before every query's window, and may be anything by now, even NaN, which
- * no weight of zero would hide. */
-INLINE void hide_values(const struct shape *s, const struct workspace *w, int count) {
+/* Zero the first `count` values of the tile. They are before every query's window, so their pages may have been reused
+ * and contain NaN, which a weight of 0 would not mask. */
+INLINE void zero_values(const struct shape *s, const struct workspace *w, int count) {
     int rows = s->paired ? count / 2 : count;
     memset(w->values, 0, sizeof(uint32_t) * rows * s->width);
     if (s->paired && count % 2)
         for (int i = 0; i < s->width; i++) w->values[(int64_t)rows * s->width + i] &= 0xFFFF0000u;
 }
 
-/* The tile at `begin` for rows [first_row, first_row + rows) of the job, of which a query's are neighbours; gives
- * largest [rows], weight [rows], products [rows, width]. `first_position` is that of the job's first query. */
+/* Compute largest [rows], weight [rows] and products [rows, width] of the tile at `begin` for the job's rows from
+ * first_row on; rows of one query are adjacent. `first_position` is the position of the job's first query. */
 INLINE void attend_tile(const struct attention *a, const struct shape *s, const struct workspace *w, int first_row,
                         int rows, int first_position, int begin, float *largest, float *weight, float *products) {
     int last = first_position + (first_row + rows - 1) / s->group;
-    int count = last + 1 - begin < TILE ? last + 1 - begin : TILE; /* none of the rows sees further */
+    int count = last + 1 - begin < TILE ? last + 1 - begin : TILE; /* all rows are masked beyond */
     for (int column = 0; column < count; column += COLUMNS)
         multiply_rows(rows, VECTORS, w->q + (int64_t)first_row * s->depth, s->depth,
                       w->keys + (int64_t)column * s->depth, COLUMNS, s->depth, w->scores + column, TILE, s->paired);
     for (int r = 0; r < rows; r++) {
         int position = first_position + (first_row + r) / s->group;
         int first = a->window && position >= a->window ? position + 1 - a->window - begin : 0;
-        weight[r] = weigh(a, w->scores + r * TILE, first, position + 1 - begin, count, s->paired, &largest[r]);
+        weight[r] = softmax_tile(a, w->scores + r * TILE, first, position + 1 - begin, count, s->paired, &largest[r]);
     }
     int depth = count < 0 ? 0 : s->paired ? (count + 1) / 2 : count;
     const uint32_t *weights = (const uint32_t *)w->scores;
@@ -139,8 +139,9 @@ INLINE void attend_tile(const struct attention *a, const struct shape *s, const 
         multiply_rows(rows, 1, weights, TILE, w->values + at, s->width, depth, products + at, s->width, s->paired);
 }
 
-/* Before any tile a row has seen nothing, or its head's sink alone, which weighs 1 relative to itself. */
-INLINE void begin_rows(const struct attention *a, int kv_head, const struct shape *s, const struct workspace *w, int rows) {
+/* Initialize the rows: empty, or with the head's attention sink, whose weight relative to itself is 1. */
+INLINE void init_rows(const struct attention *a, int kv_head, const struct shape *s, const struct workspace *w,
+                      int rows) {
     const float log2_e = 1.44269504f;
     for (int r = 0; r < rows; r++) {
         w->largest[r] = a->sinks ? a->sinks[kv_head * s->group + r % s->group] * log2_e : MINUS_INFINITY;
@@ -154,7 +155,7 @@ INLINE void finish_rows(const struct attention *a, const struct attention_job *j
     int64_t token = a->query_starts[job->row] + job->first_query;
     for (int r = 0; r < job->num_queries * s->group; r++) {
         int64_t head = (token + r / s->group) * a->q_heads + (int64_t)kv_head * s->group + r % s->group;
-        vec scale = splat(w->weight[r] == 0.0f ? 0.0f : 1.0f / w->weight[r]); /* 0: a row without any position */
+        vec scale = splat(w->weight[r] == 0.0f ? 0.0f : 1.0f / w->weight[r]); /* 0: all positions are masked */
         for (int i = 0; i < a->head_dim; i += LANES) {
             vec x = load(w->sums, (int64_t)r * s->width + i, LANES, FLOAT32) * scale;
             store(a->out, head * a->head_dim + i, a->head_dim - i, x, type);
@@ -179,7 +180,7 @@ INLINE void attend(const struct attention *a, const struct attention_job *job, i
     int rows = job->num_queries * s.group;
     lay_out(&w, scratch, a->head_dim, rows);
     load_queries(a, job, kv_head, &s, w.q, type);
-    begin_rows(a, kv_head, &s, &w, rows);
+    init_rows(a, kv_head, &s, &w, rows);
 
     int num_queries = a->query_starts[job->row + 1] - a->query_starts[job->row];
     int first_position = a->context_lens[job->row] - num_queries + job->first_query;
@@ -195,7 +196,7 @@ INLINE void attend(const struct attention *a, const struct attention_job *job, i
         if (tile + 1 < job->num_tiles) find_positions(a, job->row, kv_head, begin + TILE, end, &p, type);
         pack_keys(s, &p, begin, tile_end, w.keys, type);
         pack_values(s, &p, begin, tile_end, w.values, type);
-        if (begin < seen_from) hide_values(&s, &w, seen_from - begin);
+        if (begin < seen_from) zero_values(&s, &w, seen_from - begin);
         for (int first = 0; first < rows; first += ROWS) {
             int some = rows - first < ROWS ? rows - first : ROWS;
             if (job->partial >= 0) {
@@ -205,27 +206,27 @@ INLINE void attend(const struct attention *a, const struct attention_job *job, i
             } else {
                 float largest[ROWS], weight[ROWS];
                 attend_tile(a, &s, &w, first, some, first_position, begin, largest, weight, w.products);
-                fold(&w, first, some, s.width, largest, weight, w.products);
+                merge_tile(&w, first, some, s.width, largest, weight, w.products);
             }
         }
     }
     if (job->partial < 0) finish_rows(a, job, kv_head, &s, &w, type);
 }
 
-/* Fold the tiles of all pieces, in order, as attend() would have. */
+/* Merge the tiles of all pieces in the order in which attend() merges them. */
 INLINE void combine(const struct attention *a, const struct attention_job *pieces, int kv_head, const float *partials,
                     void *scratch, enum element type) {
     const struct shape s = shape_of(a, type);
     struct workspace w;
     int rows = pieces->num_queries * s.group;
     lay_out(&w, scratch, a->head_dim, rows);
-    begin_rows(a, kv_head, &s, &w, rows);
+    init_rows(a, kv_head, &s, &w, rows);
     for (const struct attention_job *job = pieces; job < pieces + pieces->num_pieces; job++)
         for (int tile = 0; tile < job->num_tiles; tile++) {
             const float *partial = partials + job->partial + tile * partial_floats(rows, a->head_dim);
             for (int first = 0; first < rows; first += ROWS) {
                 int some = rows - first < ROWS ? rows - first : ROWS;
-                fold(&w, first, some, s.width, partial + first, partial + rows + first,
+                merge_tile(&w, first, some, s.width, partial + first, partial + rows + first,
                      partial + 2 * rows + (int64_t)first * s.width);
             }
         }

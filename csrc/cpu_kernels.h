@@ -1,5 +1,5 @@
-/* Everything that is compiled once per instruction level, and the table of it. A level's file sets LANES, HAS_VNNI,
- * HAS_BF16, LEVEL and LEVEL_NAME, switches the compiler to the level and includes this. */
+/* All code that is compiled once per instruction level, and the table of its functions. The source file of a level sets
+ * LANES, HAS_VNNI, HAS_BF16, LEVEL and LEVEL_NAME, switches the compiler to the level and includes this file. */
 #include "cpu_vector.h"
 
 #include "cpu_rows.h"
@@ -24,8 +24,8 @@
 
 #include "cpu_recurrent.cdef.h"
 
-#define RUN 16            /* tokens that go over a piece of a state one after the other */
-#define PENSTOCK_HEAD 256 /* numbers of a head at most: see executor/kernels/recurrent.py */
+#define RUN 16            /* tokens applied to a block of the state while it is in the cache */
+#define PENSTOCK_HEAD 256 /* largest head dimension: see executor/kernels/recurrent.py */
 #include "cpu_recurrent.h"
 
 const struct cpu_level LEVEL = {

@@ -1,4 +1,4 @@
-/* Adapters over the rows of a product: which rows have which, and who computes them (cpu_low_rank.h has the sums). */
+/* LoRA adapters for the rows of a linear layer, divided among threads (cpu_low_rank.h computes the rows). */
 #include <stdint.h>
 
 #include "cpu_level.h"
@@ -14,7 +14,7 @@ struct low_rank_work {
     int type, num_runs, product;
 };
 
-/* An item is a few rows of one run. */
+/* Compute items [first, end); an item is ROWS_AT_ONCE rows of one run. */
 static void low_rank_some(const void *work, int64_t first, int64_t end, int thread) {
     const struct low_rank_work *w = work;
     int64_t before = 0;

@@ -1,10 +1,10 @@
-/* What adapters add to a product, compiled once per level: y += (x down) up, of low rank, for rows of one adapter.
+/* LoRA: y += (x down) up for rows with the same adapter, compiled once per level.
  *
- * Weights lie as [depth, width] with rows of whole vectors of any level, in float32 or bfloat16 whatever the rows are.
- * Every sum has the same order whatever other rows there are. */
+ * Weights are [depth, width], padded to whole vectors of any level, in float32 or bfloat16 independent of the rows'
+ * type. The order of every sum is independent of the other rows. */
 
-#define FEW 4   /* rows that read the weights together */
-#define WIDE 64 /* columns that are computed together where there are as many */
+#define FEW 4   /* rows that share a pass over the weights */
+#define WIDE 64 /* largest number of columns computed together */
 
 INLINE void thin_step(int rows, int vectors, vec sum[FEW][4], const void *a, int64_t a_stride, enum element a_type,
                       const void *b, int64_t at, enum element b_type, int64_t k) {
@@ -17,8 +17,8 @@ INLINE void thin_step(int rows, int vectors, vec sum[FEW][4], const void *a, int
     }
 }
 
-/* c [rows, vectors * LANES] = a [rows, depth] b. Neighbours in depth go to `chains` sums in turn: one alone would wait
- * for itself. */
+/* c [rows, vectors * LANES] = a [rows, depth] b. Adjacent depths go to `chains` independent sums, which hides the
+ * latency of the additions. */
 INLINE void thin_block(int rows, int vectors, int chains, const void *a, int64_t a_stride, enum element a_type,
                        const void *b, int64_t at, int64_t b_stride, enum element b_type, int64_t depth, float *c) {
     vec sum[4][FEW][4];
@@ -45,7 +45,7 @@ INLINE void thin_block(int rows, int vectors, int chains, const void *a, int64_t
         }
 }
 
-/* c [rows, WIDE] = a [rows, depth] b for the columns of b from `at` on; returns how many those are. */
+/* c [rows, WIDE] = a [rows, depth] b for the next columns of b from `at` on; returns the number of these columns. */
 INLINE int thin(int rows, const void *a, int64_t a_stride, enum element a_type, const void *b, int64_t at,
                 int64_t b_stride, enum element b_type, int64_t depth, float *c) {
 #define THIN(n, vectors, chains) \

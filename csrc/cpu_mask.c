@@ -1,11 +1,11 @@
-/* Grammar masks on CPU logits: bits become lanes of a 64-bit word by a multiplication, no table and no branch. */
+/* Grammar masks on CPU logits: a multiplication expands bits to lanes of a 64-bit word, without table or branch. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
 #include "cpu_mask.cdef.h"
 
-/* Bit i of four becomes bit 16 i: the factor's four ones copy the nibble to where no two copies overlap. */
+/* Expand bit i of four to lane i of 16 bits: the factor copies the nibble to four places without overlap. */
 static uint64_t lanes16(uint32_t nibble) {
     return ((nibble * UINT64_C(0x0000200040008001)) & UINT64_C(0x0001000100010001)) * 0xFFFF;
 }
@@ -14,7 +14,7 @@ static uint64_t lanes32(uint32_t pair) {
     return ((pair * UINT64_C(0x80000001)) & UINT64_C(0x0000000100000001)) * 0xFFFFFFFF;
 }
 
-/* 32 elements. */
+/* Apply one mask word to 32 elements. */
 static void mask_word(char *at, uint32_t bits, int element_bytes, uint64_t lowest) {
     const int step = element_bytes == 2 ? 4 : 2;
     for (int first = 0; first < 32; first += step, at += 8) {

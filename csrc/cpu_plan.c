@@ -1,9 +1,9 @@
-/* How a batch's attention becomes jobs that keep all threads busy to the end.
+/* Planning and execution of a batch's attention as jobs that keep all threads busy to the end.
  *
- * The queries of a row are cut into runs that share a pass over the keys; where that leaves too large a job (one row
- * decoding over a long context), a pass is cut into pieces, which are runs of tiles. The pieces' results are kept
- * tile by tile, and the thread that finishes the last piece folds them, so that neither the cut nor the number of threads
- * changes a bit of the result (see cpu_attention.h). */
+ * The queries of a sequence are divided into runs that share a pass over the keys. If a job is still too large (a
+ * decode over a long context), the pass is divided into pieces, which are ranges of tiles (split-KV). The results are
+ * stored per tile, and the thread that finishes the last piece merges them, so the result is bitwise independent of the
+ * division and of the number of threads (see cpu_attention.h). */
 #include "cpu_plan.h"
 
 #include <stdatomic.h>
@@ -11,20 +11,20 @@
 
 #include "cpu_threads.h"
 
-#define JOB_ROWS 192 /* queries times heads of a group: enough to pay a tile's repacking off */
+#define JOB_ROWS 192 /* queries times heads of a group: enough to amortize the repacking of a tile */
 
-/* Costs are counted in rows times tiles, about 60 ns each with 64 dimensions on one core. */
-#define TILE_OVERHEAD 8  /* repacking */
-#define LEAST_TO_SHARE 200 /* below it a fork costs more than it saves … */
-#define LEAST_TO_SHARE_AT_ONCE 20 /* … and here where the team is there */
+/* The unit of cost is one row of one tile: about 60 ns with 64 dimensions on one core. */
+#define TILE_OVERHEAD 8  /* the cost of repacking a tile */
+#define LEAST_TO_SHARE 200 /* below this cost, waking the threads costs more than it saves … */
+#define LEAST_TO_SHARE_AT_ONCE 20 /* … and below this if the threads are already spinning */
 #define JOBS_PER_THREAD 4
 
 struct totals {
-    int64_t cost, partial_floats; /* of one KV head */
+    int64_t cost, partial_floats; /* per KV head */
     int num_jobs, most_rows;
 };
 
-/* The tiles that the queries of `job` need; returns what attending to them costs. */
+/* Set the range of tiles that the queries of `job` attend to; return its cost. */
 static int64_t find_tiles(const struct attention *a, struct attention_job *job) {
     int num_queries = a->query_starts[job->row + 1] - a->query_starts[job->row];
     int first = a->context_lens[job->row] - num_queries + job->first_query, end = first + job->num_queries;
@@ -34,7 +34,7 @@ static int64_t find_tiles(const struct attention *a, struct attention_job *job) 
     return (int64_t)job->num_tiles * (job->num_queries * (a->q_heads / a->kv_heads) + TILE_OVERHEAD);
 }
 
-/* Appends `pass` to `jobs` (NULL: only counts them), in pieces that cost about `limit` (0: whole). */
+/* Append `pass` to `jobs` (NULL: only count), divided into pieces that cost about `limit` (0: undivided). */
 static void cut_pass(const struct attention *a, struct attention_job pass, int64_t limit, struct totals *totals,
                      struct attention_job *jobs) {
     int rows = pass.num_queries * (a->q_heads / a->kv_heads), first = totals->num_jobs;
@@ -57,7 +57,7 @@ static void cut_pass(const struct attention *a, struct attention_job pass, int64
     if (rows > totals->most_rows) totals->most_rows = rows;
 }
 
-/* Later queries first: they see most, and the smaller jobs at the end even things out. */
+/* Start with the last queries: they attend to most tiles, and smaller jobs at the end balance the threads. */
 static struct totals cut_batch(const struct attention *a, int64_t limit, struct attention_job *jobs) {
     struct totals totals = {0};
     int group = a->q_heads / a->kv_heads, most = group < JOB_ROWS ? JOB_ROWS / group : 1;

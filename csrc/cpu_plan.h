@@ -4,7 +4,7 @@
 
 #include "cpu_level.h"
 
-/* 0, or -1 if there is no memory for the work. */
+/* Return 0, or -1 if memory cannot be allocated. */
 int attend_batch(const struct cpu_level *level, int type, const struct attention *a, int num_threads);
 
 #endif

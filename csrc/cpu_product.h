@@ -1,11 +1,11 @@
-/* The product that attention and linear layers are made of, compiled once per level.
+/* The matrix product used by attention and linear layers, compiled once per level.
  *
- * C [rows, columns] = A [rows, depth] B [depth, columns] for a few rows and columns, of which all sums stay in
- * registers. A word of A or B is a float or, if paired, two bfloat16 that are neighbours in depth. Every sum runs over
- * the depth in ascending order, alone in its lane, so it does not depend on the other rows and columns. */
+ * C [rows, columns] = A [rows, depth] B [depth, columns] for so few rows and columns that all sums stay in registers. A
+ * word of A or B is a float or, if paired, two bfloat16 adjacent in depth. Every sum accumulates over the depth in
+ * ascending order in its own lane, so it does not depend on the other rows and columns. */
 
-#define ROWS 6                        /* with AVX-512, 24 of 32 registers are sums, */
-#define VECTORS (LANES == 16 ? 4 : 2) /* below it 12 of 16 */
+#define ROWS 6                        /* with AVX-512, 24 of 32 registers hold sums, */
+#define VECTORS (LANES == 16 ? 4 : 2) /* otherwise 12 of 16 */
 #define COLUMNS (VECTORS * LANES)
 
 INLINE void multiply(int rows, int vectors, const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t b_stride,

@@ -7,7 +7,7 @@
 #include "cpu_recurrent.cdef.h"
 #include "cpu_threads.h"
 
-#define CHANNELS 256 /* of a block: four inputs of it and the weights stay in the first cache */
+#define CHANNELS 256 /* channels per block: four of its inputs and the weights fit into the L1 cache */
 
 struct convolve_work {
     const struct cpu_level *level;

@@ -1,8 +1,8 @@
 /* Recurrent layers: the short convolution, the gated delta rule and Mamba 2, as cpu_recurrent.cdef.h describes them.
  *
- * A row's tokens go through one after the other, whatever their number: so chunks of any size give the same bits. That
- * is also quick, because a piece of the state of a head stays in the cache while RUN tokens go over it, and each pass
- * over the piece brings it past one token and multiplies it with the next one's key and query. */
+ * A row's tokens are processed one after the other, so chunks of any size give the same bits. This is also fast: a
+ * block of a head's state stays in the cache for RUN tokens, and each pass over it applies one token and multiplies the
+ * state by the next token's key and query. */
 
 INLINE void *unit_of(const struct penstock_states *s, uintptr_t table, int row, int unit) {
     int at = s->first_unit + unit;
@@ -10,7 +10,7 @@ INLINE void *unit_of(const struct penstock_states *s, uintptr_t table, int row, 
     return (char *)s->base + page * s->page_bytes + at % s->units_per_page * s->unit_bytes;
 }
 
-/* The inputs of token `at` of a row, counted from its first token here; those before that are in `tail`. */
+/* Return the inputs of token `at`, counted from the row's first token in this step; earlier ones are in `tail`. */
 INLINE const void *inputs_at(const struct convolve *c, const void *tail, int64_t first, int64_t at,
                              enum element type) {
     return at < 0 ? element_at(tail, (at + c->taps - 1) * c->channels, type)
@@ -39,20 +39,20 @@ INLINE void convolve_block(const struct convolve *c, int row, int64_t channel, i
             store(y, i, left, c->has_silu ? activate(sum, SILU) : sum, type);
         }
     }
-    for (int j = 0; j < before; j++) /* upwards: where few tokens leave some of the tail, it moves down */
+    for (int j = 0; j < before; j++) /* ascending, because after few tokens the rest of the tail moves down */
         memmove(kept + (j * c->channels + channel) * size,
                 element_at(inputs_at(c, tail, first, count - before + j, type), channel, type),
                 (end - channel) * size);
 }
 
-/* What RUN tokens of one head bring along. */
+/* The inputs of up to RUN tokens of one head. */
 struct delta_run {
     float q[RUN][PENSTOCK_HEAD], k[RUN][PENSTOCK_HEAD], out[RUN][PENSTOCK_HEAD];
-    float decay[RUN], beta[RUN], product[RUN]; /* of q and k */
+    float decay[RUN], beta[RUN], product[RUN]; /* product: q · k */
     float skip;
 };
 
-/* x / |x| * scale; as it is if scale is 0 */
+/* Store x / |x| * scale; x unchanged if scale is 0. */
 INLINE void direction(const void *x, int64_t width, float scale, float *y, enum element type) {
     vec sum = {0};
     for (int64_t i = 0; i < width; i += LANES) {
@@ -85,7 +85,7 @@ INLINE void begin_run(const struct penstock_delta *d, struct delta_run *run, int
     }
 }
 
-/* Columns [column, column + vecs * LANES) of the state, `left` of which there are, past the tokens of a run. */
+/* Apply the tokens of a run to columns [column, column + vecs * LANES) of the state, of which `left` exist. */
 INLINE void delta_columns(const struct penstock_delta *d, struct delta_run *run, const void *v, float *state,
                           int64_t column, int64_t left, int count, const int vecs, const int erases,
                           enum element type) {
@@ -136,7 +136,7 @@ INLINE void end_run(const struct penstock_delta *d, const struct delta_run *run,
     }
 }
 
-/* One head of one row. */
+/* Process one head of one row. */
 INLINE void delta_head(const struct penstock_delta *d, const struct penstock_states *s, int row, int head,
                        enum element type) {
     const int32_t *starts = (const int32_t *)s->query_starts;

@@ -1,9 +1,9 @@
-/* Work on several threads, borrowed from torch.
+/* Parallel loops on torch's OpenMP threads.
  *
- * A second OpenMP runtime would bring a second team, and two teams that wait by spinning fight for the same cores.
- * So this file links none: it looks up GOMP_parallel, the entry that compilers generate calls to, in whatever
- * runtime the process already has (torch loads its libgomp or libiomp with global visibility), and thereby runs on
- * the very threads that torch's own operators use. Without that symbol all work is done by the calling thread. */
+ * A second OpenMP runtime would create a second team of threads, and two spinning teams compete for the same cores. So
+ * this file links no runtime: it looks up GOMP_parallel, the function that compilers generate calls to, in the runtime
+ * that the process has loaded (torch loads its libgomp or libiomp with global visibility), and thus runs on the same
+ * threads as torch's operators. Without that symbol, the calling thread does all work. */
 #define _GNU_SOURCE
 #include "cpu_threads.h"
 
@@ -19,7 +19,7 @@
 typedef void gomp_parallel(void (*function)(void *), void *data, unsigned num_threads, unsigned flags);
 
 static gomp_parallel *find_team(void) {
-    static _Atomic(gomp_parallel *) found; /* looked up again while there is none: torch may come later */
+    static _Atomic(gomp_parallel *) found; /* looked up again until found: torch may be loaded later */
     gomp_parallel *team = atomic_load_explicit(&found, memory_order_relaxed);
 #if !defined(_WIN32)
     if (!team) {
@@ -51,19 +51,19 @@ static void take_chunks(void *data) {
     }
 }
 
-/* A team that was called for several jobs. Its thread 0 runs a function that hands out one after the other; the others
- * look for one, spinning. A thread that has not begun is not waited for: what it would have done is done by those that
- * are there, so that a core which others use too delays a job by a chunk at most. */
+/* A session in which a team runs several jobs. Its thread 0 runs a function that starts one job after the other; the
+ * other threads spin until there is one. A job does not wait for threads that have not joined it: the others do their
+ * work, so a core that is busy elsewhere delays a job by at most one chunk. */
 struct session {
     void (*function)(void *);
     void *data;
     struct shared *job;
-    atomic_uint number;  /* odd while a job is open to be joined */
+    atomic_uint number;  /* odd while threads can join the job */
     atomic_int num_inside; /* threads at work besides thread 0 */
     atomic_int has_ended;
 };
 
-static _Thread_local struct session *session; /* of its thread 0 */
+static _Thread_local struct session *session; /* set in thread 0 of a session */
 
 static void rest(unsigned turns) {
 #if !defined(_WIN32)
@@ -88,7 +88,7 @@ static void join_session(void *data) {
             rest(turns);
             continue;
         }
-        atomic_fetch_add(&s->num_inside, 1); /* from here on the job cannot go away, unless it was closed before */
+        atomic_fetch_add(&s->num_inside, 1); /* keeps the job alive, unless it was closed before */
         if (atomic_load(&s->number) == number) take_chunks(s->job);
         atomic_fetch_sub(&s->num_inside, 1);
         done = number;

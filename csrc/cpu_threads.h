@@ -1,17 +1,17 @@
-/* Work on several threads: those of torch, not more. Private to csrc. */
+/* Parallel loops on torch's threads. Private to csrc. */
 #ifndef PENSTOCK_CPU_THREADS_H
 #define PENSTOCK_CPU_THREADS_H
 
 #include <stdint.h>
 
-/* Does items [first, end). `thread` is below the number of threads and unique among those at work. */
+/* Process items [first, end). `thread` is less than the number of threads and unique among the running ones. */
 typedef void work_on(const void *work, int64_t first, int64_t end, int thread);
 
-/* Items 0 … count-1, `chunk` at a time, to whichever thread is free. */
+/* Distribute items 0 … count-1 over the threads, `chunk` at a time. */
 void spread(work_on *function, const void *work, int64_t count, int64_t chunk, int num_threads);
 
-/* Calls a function while the team is there, so that what it hands out is taken at once. */
+/* Call a function while the team spins, so that jobs it spreads start at once. */
 void with_team(void (*function)(void *), void *data, int num_threads);
-int has_session(void); /* whether this is called within such a function */
+int has_session(void); /* whether the caller runs within with_team */
 
 #endif

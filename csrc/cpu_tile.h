@@ -1,7 +1,7 @@
-/* A tile of one KV head on its way from the pages into the form that the product wants, compiled once per level.
+/* Repacking of a tile of one KV head from its pages into the layout that the product needs, compiled once per level.
  *
- * Keys are transposed, so that a vector holds one word of many keys; values become pairs of neighbouring positions
- * where the product takes pairs. This costs about as much as attending to the tile with eight rows. */
+ * Keys are transposed, so that a vector holds one word of many keys; values become pairs of adjacent positions if the
+ * product uses pairs. This costs about as much as the attention of eight rows to the tile. */
 
 #define TYPE_BYTES(type) ((type) == BFLOAT16 ? 2 : 4)
 
@@ -11,8 +11,8 @@ struct shape {
     int paired; /* words are pairs of bfloat16 */
     int head_dim;
     int depth; /* words of a key */
-    int width; /* head_dim in whole vectors */
-    int group; /* q heads of a KV head */
+    int width; /* head_dim rounded up to whole vectors */
+    int group; /* query heads per KV head */
 };
 
 INLINE struct shape shape_of(const struct attention *a, enum element type) {
@@ -24,13 +24,13 @@ INLINE struct shape shape_of(const struct attention *a, enum element type) {
                           .group = a->q_heads / a->kv_heads};
 }
 
-/* Where a head's keys and values are: of the tile at hand and the next, each at its position modulo two tiles. */
+/* The addresses of a head's keys and values in the current and the next tile, indexed by position modulo two tiles. */
 struct positions {
-    int end; /* known up to here */
+    int end; /* positions below this are known */
     const void *keys[2 * TILE], *values[2 * TILE];
 };
 
-/* Looks up the positions [begin, end), at most a tile of them. */
+/* Look up the addresses of positions [begin, end), at most one tile. */
 INLINE void find_positions(const struct attention *a, int row, int kv_head, int begin, int end, struct positions *p,
                            enum element type) {
     p->end = end - begin < TILE ? end : begin + TILE;
@@ -44,8 +44,8 @@ INLINE void find_positions(const struct attention *a, int row, int kv_head, int 
     }
 }
 
-/* A head's share of a page is a line or two every few hundred bytes, which the hardware does not see coming: asked
- * for this many positions early, a context outside the caches is read twice as fast. */
+/* A head's data in a page is one or two cache lines every few hundred bytes, which hardware prefetching does not
+ * detect. Prefetching so many positions ahead reads a context outside the caches twice as fast. */
 #define AHEAD 64
 
 INLINE void prefetch(const void *const *rows, int begin, int count, int end, int head_dim, enum element type) {
@@ -56,7 +56,7 @@ INLINE void prefetch(const void *const *rows, int begin, int count, int end, int
 
 INLINE void transpose(vec x[LANES]) {
 #pragma GCC unroll 4
-    for (int round = LANES; round > 1; round /= 2) { /* each deals the rows like two halves of a pack of cards */
+    for (int round = LANES; round > 1; round /= 2) { /* each round interleaves the two halves of the rows */
         vec y[LANES];
 #pragma GCC unroll 8
         for (int i = 0; i < LANES / 2; i++) {
@@ -67,12 +67,12 @@ INLINE void transpose(vec x[LANES]) {
     }
 }
 
-/* The LANES words of a key from word `at` on, of which `left` exist. */
+/* Load LANES words of a key from word `at` on, of which `left` exist. */
 INLINE vec load_words(const void *key, int at, int left, int paired, enum element type) {
     return load(key, at, left, paired ? FLOAT32 : type);
 }
 
-/* The tile at `begin`, up to `end`. */
+/* Pack the keys of the tile at `begin`, up to `end`. */
 INLINE void pack_keys(const struct shape s, const struct positions *p, int begin, int end, uint32_t *out,
                       enum element type) {
     for (int position = begin; position < end; position += LANES) {
@@ -83,7 +83,7 @@ INLINE void pack_keys(const struct shape s, const struct positions *p, int begin
         for (int at = 0; at < s.depth; at += LANES, columns += LANES * COLUMNS) {
             int left = s.depth - at;
             vec x[LANES];
-            if (left >= LANES && num_keys >= LANES) /* nearly always, and faster without a branch for every key */
+            if (left >= LANES && num_keys >= LANES) /* the common case, without a branch per key */
                 for (int i = 0; i < LANES; i++) x[i] = load_words(keys[i], at, LANES, s.paired, type);
             else
                 for (int i = 0; i < LANES; i++)
@@ -97,7 +97,7 @@ INLINE void pack_keys(const struct shape s, const struct positions *p, int begin
     }
 }
 
-/* Two values of bfloat16 become pairs, from dimension `at` on; `odd` may be NULL, which is zeros. */
+/* Interleave two bfloat16 values into pairs, from dimension `at` on; `odd` may be NULL for zeros. */
 INLINE void pair_values(const void *even, const void *odd, int at, int left, uint32_t *out, int num_out) {
     vec a = load(element_at(even, at, BFLOAT16), 0, left / 2, FLOAT32), b = {0};
     if (odd) b = load(element_at(odd, at, BFLOAT16), 0, left / 2, FLOAT32);

@@ -1,7 +1,7 @@
-/* Most messages are plain: a request line, a dozen ordinary headers, a length, the body. For those one pass here stands in
- * for a callback into Python per header. It judges nothing: whatever is unusual (a coding, a second length, a space too
- * many, a header that ends at this hop) is not plain, and llhttp and router/http/edge.py say what is to be done. So it may
- * only ever accept what they accept, and read it as they do; tests/router/test_heads.py holds it to that. */
+/* A parser for plain HTTP messages: a request line, about a dozen ordinary headers, a length, the body. Most messages
+ * are plain, and one pass here replaces a callback into Python per header. Everything unusual (a transfer coding, a
+ * second length, extra spaces, a hop-by-hop header) is not plain and left to llhttp and router/http/edge.py. This
+ * parser may only accept what they accept, with the same meaning; tests/router/test_heads.py checks that. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -17,10 +17,10 @@ struct span {
 
 struct head {
     const uint8_t *data;
-    size_t size, at; /* read so far */
+    size_t size, at; /* at: bytes parsed so far */
     uint8_t *lines;
-    size_t lines_size, limit; /* where the head must have ended */
-    int64_t length; /* of the body */
+    size_t lines_size, limit; /* limit: the largest offset of the end of the head */
+    int64_t length; /* length of the body */
     struct span values[UNUSUAL];
 };
 
@@ -49,7 +49,7 @@ static enum kind kind_of(const uint8_t *name, size_t size) {
     case 'h': return is_name(name, size, "host") ? HOST : PASSES;
     case 'k': return is_name(name, size, "keep-alive") ? UNUSUAL : PASSES;
     case 'p': return begins(name, size, "proxy-") ? UNUSUAL : PASSES;
-    case 't': /* not traceparent and tracestate, which pass */
+    case 't': /* traceparent and tracestate are forwarded */
         if (is_name(name, size, "te") || begins(name, size, "transfer-")) return UNUSUAL;
         return is_name(name, size, "trailer") ? UNUSUAL : PASSES;
     case 'u': return is_name(name, size, "upgrade") ? UNUSUAL : PASSES;
@@ -61,12 +61,12 @@ static enum kind kind_of(const uint8_t *name, size_t size) {
     }
 }
 
-/* `passed`: kinds whose lines go on, as bits. */
+/* `passed`: bitmask of the kinds whose lines are forwarded. */
 static int read_line(struct head *head, unsigned passed) {
     const uint8_t *data = head->data;
     size_t at = head->at, end;
     size_t limit = head->limit;
-    uint8_t *line = head->lines + head->lines_size; /* never further in `lines` than we are in `data` */
+    uint8_t *line = head->lines + head->lines_size; /* `lines` never grows faster than `data` is read */
     for (end = at; end < limit && name_chars[data[end]]; end++)
         line[end - at] = data[end] >= 'A' && data[end] <= 'Z' ? data[end] | 0x20 : data[end];
     size_t name_size = end - at, value_at = end + 2;
@@ -110,7 +110,7 @@ static int stays_open(const struct head *head) {
     return 1;
 }
 
-/* All headers, and that the body is as long as they say and here to its end. */
+/* Parse all headers; check that the body has the declared length and is complete. */
 static int read_headers(struct head *head, unsigned passed) {
     while (head->at + 1 < head->limit && head->data[head->at] != '\r')
         if (!read_line(head, passed)) return 0;

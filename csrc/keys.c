@@ -20,7 +20,7 @@ static void hash_block(sha256_compress *compress, const uint8_t *key, const uint
     memcpy(state, sha256_initial, sizeof state);
     uint64_t message_bits = 8 * (32 + (uint64_t)num_bytes);
 
-    uint8_t tail[128] = {0}; /* what is left below 64 bytes, the 1 bit, zeros, the length */
+    uint8_t tail[128] = {0}; /* the remainder below 64 bytes, the 1 bit, zeros, the length */
     size_t left;
     memcpy(tail, key, 32);
     if (num_bytes < 32) {

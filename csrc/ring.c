@@ -1,8 +1,8 @@
-/* Memory ordering. A message is bytes stored plainly, then `count` stored with sequential consistency; a reader loads
- * `count` before it loads bytes. That is release and acquire, so it holds on ARM as on x86, where plain Python stores
- * would be right by the strength of the hardware alone. Sequential consistency is what sleeping needs: the sleeper
- * stores `sleepers` and then loads `count`, the sender stores `count` and then loads `sleepers`, and at least one of
- * the two must see the other. */
+/* The memory ordering and waiting of the ring. The writer stores a message's bytes plainly, then `count` with
+ * sequential consistency; a reader loads `count` before it loads bytes. This release and acquire is correct on ARM too,
+ * where plain Python stores would only be correct on x86. Sleeping requires sequential consistency: the sleeper stores
+ * `sleepers` and then loads `count`, the sender stores `count` and then loads `sleepers`, and at least one of the two
+ * must see the other's store. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <limits.h>
@@ -42,7 +42,7 @@ static void pause_core(void) {
 #endif
 }
 
-/* Shared between processes, so without FUTEX_PRIVATE_FLAG. */
+/* The futex is shared between processes, so FUTEX_PRIVATE_FLAG is not set. */
 static void sleep_on(uint32_t *bell, uint32_t seen, uint64_t ns) {
     struct timespec limit = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
 #if defined(__linux__)
@@ -96,7 +96,7 @@ int penstock_ring_wait(uintptr_t lines, int bell, int first, int number, uint64_
             pause_core();
         }
 #if !defined(_WIN32)
-        sched_yield(); /* on a busy machine the one we wait for may need this very core */
+        sched_yield(); /* on a busy machine the awaited process may need this core */
 #endif
     }
     int there = 0;

@@ -1,6 +1,6 @@
-/* Which replica is best. The formulas and their reasons stand in docs/router.md; tests/support/slow_policy.py has them
- * again, in numpy, and the two must agree. Here, because a dozen operations on arrays of eight cost 50 µs in Python and
- * all of this 0.1: what is small is called, not computed. Only the event loop's thread comes here. */
+/* The choice of a replica. docs/router.md explains the formulas; tests/support/slow_policy.py has them in numpy, and
+ * both must agree. They are in C because a dozen numpy operations on arrays of eight take 50 µs and this takes 0.1 µs.
+ * Only the event loop's thread calls these functions. */
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -26,7 +26,7 @@ static double mean_crowding(const struct penstock_fleet *fleet) {
     return total / (double)fleet->num_in_use;
 }
 
-/* What a first token takes everywhere, and with wear what it is worth avoiding. */
+/* Predict each replica's time to first token, and its score: the same plus a wear penalty for crowded caches. */
 static void predict(struct penstock_fleet *fleet, double num_tokens, double now_s) {
     double mean = mean_crowding(fleet);
     for (size_t row = 0; row < fleet->num_rows; row++) {
@@ -48,7 +48,7 @@ static int64_t next_in_turn(struct penstock_fleet *fleet) {
     return first;
 }
 
-/* The lowest score, by lot among equals. */
+/* Return the row with the lowest score, chosen at random among equals. */
 static int64_t best(struct penstock_fleet *fleet) {
     double lowest = INFINITY;
     for (size_t row = 0; row < fleet->num_rows; row++) lowest = smaller(lowest, fleet->score[row]);
@@ -89,7 +89,7 @@ void penstock_fleet_place(struct penstock_fleet *fleet, size_t row, double own, 
     fleet->active[row] += 1;
     fleet->queued[row] += own;
     fleet->held[row] += held;
-    /* Of late: within about as many tokens as the fleet's caches hold together. */
+    /* `filled` decays over about as many tokens as the fleet's caches hold together. */
     double kept = larger(1 - own / fleet->total_capacity, 0);
     for (size_t each = 0; each < fleet->num_rows; each++) fleet->filled[each] *= kept;
     fleet->filled[row] += own;
@@ -113,7 +113,7 @@ void penstock_cached_tokens(const struct penstock_slots *slots, const int32_t *c
         if (space_of_row[row] != space) continue;
         int32_t device = counts[slots->device[row]], older = counts[slots->older[row]];
         double reach = device > older ? device : older, blocks = reach;
-        if (num_deep) { /* deeper tiers count in part, as far as they reach beyond */
+        if (num_deep) { /* blocks found only in lower tiers count in part */
             double host = counts[slots->host[row]], disk = counts[slots->disk[row]];
             blocks += slots->host_credit * larger(host - reach, 0);
             reach = larger(reach, host);

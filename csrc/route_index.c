@@ -1,15 +1,15 @@
-/* The router's index: a key and a group of 64 slots → the bitmask of those slots that hold the block.
+/* The router's index: maps a key and a group of 64 slots to the bitmask of the slots that hold the block.
  *
- * Three tables of one kind. *Facts* come from the replicas' events. *Hopes* are the router's own predictions: two
- * generations, of which the older is emptied at each `fade`, so a hope lives between one and two fading intervals
- * and no clock is needed here. A flood of requests can only push hopes out, never facts.
+ * It has three tables (route_table.h). *Facts* come from the replicas' events. *Hopes* are the router's own
+ * predictions, in two generations, of which the older is emptied at each `fade`: a hope lives between one and two
+ * fading intervals, and no clock is needed here. A flood of requests can only evict hopes, never facts.
  *
- * A full table of facts evicts its least recently used entry, full hopes fade early, and a replica counts at most as
- * many facts as its limit, whatever it claims: memory is bounded. route_table.h has the table.
+ * Memory is bounded: a full table of facts evicts its least recently used entry, full hopes fade early, and the number
+ * of facts per slot has a limit.
  *
- * A retired slot is dead at once (its bit in `live` falls) and swept out of the facts a stretch at a time by the
- * calls that change the index, so that no call walks the whole table. When every slot number is taken or waits for the
- * sweep, `add_slot` sweeps two stretches and may fail; the next call goes on from there. */
+ * A retired slot stops matching at once (its bit in `live` is cleared). The calls that change the index clear its bits
+ * in the facts, a limited number of entries each, so that no call walks the whole table. If every slot number is taken
+ * or not swept yet, `add_slot` sweeps twice and may still fail; the next call continues from there. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -25,14 +25,14 @@ struct index {
     pthread_mutex_t lock;
     struct table facts, hopes[2]; /* hopes[0] is the younger generation */
     uint64_t seed, num_evicted;
-    uint32_t num_slots;             /* slots ever handed out lie below it */
+    uint32_t num_slots;             /* all slots ever used are below this */
     uint64_t live[MAX_GROUPS];      /* the slots in use */
-    uint64_t at_ends[MAX_GROUPS];   /* those whose keys stand for all before them */
+    uint64_t at_ends[MAX_GROUPS];   /* slots in which a key implies all keys before it */
     uint64_t limits[MAX_SLOTS], held[MAX_SLOTS];
-    uint8_t fades_left[MAX_SLOTS];  /* of a retired slot: until no hope can carry its bit */
-    uint32_t num_retired, num_dead; /* not in use again yet; of those, what no sweep has begun to clear */
-    uint32_t sweep_at;              /* the next fact to sweep; 0: no sweep has begun */
-    uint64_t sweeping[MAX_GROUPS], dead[MAX_GROUPS]; /* retired before this sweep began, and since */
+    uint8_t fades_left[MAX_SLOTS];  /* for a retired slot: fades until no hope contains its bit */
+    uint32_t num_retired, num_dead; /* retired and not reused; those of them that no sweep has started to clear */
+    uint32_t sweep_at;              /* the next fact to sweep; 0: no sweep is in progress */
+    uint64_t sweeping[MAX_GROUPS], dead[MAX_GROUPS]; /* retired before this sweep started, and since */
 };
 
 static void *locked(void *opened) {
@@ -63,7 +63,7 @@ static void evict_oldest_fact(struct index *index) {
     index->num_evicted++;
 }
 
-/* Go on with the sweep: clear the bits of retired slots from a stretch of facts. */
+/* Continue the sweep: clear the bits of retired slots in the next `num_entries` facts. */
 static void sweep(struct index *index, uint32_t num_entries) {
     if (index->sweep_at == 0) {
         if (index->num_dead == 0) return;
@@ -83,7 +83,7 @@ static void sweep(struct index *index, uint32_t num_entries) {
         entry->mask &= ~gone;
         if (!entry->mask) drop(facts, index->seed, index->sweep_at);
     }
-    if (index->sweep_at > facts->num_used) index->sweep_at = 0; /* swept slots are free once `fades_left` is 0 too */
+    if (index->sweep_at > facts->num_used) index->sweep_at = 0; /* swept slots can be reused once `fades_left` is 0 */
 }
 
 static int is_reusable(const struct index *index, uint32_t slot) {
@@ -137,13 +137,13 @@ static void count(uint64_t mask, int32_t value, int32_t *counts, size_t num_slot
     }
 }
 
-/* Slots of `mask` hold at least `low` blocks and at most `high`. Halves the range; the slots part ways. */
+/* A binary search for the slots of `mask`, which hold at least `low` and at most `high` leading blocks. */
 struct range {
     size_t low, high;
     uint64_t mask;
 };
 
-/* The last key that each slot of `mask` holds. */
+/* Count, for each slot of `mask`, the keys up to the last one that it holds. */
 static void match_ends(const struct index *index, const uint64_t *keys, size_t num_keys, uint32_t group,
                        uint64_t mask, int32_t *counts, size_t num_slots) {
     for (size_t i = num_keys; i > 0 && mask; i--) {
@@ -163,7 +163,7 @@ static void match_group(const struct index *index, const uint64_t *keys, size_t 
     match_ends(index, keys, num_ends, group, at_ends, counts, num_slots);
     uint64_t first = holders(index, keys[0], group) & index->live[group] & ~at_ends;
     if (!first) return;
-    uint64_t all = holders(index, keys[num_keys - 1], group) & first; /* a repeated prompt is common: ask the end first */
+    uint64_t all = holders(index, keys[num_keys - 1], group) & first; /* often the whole prompt */
     count(all, (int32_t)num_keys, counts, num_slots);
     struct range stack[72];
     int depth = 0;
@@ -197,7 +197,7 @@ static inline uint64_t low_64(const uint8_t *key) {
     return value;
 }
 
-/* -- what router/placement/index.py calls -------------------------------------------------------------------------------- */
+/* -- functions called by router/placement/index.py ------------------------------------------------------------------ */
 
 void *penstock_route_open(uint32_t capacity, uint32_t num_hopes, uint64_t seed) {
     struct index *index = calloc(1, sizeof *index);
@@ -224,8 +224,8 @@ void penstock_route_close(void *opened) {
 int penstock_route_add_slot(void *opened, uint64_t limit) {
     struct index *index = locked(opened);
     int slot = find_slot(index, limit);
-    if (slot < 0 && index->num_retired) { /* every number is taken or waits for the sweep */
-        for (int i = 0; i < 2; i++) { /* the sweep that has begun, and one for what was retired since */
+    if (slot < 0 && index->num_retired) { /* every number is taken or not swept yet */
+        for (int i = 0; i < 2; i++) { /* the sweep in progress, and one for slots retired since */
             sweep(index, SWEEP_PER_CALL);
             fade(index);
         }
@@ -258,7 +258,7 @@ uint64_t penstock_route_store(void *opened, uint32_t slot, const uint8_t *keys, 
     uint32_t group = slot / SLOTS_PER_GROUP;
     uint64_t bit = bit_of(slot), num_refused = 0;
     sweep(index, SWEEP_PER_CALL);
-    /* Backwards: a chain's start becomes its most recently used part, so that its end is evicted first. */
+    /* In reverse order, so that a chain's start is its most recently used part and its end is evicted first. */
     for (size_t i = is_live(index, slot) ? num_keys : 0; i-- > 0;) {
         uint64_t key = low_64(keys + 8 * i);
         if (i >= FAR) {
@@ -302,7 +302,7 @@ static void hope(struct index *index, uint64_t key, uint32_t group, uint64_t bit
     struct table *hopes = &index->hopes[0];
     uint32_t at = find(hopes, index->seed, key, group);
     if (!at) {
-        if (hopes->num_entries == hopes->capacity) fade(index); /* a flood shortens the lives of hopes */
+        if (hopes->num_entries == hopes->capacity) fade(index); /* a full table fades early */
         at = add(hopes, index->seed, key, group);
     }
     hopes->entries[at].mask |= bit;
@@ -318,7 +318,7 @@ void penstock_route_hope(void *opened, uint32_t slot, const uint64_t *keys, size
             fetch_entry(i - NEAR < num_known ? &index->facts : &index->hopes[0], index->seed, keys[i - NEAR], group);
         }
         uint32_t at = i < num_known ? find(&index->facts, index->seed, keys[i], group) : NONE;
-        if (at) touch(&index->facts, at); /* asked for again: worth keeping */
+        if (at) touch(&index->facts, at); /* mark as recently used */
         if (!at || !(index->facts.entries[at].mask & bit)) hope(index, keys[i], group, bit);
     }
     unlock(index);
@@ -340,7 +340,7 @@ void penstock_route_match(void *opened, const uint64_t *keys, size_t num_keys, s
 
 void penstock_route_keys(const uint8_t *root, const uint8_t *tokens, size_t num_blocks, size_t block_size,
                          uint64_t *keys) {
-    /* A stretch at a time, so that the 32-byte keys stay on the stack. */
+    /* In batches, so that the 32-byte keys fit on the stack. */
     enum { STRETCH = 64 };
     uint8_t whole[32 * STRETCH], parent[32];
     for (size_t first = 0; first < num_blocks; first += STRETCH) {

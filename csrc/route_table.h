@@ -1,7 +1,7 @@
-/* One table of the router's index: (key, group of slots) → bitmask, bounded, least recently used out first.
+/* A table of the router's index: a bounded LRU hash map from (key, group of slots) to bitmask.
  *
- * A pool of 32-byte entries, hash buckets that chain through them, and a list from the most to the least recently
- * used. Memory is reserved at the start and taken by the kernel as it fills. Private to route_index.c. */
+ * It consists of a pool of 32-byte entries, hash buckets that chain them, and a list from the most to the least
+ * recently used. Memory is reserved at the start; the kernel assigns pages as it fills. Private to route_index.c. */
 #ifndef PENSTOCK_ROUTE_TABLE_H
 #define PENSTOCK_ROUTE_TABLE_H
 
@@ -14,7 +14,7 @@ enum { NONE = 0 }; /* entry 0 of every pool is never used */
 struct entry {
     uint64_t key, mask;
     uint32_t chained, newer, older;
-    uint32_t group; /* of a free entry: FREE */
+    uint32_t group; /* FREE in a free entry */
 };
 static const uint32_t FREE = UINT32_MAX;
 
@@ -53,8 +53,8 @@ static inline uint32_t find(const struct table *table, uint64_t seed, uint64_t k
     return at;
 }
 
-/* Fetch the memory that `find` will read ahead of it: of a key some steps ahead its bucket, of a nearer one its entry.
- * A large table's every look-up is a cache miss, and a prompt has thousands. */
+/* Prefetch the memory that `find` will read: the bucket of a key some steps ahead, the entry of a nearer one. In a
+ * large table every lookup is a cache miss, and a prompt has thousands. */
 enum { FAR = 12, NEAR = 6 };
 static inline void fetch_bucket(const struct table *table, uint64_t seed, uint64_t key, uint32_t group) {
     __builtin_prefetch(bucket_of(table, seed, key, group));
@@ -96,7 +96,7 @@ static void drop(struct table *table, uint64_t seed, uint32_t at) {
     table->num_entries--;
 }
 
-/* A fresh entry without bits, most recently used. The caller has seen that there is room. */
+/* Add an entry without bits as the most recently used one. The caller has checked that the table is not full. */
 static uint32_t add(struct table *table, uint64_t seed, uint64_t key, uint32_t group) {
     uint32_t at = table->free;
     if (at != NONE)
@@ -121,7 +121,7 @@ static uint64_t table_bytes(const struct table *table) {
     return (table->capacity + 1ull) * sizeof(struct entry) + (table->bucket_mask + 1ull) * sizeof(uint32_t);
 }
 
-/* Every entry is found by its key, stands in the list once, and the table's count is right. */
+/* Check that every entry is found by its key and is in the list once, and that the count is right. */
 static int table_is_sound(const struct table *table, uint64_t seed) {
     uint32_t num_listed = 0, newer = NONE;
     for (uint32_t at = table->newest; at; newer = at, at = table->entries[at].older) {

@@ -1,7 +1,7 @@
 /* SHA-256 (FIPS 180-4): one compression function in portable C and one with the x86 SHA instructions.
  *
- * Only the compression is here; padding is the caller's, who knows how long its messages are. The portable form
- * reads bytes, never words, so it is right on either byte order. */
+ * This file has only the compression function; the caller pads its messages. The portable version reads bytes, not
+ * words, so it is correct for both byte orders. */
 #include "sha256.h"
 
 #include <string.h>
@@ -96,7 +96,7 @@ static int cpu_has_sha_ni(void) {
 
 static sha256_compress *fastest = sha256_compress_portable;
 
-/* Asked once, at load time: in a virtual machine CPUID traps and costs more than a whole prompt's keys. */
+/* CPUID is executed once, at load time: in a virtual machine it traps and takes longer than the keys of a prompt. */
 __attribute__((constructor)) static void choose(void) {
     if (cpu_has_sha_ni()) fastest = compress_sha_ni;
 }
