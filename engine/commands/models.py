@@ -1,4 +1,4 @@
-"""`penstock models`: the families of models that run, as a table or as JSON. It needs no torch."""
+"""The command `penstock models`: prints the supported model families as a table or as JSON, without importing torch."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(tools: Container[str], reasoning: Container[str]) -> list[dict[str, object]]:
-    """Return a row for each family. It names only the formats of calls and reasoning that are given: the server reads these."""
+    """Return a row for each family; it names only tool-call and reasoning formats in `tools` and `reasoning`."""
     rows: list[dict[str, object]] = []
     for family in FAMILIES:
         row: dict[str, object] = family._asdict()
@@ -37,7 +37,7 @@ def table(tools: Container[str], reasoning: Container[str]) -> list[dict[str, ob
 
 
 def as_text(rows: list[dict[str, object]]) -> str:
-    """Return the rows as a table in Markdown, which is readable in a terminal too."""
+    """Return the rows as a Markdown table, which is readable in a terminal too."""
     columns = {"name": "family", "architectures": "architecture", "features": "", "gguf": "GGUF", "tools": "tool calls"}
     columns["reasoning"] = "reasoning"
     lines = [tuple(columns.values())]

@@ -1,4 +1,4 @@
-"""`penstock serve`: starts a server from the command line, and prints what takes time and memory on the way."""
+"""The command `penstock serve`: starts a server, and prints the time and memory that the start takes."""
 
 import argparse
 import asyncio
@@ -23,7 +23,7 @@ from penstock.executor.protocol import ModelInfo
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which files of a model are used, and how."""
+    """Options that select the files of a model and the sampling defaults."""
 
     chat_template: str | None = flag("a Jinja chat template to use instead of the model's own", "FILE")
     revision: str | None = flag("branch, tag or commit of a model from the hub", "REV")
@@ -38,7 +38,9 @@ class ModelOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help=f"hub name, folder or .gguf file (default: {DEFAULT_NAME})")
-    parser.add_argument("--model", dest="model_option", help=argparse.SUPPRESS)  # as vLLM's Python module takes it
+    parser.add_argument(
+        "--model", dest="model_option", help=argparse.SUPPRESS
+    )  # for command lines of vLLM's Python module
     for kind in (ServerConfig, ModelOptions):
         add_options(parser, kind)
     add_engine_options(parser)
@@ -52,7 +54,7 @@ def options() -> list[Option]:
 def run(args: argparse.Namespace) -> int:
     try:
         log_to_stderr(args.log_level)
-    except ValueError as error:  # from the environment
+    except ValueError as error:  # an invalid level in the environment
         raise ConfigError(str(error)) from None
     options = given_options(args, EngineOptions)
     if args.model and args.model_option:
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the options, as far as that is possible without the files of the model."""
+    """Validate the options as far as possible without the files of the model."""
     name = args.model or args.model_option or DEFAULT_NAME
     _check_adapters(engine_config(name, given_options(args, EngineOptions)), server_config(args, name, {}))
 
@@ -81,7 +83,7 @@ def _check_adapters(engine: EngineConfig, server: ServerConfig) -> None:
 
 
 def server_config(args: argparse.Namespace, name: str, recommended: dict[str, Any]) -> ServerConfig:
-    """Build the server's configuration. `recommended`: sampling defaults where neither request nor operator gives any."""
+    """Build the server's configuration; `recommended` are the sampling defaults of the model's authors."""
     config = built(
         args,
         ServerConfig,
@@ -95,7 +97,7 @@ def server_config(args: argparse.Namespace, name: str, recommended: dict[str, An
 
 
 async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, args: argparse.Namespace) -> int:
-    # starlette and uvicorn take long to import: that happens after the core process has begun to load the model.
+    # starlette and uvicorn take long to import, so they are imported after the core process has begun to load the model.
     started_s = time.monotonic()
     try:
         sockets = bind_sockets(server.host, server.port)  # reports a port that is in use before the model is loaded

@@ -1,7 +1,6 @@
-"""One line of the log for each request: what it was, what it took, and nothing of what was said.
+"""The access log: one line per request with its properties and timing, without any of its content.
 
-What comes from outside was cleaned before (`clean_id`), and routes are those of the table, so no line can be broken or
-made up.
+Ids from clients are cleaned (`clean_id`) and routes come from the route table, so clients cannot break or forge lines.
 """
 
 import json
@@ -22,17 +21,17 @@ class AccessLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     status: int
     total_ms: float
     id: str | None = None
-    client_id: str | None = None  # what the client sent as its x-request-id
+    client_id: str | None = None  # the x-request-id that the client sent
     model: str | None = None
-    key: int | None = None  # which of the keys, in their order; never the key
+    key: int | None = None  # number of the API key, in the configured order; never the key itself
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
     queue_ms: float | None = None
     first_token_ms: float | None = None
-    first_byte_ms: float | None = None  # relayed
-    finish_reason: str | None = None  # of several choices, all
-    replica: str | None = None  # that answered, where a router writes
+    first_byte_ms: float | None = None  # for relayed answers
+    finish_reason: str | None = None  # of all choices
+    replica: str | None = None  # the replica that answered, in a router's line
     attempts: int | None = None
     trace_id: str | None = None
 

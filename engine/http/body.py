@@ -15,16 +15,16 @@ from starlette.types import Receive
 from penstock.engine.http.errors import ClientGone, HttpError, clip
 from penstock.engine.options import objection
 
-MAX_FIELDS = 256  # at the top level: more than there are, and the walk over them is short
+MAX_FIELDS = 256  # at the top level: more than any API has, and few enough to iterate over quickly
 
 T = TypeVar("T")
 
 FIELDS = dict[str, msgspec.Raw]
 
-_decoder = cache(msgspec.json.Decoder[Any])  # of a type, made when it is first asked for
+_decoder = cache(msgspec.json.Decoder[Any])  # one per type, created at its first use
 _KEY = re.compile(rb'[\s{,]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+')
 _AFTER_VALUE = re.compile(rb"\s*[,}]")
-_MEDIA = re.compile(r"invalid value ('(?:image|document)')")  # msgspec's words for an unknown type of block
+_MEDIA = re.compile(r"invalid value ('(?:image|document)')")  # msgspec's message for an unknown block type
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -44,12 +44,12 @@ def split_object(body: bytes) -> dict[str, msgspec.Raw]:
     if not body:
         raise HttpError(400, "the body is empty; a JSON object is expected")
     if not body.isascii():
-        _check_utf8(body)  # also where no decoder will look: in names and in fields that are not used
+        _check_utf8(body)  # names and unused fields are not decoded, so check them here
     fields = decode(FIELDS, body)
     if len(fields) > MAX_FIELDS:
         raise HttpError(400, f"the body has {len(fields)} fields; at most {MAX_FIELDS} are allowed")
-    # Of a name that comes twice the decoder keeps the last value only, in the first one's place, so a walk over
-    # the body along what was kept stumbles at one of the two.
+    # If a name is given twice, the decoder keeps the last value at the position of the first, so iterating over the body
+    # and the kept fields together finds a mismatch at one of the two.
     kept = iter(fields.items())
     position = 0
     while (found := _KEY.match(body, position)) is not None:

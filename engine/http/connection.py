@@ -19,14 +19,14 @@ from penstock.engine.http.offers import without_upgrade
 
 
 class GuardedConnection(HttpToolsProtocol):
-    """One client connection. `refused` counts, per status, what never reached the application."""
+    """One client connection. `refused` counts, per status, the requests that never reached the application."""
 
     def __init__(self, limits: Limits, refused: Counter[int], **uvicorn_arguments: Any) -> None:
         super().__init__(**uvicorn_arguments)
         self.limits = limits
         self.refused = refused
         self._is_in_headers = True
-        self._num_header_bytes = 0  # of the request whose headers are being read
+        self._num_header_bytes = 0  # header bytes of the request being read
         self._num_body_bytes = 0
         self._is_refused = False
         self._deadline: asyncio.TimerHandle | None = None  # for the headers, then the body, then the lingering
@@ -52,8 +52,8 @@ class GuardedConnection(HttpToolsProtocol):
         if self._is_in_headers:
             if self._deadline is None:
                 self._set_deadline(self.limits.header_timeout_s, self._headers_are_late)
-            # Fed up to the limit and no further. Headers that begin inside a chunk are counted from the next one
-            # on, so what is held is at most the limit and one read of the socket.
+            # Feed at most up to the limit. Headers that begin inside a chunk are counted from the next chunk on, so at
+            # most the limit plus one read of the socket is buffered.
             room = self.limits.max_header_bytes - self._num_header_bytes
             head, data = data[:room], data[room:]
             self._num_header_bytes += len(head)
@@ -66,7 +66,7 @@ class GuardedConnection(HttpToolsProtocol):
         if data:
             super().data_received(data)
 
-    # What the parser finds.
+    # The parser's callbacks.
 
     def on_headers_complete(self) -> None:
         if self._is_refused:
@@ -74,11 +74,11 @@ class GuardedConnection(HttpToolsProtocol):
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
             self._refuse(501, "transfer-encoding: only 'chunked' is understood")
             return
-        if self.parser.should_upgrade():  # it came in pieces, or behind another request
+        if self.parser.should_upgrade():  # the head came in pieces or after another request
             self._refuse(400, "connection: the protocol cannot be changed")
             return
         declared = next((value for name, value in self.headers if name == b"content-length"), b"0")
-        if int(declared[:20]) > self.limits.max_body_bytes:  # the parser has refused what is not a number
+        if int(declared[:20]) > self.limits.max_body_bytes:  # the parser accepts only numbers
             self._refuse_body()
             return
         self._is_in_headers = False
@@ -90,7 +90,7 @@ class GuardedConnection(HttpToolsProtocol):
         if self._is_refused:
             return
         self._num_body_bytes += len(body)
-        if self._num_body_bytes > self.limits.max_body_bytes:  # chunked: nothing was declared
+        if self._num_body_bytes > self.limits.max_body_bytes:  # chunked: without a declared length
             self._refuse_body()
             return
         super().on_body(body)
@@ -106,7 +106,7 @@ class GuardedConnection(HttpToolsProtocol):
     def send_400_response(self, _msg: str) -> None:
         self._refuse(400, "this is not a valid HTTP/1.1 request")
 
-    # A client that does not read: the transport's buffer is full, or closed and not empty, and stays so.
+    # A client that does not read: the transport's buffer stays full, or stays non-empty after closing.
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -122,14 +122,14 @@ class GuardedConnection(HttpToolsProtocol):
             self._set_unread()
 
     def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort()  # close() would wait for an answer that the client has not read in all that time
+        self.transport.abort()  # close() would wait for the client to read the answer
 
     # Refusals.
 
     def _headers_are_late(self) -> None:
         self._deadline = None
         if self.cycle is not None and not self.cycle.response_complete:
-            # The start of a pipelined request waits behind an answer that is still being written.
+            # A pipelined request starts only after the answer that is still being written.
             self._set_deadline(self.limits.header_timeout_s, self._headers_are_late)
         elif self._num_header_bytes == 0:
             self.transport.close()
@@ -145,7 +145,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer `status` if it is this request's turn to be answered, and end the connection."""
-        if self._is_refused:  # the parser objects too
+        if self._is_refused:  # the parser may refuse it too
             return
         self.refused[status] += 1
         self._is_refused = True

@@ -14,7 +14,7 @@ import msgspec
 MAX_MESSAGE_CHARS = 600
 MAX_ECHO_CHARS = 80  # of one value that the client sent
 MAX_ID_CHARS = 128  # of a client's x-request-id
-CLIENT_CLOSED = 499  # never sent: the status in log, counters and spans when the client had left
+CLIENT_CLOSED = 499  # never sent: the status in logs, metrics and spans if the client has disconnected
 
 _NOT_IN_AN_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 _TYPES = {
@@ -40,7 +40,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
 
 class HttpError(Exception):
-    """An answer other than success. `param` is the field of the request that is at fault."""
+    """The error for an answer other than success. `param` is the request field at fault."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
@@ -56,7 +56,7 @@ class HttpError(Exception):
 
 
 class ClientGone(Exception):
-    """The client closed the connection; an answer would reach no one."""
+    """The error raised when the client has closed the connection, so that nobody would read an answer."""
 
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
@@ -76,5 +76,5 @@ def clip(text: str, limit: int = MAX_ECHO_CHARS) -> str:
 
 
 def clean_id(text: str) -> str | None:
-    """Return an id cut and cleaned so that it can stand in a header and in a line of the log; None if nothing is left."""
+    """Return an id, shortened and cleaned for use in headers and log lines; None if nothing is left."""
     return _NOT_IN_AN_ID.sub("", text[:MAX_ID_CHARS]) or None

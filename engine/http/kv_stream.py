@@ -1,9 +1,9 @@
-"""The frames of `GET /kv_events`, in which an engine tells its routers what it has cached.
+"""The frames of `GET /kv_events`, with which an engine reports its cached blocks to routers.
 
-Server and router share this page. A frame is a little-endian u32 length and a msgpack array. Keys travel as the
-first 8 bytes of block keys, run together; token ids never do. A stream opens with `Hello` and a snapshot, then
-`Changes` follow with sequence numbers that rise by one; a reader that sees a gap connects again. One that is too slow
-gets a new snapshot in the stream instead of what it missed.
+Server and router share this file. A frame is a little-endian u32 length and a msgpack array. Keys are sent as the
+first 8 bytes of block keys, concatenated; token ids are never sent. A stream starts with `Hello` and a snapshot;
+`Changes` follow with consecutive sequence numbers, and a reader that detects a gap reconnects. A reader that is too slow
+gets a new snapshot in the stream instead of the changes it missed.
 """
 
 from collections.abc import Mapping
@@ -12,29 +12,29 @@ import msgspec
 
 KEY_BYTES = 8
 MAX_FRAME_BYTES = 2**22
-FRAME_KEYS = 2**13  # keys in one frame of a snapshot: a listener applies a frame between two other things
-ALIVE_S = 1.0  # without changes, an `Alive` comes this often
+FRAME_KEYS = 2**13  # keys per frame of a snapshot: a reader applies a frame without interruption
+ALIVE_S = 1.0  # interval of `Alive` frames while nothing changes
 
 
 class StreamError(Exception):
-    """The bytes are no stream of frames; the message says why."""
+    """The error for bytes that are not a valid stream of frames."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
-    """Says what the keys that follow mean. Another `engine_id` than before means another process, with an empty cache."""
+    """The first frame, which defines the keys. A different `engine_id` means a new process with an empty cache."""
 
     engine_id: str
     hash: str
     fingerprint: bytes
     block_size: int
     num_blocks: int
-    # A key stands for all blocks up to its own, and fewer of them are of no use: what is cached of a prompt ends at the
-    # last of its keys that is known. Else a run of keys from the first one on counts.
+    # If true, a key implies all blocks up to its own: the cached prefix of a prompt ends at its last known key. Otherwise,
+    # it ends before the first unknown key.
     hits_at_ends: bool = False
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", array_like=True):
-    """A part of all that is cached after change `seq`. The first part replaces everything known before."""
+    """A part of the snapshot of all cached blocks after change `seq`. The first part replaces all earlier knowledge."""
 
     seq: int
     tier: str
@@ -44,7 +44,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", array_like=True):
 
 
 class Changes(msgspec.Struct, frozen=True, tag="changes", array_like=True):
-    """Net changes of one tier: no key is in both. `cleared` comes before the rest."""
+    """Net changes of one tier: no key is both stored and removed. `cleared` applies before them."""
 
     seq: int
     tier: str
@@ -54,7 +54,7 @@ class Changes(msgspec.Struct, frozen=True, tag="changes", array_like=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive", array_like=True):
-    """Nothing has changed since `seq`."""
+    """A heartbeat: nothing has changed since `seq`."""
 
     seq: int
 
@@ -63,7 +63,7 @@ Frame = Hello | Snapshot | Changes | Alive
 
 
 def snapshot(seq: int, runs: Mapping[str, bytes]) -> list[Snapshot]:
-    """Return all that is cached, by tier, in parts. For an empty cache one empty part."""
+    """Return the parts of a snapshot of all tiers; one empty part for an empty cache."""
     size = FRAME_KEYS * KEY_BYTES
     parts = [(tier, run[at : at + size]) for tier, run in runs.items() for at in range(0, len(run), size)]
     parts = parts or [("device", b"")]
@@ -81,14 +81,14 @@ def pack(frame: Frame) -> bytes:
 
 
 class FrameReader:
-    """Bytes as they come → whole frames. Keeps at most one frame and a piece."""
+    """A decoder of received bytes into frames. It buffers at most one frame and the last piece."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._decoder = msgspec.msgpack.Decoder(Frame)
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Return the frames that are complete. After StreamError the stream cannot be read on."""
+        """Return the completed frames. After a StreamError the stream cannot be continued."""
         self._buffer += data
         frames: list[Frame] = []
         at = 0

@@ -1,4 +1,4 @@
-"""Limits of a connection: bytes, seconds and how many at once.
+"""Limits of connections: sizes, timeouts and numbers.
 
 The defaults serve a 128k context; the flags of `penstock serve` and `penstock route` change them.
 """
@@ -11,9 +11,9 @@ from msgspec import Meta
 
 from penstock.engine.options import Count, Seconds, flag, size_bytes
 
-KEEP_ALIVE_S = 75.0  # an idle connection; longer than the 60 s after which load balancers drop theirs
-LINGER_S = 1.0  # how long a refused client may go on sending, so that it reads the refusal before a reset
-MAX_REFUSALS = 64  # connections beyond the limit that get a reason; what comes on top is dropped
+KEEP_ALIVE_S = 75.0  # for idle connections; longer than the 60 s after which load balancers close theirs
+LINGER_S = 1.0  # how long a refused client's input is still read, so that it gets the refusal before a reset
+MAX_REFUSALS = 64  # connections beyond the limit that get an error; further ones are dropped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Limits:
     )
     header_timeout_s: Seconds = 10.0  # from the first byte (or the connection) to the end of the headers
     body_timeout_s: Seconds = 60.0  # from the end of the headers to the end of the body
-    write_timeout_s: Seconds = 60.0  # a client that lets its full buffer stand this long is cut off
+    write_timeout_s: Seconds = 60.0  # a client that leaves its buffer full for so long is disconnected
     max_connections: Count = flag("default: %(default)s", "N", default=4096)
 
 

@@ -23,7 +23,7 @@ SPARE_FILES = 256  # file descriptors for everything that is not a client
 
 
 class Listener:
-    """Serves `app` on all `sockets`, which it takes over, as long as it is entered."""
+    """A context in which `app` is served on all `sockets`, which it owns from then on."""
 
     def __init__(self, app: ASGIApp, sockets: list[socket.socket], limits: Limits, refused: Counter[int]) -> None:
         self.sockets = sockets
@@ -36,7 +36,7 @@ class Listener:
             lifespan="off",
             interface="asgi3",
             log_config=None,
-            log_level="error",  # its warnings are one line per malformed request, which anyone can send
+            log_level="error",  # its warnings are one line per malformed request, which any client can send
             access_log=False,
             proxy_headers=False,
             server_header=False,
@@ -60,7 +60,7 @@ class Listener:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        """Stop accepting; answers that are complete get a moment to leave, everything else is cut off."""
+        """Stop accepting; complete answers get a moment to be written, all other connections are aborted."""
         assert self._clock is not None
         for server in self._servers:
             server.close()
@@ -69,7 +69,7 @@ class Listener:
             connection.shutdown()
         await self._settle()
         for connection in list(self.connections):
-            connection.transport.abort()  # the application sees a client that disconnects, and cleans up
+            connection.transport.abort()  # for the application, the client disconnects
         await self._settle()
 
     async def _settle(self) -> None:

@@ -1,4 +1,4 @@
-"""A request whose prompt travels as token ids: what a router that has tokenized sends to an engine.
+"""The form of a request with its prompt as token ids, sent by a router that has tokenized the prompt.
 
     u32 little-endian: length of the JSON │ the JSON, its `messages` or `prompt` null │ ids, int32 little-endian
 
@@ -20,7 +20,7 @@ CACHED_HEADER = "x-penstock-cached-tokens"
 
 
 def pack(fields: dict[str, Raw], field: str, ids: bytes) -> bytes:
-    """Return the fields of a JSON object with `field` null, and its ids behind them."""
+    """Return a JSON object with `field` set to null, followed by the token ids of the field."""
     return join(msgspec.json.encode({**fields, field: Raw(b"null")}), ids)
 
 

@@ -24,7 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import penstock
 from penstock.engine.http.telemetry import Telemetry, traces_url
 
-CLOSE_S = 3.0  # for the spans that are left at the end
+CLOSE_S = 3.0  # timeout for sending the remaining spans at the end
 
 Value = str | int | float | bool | list[str] | None
 
@@ -35,7 +35,7 @@ class Tracing:
     """The SDK's tracer of this process, and its end."""
 
     def __init__(self, telemetry: Telemetry, service: str) -> None:
-        # The propagator warns of every header that it cannot read, which any client can send.
+        # The propagator logs a warning for every invalid header, which any client can send.
         logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
         share = telemetry.trace_share
         self._provider = TracerProvider(
@@ -52,19 +52,19 @@ class Tracing:
         for name_sent, value in headers:
             if (found := carrier.get(name_sent.decode("latin-1"))) is not None:
                 found.append(value.decode("latin-1"))
-        is_clear = len(carrier["traceparent"]) == 1  # given twice, it says nothing
+        is_clear = len(carrier["traceparent"]) == 1  # ignored if given twice
         parent = _PROPAGATOR.extract(carrier) if is_clear else Context()
         return Trace(self._tracer, name, parent, begun_s)
 
     def close(self) -> None:
-        """Send what is left, for a moment; blocks that long. A collector that hangs must not hold up the end."""
+        """Send the remaining spans, blocking for at most CLOSE_S: a hung collector must not delay the end."""
         thread = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         thread.start()
         thread.join(CLOSE_S)
 
 
 class Trace:
-    """A request's own span, and what stands below it."""
+    """A request's span and its child spans."""
 
     __slots__ = ("_context", "_shift_ns", "_tracer", "span")
 
@@ -83,15 +83,15 @@ class Trace:
         return self.span.is_recording()
 
     def begin(self, name: str, begun_s: float, kind: SpanKind = SpanKind.INTERNAL) -> Span:
-        """Begin a span within the request's own."""
+        """Begin a child span of the request's span."""
         return self._tracer.start_span(name, self._context, kind, start_time=self._wall_ns(begun_s))
 
     def record(self, name: str, begun_s: float, ended_s: float, attributes: Mapping[str, Value]) -> None:
-        """Add a span within the request's own that has ended."""
+        """Add a child span that has ended already."""
         self.end(self.begin(name, begun_s), max(begun_s, ended_s), attributes)
 
     def end(self, span: Span, ended_s: float, attributes: Mapping[str, Value], is_failed: bool = False) -> None:
-        """End the request's own span or one within it; attributes that are None are left out."""
+        """End the request's span or a child span; attributes that are None are left out."""
         span.set_attributes({key: value for key, value in attributes.items() if value is not None})
         if is_failed:
             span.set_status(Status(StatusCode.ERROR))
@@ -102,7 +102,7 @@ class Trace:
 
 
 def context_headers(span: Span) -> dict[str, str]:
-    """Return the headers that pass a trace on with `span` as the parent, also where it is not recorded."""
+    """Return the headers that propagate the trace with `span` as the parent, even if it is not recorded."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
     return carrier
@@ -118,7 +118,7 @@ def _resource(service: str) -> Resource:
     own: dict[str, str | int] = {
         "service.name": service,
         "service.version": penstock.__version__,
-        "service.instance.id": secrets.token_hex(8),  # tells several processes of one name apart
+        "service.instance.id": secrets.token_hex(8),  # distinguishes processes with the same service name
         "process.pid": os.getpid(),
     }
     return Resource.create(Resource(own).merge(OTELResourceDetector().detect()).attributes)

@@ -44,7 +44,7 @@ _PRINTED = re.compile(
 )
 _UNPACKED = re.compile(r"arguments(?:'\])?\s*(?:is\s|\|)")
 
-# What a template's arithmetic on unexpected messages may raise, beside Jinja's own errors.
+# Errors that a template may raise for unexpected messages, including Jinja's own.
 FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
@@ -52,7 +52,7 @@ class ChatTemplate:
     """The template or templates of a model. Safe to use from several threads."""
 
     def __init__(self, sources: str | dict[str, str], special_tokens: dict[str, str] | None = None) -> None:
-        """`sources`: one template, or several by name: "default", and "tool_use" where tools are given."""
+        """Compile `sources`: one template, or several by name: "default", and "tool_use" for requests with tools."""
         named = {"default": sources} if isinstance(sources, str) else sources
         environment = template_environment()
         self.sources = named

@@ -1,7 +1,7 @@
-"""The `penstock` command: parses the command line and calls the room that does the work.
+"""The `penstock` command: parses the command line and runs the chosen command.
 
-As the composition root it may import from every room. It imports only what the given command needs, so that
-`penstock --help` answers at once.
+It is the composition root and may import from every top-level package. It imports only what the chosen command needs,
+so that `penstock --help` responds at once.
 """
 
 import argparse
@@ -18,13 +18,15 @@ Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Na
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Errors that a user can fix are one line on stderr."""
-    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # a standard stream was closed: no socket must get its number
+    """Run one command and return its exit code. Print errors that a user can fix as one line on stderr."""
+    while (
+        number := os.open(os.devnull, os.O_RDWR)
+    ) < 3:  # reserve closed standard streams, so that no socket gets their numbers
         os.set_inheritable(number, True)
     os.close(number)
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
-        if sys.stdout is not None:  # it may have been closed
+        if sys.stdout is not None:  # None if the stream was closed at the start
             sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -46,7 +48,7 @@ def _run(arguments: list[str]) -> int:
     commands = parser.add_subparsers(title="commands", dest="asked_command", metavar="COMMAND")
     for name, (summary, load) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        # Only the given command is imported, so only it has options to show.
+        # Only the chosen command is imported and gets its options.
         if name in arguments[:1]:
             add_arguments, run = load()
             add_arguments(command)
@@ -70,7 +72,7 @@ def _innermost(command: argparse.ArgumentParser, words: list[str]) -> argparse.A
 
 
 def _refuse(command: argparse.ArgumentParser, unknown: list[str]) -> None:
-    """Exit with an error that names the unknown option, and what replaces it or the flag that may have been meant."""
+    """Exit with an error that names the unknown option, and its replacement or the most similar flag."""
     known = [flag for action in command._actions for flag in action.option_strings]
     flag = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")

@@ -1,4 +1,4 @@
-"""Opens the executor that a configuration names. Part of the composition root: the one module that knows every kind."""
+"""The factory of executors. It is part of the composition root: the only module that imports every kind."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,9 @@ from penstock.executor.protocol import Executor, ExecutorConfig
 
 
 def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> Executor:
-    """Load the model and allocate its memory. `progress` gets a line for every stage that may take a while.
+    """Load the model and allocate its memory. `progress` gets a line for every stage that may take long.
 
-    Torch is imported here and not before: the light commands never need it."""
+    Torch is imported here and not earlier, because light commands do not need it."""
     kind = config.kind
     if kind == "auto":
         kind = "uniproc" if config.tensor_parallel_size == 1 else "multiproc"

@@ -1,9 +1,9 @@
-// One answer: read from its stream into a turn, and drawn, as it comes or as it was kept.
+// One answer of the model: read from its stream into a turn and rendered, while it streams or from storage.
 
-const PAUSE = 4; // after drawing, this many times what it took belong to the user's own presses
+const PAUSE = 4; // after rendering, wait this many times its duration, so that the page stays responsive
 const ENDS = { length: "cut at its length", stopped: "stopped", abort: "ended by the server", left: "left unfinished" };
 
-/** The payloads of a stream of server-sent events, wherever its chunks begin and end. */
+/** Yield the payloads of a stream of server-sent events, independent of its chunk boundaries. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -18,7 +18,7 @@ async function* events(body) {
   }
 }
 
-/** A part of an answer that is shown when asked for. */
+/** Create a collapsible part of an answer. */
 function fold(title, className = "prose") {
   return make("details", "", make("summary", "", title), make("div", className));
 }
@@ -62,7 +62,7 @@ class Answer {
     call.function.arguments += part.arguments ?? "";
   }
 
-  /** Draw with the next frame, or later where drawing takes long: a stream can be quicker than the screen. */
+  /** Render with the next frame, or later if rendering is slow: a stream can be faster than the screen. */
   soon() {
     if (!this.isDrawn) return;
     this.isDrawn = false;
@@ -105,7 +105,7 @@ class Answer {
     return words;
   }
 
-  /** Its end, or that of a kept one: what was wrong, and what can be done with it. */
+  /** Show the end of a streamed or stored answer: its error, and its buttons. */
   close(again) {
     const { content, error } = this.turn;
     this.item.classList.remove("busy");

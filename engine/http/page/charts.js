@@ -1,4 +1,4 @@
-// The live charts: /metrics once a second, read, compared with the looks of the last minute, and drawn anew.
+// The live charts: read /metrics once a second, compare it with the samples of the last minute, and redraw.
 
 const LATENCIES = [
   ["First token", "vllm:time_to_first_token_seconds"],
@@ -7,7 +7,7 @@ const LATENCIES = [
   ["In the queue", "vllm:request_queue_time_seconds"],
 ];
 
-/** Look at /metrics once a second, and draw what is visible. */
+/** Read /metrics once a second, and draw the visible charts. */
 function startWatch() {
   const history = new History();
   const redraw = () => byId("watch").hidden || drawLive(history);
@@ -91,9 +91,9 @@ function drawExperts(series) {
   );
 }
 
-// The Prometheus text format, and what has changed between two looks.
+// The Prometheus text format, and differences between two samples of it.
 
-/** The text → Map of sample name → [{labels, value}]. */
+/** Parse the text into a Map of sample name → [{labels, value}]. */
 function parseMetrics(text) {
   const series = new Map();
   for (const line of text.split("\n")) {
@@ -110,12 +110,12 @@ function parseMetrics(text) {
   return series;
 }
 
-/** The sum of a name's samples; undefined where there are none. */
+/** Return the sum of a name's samples; undefined if there are none. */
 function total(series, name) {
   return series.get(name)?.reduce((sum, { value }) => sum + value, 0);
 }
 
-/** A name's samples by the value of one label. */
+/** Return a name's samples by the value of one label. */
 function byLabel(series, name, label) {
   const found = new Map();
   for (const { labels, value } of series.get(name) ?? []) {
@@ -124,7 +124,7 @@ function byLabel(series, name, label) {
   return found;
 }
 
-/** The last minute of looks, a second apart while the tab is visible. */
+/** The samples of the last minute, a second apart while the tab is visible. */
 class History {
   constructor() {
     this.looks = []; // {at, series}, oldest first
@@ -133,7 +133,7 @@ class History {
   add(series) {
     const last = this.looks.at(-1);
     const started = "process_start_time_seconds";
-    // A server that was started again counts from nothing.
+    // The counters of a restarted server start at zero.
     if (last && total(last.series, started) !== total(series, started)) this.looks = [];
     this.looks.push({ at: performance.now() / 1000, series });
     while (this.looks.at(-1).at - this.looks[0].at > 60 && this.looks.length > 2) this.looks.shift();
@@ -143,17 +143,17 @@ class History {
     return this.looks.at(-1).series;
   }
 
-  /** How much a counter grew per second over the last looks; undefined with one look alone. */
+  /** Return the growth of a counter per second over the last samples; undefined with a single sample. */
   rate(name) {
     return between(this.looks.at(-4) ?? this.looks[0], this.looks.at(-1), name);
   }
 
-  /** The same between all neighbouring looks, for a line. */
+  /** Return the same between all adjacent samples, for a line chart. */
   rates(name) {
     return this.looks.slice(1).map((look, i) => between(this.looks[i], look, name) ?? 0);
   }
 
-  /** How much `top` grew for each that `bottom` grew: in the last minute, else since the start; undefined for none. */
+  /** Return the growth of `top` divided by that of `bottom` in the last minute, else since the start, else undefined. */
   ratio(top, bottom) {
     const grown = (name) => (total(this.now, name) ?? 0) - (total(this.looks[0].series, name) ?? 0);
     if (grown(bottom) > 0) return grown(top) / grown(bottom);
@@ -164,7 +164,7 @@ class History {
     return this.looks.map(({ series }) => total(series, name) ?? 0);
   }
 
-  /** A histogram as [{upTo, count}], not cumulated: of the last minute, or of all time. */
+  /** Return a histogram as non-cumulative [{upTo, count}] for the last minute, or since the start. */
   histogram(name, isWhole) {
     const read = (series) => byLabel(series, `${name}_bucket`, "le");
     const now = read(this.now);
@@ -187,8 +187,8 @@ function between(first, last, name) {
 }
 
 /**
- * A quantile as [sign, value]: evenly spread within its bucket, as Prometheus estimates it. The first and the last
- * bucket say no more than their bound.
+ * Return a quantile as [sign, value], interpolated within its bucket, as in Prometheus. The first and the last bucket
+ * give only their bound.
  */
 function quantile(buckets, share) {
   let left = share * buckets.reduce((sum, bucket) => sum + bucket.count, 0);
@@ -205,7 +205,7 @@ function quantile(buckets, share) {
   return ["> ", from];
 }
 
-// Figures as people read them, and the shapes that the view is made of.
+// Number formats and chart elements.
 
 function figure(value, digits = 0) {
   if (value === undefined || Number.isNaN(value)) return "–";
@@ -214,7 +214,7 @@ function figure(value, digits = 0) {
 
 const percent = (share) => (share === undefined ? "–" : figure(100 * share, share > 0 && share < 0.1 ? 1 : 0));
 
-/** Seconds as [figure, unit]. */
+/** Format seconds as [figure, unit]. */
 function duration(seconds) {
   if (seconds === undefined) return ["–", ""];
   if (seconds === 0) return ["0", ""];
@@ -231,7 +231,7 @@ function draw(tag, attributes, ...children) {
   return element;
 }
 
-/** A tile: a label, a figure with its unit, and a line of the last minute. */
+/** Create a tile: a label, a figure with its unit, and a line chart of the last minute. */
 function tile(label, [value, unit], line) {
   const shown = make("div", "figure", value);
   if (unit) shown.append(make("span", "unit", unit));
@@ -254,7 +254,7 @@ function spark(values) {
   return svg;
 }
 
-/** A bar with what it stands for; `behind` is a second share that shows through. */
+/** Create a labelled bar; `behind` is a second share shown behind the first. */
 function meter(label, share, value, behind = 0) {
   return make("div", "meter", make("span", "", label), bar(share, behind), make("span", "value", value));
 }
@@ -269,9 +269,9 @@ function bar(share, behind = 0) {
   return box;
 }
 
-const FEWEST_BUCKETS = 9; // fewer would be slabs
+const FEWEST_BUCKETS = 9; // fewer bars would be too wide
 
-/** A histogram around the buckets that have something, with three quantiles. */
+/** Create a histogram of the non-empty buckets and their surroundings, with three quantiles. */
 function chart(label, buckets) {
   const count = buckets.reduce((sum, bucket) => sum + bucket.count, 0);
   const filled = buckets.map((bucket, i) => (bucket.count > 0 ? i : -1)).filter((i) => i >= 0);
@@ -303,7 +303,7 @@ function chart(label, buckets) {
   );
 }
 
-/** [term, value] pairs as a list of facts. */
+/** Create a description list of [term, value] pairs. */
 function facts(pairs) {
   return pairs.map(([term, value]) => make("div", "", make("dt", "", term), make("dd", "", value)));
 }

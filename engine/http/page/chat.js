@@ -1,9 +1,9 @@
 // The chat: the open conversation, one answer at a time, streamed from /v1/chat/completions.
 
-const MAX_TOKENS = 1024; // of an answer where the settings give no limit: small models may never end one
+const MAX_TOKENS = 1024; // limit of an answer if the settings have none: small models may never stop
 const OPEN = "penstock-open"; // the key of this tab's conversation in session storage
 
-/** The turns as messages of a request; an answer that never came is left out. */
+/** Return the turns as messages of a request, without an answer that never started. */
 function messagesOf(turns) {
   const system = byId("system").value.trim();
   const messages = system ? [{ role: "system", content: system }] : [];
@@ -16,7 +16,7 @@ function messagesOf(turns) {
   return messages;
 }
 
-/** The calls of the last answer that have no result yet. */
+/** Return the tool calls of the last answer that have no result yet. */
 function openCalls(turns) {
   const calls = turns.findLast((turn) => turn.role === "assistant")?.calls ?? [];
   return turns.at(-1)?.role === "user" ? [] : calls.filter(({ id }) => !turns.some((turn) => turn.callId === id));
@@ -25,8 +25,8 @@ function openCalls(turns) {
 class Chat {
   constructor() {
     this.talk = newTalk();
-    this.inFlight = null; // the AbortController of the answer that is being written
-    this.answer = null; // that answer
+    this.inFlight = null; // the AbortController of the streaming answer
+    this.answer = null; // the streaming answer
   }
 
   /** Show a conversation from its beginning. */
@@ -51,7 +51,7 @@ class Chat {
     byId("say").placeholder = byId("say").ariaLabel = call ? `Result of ${call.function.name}` : "Message";
   }
 
-  /** One more turn at the end of what is shown. */
+  /** Append a turn to the view. */
   add(turn) {
     const names = { user: "You", tool: `Result of ${turn.name}`, assistant: turn.model };
     const item = make("li", turn.role, make("div", "who", names[turn.role] ?? turn.role));
@@ -82,7 +82,7 @@ class Chat {
     const result = call && { role: "tool", name: call.function.name, callId: call.id, content: text };
     turns.push(result ?? { role: "user", content: text });
     this.add(turns.at(-1));
-    if (openCalls(turns).length) this.keep(); // a result for each of them, before the model goes on
+    if (openCalls(turns).length) this.keep(); // every call needs a result before the model continues
     else this.write(fields);
   }
 
@@ -126,7 +126,7 @@ class Chat {
       if (!response.ok) throw new Error(await complaint(response));
       for await (const event of events(response.body)) {
         answer.take(event);
-        // Ended here and not by asking for a length, which is refused where the context has no room for it.
+        // Stopped here, because the server refuses a requested length that does not fit into the context.
         if (fields.max_tokens === undefined && answer.usage?.completion_tokens >= MAX_TOKENS) {
           answer.finish ??= "length";
           control.abort();

@@ -1,17 +1,17 @@
-// The conversations that this browser keeps, in its local storage and nowhere else.
+// The stored conversations, kept only in the browser's local storage.
 //
-// Each has a key of its own. A conversation is {id, at, turns}; a turn is {role, content} and what is shown with it. What
-// is read back may be from another version of this page. Two tabs do not see each other: the last to write is kept.
+// Each has its own key. A conversation is {id, at, turns}; a turn is {role, content} with display data. Stored data may
+// be from another version of this page. Tabs are not synchronized: the last write wins.
 
-const KEPT = "penstock-chat:"; // begins the keys
+const KEPT = "penstock-chat:"; // prefix of the keys
 const MOST_KEPT = 50; // conversations
-const MOST_CHARACTERS = 2_000_000; // of them all as JSON, less than half of what browsers give
+const MOST_CHARACTERS = 2_000_000; // total size as JSON, less than half of the browsers' limit
 
 const newId = () => `${Date.now().toString(36)}${Math.random().toString(36).slice(2)}`;
 const newTalk = () => ({ id: newId(), at: 0, turns: [] });
 const titleOf = (talk) => talk.turns.find((turn) => turn.role === "user")?.content.trim().slice(0, 80) || "Untitled";
 
-/** What local storage has under a key; null where there is nothing that can be read. */
+/** Read a key from local storage; return null if it is missing or unreadable. */
 function readKept(key) {
   try {
     return JSON.parse(local.getItem(key));
@@ -26,13 +26,13 @@ function readTalk(id) {
   return talk?.id === id && Array.isArray(talk.turns) && talk.turns.every(isTurn) ? talk : null;
 }
 
-/** The kept conversations, the newest first. */
+/** Return the stored conversations, newest first. */
 function readTalks() {
   const ids = Object.keys(local).filter((key) => key.startsWith(KEPT)).map((key) => key.slice(KEPT.length));
   return ids.map(readTalk).filter((talk) => talk !== null).sort((a, b) => b.at - a.at);
 }
 
-/** Keep it as it now stands; the oldest others make room. */
+/** Store the conversation; delete the oldest others if space is needed. */
 function keepTalk(talk) {
   talk.at = Date.now();
   const text = JSON.stringify(talk);
@@ -48,7 +48,7 @@ function keepTalk(talk) {
 
 const dropTalk = (id) => local.removeItem(KEPT + id);
 
-/** Write to local storage; where the browser refuses, say so. */
+/** Write to local storage; show an error if the browser refuses. */
 function store(name, text) {
   try {
     local.setItem(name, text);
@@ -60,7 +60,7 @@ function store(name, text) {
 
 const noteKeeping = (text) => (byId("kept-note").textContent = text);
 
-/** Show the list, the open one marked. */
+/** Show the list with the open conversation highlighted. */
 function showTalks(openId, pick, drop) {
   const rows = readTalks().map((talk) => {
     const open = button(titleOf(talk), () => pick(talk.id), "quiet title");

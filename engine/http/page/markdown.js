@@ -1,18 +1,18 @@
-// Markdown as models write it, into elements: headings, lists, quotes, fences, tables, rules; emphasis, code, links.
+// A Markdown renderer for answers of models: headings, lists, quotes, fences, tables, rules; emphasis, code, links.
 //
-// Text only ever becomes text nodes, so HTML in it stays text, and a link leads to the web or to a mail address or is
-// none. A picture is a link: loading it would say that it was looked at. An answer is shown again with every frame, so
-// a frame costs what its last block does (`Markdown`), and nothing here is more than linear in its text.
+// Text becomes only text nodes, so HTML in it stays text, and links lead only to the web or to mail addresses. A picture
+// becomes a link, since loading it would reveal that it was viewed. An answer is rendered again with every frame, so
+// a frame renders only its last block (`Markdown`), and all algorithms take linear time.
 
-const MOST_RICH = 20_000; // characters of a paragraph; a longer one is shown as it was written
-const DEEPEST = 12; // lists, quotes or emphasis within each other; what is deeper is text
+const MOST_RICH = 20_000; // characters of a paragraph; longer ones are shown as plain text
+const DEEPEST = 12; // nesting of lists, quotes and emphasis; deeper levels are shown as text
 
-const FENCE = /^([ \t]*)(`{3,}|~{3,}(?!~))([^`]*)$/; // with another backtick it is code in a line
+const FENCE = /^([ \t]*)(`{3,}|~{3,}(?!~))([^`]*)$/; // a further backtick makes it inline code
 const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
 const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^[ \t]*(?:[-*+]|(\d{1,9})[.)])(?:[ \t]+|$)/;
-const ITEM_IN_TEXT = /^[ \t]*(?:[-*+]|1[.)])[ \t]/; // no other number: years stand at the beginnings of lines too
+const ITEM_IN_TEXT = /^[ \t]*(?:[-*+]|1[.)])[ \t]/; // only the number 1: lines of text may start with a year
 const UNDER_HEAD = /^\|?(?: *:?-+:? *\|)+(?: *:?-+:?)?$/; // the second line of a table
 
 const isBlank = (line) => line.trim() === "";
@@ -24,7 +24,7 @@ function dedent(line, columns) {
   return line.slice(at);
 }
 
-/** What begins with this line, or, `inText`, ends a paragraph; undefined for plain text. */
+/** Return the kind of block that starts with this line (or, if `inText`, ends a paragraph); undefined for plain text. */
 function blockAt(lines, at, depth, inText = false) {
   const line = lines[at];
   if (FENCE.test(line)) return readFence;
@@ -36,7 +36,7 @@ function blockAt(lines, at, depth, inText = false) {
   return undefined;
 }
 
-/** Lines → blocks, each with a `kind`, its first `line`, and its `text` or its `children`. */
+/** Parse lines into blocks, each with a `kind`, its first `line`, and its `text` or its `children`. */
 function readBlocks(lines, depth = 0) {
   const blocks = [];
   for (let at = 0; at < lines.length; ) {
@@ -50,7 +50,7 @@ function readBlocks(lines, depth = 0) {
   return blocks;
 }
 
-/** The first line from `at` on for which this does not hold. */
+/** Return the first line from `at` on that does not satisfy the predicate. */
 function endOf(lines, at, holds) {
   while (at < lines.length && holds(lines[at], at)) at++;
   return at;
@@ -92,7 +92,7 @@ function readTable(lines, at) {
   return [{ kind: "table", children: rows }, end];
 }
 
-/** A list ends at the first line that stands no further in than its marks and is neither an item nor plain text. */
+/** Read a list. It ends at a line that is not indented beyond its markers and is neither an item nor plain text. */
 function readList(lines, at, depth) {
   const margin = indent(lines[at]);
   const first = ITEM.exec(lines[at])[1];
@@ -118,7 +118,7 @@ const MARK = new RegExp(
     /\\([!-/:-@[-`{-~])/, // an escape
     /(`+)/,
     /!?\[([^[\]]*)\]\(<?([^\s()<>]*(?:\([^\s()<>]*\)[^\s()<>]*)*)>?(?: +"[^"]*")?\)/, // [label](address "title")
-    // An address as it stands in a sentence: its parentheses are closed, and its last character is no punctuation.
+    // A bare address in a sentence: its parentheses are balanced, and its last character is no punctuation.
     /(https?:\/\/(?:[^\s<>()]|\([^\s<>()]*\))*(?:[^\s<>().,;:!?'"*_~`\]]|\([^\s<>()]*\)))/,
     /(\*\*|__|~~|\*|_)/,
   ].map((part) => part.source).join("|"),
@@ -126,10 +126,10 @@ const MARK = new RegExp(
 );
 const EMPHASIS = { "**": "strong", __: "strong", "~~": "del", "*": "em", _: "em" };
 
-/** The text of one block as nodes. */
+/** Render the text of one block as nodes. */
 function inline(text, isLabel = false) {
   const root = document.createDocumentFragment();
-  const open = []; // emphasis without its end so far: {mark, node}
+  const open = []; // emphasis that is still open: {mark, node}
   const marks = new RegExp(MARK);
   const put = (node) => node !== "" && (open.at(-1)?.node ?? root).append(node);
   let done = 0;
@@ -147,7 +147,7 @@ function inline(text, isLabel = false) {
   return root;
 }
 
-/** Between two runs of as many backticks; where there is no second, they are text. Returns where it ends. */
+/** Read inline code between two equal runs of backticks, or the first as text if unmatched; return its end. */
 function putCode(put, text, from, ticks) {
   let end = text.indexOf(ticks, from);
   while (end >= 0 && (text[end - 1] === "`" || text[end + ticks.length] === "`")) end = text.indexOf(ticks, end + 1);
@@ -160,7 +160,7 @@ function putCode(put, text, from, ticks) {
   return end + ticks.length;
 }
 
-/** Open, close or keep as text. Returns where the mark ends: of three, the inner one is closed alone. */
+/** Open or close emphasis, or keep the mark as text; return its end. Of three marks, the inner one closes alone. */
 function emphasize(open, put, text, at, mark) {
   const isWord = (char) => /[\p{L}\p{N}]/u.test(char ?? "");
   if (open.at(-1)?.mark === mark[0] && text[at + 2] === mark[0]) mark = mark[0];
@@ -179,7 +179,7 @@ function emphasize(open, put, text, at, mark) {
   return end;
 }
 
-/** A link to the web or a mail address; what leads elsewhere is shown as it was written. */
+/** Create a link to the web or a mail address; other targets are shown as text. */
 function link(label, address, written) {
   const url = URL.canParse(address) ? new URL(address) : null;
   if (!["http:", "https:", "mailto:"].includes(url?.protocol)) return written;
@@ -188,10 +188,10 @@ function link(label, address, written) {
   return element;
 }
 
-/** What an element must be of to show a block. */
+/** Return a key of a block; an element made for the same key can show the block. */
 const kindOf = ({ kind, info, start }) => `${kind} ${info ?? start ?? ""}`;
 
-/** The element of a block; `body` is where its text or its children go. */
+/** Create the element of a block; `body` is the container of its text or children. */
 function elementOf(block) {
   const { kind, info, start } = block;
   const body = make(kind);
@@ -203,15 +203,15 @@ function elementOf(block) {
 
 function codeBox(info, body) {
   const scroll = make("pre", "", body);
-  scroll.tabIndex = 0; // so that the keyboard can move what is wider than its box
+  scroll.tabIndex = 0; // lets the keyboard scroll wide content
   scroll.setAttribute("aria-label", info ? `Code, ${info}` : "Code");
   scroll.setAttribute("role", "region");
   return make("div", "code", make("div", "row", make("span", "", info), copyButton(() => body.textContent)), scroll);
 }
 
-/** Make a parent's elements from the `from`th on those of the blocks, leaving alone those that are so already. */
+/** Update a parent's elements from index `from` on to show the blocks, keeping elements that match already. */
 function showBlocks(parent, blocks, from = 0) {
-  let next = parent.children[from]; // and its siblings: looking up each by its number would be quadratic
+  let next = parent.children[from]; // then its siblings: access by index would be quadratic
   for (const block of blocks) {
     let node = next;
     next = node?.nextElementSibling;
@@ -232,18 +232,18 @@ function showBlocks(parent, blocks, from = 0) {
   }
 }
 
-/** Text that mostly grows, in one text node. */
+/** Set the text of one text node, which mostly grows. */
 function showPlain(box, text) {
   const node = box.firstChild;
   if (box.childNodes.length !== 1 || !text.startsWith(node.data)) box.textContent = text;
   else if (text.length > node.length) node.appendData(text.slice(node.length));
 }
 
-/** A box that shows a text which only grows. Blocks before the last one never change again, and are not read again. */
+/** A box that shows a growing text. Blocks before the last one no longer change and are not parsed again. */
 class Markdown {
   constructor(box) {
     this.box = box;
-    this.start = 0; // of the block from which on it is read again: in the text, and among the elements
+    this.start = 0; // offset of the first block that is parsed again
     this.count = 0;
   }
 
@@ -251,7 +251,7 @@ class Markdown {
     const lines = text.slice(this.start).split("\n");
     const blocks = readBlocks(lines);
     showBlocks(this.box, blocks, this.count);
-    // What a block is, its first two lines say, and the last line may still turn out to be another.
+    // The first two lines of a block determine its kind, and the last line is still incomplete.
     const last = blocks.findLastIndex((block) => block.line < lines.length - 2);
     if (last <= 0) return;
     this.count += last;

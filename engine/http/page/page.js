@@ -1,11 +1,11 @@
-// Shared by all views: making elements, asking the server, the key, and which view is shown.
+// Functions shared by all views: creating elements, requests to the server, the API key, and switching views.
 //
-// Text that a model or a user wrote only ever becomes a text node. The key stays in this tab's session storage and
-// leaves it only in the header of requests to this origin.
+// Text of a model or user becomes only text nodes. The key stays in this tab's session storage and is sent only in the
+// header of requests to this origin.
 
 const byId = (id) => document.getElementById(id);
 
-/** An element with a class and children; strings become text. */
+/** Create an element with a class and children; strings become text. */
 function make(tag, className = "", ...children) {
   const element = document.createElement(tag);
   element.className = className;
@@ -13,7 +13,7 @@ function make(tag, className = "", ...children) {
   return element;
 }
 
-/** The browser's storage of this name; where it allows none, one that ends with the page. */
+/** Return the browser's storage of this name; if it is not allowed, a replacement that lives as long as the page. */
 function storage(name) {
   try {
     return window[name];
@@ -36,7 +36,7 @@ function button(text, act, className = "quiet") {
   return element;
 }
 
-/** A button that copies; over plain HTTP, where the clipboard is closed to scripts, by selecting. */
+/** Create a copy button. Over plain HTTP, where scripts cannot use the clipboard, it selects the text. */
 function copyButton(read) {
   return button("Copy", async (element) => {
     const box = make("textarea", "unseen");
@@ -56,9 +56,9 @@ function setState(kind, text) {
   if (byId("state-text").textContent !== text) byId("state-text").textContent = text;
 }
 
-let keyWanted = null; // the promise of the dialog that is open
+let keyWanted = null; // the promise of the open dialog
 
-/** Open the dialog; rejects when it is closed without a key. */
+/** Open the dialog; the promise rejects if it is closed without a key. */
 function wantKey(why) {
   keyWanted ??= new Promise((resolve, reject) => {
     const dialog = byId("key");
@@ -95,7 +95,7 @@ function startKey() {
   byId("key-open").hidden = session.getItem("key") === null;
 }
 
-/** fetch with the key. A 401 asks for one, unless `mayAsk` says not to. */
+/** Fetch with the key. A 401 opens the dialog, unless `mayAsk` is false. */
 async function ask(path, options = {}, mayAsk = true) {
   for (;;) {
     const key = session.getItem("key");
@@ -112,13 +112,13 @@ async function ask(path, options = {}, mayAsk = true) {
   }
 }
 
-/** The body of an answer that must have succeeded; an error's own words otherwise. */
+/** Return the body of a successful response; throw an error with the server's message otherwise. */
 async function bodyOf(response, kind) {
   if (response.ok) return response[kind]();
   throw new Error(await complaint(response));
 }
 
-/** What an error answer says: its message where it has our form, its status otherwise. */
+/** Return the message of an error response, or its status if it has another format. */
 async function complaint(response) {
   const text = await response.text();
   try {
@@ -158,7 +158,7 @@ function showView() {
   if (name === "chat" && matchMedia("(min-width: 781px)").matches) byId("say").focus();
 }
 
-/** A drawer that opens takes the focus, and the browser gives it back when it is closed. */
+/** Give every drawer the focus when it opens; the browser restores the focus when it closes. */
 function startDrawers() {
   for (const drawer of document.querySelectorAll("[popover]")) {
     drawer.addEventListener("toggle", ({ newState }) => newState === "open" && drawer.querySelector("button")?.focus());

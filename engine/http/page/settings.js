@@ -1,11 +1,11 @@
-// The drawer of settings: what it says as fields of a request, and keeping it for the next time.
+// The settings drawer: converts the settings to request fields and stores them.
 
 const SETTINGS = "penstock-settings"; // the key in local storage
 
 const settings = () => byId("settings").querySelectorAll("input, select, textarea");
 const nameOf = (input) => input.dataset.field ?? input.id;
 
-/** What the settings say, as fields of a request; null where a field cannot be sent. */
+/** Return the settings as fields of a request; null if a field is invalid. */
 function readSettings() {
   const fields = { model: byId("model").value || undefined };
   for (const input of document.querySelectorAll("[data-field]")) {
@@ -46,7 +46,7 @@ function valid(input) {
   return false;
 }
 
-/** What depends on a setting, shown. */
+/** Update the elements that depend on a setting. */
 function applySettings() {
   byId("schema-field").hidden = byId("form").value !== "json_schema";
   document.documentElement.style.colorScheme = byId("colours").value;
@@ -62,13 +62,13 @@ function startSettings() {
   });
 }
 
-/** The served names, for the list of models. The watch says what is wrong where there is no answer. */
+/** Load the served names into the list of models; the charts report a server that does not answer. */
 async function learnModels() {
   try {
     const { data } = await bodyOf(await ask("/v1/models"), "json");
     const chosen = byId("model").value || readKept(SETTINGS)?.model;
     byId("model").replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === chosen)));
   } catch {
-    byId("model").replaceChildren(); // a request without a model still has an answer
+    byId("model").replaceChildren(); // a request without a model is answered too
   }
 }

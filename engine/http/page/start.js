@@ -1,4 +1,4 @@
-// The last part of the script: all that is above is definitions.
+// The last part of the script; all parts before are definitions.
 
 startKey();
 startViews();
