@@ -16,7 +16,7 @@ from penstock.engine.http.sockets import bind_sockets
 from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, recommended_sampling, resolve_model
 from penstock.engine.options import Option, add_options, built, flag, given_options, options_of
 from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig, resolve
-from penstock.engine.text.load import load_tokenizer
+from penstock.engine.text.load_tokenizer import load_tokenizer
 from penstock.executor.process_life import log_to_stderr, stop_signals
 from penstock.executor.protocol import ModelInfo
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text.conversation import Message
 from penstock.engine.text.prompt import chat_prompt
 from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.template_messages import Message
 from penstock.engine.text.tokenizer import Tokenizer
 
 

@@ -39,7 +39,7 @@ from penstock.engine.front.submit import Pooling, begin_answer
 from penstock.engine.messages import Output
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
-from penstock.engine.text.load import load_tokenizer
+from penstock.engine.text.load_tokenizer import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.vllm_options import nearest
 from penstock.executor.protocol import ModelInfo, Part, Pooled, SleepLevel

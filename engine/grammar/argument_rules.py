@@ -20,7 +20,7 @@ from penstock.engine.grammar.json_schema import lark_json, lark_prepared, prepar
 from penstock.engine.grammar.rules import ANY, BLANK, Rules, escaped, slashed
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.tools.arguments import kinds, typed
-from penstock.engine.text.tools.formats import Format, Parameters, ToolSpec
+from penstock.engine.text.tools.formats import Parameters, ToolFormat, ToolSpec
 from penstock.engine.text.tools.scan import MAX_DEPTH
 
 # One space behind comma and colon, as templates print JSON: nothing is left open that says nothing, and what is forced
@@ -63,7 +63,7 @@ _FORMATS = {
 }
 
 
-def argument_rules(rules: Rules, form: Format, function: ToolSpec, index: int) -> str:
+def argument_rules(rules: Rules, form: ToolFormat, function: ToolSpec, index: int) -> str:
     """Return the name of a rule for what stands between the signs around the arguments of a function. `index` is its
     place among the functions."""
     if form.parameters is None:
@@ -81,7 +81,7 @@ class _Arguments(ABC):
 
     key: str  # the names that can be written
 
-    def __init__(self, rules: Rules, form: Format, function: ToolSpec, prefix: str) -> None:
+    def __init__(self, rules: Rules, form: ToolFormat, function: ToolSpec, prefix: str) -> None:
         assert form.parameters is not None
         self._rules, self._form, self._function, self._prefix = rules, form, function, prefix
         self._parameters: Parameters = form.parameters
@@ -303,7 +303,7 @@ class _Quoted(_Arguments):
 
     key = r"[^\s,:=(){}\[\]<>'\"\\]+"
 
-    def __init__(self, rules: Rules, form: Format, function: ToolSpec, prefix: str) -> None:
+    def __init__(self, rules: Rules, form: ToolFormat, function: ToolSpec, prefix: str) -> None:
         super().__init__(rules, form, function, prefix)
         self._known: dict[str, str] = {}  # the names of rules by the schemas that they stand for
 

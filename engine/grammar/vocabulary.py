@@ -10,7 +10,7 @@ from llguidance import LLTokenizer
 from tokenizers import Tokenizer as Backend
 
 from penstock.engine.model_files import resolve_model
-from penstock.engine.text.load import load_tokenizer
+from penstock.engine.text.load_tokenizer import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ExecutorConfig, ModelInfo
 

@@ -12,7 +12,7 @@ from penstock.engine.http.body import decode
 from penstock.engine.http.errors import clip
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.requests import Message
-from penstock.engine.text.conversation import check_messages
+from penstock.engine.text.template_messages import check_messages
 from penstock.executor.protocol import ModelInfo
 
 MAX_MESSAGES = 2048

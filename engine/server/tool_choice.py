@@ -72,7 +72,7 @@ class Tools:
         self._tokenizer = tokenizer
         named = formats.ALIASES.get(config.tool_call_parser, config.tool_call_parser)
         if named == harmony.NAME or (named == "auto" and harmony.is_written(source)):
-            self.form: formats.Format | None = harmony.FORM
+            self.form: formats.ToolFormat | None = harmony.FORM
         elif named == "auto":
             self.form = formats.detect(source, template is not None and template.has_tools, has_args)
         else:

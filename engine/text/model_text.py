@@ -7,7 +7,7 @@ whose digest is its own.
 import hashlib
 
 from penstock.engine.model_files import resolve_model
-from penstock.engine.text.load import load_tokenizer
+from penstock.engine.text.load_tokenizer import load_tokenizer
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer
 

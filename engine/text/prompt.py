@@ -3,8 +3,8 @@
 from typing import Any
 
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text.conversation import Message
 from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.template_messages import Message
 
 MAX_CHARS_PER_TOKEN = 128  # a text longer than this times the context is refused before it is tokenized
 INLINE_CHARS = 2048  # tokenized on the event loop: about as long as handing it to a thread takes

@@ -17,7 +17,8 @@ from jinja2 import Environment, Template, TemplateError
 from penstock.engine.http.errors import clip
 from penstock.engine.model_files import MAX_TEMPLATE_BYTES, ModelRefused, read_template
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text.conversation import (
+from penstock.engine.text.template_environment import Refused, template_environment
+from penstock.engine.text.template_messages import (
     SYSTEM_ROLES,
     Message,
     check_messages,
@@ -28,7 +29,6 @@ from penstock.engine.text.conversation import (
     with_system_first,
     without_tools,
 )
-from penstock.engine.text.template_environment import Refused, template_environment
 from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_ERROR_CHARS = 300

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.engine.text.tools.formats import Format, named
+from penstock.engine.text.tools.formats import ToolFormat, named
 
 Call = tuple[str, dict[str, Any]]
 
@@ -114,7 +114,7 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
 }
 # The same with values as Python prints them, which is read, but forced of no model.
 PRINTED = _each(_python(repr), "<|tool_call_start|>[", "]<|tool_call_end|>", ", ")
-FORMS: dict[str, Format] = {
+FORMS: dict[str, ToolFormat] = {
     name: named(
         name.split()[0],
         {"mistral with args": "[TOOL_CALLS][ARGS]", "phi4_mini_json": "functools["}.get(name, ""),

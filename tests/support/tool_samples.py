@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from penstock.engine.text.tools.answer_reader import AnswerReader
-from penstock.engine.text.tools.formats import Calls, Format, ToolSpec
+from penstock.engine.text.tools.formats import Calls, ToolFormat, ToolSpec
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 from penstock.engine.text.tools.thinking import Thinking
 from tests.support.call_writers import FORMS, WRITERS
@@ -19,7 +19,7 @@ WEATHER = ToolSpec(
 )
 CLOCK = ToolSpec("clock", {"type": "object", "properties": {}, "additionalProperties": False})
 # The formats that have objects as calls, and what each makes of one call, and of two.
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, ToolFormat] = {
     name: FORMS[name] for name in ("hermes", "llama3_json", "mistral", "mistral with args", "qwen2_5_coder")
 }
 CALL = {name: WRITERS[name]([("weather", {"city": "Ulm"})]) for name in FORMATS}

@@ -45,7 +45,7 @@ def token_counter(model: str | None) -> Callable[[str], int]:
     @cache
     def tokenizer() -> "Tokenizer":
         from penstock.engine.model_files import ModelNotFound, resolve_model
-        from penstock.engine.text.load import load_tokenizer
+        from penstock.engine.text.load_tokenizer import load_tokenizer
 
         try:
             return load_tokenizer(resolve_model(model, need_weights=False))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from penstock.engine.text.tools.formats import Format, Parameters
+from penstock.engine.text.tools.formats import Parameters, ToolFormat
 from penstock.engine.text.tools.scan import (
     MAX_DEPTH,
     MAX_FRAME_CHARS,
@@ -316,7 +316,7 @@ class Literals(PieceReader):
         return self._sign(end + len(self._string), '"') if end >= 0 else (stop, False)
 
 
-def arguments_reader(form: Format, schema: Mapping[str, Any], mark: str) -> ArgumentsReader:
+def arguments_reader(form: ToolFormat, schema: Mapping[str, Any], mark: str) -> ArgumentsReader:
     """Return the reader of the arguments of one call that is a name and its arguments."""
     if form.parameters is None:
         return ObjectScan()

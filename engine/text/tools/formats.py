@@ -58,7 +58,7 @@ class Parameters(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Format:
+class ToolFormat:
     """`found_by`: texts in a chat template, all of one of the groups. `closers`: the marks that open calls, each with
     what closes them. `fences` are those that open other things as well. `extra` are further texts that may be tokens of
     their own. `is_bare`: a paragraph that begins with a bracket may be a call without a mark (objects only). `is_framed`: a call is a
@@ -121,7 +121,7 @@ class ToolSpec(NamedTuple):
 class Calls(NamedTuple):
     """The calls that an answer may have. `must`: it is a call and nothing else. `many`: one after the other."""
 
-    form: Format
+    form: ToolFormat
     functions: Sequence[ToolSpec]
     must: bool
     many: bool
@@ -138,7 +138,7 @@ def _format(
     found_by: tuple[tuple[str, ...], ...] = (),
     closers: Mapping[str, str] | None = None,
     **more: Any,
-) -> Format:
+) -> ToolFormat:
     """Make a format. `call`: the text before the name, before the arguments and behind them. Without `join` the calls of a list have
     a comma between them, others each their own `start` and `end`. The mark is what `start` has besides blanks and a
     bracket."""
@@ -146,7 +146,7 @@ def _format(
     if join is None:
         join = ", " if start.endswith("[") else f"{end}\n{start}"
     written = Written(start, *call, join, end)
-    return Format(name, found_by or ((mark,),), written, closers or {mark: end.strip()}, parameters, **more)
+    return ToolFormat(name, found_by or ((mark,),), written, closers or {mark: end.strip()}, parameters, **more)
 
 
 _OBJECT = ('{"name": "', '", "arguments": ', "}")
@@ -182,7 +182,7 @@ _MISTRAL = _format(
 )
 
 
-def _deepseek(name: str, before: str, between: str, behind: str, **more: Any) -> Format:
+def _deepseek(name: str, before: str, between: str, behind: str, **more: Any) -> ToolFormat:
     call = (f"<｜tool▁call▁begin｜>{before}", between, f"{behind}<｜tool▁call▁end｜>")
     return _format(name, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", call, **more)
 
@@ -268,19 +268,19 @@ ALIASES = {
 }
 
 
-def detect(source: str, has_tools: bool, has_args: bool) -> Format | None:
+def detect(source: str, has_tools: bool, has_args: bool) -> ToolFormat | None:
     """Return the format in which a chat template writes calls; None if it is not known.
 
-    A template that knows no tools gets them as text (engine/text/conversation.py), in the form of Hermes.
+    A template that knows no tools gets them as text (engine/text/template_messages.py), in the form of Hermes.
     """
     return _first(FORMATS, source + "[ARGS]" * has_args) if has_tools else HERMES
 
 
-def named(name: str, source: str, has_args: bool) -> Format:
+def named(name: str, source: str, has_args: bool) -> ToolFormat:
     """Return the format of this name, one of NAMES."""
     forms = [form for form in FORMATS if form.name == name]
     return _first(forms, source + "[TOOL_CALLS][ARGS]" * has_args) or forms[-1]
 
 
-def _first(forms: Iterable[Format], source: str) -> Format | None:
+def _first(forms: Iterable[ToolFormat], source: str) -> ToolFormat | None:
     return next((form for form in forms if any(all(map(source.__contains__, texts)) for texts in form.found_by)), None)

@@ -9,7 +9,7 @@ commentary channel that is to no function introduces calls: it is part of the an
 there is not. Knows the marks as text; that they are special tokens is tool_choice.py's.
 """
 
-from penstock.engine.text.tools.formats import Format, Written
+from penstock.engine.text.tools.formats import ToolFormat, Written
 from penstock.engine.text.tools.thinking import HARMONY as MARKS
 from penstock.engine.text.tools.thinking import Thinking
 
@@ -17,7 +17,7 @@ NAME = "harmony"
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 TOKENS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
-FORM = Format(
+FORM = ToolFormat(
     NAME,
     (),
     Written("", f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", "", "", ""),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.engine.text.tools.arguments import ArgumentsReader, arguments_reader
-from penstock.engine.text.tools.formats import Format
+from penstock.engine.text.tools.formats import ToolFormat
 from penstock.engine.text.tools.scan import (
     MAX_FRAME_CHARS,
     Head,
@@ -59,7 +59,7 @@ class CallReader:
     are the marks behind which a grammar holds calls ("" for calls without a mark)."""
 
     def __init__(
-        self, form: Format, functions: Mapping[str, Any], held: Collection[str] = (), *, max_calls: int = MAX_CALLS
+        self, form: ToolFormat, functions: Mapping[str, Any], held: Collection[str] = (), *, max_calls: int = MAX_CALLS
     ) -> None:
         self.num_calls = 0
         self.is_within_call = False  # the text so far ends within a call that has been announced

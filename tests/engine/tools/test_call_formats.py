@@ -19,7 +19,7 @@ from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.answer_reader import AnswerReader
 from penstock.engine.text.tools.arguments import kinds, typed
-from penstock.engine.text.tools.formats import Calls, Format, ToolSpec
+from penstock.engine.text.tools.formats import Calls, ToolFormat, ToolSpec
 from penstock.engine.text.tools.reader import Arguments, CallStart
 from penstock.engine.text.tools.thinking import GEMMA, IMPLIED, SEED, THINK, Marks, Thinking
 from tests.support.call_writers import FORMS, PRINTED, WRITERS, Call
@@ -402,7 +402,7 @@ def test_habits_of_models_are_read_and_what_is_no_call_is_text(name: str, text: 
 
 
 def test_every_writer_has_its_format() -> None:
-    forms: list[Format] = list(FORMS.values())
+    forms: list[ToolFormat] = list(FORMS.values())
     assert len({id(form) for form in forms}) == len(forms)
 
 
