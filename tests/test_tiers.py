@@ -8,6 +8,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.engine.core.rates import Rates
+from penstock.engine.core.tiered_kv import TieredKv
 from tests.support.default_file import needs_model
 from tests.support.peer_rig import free_addresses, until
 
@@ -95,8 +96,8 @@ def peers_agree(ranks: int, **options: Any) -> None:
 def heard(llm: LLM) -> int:
     """An empty step asks all ranks."""
     core = llm._running()
-    tiers = core.scheduler.tiers
-    assert tiers is not None
+    tiers = core.scheduler.kv
+    assert isinstance(tiers, TieredKv)
     tiers.wake()
     core.step()
     return sum(len(keys) for keys in tiers.index.stores.values())

@@ -1,7 +1,7 @@
-"""The engine core's side of constrained requests: grammars being compiled, and the masks of the steps in flight.
+"""Constrained requests in the engine core: compiles their grammars and fills the masks of the steps in flight.
 
-It brings together four that do not know each other: the scheduler (which requests), the compiler (their grammars),
-the mask filler (their masks) and the executor (which wants them before it samples).
+It connects the scheduler (the requests), the compiler (their grammars), the mask filler (their masks) and the executor,
+which needs the masks before it samples.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.messages import Output, Submit
 from penstock.executor.protocol import Executor
 
-COMPILED_WAIT_S = 0.005  # how long a core with nothing else to do waits for a grammar before it looks at its inbox
+COMPILED_WAIT_S = 0.005  # how long an otherwise idle core waits for a grammar before it reads its inbox again
 
 
 class Constraints:
@@ -27,7 +27,7 @@ class Constraints:
         self._is_filling = False  # masks were begun and not set yet
 
     def submit(self, message: Submit) -> Output | None:
-        """Queue a request with a grammar. One that is not known yet is compiled while the request waits."""
+        """Queue a request with a grammar. A new grammar is compiled while the request waits."""
         assert message.grammar is not None
         matcher = self._compiler.cached(message.grammar)
         output = self._scheduler.submit(message, matcher)
@@ -39,13 +39,13 @@ class Constraints:
             if matcher is None:
                 job = self._jobs[message.request_id] = self._compiler.start(message.grammar)
                 job.result.add_done_callback(lambda _: self._compiled.put(message.request_id))
-        except RuntimeError as error:  # a limit on threads or on memory: those without a grammar need none
+        except RuntimeError as error:  # a limit on threads or memory, which requests without a grammar do not need
             request = self._scheduler.requests[message.request_id]
             return self._scheduler.end(request, "error", f"the grammar cannot be compiled: {error}")
         return None
 
     def take_compiled(self) -> list[Output]:
-        """Let the requests go whose grammars are ready, and end those whose grammars failed or take too long."""
+        """Queue the requests whose grammars are compiled, and end those whose grammars failed or take too long."""
         outputs: list[Output] = []
         while not self._compiled.empty():
             self._take(self._compiled.get(), outputs)
@@ -64,7 +64,7 @@ class Constraints:
         return outputs
 
     def wait_for_compiled(self) -> list[Output]:
-        """The same, a moment later: for a core whose only requests wait for their grammars."""
+        """Wait a moment for the next grammar, and queue its request: for a core whose only requests wait for grammars."""
         outputs: list[Output] = []
         with contextlib.suppress(queue.Empty):
             self._take(self._compiled.get(timeout=COMPILED_WAIT_S), outputs)
@@ -90,7 +90,7 @@ class Constraints:
         outputs.append(self._scheduler.end(request, "error", f"the grammar cannot be compiled: {what}", is_refusal))
 
     def begin_masks(self) -> None:
-        """Start to fill the masks of the only step in flight, before it is submitted: its forward pass runs meanwhile."""
+        """Start to fill the masks of the only step in flight before it is submitted: its forward pass runs meanwhile."""
         rows = self._masked_rows()
         if rows is not None:
             assert self._filler is not None
@@ -98,9 +98,9 @@ class Constraints:
             self._filler.start(rows)
 
     def set_masks(self) -> list[Output]:
-        """Give the executor the masks of the oldest step in flight, and the outputs of requests that end by that.
+        """Give the executor the masks of the oldest step in flight; return the outputs of requests that this ends.
 
-        Those of a later one depend on what this one samples.
+        The masks of a later step depend on what this one samples.
         """
         if self._filler is None:
             return []
@@ -122,7 +122,7 @@ class Constraints:
         return outputs
 
     def _masked_rows(self) -> list[tuple[int, Matcher]] | None:
-        """Of the oldest step in flight, the constrained rows whose requests still run; None if it has no masked row."""
+        """Return the constrained rows of the oldest step in flight whose requests still run; None if it has no masked row."""
         step, requests, _ = self._scheduler.in_flight[0]
         if not any(row.masked for row in step.rows):
             return None

@@ -1,6 +1,6 @@
 """The engine core: the scheduler and the executor, driven step by step from one thread.
 
-It knows neither sockets nor text. The core process (engine/core/process.py) and the offline LLM
+It handles neither sockets nor text. The core process (engine/core/process.py) and the offline LLM
 (engine/front/llm.py) call it; they own the loop.
 """
 
@@ -8,13 +8,15 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.cache.pool import BlockPool
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.rest import Rest
 from penstock.engine.core.scheduler import Scheduler, refusal
+from penstock.engine.core.usable import UsableKeys
 from penstock.engine.http.kv_stream import KEY_BYTES
 from penstock.engine.messages import CacheUpdate, Output, Stats, Submit
 from penstock.executor.protocol import (
@@ -33,10 +35,9 @@ if TYPE_CHECKING:
     from penstock.engine.grammar.compiler import Compiler
 
 
-# Where nothing computes and only stores are at work, they are asked this often, and at a stop for this long.
-POLL_S = 0.0005
-SETTLE_S = 3.0  # less than a server waits for its core to leave
-RESET_S = 1.0  # a reset waits no longer for them: new requests wait with it
+POLL_S = 0.0005  # how often stores are asked while nothing computes
+SETTLE_S = 3.0  # how long a stop waits for the stores; less than a server waits for its core to end
+RESET_S = 1.0  # how long a reset waits for them: new requests wait as well
 
 
 class EngineCore:
@@ -55,32 +56,28 @@ class EngineCore:
         self._make_compiler = make_compiler
         self._compiler: Compiler | None = None
         self._constraints: Constraints | None = None
-        tiers = {"device": self.scheduler.pool}
-        if self.scheduler.tiers is not None:  # what a store has passes through the host first
-            tiers["host"] = self.scheduler.tiers.index.host
-        pools: Mapping[str, CachedKeys] = tiers
-        if not self.scheduler.kv.is_plain:
-            from penstock.engine.core.usable import UsableKeys
-
-            pools = {tier: UsableKeys(pool, self.scheduler.kv) for tier, pool in tiers.items()}
+        kv = self.scheduler.kv
+        pools: Mapping[str, BlockPool | UsableKeys] = kv.pools()
+        if len(executor.info.groups) > 1:
+            pools = {tier: UsableKeys(pool, kv) for tier, pool in kv.pools().items()}
         self.cache_log = CacheLog(pools)
         self._clock = clock
         self.last_step_tokens = 0  # of the step that `step` collected
         self.rest = Rest(self)
         self._experts: ExpertUpdate | None = None
-        self._adapters: Counter[str] = Counter()  # how often each is loaded; 0: it goes with its last request
-        # What a heartbeat of another thread reads, of the step that runs; each is one assignment.
+        self._adapters: Counter[str] = Counter()  # how often each is loaded; 0: it is unloaded after its last request
+        # The heartbeat's thread reads these two; each is changed by one assignment.
         self.step_started_s: float | None = None
         self.step_deadline_s = STEP_DEADLINE_S
         if executor.info.stores:
-            self.step()  # an empty one: its result says what an earlier life has left there
+            self.step()  # an empty one: its result reports what earlier engines have left there
 
     @property
     def info(self) -> ModelInfo:
         return self.executor.info
 
     def load_adapter(self, path: str) -> AdapterInfo:
-        """Raises AdapterError."""
+        """Load a LoRA adapter, or count one more reference to it; raise AdapterError if it cannot be used."""
         if not self.info.max_loras:
             raise AdapterError("enable_lora: not given; this engine takes no adapters")
         info = self.executor.load_adapter(path)
@@ -88,7 +85,7 @@ class EngineCore:
         return info
 
     def unload_adapter(self, key: str) -> None:
-        """Of what was loaded several times, once. The last time, requests that have it end as ever."""
+        """Drop one reference to the adapter. It is unloaded once no reference and no request with it is left."""
         self._adapters[key] -= 1
         self._drop_adapters()
 
@@ -106,7 +103,7 @@ class EngineCore:
         return None if self.rest.hold_back(message) else self.begin(message)
 
     def begin(self, message: Submit) -> Output | None:
-        """What was taken; its adapter may have been unloaded since."""
+        """Queue a request that `submit` accepted; its adapter may have been unloaded since."""
         if message.grammar is None:
             return self.scheduler.submit(message)
         if self._constraints is None:
@@ -122,7 +119,7 @@ class EngineCore:
         return self.rest.abort(request_id) or self.scheduler.abort(request_id)
 
     def warm_grammars(self) -> None:
-        """Make the vocabulary in a thread before the first constrained request needs it; again is without effect."""
+        """Make the vocabulary in a thread before the first constrained request needs it; further calls do nothing."""
         compiler = self._made_compiler()
         if compiler is not None:
             compiler.warm()
@@ -136,15 +133,15 @@ class EngineCore:
         return bool(self.scheduler.in_flight) if self.rest.is_paused else self.scheduler.has_work()
 
     def _runs(self, step: Step | None) -> None:
-        """This step runs from now on, as the one before it has ended; None: no step does."""
+        """Note that this step runs from now on (None: no step does), because the one before it has ended."""
         self.step_started_s = None if step is None else self._clock()
         self.step_deadline_s = STEP_DEADLINE_S if step is None else step_deadline_s(_num_tokens(step))
 
     def step(self, plans: bool = True) -> list[Output]:
         """Keep the executor's pipeline full, if it `plans`; then take in the oldest result.
 
-        The masks of constrained rows follow from all tokens before them. So those of a step that is submitted behind
-        another are set as soon as that one is collected; those of a step that is alone are filled while it computes.
+        The masks of constrained rows depend on all tokens before them. So the masks of a step that is submitted behind
+        another are set as soon as that one is collected; those of a single step are filled while it computes.
         """
         scheduler, constraints = self.scheduler, self._constraints
         outputs = [] if constraints is None else constraints.take_compiled()
@@ -184,17 +181,17 @@ class EngineCore:
         return outputs
 
     def stats(self, with_tiers: bool = True) -> Stats:
-        """Collecting the tiers' figures takes as long as a short step's planning."""
+        """Return gauges and counters. Collecting those of the tiers takes as long as planning a short step."""
         stats = self.scheduler.stats(with_tiers)
         return stats if self._experts is None else msgspec.structs.replace(stats, experts=self._experts)
 
     @property
     def is_settled(self) -> bool:
-        """No block is in flight between the tiers; an idle core that is not goes on stepping, unless it is paused."""
-        return self.scheduler.tiers is None or self.scheduler.tiers.is_idle or self.rest.is_paused
+        """No block is in flight between the tiers. While one is, an idle core goes on stepping, unless it is paused."""
+        return self.scheduler.kv.is_idle or self.rest.is_paused
 
     def settle(self, timeout_s: float = SETTLE_S) -> None:
-        """Without requests: let what was computed last reach the tiers."""
+        """While there are no requests, step until what was computed last has reached the tiers."""
         ends_s = time.monotonic() + timeout_s
         while not self.scheduler.requests and time.monotonic() < ends_s:
             if self.is_settled and not self.scheduler.in_flight:
@@ -202,10 +199,10 @@ class EngineCore:
             self.step()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content, in all tiers; refused while requests run or a store does not settle."""
+        """Forget all cached content in all tiers; return False while requests run or transfers do not end."""
         self.settle(RESET_S)
         is_reset = self.scheduler.reset_prefix_cache()
-        self.settle(RESET_S)  # the ranks hear of it, too
+        self.settle(RESET_S)  # a step tells the ranks
         return is_reset
 
     def close(self) -> None:
@@ -221,21 +218,13 @@ def _num_tokens(step: Step) -> int:
     return sum(row.count for row in step.rows)
 
 
-class CachedKeys(Protocol):
-    """What is cached, and what has changed while it was listened to: a pool, or what stands for it."""
-
-    changes: dict[bytes, bool] | None
-
-    def cached_keys(self) -> list[bytes]: ...
-
-
 class CacheLog:
-    """What the cache holds, for those who route by it: everything once, then the net changes of every step.
+    """Reports what the cache holds, for routers: everything once, then the net changes of every step.
 
-    Without a watcher, every pool's `changes` is None and nothing is kept or copied.
+    Without a watcher, every pool's `changes` is None and nothing is recorded.
     """
 
-    def __init__(self, pools: Mapping[str, CachedKeys]) -> None:
+    def __init__(self, pools: Mapping[str, BlockPool | UsableKeys]) -> None:
         self._pools = pools
         self._is_new = False  # the next updates are snapshots
 
@@ -245,7 +234,7 @@ class CacheLog:
             pool.changes = {} if is_on else None
 
     def updates(self) -> list[CacheUpdate]:
-        """What has changed since the last call; nothing while it is not watched."""
+        """Return what has changed since the last call; nothing while nobody watches."""
         found = []
         for tier, pool in self._pools.items():
             changes = pool.changes
@@ -266,7 +255,7 @@ def shortened(keys: Iterable[bytes]) -> bytes:
 
 
 def settle_garbage() -> None:
-    """Move what start-up made out of the collector's sight: it lives as long as the process, and scanning it
+    """Exempt the objects made at the start from garbage collection: they live as long as the process, and scanning them
     again and again would stall steps."""
     gc.collect()
     gc.freeze()

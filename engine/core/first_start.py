@@ -1,6 +1,6 @@
-"""Measures what a first start in a fresh environment pays and later ones do not: bytecode and a cold page cache.
+"""Measures the one-time costs of a first start in a fresh environment: bytecode and a cold page cache.
 
-The core process, which has most of the packages to import, installs the clock before it opens the executor.
+The core process, which imports most of the packages, installs the clock before it opens the executor.
 """
 
 import os
@@ -20,7 +20,7 @@ LEAST_READ_BYTES = 64 * 2**20
 
 
 def start_note(cost: StartCost) -> str | None:
-    """Return a line for the user; None where the start was an ordinary one."""
+    """Return a line for the user; None if the start had no one-time costs."""
     parts = []
     if cost.compile_s >= LEAST_COMPILE_S:
         parts.append(f"compiled {cost.num_compiled:,} Python files in {cost.compile_s:.1f} s")

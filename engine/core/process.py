@@ -1,7 +1,7 @@
-"""The engine core as a process of its own, below one API server.
+"""The engine core as a process of its own, started by one API server.
 
-Requests and answers go over two ZMQ sockets in a private directory; its start, its heartbeat and its end are those of
-every process that we start (executor/process_life.py).
+Requests and answers go over two ZMQ sockets in a private directory; start, heartbeat and end work as in every process
+that we start (executor/process_life.py).
 """
 
 import logging
@@ -57,10 +57,10 @@ log = logging.getLogger("penstock.engine")
 TRANSFER_POLL_S = 0.005  # an idle core whose blocks are in flight to the tiers goes on with them this often
 TIER_STATS_S = 0.25  # between steps the tiers' figures are sent this often, and with the last step
 TURN = "a turn of its loop"
-# Jobs that may take longer than a step: the ranks read an adapter, or weights from a slow disk, and answer within a time of
-# their own (executor/ranks/ranked.py), which is not longer.
+# Jobs that may take longer than a step, such as reading weights from a slow disk. The ranks have deadlines of their own
+# for them (executor/ranks/ranked.py), which are not longer.
 CONTROL_DEADLINES_S = {"load_adapter": 150.0, "update_weights": 3900.0, "sleep": 1900.0, "wake_up": 1900.0}
-IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once, and what may be needed is warmed
+IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once, and grammars are warmed
 
 
 def main(open_executor: Callable[[ExecutorConfig, Callable[[str], None]], Executor] = open_executor) -> int:
@@ -81,10 +81,10 @@ def main(open_executor: Callable[[ExecutorConfig, Callable[[str], None]], Execut
         _serve(core, link, duty)
         core.close()
         return 0
-    except ExecutorError as error:  # what the user can mend: the message says it all
+    except ExecutorError as error:  # an error that the user can correct: no traceback
         link.send(Dead(str(error)))
         return 1
-    except Exception as error:  # the top of the process: say why, then end
+    except Exception as error:  # the top of the process: report, then end
         traceback.print_exc()
         link.send(Dead(f"{type(error).__name__}: {error}"))
         return 1
@@ -93,7 +93,7 @@ def main(open_executor: Callable[[ExecutorConfig, Callable[[str], None]], Execut
 
 
 def _compiler(config: ExecutorConfig, info: ModelInfo) -> "Compiler":
-    # Read when it is asked for: many a core never has a request with a grammar.
+    # Imported on first use: it needs llguidance, and many cores never get a request with a grammar.
     from penstock.engine.grammar.compiler import Compiler
     from penstock.engine.grammar.vocabulary import load_vocabulary
 
@@ -121,7 +121,7 @@ class CoreLink:
         self._poller.register(fd, zmq.POLLIN)
 
     def receive(self, timeout_s: float | None) -> list[ToCore]:
-        """Everything that has arrived; waits for the first message as long as allowed (None: for ever)."""
+        """Return all messages that have arrived; wait up to `timeout_s` for the first one (None: for ever)."""
         messages: list[ToCore] = []
         if timeout_s != 0.0:
             self._poller.poll(None if timeout_s is None else int(timeout_s * 1000))
@@ -133,14 +133,14 @@ class CoreLink:
 
 
 class Duty:
-    """The work of the core's thread besides steps, as the heartbeat's thread reads it.
+    """The job that the core's thread does besides steps, for the heartbeat's thread.
 
-    A step has a deadline of its own. Everything else gets one here, so that a core that hangs in a file or a lock is
-    noticed as one that hangs in a step.
+    A step has a deadline of its own. Every other job gets one here, so that a core that hangs in a file or a lock is
+    noticed like one that hangs in a step.
     """
 
     def __init__(self) -> None:
-        self._job: tuple[str, float] | None = None  # its name and when it is due; one assignment, so never half of it
+        self._job: tuple[str, float] | None = None  # name and deadline; changed by one assignment
 
     def begin(self, name: str, deadline_s: float = STEP_DEADLINE_S) -> None:
         self._job = (name, time.monotonic() + deadline_s)
@@ -160,7 +160,7 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
         link.wake_for(fd)
     checked = False
     tiers_due_s = 0.0
-    pausing: list[int] = []  # numbers of what is answered when requests have ended
+    pausing: list[int] = []  # numbers of pauses that are answered when running requests have ended
     while True:
         working = core.has_work()
         patience_s = idle_wait_s if checked else IDLE_CHECK_S
@@ -204,7 +204,7 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
             outputs += core.step()
             duty.begin(TURN)
             num_tokens = core.last_step_tokens
-        outputs += core.rest.look()
+        outputs += core.rest.finish_pause()
         with_tiers = not core.has_work() or time.monotonic() >= tiers_due_s
         if with_tiers:
             tiers_due_s = time.monotonic() + TIER_STATS_S
@@ -220,7 +220,8 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
 
 
 def _control(core: EngineCore, message: Control, pausing: list[int], done: list[Controlled]) -> list[Output]:
-    """The requests' outputs that come of it. A pause is answered when the requests have ended that it waits for."""
+    """Execute a control message; return the outputs of requests that it ends. A pause that waits for running requests is
+    answered when they have ended."""
     rest, error, adapter = core.rest, "", None
     outputs: list[Output] = []
     try:

@@ -1,13 +1,13 @@
-"""Load or compute again? What was measured of the device, the host copies and the stores says which is sooner.
+"""Estimates from measured rates whether loading KV blocks is faster than computing them again.
 
-Nothing is known at first: then loading is tried, and the first figures come with it.
+Before anything has been measured, loading is tried, and brings the first figures.
 """
 
 from collections.abc import Iterable, Mapping
 
 MIN_PATIENCE_S = 0.01  # a read gets at least this long before it counts as late …
-UNKNOWN_PATIENCE_S = 2.0  # … and this long while nothing has been measured
-PATIENCE = 3.0  # else so many times what it should take, and never longer than computing
+UNKNOWN_PATIENCE_S = 2.0  # … this long while nothing has been measured
+PATIENCE = 3.0  # … else this many times its expected time, and never longer than computing
 
 
 class Rate:
@@ -25,12 +25,12 @@ class Rate:
         self.per_s = sample if self.per_s is None else self.per_s + weight * (sample - self.per_s)
 
     def seconds(self, amount: float) -> float:
-        """How long this amount takes; 0 while nothing is known."""
+        """Return how long this amount takes; 0 while nothing has been measured."""
         return 0.0 if self.per_s is None else amount / self.per_s
 
 
 class StoreRate(Rate):
-    """Blocks per second of one store, as it reports them, or as they are seen to come."""
+    """Blocks per second of one store, as it reports them, or as they are observed to arrive."""
 
     def __init__(self, full_weight: float) -> None:
         super().__init__(full_weight)
@@ -38,7 +38,7 @@ class StoreRate(Rate):
         self._is_measured = False  # the store measures itself
 
     def note(self, count: float, seconds: float) -> None:
-        """What the store says of itself. It is nearer to the truth: here a read ends when a step does."""
+        """Add the store's own measurement. It is more precise: in the core a read ends only when a step does."""
         if count > 0 and seconds > 0:
             if not self._is_measured:
                 self._is_measured, self.per_s = True, None
@@ -49,7 +49,7 @@ class StoreRate(Rate):
             self._busy_since_s = now_s
 
     def end(self, num_read: int, num_left: int, now_s: float) -> None:
-        """A store that says nothing is measured by what it delivers while it has something to do."""
+        """Measure a store that reports nothing by what it delivers while reads are queued."""
         if num_read and self._busy_since_s is not None:
             if not self._is_measured:
                 self.add(num_read, now_s - self._busy_since_s)
@@ -68,9 +68,9 @@ class Rates:
         self._block_size = block_size
 
     def note_step(self, num_tokens: int, num_rows: int, elapsed_s: float) -> None:
-        """Steps that are mostly prompts say how fast prompts are computed, the others what waiting for one costs.
+        """Add a step: one that is mostly prompts measures prefill, any other one the cost of waiting for a step.
 
-        Where steps of prompts follow each other, a request that waits makes room for another's prompt: nothing is lost.
+        While steps of prompts follow each other, a request that waits makes room for another prompt: nothing is lost.
         """
         if num_tokens >= 4 * num_rows:
             self.prefill.add(num_tokens, elapsed_s)
@@ -78,7 +78,7 @@ class Rates:
             self.step_s += 0.2 * (elapsed_s - self.step_s)
 
     def is_load_faster(self, queued: Mapping[str, int], num_gained: int, num_host: int) -> bool:
-        """Reading the blocks `queued` at each store, those ahead included, against computing the `num_gained` that
+        """Compare reading the blocks `queued` at each store, with earlier ones, to computing the `num_gained` blocks that
         become usable."""
         if self._is_new(queued):
             return True
@@ -86,14 +86,14 @@ class Rates:
         return load_s + self.step_s < self._compute_s(num_gained)
 
     def is_restore_faster(self, num_host: int, num_gained: int, is_busy: bool) -> bool:
-        """Restoring takes its copies, and a step more where others compute meanwhile."""
+        """Compare copying blocks from the host, and one step more if other requests compute meanwhile, to computing them."""
         if self.copies.per_s is None or self.prefill.per_s is None:
             return True
         restore_s = self.copies.seconds(num_host) + (self.step_s if is_busy else 0.0)
         return restore_s < self._compute_s(num_gained)
 
     def patience_s(self, queued: Mapping[str, int], num_gained: int) -> float:
-        """How long to wait for reads that have just been queued."""
+        """Return how long to wait for reads that have just been queued."""
         if self._is_new(queued):
             return UNKNOWN_PATIENCE_S
         longest = min(PATIENCE * self._read_s(queued) + 2 * self.step_s, self._compute_s(num_gained))
@@ -103,7 +103,7 @@ class Rates:
         return self.prefill.per_s is None or any(self.reads[store].per_s is None for store in stores)
 
     def _read_s(self, queued: Mapping[str, int]) -> float:
-        """Stores work side by side."""
+        """Return the time of the slowest store: they work in parallel."""
         return max((self.reads[store].seconds(count) for store, count in queued.items()), default=0.0)
 
     def _compute_s(self, num_blocks: int) -> float:

@@ -1,14 +1,15 @@
-"""One sequence inside the engine core: its tokens, its blocks and how far it has come; and the queue of those that wait.
+"""One sequence inside the engine core: its tokens, its pages and how far it has come; and the queue of waiting sequences.
 
-The scheduler alone changes them.
+Only the scheduler changes them.
 """
 
 import heapq
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from penstock.engine.core.request_kv import RequestKv, Tables
 from penstock.engine.messages import FinishReason, Output, Submit
 from penstock.executor.protocol import Admission, Row, TokenLogprobs, is_penalized
 
@@ -16,69 +17,48 @@ if TYPE_CHECKING:
     from penstock.engine.grammar.matcher import Matcher
 
 
+NO_NEWS: tuple[int, tuple[int, ...], Tables, tuple[int, ...], tuple[int, ...]] = (0, (), (), (), ())
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Token positions move through three marks: `num_scheduled` ≤ `num_ready` and `len(tokens)` ≤ `num_ready`.
 
-    `tokens` is what the host knows. `num_ready` counts also the tokens that steps in flight are still
+    `tokens` is what the host knows. `num_ready` also counts the tokens that steps in flight are still
     producing: the executor has them in its own history, so their positions may be scheduled already. Behind
-    the token of the last such step there may be `forced` ones: a grammar says what they must be.
+    the token of the last such step there may be `forced` tokens: the grammar allows no others.
     """
 
-    message: Submit  # what was asked for
+    message: Submit
     sequence: int  # order of arrival, unique
     arrival_s: float
     tokens: "array[int]"  # the prompt, then the answer
-    max_tokens: int  # as asked for, or as many as the context holds
-    root: bytes  # the namespace its block keys start from
-    skips_cache: bool  # nothing that is cached may stand for its prompt
+    max_tokens: int  # as requested, or as many as the context holds
+    kv: RequestKv
     matcher: "Matcher | None" = None  # follows `tokens`; None while the grammar is being compiled, or without one
 
-    priority: int = field(init=False)  # of the message; a preemption compares those of all that run
+    priority: int = field(init=False)  # of the message; a preemption compares the priorities of running requests
     num_prompt: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     may_jump: bool = field(init=False)
     may_draft: bool = field(init=False)
 
-    keys: list[bytes] = field(default_factory=list)  # of the full blocks whose tokens are known
-    blocks: list[int] = field(default_factory=list)  # the block table, of the first group if there are several
     slot: int = -1  # -1: not running
     num_scheduled: int = 0  # positions handed to the executor since the last admission
     num_pending: int = 0  # tokens that steps in flight will sample
     forced: list[int] = field(default_factory=list)  # tokens that follow the pending one
     num_known: int = 0  # positions whose tokens the executor samples itself or was given
-    num_registered: int = 0  # leading blocks that the pool knows by key
-    num_sent_blocks: int = 0  # leading table entries that the executor has
-    write_from: int = 0
-    num_cached: int | None = None  # prompt tokens found in the cache at the first admission
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    weights_version: int = 0  # which compute what comes next
+    weights_version: int = 0  # of the weights that compute what comes next
     has_output: bool = False
     finished: bool = False
 
-    # Kept by engine/core/kv.py, where layers keep different things:
-    others: list[list[int]] = field(default_factory=list)  # block tables of the other attention groups
-    num_sent_others: list[int] = field(default_factory=list)  # as num_sent_blocks, of each of these
-    num_left: list[int] = field(default_factory=list)  # of all attention groups: leading entries behind the window
-    state: list[int] = field(default_factory=list)  # pages of the state behind the last position that was scheduled
-    is_state_shared: bool = False  # others may read it, so the next row writes another one
-    draft_state: list[int] = field(default_factory=list)  # behind the drafts in flight, whose rows read `state`
-    sent_state: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # what the slot reads, and writes
-    new_state: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # for the next row to send
-    branch: int = 0  # blocks of a prefix that others share, and no checkpoint at its end
-    checkpoints: dict[int, list[int]] = field(default_factory=dict)  # blocks → pages that wait for their keys
-    kept: list[int] = field(default_factory=list)  # blocks before the checkpoints that the pool knows by key
-    page_keys: dict[tuple[int, int], bytes] = field(default_factory=dict)  # (block, group) → the key of the first page
-
-    # Kept by engine/core/drafts.py:
+    # Used by engine/core/drafts.py:
     drafts: tuple[int, ...] = ()  # what may follow; while there are any, no step is planned ahead of a result
-    draft_place: int = -1  # in `tokens`, of the token that is expected next
+    draft_place: int = -1  # index in `tokens` of the token that is expected next
     draft_trust: int = 0
-    # Kept by engine/core/tiering.py:
-    looked: bool = False  # since it joined the queue, the tiers were asked for its blocks
-    is_restoring: bool = False  # it runs, but blocks of its prefix have yet to be copied to the device
 
     def __post_init__(self) -> None:
         sampling = self.message.sampling
@@ -87,7 +67,7 @@ class Request:
         self.stop_ids = frozenset(sampling.stop_ids)
         # A forced token is not sampled: it has no log-probabilities, and no list of tokens can forbid it.
         self.may_jump = sampling.logprobs is None and not (sampling.allowed_ids or sampling.banned_ids)
-        # A penalty counts the tokens before, right or wrong; a grammar has its own way to skip ahead.
+        # A penalty counts all earlier tokens, wrong drafts too; a grammar has its own way to skip ahead.
         is_free = self.message.grammar is None and sampling.prompt_logprobs is None
         self.may_draft = is_free and not is_penalized(sampling)
 
@@ -103,7 +83,7 @@ class Request:
         return tuple(self.forced[self.num_known - len(self.tokens) - self.num_pending :]) if self.forced else ()
 
     def is_late(self, now_s: float, patience_s: float) -> bool:
-        """Whether it goes before every priority, if it waits."""
+        """Return whether the request, while it waits, goes before those of every priority."""
         return now_s - self.arrival_s > patience_s
 
     @property
@@ -116,11 +96,11 @@ class Request:
 
     @property
     def is_prompt_only(self) -> bool:
-        """It ends where its prompt is computed, and nothing is sampled."""
+        """The request ends when its prompt is computed; nothing is sampled."""
         return self.max_tokens == 0 or self.message.pooling is not None
 
     def admission(self) -> Admission:
-        """What the executor must know before the first row of this stay in its slot."""
+        """Return what the executor must know before the first row of this stay in its slot."""
         return Admission(
             slot=self.slot,
             request_id=self.sequence,
@@ -132,43 +112,30 @@ class Request:
         )
 
     def row(self, count: int, samples: bool) -> Row:
-        """The next `count` positions as a step's row; they count as scheduled from now on."""
+        """Return the next `count` positions as a row of the step; they count as scheduled from now on."""
         samples = samples and not self.is_prompt_only
-        first, tokens = self.num_sent_blocks, self.unknown
+        kv, tokens = self.kv, self.unknown
+        first, blocks, groups, reads, writes = kv.take_news() if kv.has_news else NO_NEWS
         row = Row(
             self.slot,
             self.num_scheduled,
             count,
             samples,
             first,
-            tuple(self.blocks[first:]) if first < len(self.blocks) else (),
-            self.write_from,
+            blocks,
+            kv.write_from,
             samples and self.matcher is not None,
             self.num_known if tokens else 0,
             tokens,
-            self._other_blocks() if self.others else (),
-            *self.new_state,
+            groups,
+            reads,
+            writes,
         )
-        self.new_state = (), ()
-        self.num_sent_blocks = len(self.blocks)
         self.num_known += len(tokens) + samples
         self.num_scheduled += count
         if samples:
             self.num_pending += 1
         return row
-
-    @property
-    def tables(self) -> list[list[int]]:
-        """Of all attention groups."""
-        return [self.blocks, *self.others]
-
-    def _other_blocks(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Of each table the entries that the executor has yet to get, and where they begin."""
-        tables, sent = self.others, self.num_sent_others
-        if all(first == len(table) for first, table in zip(sent, tables, strict=True)):
-            return ()
-        self.num_sent_others = [len(table) for table in tables]
-        return tuple((first, tuple(table[first:])) for first, table in zip(sent, tables, strict=True))
 
     def output(
         self,
@@ -181,7 +148,7 @@ class Request:
         logprobs: list[TokenLogprobs] | None = None,
         embedding: bytes | None = None,
     ) -> Output:
-        """What the front gets. The first one says also what is known once the prompt is computed."""
+        """Return the message to the front. The first one also carries what is known once the prompt is computed."""
         is_first, self.has_output = not self.has_output, True
         started_s = self.first_scheduled_s if is_first else None
         return Output(
@@ -190,7 +157,7 @@ class Request:
             finish_reason,
             stop_token,
             error,
-            self.num_cached if is_first else None,
+            self.kv.num_cached if is_first else None,
             logprobs,
             self.prompt_logprobs or None if is_first else None,
             embedding,
@@ -202,24 +169,17 @@ class Request:
 
     def check(self, block_size: int) -> None:
         """Assert how far a running request may have come."""
-        assert self.num_registered <= len(self.blocks) and all(len(table) <= len(self.blocks) for table in self.others)
-        assert self.num_scheduled <= min(self.num_ready, len(self.blocks) * block_size)
+        self.kv.check()
+        assert self.num_scheduled <= min(self.num_ready, len(self.kv.blocks) * block_size)
         assert self.num_known + len(self.unknown) == self.num_ready
 
 
-class Prefix(NamedTuple):
-    """Of a request, the longest that counts as cached, and how far full attention alone would have got."""
-
-    num_blocks: int
-    num_seen: int
-
-
 class WaitingQueue:
-    """The requests that wait: by priority, then by arrival; and none waits for ever.
+    """Waiting requests, ordered by priority, then by arrival; none waits for ever.
 
-    Within a priority the order is that of arrival, so a preempted request, which keeps its place of arrival,
-    comes back before anything younger. A request that has waited longer than `patience_s` goes before every
-    priority: a stream of urgent requests delays the others, it cannot starve them.
+    A preempted request keeps its place of arrival, so it comes back before any younger request of its priority. A
+    request that has waited longer than `patience_s` goes before every priority: a stream of urgent requests delays
+    the others, it cannot starve them.
 
     Removal is lazy: both orders keep an entry until it surfaces, and skip it when it is no longer waiting.
     """
@@ -242,7 +202,7 @@ class WaitingQueue:
         heapq.heappush(self._by_arrival, (request.sequence, request))
 
     def first(self, now_s: float) -> Request | None:
-        """The request to admit next; it stays in the queue until removed."""
+        """Return the request to admit next; it stays in the queue until removed."""
         if not self._waiting:
             return None
         while self._by_arrival[0][1] not in self._waiting:
@@ -255,10 +215,10 @@ class WaitingQueue:
         return self._by_priority[0][2]
 
     def front(self, count: int) -> list[Request]:
-        """The first `count` by priority and arrival, patience aside; they stay in the queue."""
+        """Return the first `count` requests by priority and arrival, ignoring patience; they stay in the queue."""
         heap: list[tuple[int, int, Request]] = self._by_priority
-        found: dict[Request, None] = {}  # one that came back may stand in the heap twice
-        # Walks the heap from its top: whatever comes next is a child of what came before.
+        found: dict[Request, None] = {}  # a request that came back may be in the heap twice
+        # Walk the heap from its top: the next entry is always a child of an earlier one.
         edge = [(heap[0], 0)] if heap else []
         while edge and len(found) < count:
             entry, index = heapq.heappop(edge)

@@ -1,12 +1,12 @@
-"""An engine core that computes nothing for a while: paused, asleep, or between two versions of its weights.
+"""Pauses an engine core, puts it to sleep and updates its weights.
 
     running ──pause──▶ (pausing: waits for requests to end) ──▶ paused ──sleep──▶ asleep
        ▲───────────────resume───────────────────────────────────┘ ◀────wake────────┘
 
-All changes come from the core's thread between two steps. What is in flight is collected first, so a step is of one version
-of the weights as a whole. Requests that are kept go back to the queue when weights or cache go: what they have written
-stays, and all of it is computed anew. Their blocks' keys start from the weights' fingerprint, so no block of other weights
-can be hit, in any tier.
+All changes come from the core's thread between two steps. Steps in flight are collected first, so every step is computed
+with one version of the weights. Requests that are kept go back to the queue when weights or cache go: they keep their
+tokens, and the KV cache of all of them is computed again. Keys of blocks start from the weights' fingerprint, so no block
+of other weights can be hit in any tier.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Rest:
         self._core = core
         self.is_paused = False
         self.asleep: list[Part] = []
-        self.version = 0  # of the weights; an update makes it the next
+        self.version = 0  # the number of weight updates
         self._awaited: set[str] | None = None  # requests that a pause waits for …
         self._late: dict[str, Submit] = {}  # … and those that came meanwhile
 
@@ -37,7 +37,8 @@ class Rest:
         return self._awaited is not None
 
     def pause(self, mode: PauseMode) -> list[Output]:
-        """Without effect on an engine that is paused. With "wait" it is paused when `look` has seen the last one end."""
+        """Pause the engine; with "wait", once `finish_pause` has seen all running requests end. Return the outputs of
+        requests that this ends. A paused engine stays as it is."""
         if self.is_paused:
             return []
         requests = self._core.scheduler.requests
@@ -47,26 +48,26 @@ class Rest:
         outputs = [self._core.abort(request_id) for request_id in [*requests]] if mode == "abort" else []
         return [*filter(None, outputs), *self._stop()]
 
-    def look(self) -> list[Output]:
-        """After every step: has what is waited for ended?"""
+    def finish_pause(self) -> list[Output]:
+        """Called after every step: pause if the requests that the pause waits for have ended."""
         if self._awaited is None or not self._awaited.isdisjoint(self._core.scheduler.requests):
             return []
         return self._stop()
 
     def _stop(self) -> list[Output]:
-        """Those that came late join the queue: they are admitted after the pause."""
+        """Pause now. Requests that came meanwhile join the queue: they are admitted after the pause."""
         self.is_paused, self._awaited = True, None
         return self.drain() + self._submit_late()
 
     def drain(self) -> list[Output]:
-        """Collect what is in flight."""
+        """Collect all steps in flight."""
         outputs: list[Output] = []
         while self._core.scheduler.in_flight:
             outputs += self._core.step(plans=False)
         return outputs
 
     def resume(self) -> list[Output]:
-        """Raises WeightsError while it sleeps."""
+        """Run again; raise WeightsError while the engine sleeps."""
         if self.asleep:
             raise WeightsError(f"resume: the engine sleeps, without {' and '.join(self.asleep)}; wake_up comes first")
         self.is_paused, self._awaited = False, None
@@ -81,7 +82,7 @@ class Rest:
         return {message.adapter for message in self._late.values()}
 
     def hold_back(self, message: Submit) -> bool:
-        """Whether it comes while a pause waits for others."""
+        """Queue the request if a pause is waiting for running requests; return whether it was queued."""
         if self._awaited is not None:
             self._late[message.request_id] = message
         return self._awaited is not None
@@ -91,7 +92,7 @@ class Rest:
         return None if late is None else Output(request_id, [], finish_reason="abort")
 
     def update_weights(self, path: str) -> None:
-        """After `drain`. Raises WeightsError, and then the old weights go on as if nothing had been."""
+        """Load other weights; call `drain` first. If this raises WeightsError, the old weights stay in use."""
         self._core.executor.update_weights(path)
         self.version += 1
         self._core.scheduler.change_model(self._core.info, self.version)

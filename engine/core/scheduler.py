@@ -1,10 +1,10 @@
 """Decides what the next step computes. Pure state and integers: no tensors, no text, no I/O, no clock of its own.
 
-There is no prefill and no decode: a request has positions that are ready to be computed, and each step hands
-out as many as one token budget allows. Requests that run come first; then waiting ones are admitted, in
+Prefill and decode are not distinguished: a request has positions that are ready to be computed, and each step hands
+out as many as one token budget allows. Running requests come first; then waiting ones are admitted, in
 order, while their whole prompt fits. Steps are planned ahead of their results: a plan assumes that every
 row in flight delivers its token, and `apply` corrects what turns out otherwise (an end of sequence). A request
-that drafts may follow is not planned ahead: what they are depends on its last token (engine/core/drafts.py).
+that may get drafts is not planned ahead: its drafts depend on its last token (engine/core/drafts.py).
 """
 
 from array import array
@@ -18,8 +18,11 @@ import msgspec
 from penstock.cache.keys import namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
-from penstock.engine.core.kv import Kv
+from penstock.engine.core.drafts import Drafter, NoDrafter, Sent
+from penstock.engine.core.kv import Claim, Kv
 from penstock.engine.core.request import Request, WaitingQueue
+from penstock.engine.core.request_kv import RequestKv
+from penstock.engine.core.tiered_kv import TieredKv
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.executor.protocol import (
     NOTHING_LEFT,
@@ -31,13 +34,11 @@ from penstock.executor.protocol import (
     TokenLogprobs,
 )
 
-if TYPE_CHECKING:  # half of the core, for those that have tiers, drafts, grammars or several groups of layers
-    from penstock.engine.core.drafts import Drafter, Sent
-    from penstock.engine.core.tiering import Tiering
+if TYPE_CHECKING:  # it imports llguidance, which most engines never need
     from penstock.engine.grammar.matcher import Matcher
 
 
-MOST_PASSED = 64  # requests that wait for a place for their adapter, and that others may go before
+MOST_PASSED = 64  # requests that wait for a place for their adapter while others are admitted
 
 
 class InFlight(NamedTuple):
@@ -45,11 +46,11 @@ class InFlight(NamedTuple):
 
     step: Step  # its first rows are those of the requests, then come those of drafts
     requests: list[Request]
-    sent: "dict[int, Sent]"  # drafts, by the index of the request
+    sent: dict[int, Sent]  # drafts, by the index of the request
 
 
 class StepPlan:
-    """A step while it is made: what is left of its tokens, and the rows of what has been given some."""
+    """A step while it is planned: the tokens that are left of its budget, and the rows so far."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -68,22 +69,17 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # all that have not ended, by id
         self.running: dict[Request, None] = {}  # in order of admission
         self.waiting = WaitingQueue(config.patience_s)
-        self.held: dict[Request, None] = {}  # their grammars are being compiled
+        self.held: dict[Request, None] = {}  # requests whose grammars are being compiled
         self.in_flight: deque[InFlight] = deque()  # the oldest step first
-        self._stats = Stats()  # its counters; the gauges are taken when they are asked for
-        self.kv = Kv(self.pool, info, config.max_num_batched_tokens, config.enable_prefix_caching, self._stats)
-        self.tiers: Tiering | None = None
-        if info.host_slots:
-            from penstock.engine.core import tiering
-
-            saves_per_step = -(-config.max_num_batched_tokens // info.block_size)  # as many as a step can fill
-            self.tiers = self.kv.tiers = tiering.Tiering(info, self.pool, saves_per_step, self.kv)
-        self._drafter: Drafter | None = None
-        if (speculative := config.speculative_config) is not None:
-            from penstock.engine.core import drafts
-
-            self._drafter = drafts.Drafter(
-                speculative, self.pool, info.block_size, config.max_num_seqs, self._stats, self.kv
+        self._stats = Stats()  # only the counters; `stats` adds the gauges
+        kv_class = TieredKv if info.host_slots else Kv
+        self.kv: Kv = kv_class(
+            self.pool, info, config.max_num_batched_tokens, config.enable_prefix_caching, self._stats, clock
+        )
+        self._drafter = NoDrafter()
+        if config.speculative_config is not None:
+            self._drafter = Drafter(
+                config.speculative_config, info.block_size, config.max_num_seqs, self._stats, self.kv
             )
         self._clock = clock
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -91,7 +87,7 @@ class Scheduler:
         self._weights_version = 0
 
     def submit(self, message: Submit, matcher: "Matcher | None" = None) -> Output | None:
-        """Queue a sequence. A refusal is its terminal output. One with a grammar and no matcher is held until
+        """Queue a sequence; return its terminal output if it is refused. One with a grammar and no matcher is held until
         `release` or `end`; it counts as waiting, keeps its place of arrival and can be aborted."""
         if message.request_id in self.requests:
             return refusal(message, "request_id: a request with this id is running")
@@ -101,7 +97,7 @@ class Scheduler:
         most_given = most - (message.pooling is None and message.max_tokens > 0)
         if not 0 < len(tokens) <= most_given:
             return refusal(message, f"prompt: {len(tokens)} tokens; 1 to {most_given} can run")
-        # What is in the cache has no logits and no hidden states to report any more.
+        # Cached blocks have no logits and no hidden states to report.
         needs_all = message.sampling.prompt_logprobs is not None or message.pooling == "mean"
         request = Request(
             message,
@@ -109,14 +105,14 @@ class Scheduler:
             self._clock(),
             tokens,
             min(message.max_tokens, most - len(tokens)),
-            namespace_root(model=self.info.fingerprint, adapter=message.adapter, salt=message.cache_salt),
-            needs_all or not self.config.enable_prefix_caching,
+            RequestKv(self._root(message), needs_all or not self.config.enable_prefix_caching),
             matcher,
         )
         request.weights_version = self._weights_version
-        self.kv.extend_keys(request)
-        if self.tiers is not None and not self.has_work():
-            self.tiers.wake()
+        request.may_draft = request.may_draft and self.config.speculative_config is not None
+        self.kv.keys.extend(request)
+        if not self.has_work():
+            self.kv.wake()
         self._num_submitted += 1
         self.requests[message.request_id] = request
         if message.grammar is not None and matcher is None:
@@ -125,111 +121,99 @@ class Scheduler:
             self.waiting.add(request)
         return None
 
+    def _root(self, message: Submit) -> bytes:
+        """Return the namespace of a request's block keys: blocks of other weights, adapters or salts are never hit."""
+        return namespace_root(model=self.info.fingerprint, adapter=message.adapter, salt=message.cache_salt)
+
     def release(self, request: Request, matcher: "Matcher") -> None:
-        """The grammar of a held request is compiled."""
+        """Queue a held request, whose grammar is compiled now."""
         del self.held[request]
         request.matcher = matcher
         self.waiting.add(request)
 
     def end(self, request: Request, reason: FinishReason, error: str | None = None, is_refusal: bool = False) -> Output:
-        """End a request in any state. An error is its own fault only if `is_refusal`."""
+        """End a request in any state. `is_refusal`: the error is the request's own fault."""
         self._retire(request)
         return request.output([], reason, error=error, is_refusal=is_refusal)
 
     def abort(self, request_id: str) -> Output | None:
-        """None when it has ended already."""
+        """End a request; return None if it has ended already."""
         request = self.requests.get(request_id)
         return None if request is None else self.end(request, "abort")
 
     @property
     def num_free_places(self) -> int:
-        """How many more sequences `submit` takes."""
+        """The number of further sequences that `submit` takes."""
         return self.config.max_sequences - len(self.requests)
 
     def has_work(self) -> bool:
-        """Also without requests: steps in flight, which may carry transfers."""
+        """Return whether there are requests, or steps in flight, which may carry transfers without any request."""
         return bool(self.requests) or bool(self.in_flight)
 
     def schedule(self) -> Step | None:
-        """The next step, or None when nothing can be computed before a result arrives."""
-        plan = StepPlan(self.config.max_num_batched_tokens)
-        if self.tiers is not None:
-            self.tiers.begin_step(self.waiting, len(self.running), self._clock())
+        """Plan and return the next step; return None when nothing can be computed before a result arrives."""
+        plan, kv = StepPlan(self.config.max_num_batched_tokens), self.kv
+        kv.begin_step(self.waiting, len(self.running))
         for request in list(self.running):
             if plan.budget == 0:
                 break
-            if request.slot >= 0:  # else it was preempted a moment ago, for an earlier one
-                self._continue(request, plan)
+            if request.slot >= 0:  # else it was just preempted, for an earlier one
+                self._plan_row(request, plan)
         for request in plan.rows:
-            self.kv.register(request)
-        admissions = [] if plan.has_preempted else self._admit(plan)
-        rows, sent = self._with_drafts(plan.rows)
-        if self.kv.has_state:
-            for request in plan.rows:
-                self.kv.keep_checkpoints(request)
-        # Not before: an admission of this very step must not be handed a block that a row of it writes.
-        self.kv.drop_replaced()
-        transfers = None if self.tiers is None else self.tiers.end_step()
-        # A transfer's end is reported with a step's result only; a step in flight will bring it.
-        must_ask = self.tiers is not None and not self.in_flight and (self.tiers.is_stale or not self.tiers.is_idle)
-        if not rows and not admissions and transfers is None and not must_ask:
+            kv.register(request)
+        admissions = self._admit(plan) if self.waiting and not plan.has_preempted else []
+        # Running requests take a block each before long, and waiting ones take all there are.
+        spare = 0 if self.waiting else max(0, self.pool.num_free - len(self.running))
+        draft_rows, sent = self._drafter.extend(plan.rows, plan.budget, spare)
+        transfers = kv.end_step(plan.rows)
+        rows = [*plan.rows.values(), *draft_rows]
+        # The end of a transfer is reported only with a step's result; a step in flight will bring it.
+        if not rows and not admissions and transfers is None and (self.in_flight or not kv.needs_step):
             return None
         self._stats.num_steps += 1
         step = Step(self._stats.num_steps, admissions, rows, transfers)
         self.in_flight.append(InFlight(step, list(plan.rows), sent))
         return step
 
-    def _continue(self, request: Request, plan: StepPlan) -> None:
-        """Plan the next row of a request that runs, if it has one."""
+    def _plan_row(self, request: Request, plan: StepPlan) -> None:
+        """Plan the next row of a running request, if it has one."""
         ready = request.num_ready
         count = min(ready - request.num_scheduled, plan.budget)
-        if count == 0 or request.is_restoring or not request.wants_more:
+        if count == 0 or request.kv.is_restoring or not request.wants_more:
             return
         if request.drafts and request.num_pending:
             return
-        kv = self.kv
-        if not kv.is_plain:
-            count = kv.begin_row(request, count)
         end = request.num_scheduled + count
-        missing = -(-end // self.block_size) - len(request.blocks)
-        if not kv.is_plain:
-            missing = kv.num_missing(request, end)
-        if missing > self.pool.num_free and not self._make_room(request, missing, plan):
-            return
-        if missing > 0 or kv.has_state:
-            kv.extend(request, end)
+        if end > request.kv.covered_end:  # most rows of one token need no page
+            count = self.kv.begin_row(request, count)
+            end = request.num_scheduled + count
+            missing = self.kv.num_missing(request, end)
+            if missing > self.pool.num_free and not self._make_room(request, missing, plan):
+                return
+            self.kv.extend(request, end)
         plan.rows[request] = request.row(count, samples=end == ready)
         plan.budget -= count
 
     def _make_room(self, request: Request, missing: int, plan: StepPlan) -> bool:
-        """Preempt others, and the request itself where none is left; whether it runs still."""
+        """Preempt other requests, and the request itself if none is left; return whether it still runs."""
         while missing > self.pool.num_free and request.slot >= 0:
             victim = self._victim()
             plan.has_preempted = True
             dropped = plan.rows.pop(victim, None)
-            if dropped is not None:  # planned a moment ago, and not sent after all
+            if dropped is not None:  # it was planned for this step, and is not sent after all
                 victim.num_pending -= dropped.sample
                 plan.budget += dropped.count
             self._preempt(victim)
         return request.slot >= 0
 
-    def _with_drafts(self, planned: dict[Request, Row]) -> "tuple[list[Row], dict[int, Sent]]":
-        """Return the step's rows, followed by rows of draft tokens within what is left of the token budget."""
-        if self._drafter is None:
-            return [*planned.values()], {}
-        budget = self.config.max_num_batched_tokens - sum(row.count for row in planned.values())
-        # Requests that run take a block each before long, and those that wait take all there are.
-        spare = 0 if self.waiting else max(0, self.pool.num_free - len(self.running))
-        rows, sent = self._drafter.extend(planned, budget, spare)
-        return [*planned.values(), *rows], sent
-
     def _admit(self, plan: StepPlan) -> list[Admission]:
+        """Admit waiting requests in order, while their whole prompts fit; plan their first rows."""
         admissions: list[Admission] = []
-        if not self.waiting or (self.tiers is not None and self.tiers.is_stale):
+        if self.kv.is_stale:
             return admissions
         max_loras = self.info.max_loras
         adapters = {None, *(other.message.adapter for other in (self.running if max_loras else ()))}
-        passed: list[Request] = []  # others' adapters hold all the places
+        passed: list[Request] = []  # the adapters of other requests hold all the places
         while plan.budget > 0 and self._free_slots:
             now = self._clock()
             request = self.waiting.first(now)
@@ -239,84 +223,75 @@ class Scheduler:
             adapter = request.message.adapter
             if max_loras and adapter not in adapters and len(adapters) > max_loras:
                 if request.is_late(now, self.config.patience_s) or len(passed) == MOST_PASSED:
-                    break  # no others, until there is a place: one of the adapters that run gets no more requests
+                    break  # admit nothing until there is a place: one of the running adapters gets no more requests
                 self.waiting.remove(request)
                 passed.append(request)
                 continue
-            if self.tiers is not None and not request.looked:
-                if self.tiers.is_full():
-                    break
-                if self.tiers.look(request, now):
-                    self.waiting.remove(request)
-                    continue
-            if not self.kv.claim(request, len(self.running), is_busy=bool(plan.rows)):
+            claim = self.kv.claim(request, len(self.running), bool(plan.rows))
+            if claim is Claim.NO_ROOM:
                 break
             self.waiting.remove(request)
+            if claim is Claim.LOADING:
+                continue
             self.running[request] = None
             adapters.add(adapter)
             request.slot = self._free_slots.pop()
             request.num_known = len(request.tokens)
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now
-                request.num_cached = request.num_scheduled
+                request.kv.num_cached = request.num_scheduled
                 self._stats.prompt_tokens += request.num_prompt
             admissions.append(request.admission())
-            if request.is_restoring:  # its first row comes in a later step than the last block it reads
-                continue
-            count = min(len(request.tokens) - request.num_scheduled, plan.budget)
-            count = self.kv.begin_row(request, count)
-            self.kv.extend(request, request.num_scheduled + count)
-            plan.rows[request] = request.row(count, samples=request.num_scheduled + count == len(request.tokens))
-            plan.budget -= count
-            self.kv.register(request)
+            self._plan_row(request, plan)
+            # Not while blocks of its prefix are being restored: no other request may read them yet.
+            if request in plan.rows:
+                self.kv.register(request)
         for request in passed:
             self.waiting.add(request)
         return admissions
 
     def _victim(self) -> Request:
-        """The running request that is cheapest to lose: of the least urgent class, the fewest positions to
-        compute again, counted once more for every time it was preempted before.
+        """Return the running request that is cheapest to lose: of the least urgent class the one with the fewest positions
+        to compute again, which count once more for each earlier preemption.
 
-        The one that came first is spared while there is another, so that something always finishes.
+        The oldest request is spared while there is another one, so that something always finishes.
         """
         senior = min(self.running, key=lambda r: (r.priority, r.sequence))
         others = [r for r in self.running if r is not senior] or [senior]
         return min(others, key=lambda r: (-r.priority, r.num_scheduled * (1 + r.num_preemptions), -r.sequence))
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue. Its blocks stay cached until they are needed, so little may be lost."""
+        """Put a running request back into the queue. Its blocks stay cached until they are needed, so little may be lost."""
         request.num_preemptions += 1
         self._stats.num_preemptions += 1
         self._leave(request)
         self.waiting.add(request)
 
     def _leave(self, request: Request) -> None:
-        """Give up slot and blocks. Steps in flight may still write to them: later ones run after those."""
+        """Free the slot and the pages. Steps in flight may still write to them; later steps run after those."""
         del self.running[request]
         self._free_slots.append(request.slot)
         request.slot = -1
         self.kv.release(request)
 
     def apply(self, result: StepResult) -> list[Output]:
-        """Take in the result of the oldest step in flight; what the fronts are to hear of it."""
+        """Take in the result of the oldest step in flight; return the outputs for the front."""
         plan = self.in_flight.popleft()
         assert plan.step.step_id == result.step_id, (plan.step.step_id, result.step_id)
         self._stats.step_s += result.elapsed_s
-        if self.tiers is not None:
-            self.tiers.finish_step(plan.step.transfers, result.transfers, self._clock())
-            self.tiers.rates.note_step(sum(row.count for row in plan.step.rows), len(plan.step.rows), result.elapsed_s)
+        self.kv.finish_step(plan.step, result)
         outputs = []
         for index, (request, row) in enumerate(zip(plan.requests, plan.step.rows, strict=False)):
             if row.sample:
                 request.num_pending -= 1
-            if request.finished:  # aborted, or it ended one step ago: this row was computed in vain
+            if request.finished:  # it was aborted, or ended one step ago: this row was computed in vain
                 continue
             if index in result.errors:
                 error = result.errors[index]
                 outputs.append(self.end(request, "error", error, is_refusal=error == NOTHING_LEFT))
                 continue
             if index in result.prompt_logprobs:
-                # By position: a preempted request computes its prompt again, and reports what it had reported.
+                # By position: a preempted request computes its prompt again.
                 request.prompt_logprobs[row.start :] = result.prompt_logprobs[index]
             if request.is_prompt_only and row.start + row.count == request.num_prompt:
                 self._retire(request)
@@ -324,7 +299,7 @@ class Scheduler:
                 outputs.append(request.output([], reason, embedding=result.embeddings.get(index)))
             elif row.sample:
                 sent = plan.sent.get(index)
-                indices = [index] if sent is None else sent.taken(result, index)
+                indices = [index] if sent is None else sent.accepted(result, index)
                 self._stats.accepted_tokens += len(indices) - 1
                 logprobs = [result.logprobs[i] for i in indices if i in result.logprobs] or None
                 outputs.append(self._append(request, [result.tokens[i] for i in indices], logprobs, sent))
@@ -332,16 +307,15 @@ class Scheduler:
         return outputs
 
     def _append(
-        self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None, sent: "Sent | None"
+        self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None, sent: Sent | None
     ) -> Output:
-        """A token has arrived, or several by drafts: extend the request, and end it where it ends."""
+        """Add a sampled token, or several with drafts, to the request; end it where it ends."""
         tokens, token = [*sampled, *request.forced], sampled[-1]
         request.forced = []
-        if request.slot >= 0:  # drafts that were right are computed
+        if request.slot >= 0 and sent is not None:  # drafts that were right are computed
             request.num_scheduled += len(sampled) - 1
             request.num_known += len(sampled) - 1
-            if sent is not None and request.draft_state:
-                self.kv.end_drafts(request, len(sampled) - 1, len(sent.tokens))
+            self.kv.end_drafts(request, len(sampled) - 1, len(sent.tokens))
         self.kv.append(request, tokens)
         matcher = request.matcher
         if matcher is not None and not matcher.advance(tokens):
@@ -361,15 +335,15 @@ class Scheduler:
             reason = "length"
         if reason is not None:
             self._retire(request)
-        elif self._drafter is not None and request.may_draft:
+        elif request.may_draft:
             self._drafter.look(request, len(tokens), sent, len(self.running))
         return request.output(tokens, reason, stop_token=stop_token, logprobs=logprobs)
 
     def _jump(self, request: Request, matcher: "Matcher") -> list[int]:
-        """Take in what the grammar forces to come next, so that one step computes all of it; the tokens taken.
+        """Add the tokens that the grammar forces next, so that one step computes all of them; return the added tokens.
 
-        Where a step in flight has still to sample, it has no choice but the first of them: the others wait for it.
-        A stop token is never forced, and the last token that a request may have never either: `_append` ends with those.
+        If a step in flight has still to sample, it can only sample the first of them; the others wait for it.
+        A stop token is never forced, nor is the last token that a request may have: `_append` ends the request there.
         """
         most = max(0, request.max_tokens - request.num_outputs - 1)
         forced = list(takewhile(lambda token: token not in request.stop_ids, matcher.forced()[:most]))
@@ -384,83 +358,62 @@ class Scheduler:
         return forced
 
     def _retire(self, request: Request) -> None:
-        """The request has ended, in whatever state; everything it held is free. Its last output follows."""
+        """Free everything of a request that has ended, in whatever state. Its last output follows."""
         if request.slot >= 0:
             self._leave(request)
-        elif request in self.held:
-            del self.held[request]
         else:
+            self.held.pop(request, None)
             if request in self.waiting:
                 self.waiting.remove(request)
-            if self.tiers is not None:  # it may be waiting there, or hold something
-                self.tiers.leave(request)
+            self.kv.release(request)
         request.finished = True
         del self.requests[request.message.request_id]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content; refused while requests or transfers hold blocks."""
-        if self.has_work() or (self.tiers is not None and not self.tiers.forget()):
-            return False
-        return self.pool.forget()
+        """Forget all cached content; return False and forget nothing while requests or transfers hold blocks."""
+        return not self.has_work() and self.kv.forget()
 
     def change_model(self, info: ModelInfo, weights_version: int) -> None:
-        """Nothing is in flight. What is on the device is of no use any more: requests that run are computed again, from
-        keys of the fingerprint of `info`."""
+        """Make all that is cached on the device useless, while nothing is in flight: running requests are computed again,
+        and all keys start from the fingerprint of `info`."""
         assert not self.in_flight
         self.info, self._weights_version = info, weights_version
         for request in [*self.running]:
             self._preempt(request)
-        for request in [*(() if self.tiers is None else self.tiers.loading)]:
+        for request in [*self.kv.loading]:
             self.waiting.add(request)
         for request in self.requests.values():
-            if self.tiers is not None:
-                self.tiers.leave(request)
-            message = request.message
-            request.root = namespace_root(model=info.fingerprint, adapter=message.adapter, salt=message.cache_salt)
+            self.kv.release(request)
+            self.kv.keys.change_root(request, self._root(request.message))
             request.weights_version = weights_version
-            request.keys = []
-            request.page_keys.clear()
-            self.kv.extend_keys(request)
         is_forgotten = self.pool.forget()
         assert is_forgotten, "a block is held, and no request runs"
 
     def stats(self, with_tiers: bool = True) -> Stats:
-        num_loading = 0 if self.tiers is None else len(self.tiers.loading)
+        """Return the counters with the gauges of this moment."""
         return msgspec.structs.replace(
             self._stats,
             num_running=len(self.running),
-            num_waiting=len(self.waiting) + len(self.held) + num_loading,
+            num_waiting=len(self.waiting) + len(self.held) + len(self.kv.loading),
             num_blocks=self.pool.num_usable,
             num_used_blocks=self.pool.num_usable - self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
-            tiers=self.tiers.stats() if with_tiers and self.tiers is not None else {},
+            tiers=self.kv.tier_stats() if with_tiers else {},
         )
 
     def check(self) -> None:
         """Assert every invariant across requests, slots and blocks; O(blocks + tokens)."""
         self.pool.check()
-        loading = set(self.tiers.loading) if self.tiers is not None else set()
-        assert set(self.requests.values()) == {*self.running, *self.waiting, *self.held, *loading}
-        assert len(self.requests) == len(self.running) + len(self.waiting) + len(self.held) + len(loading)
+        assert set(self.requests.values()) == {*self.running, *self.waiting, *self.held, *self.kv.loading}
+        num_known = len(self.running) + len(self.waiting) + len(self.held) + len(self.kv.loading)
+        assert len(self.requests) == num_known
         slots = [r.slot for r in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.config.max_num_seqs)), "every slot is held once or free"
-        refs: dict[int, int] = {}
-        for request in self.running:
-            request.check(self.block_size)
-            self.kv.check(request)
-            for block in self.kv.held(request):
-                refs[block] = refs.get(block, 0) + 1
-        transfers = [plan.step.transfers for plan in self.in_flight]
-        for each in transfers:
-            for block, _ in each.saves if each else ():
-                refs[block] = refs.get(block, 0) + 1
-        if self.tiers is not None:
-            self.tiers.check(transfers)
-        self.pool.check_refs(refs)
+        self.kv.check(self.running, [plan.step.transfers for plan in self.in_flight])
         for request in self.held:
             assert request.message.grammar is not None and request.matcher is None and not request.num_outputs
         for request in (*self.waiting, *self.held):
-            assert request.slot == -1 and not request.blocks and request.num_scheduled == 0
+            assert request.slot == -1 and not request.kv.blocks and request.num_scheduled == 0
         pending: dict[Request, int] = {}
         for plan in self.in_flight:
             for request, row in zip(plan.requests, plan.step.rows, strict=False):

@@ -1,4 +1,4 @@
-"""The tiers' gauges and counters by tier: what the index counts and what the ranks' stores say of themselves."""
+"""Gauges and counters by tier: what the index counts, and what the ranks' stores report."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,8 @@ def tier_stats(
     stores: Mapping[str, Mapping[str, float]],
     block_bytes: int,
 ) -> dict[str, dict[str, float]]:
-    """`counts` are those of engine/core/tiering.py; `stores` is what each last said. Peers are one tier, their figures added."""
+    """Return the figures of each tier. `counts` are those of engine/core/tiered_kv.py, `stores` the last report of each
+    store. Peers are one tier: their figures are added up."""
     tiers: dict[str, dict[str, float]] = {
         "host": {
             "hit_tokens": counts["hits_host"],

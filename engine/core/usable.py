@@ -1,9 +1,9 @@
-"""Which block keys are reported to those who route by them, where layers keep different things.
+"""Selects the block keys that are reported to routers where a model has several groups of layers.
 
 A pool has keys of pages that no router can name, and a block of one group is of no use without those of the others. So a
 key is reported while the pool has what every group keeps at its block. Where layers keep states, that is so at checkpoints
 alone, and each of these can be hit (`ModelInfo.hits_at_ends`). With windows a run of keys from the first block on can be
-hit, up to its end; that says too little rather than too much, for windows need fewer blocks.
+hit, up to its end; that reports too little rather than too much, because windows need fewer blocks.
 """
 
 from penstock.cache.pool import BlockPool
@@ -11,30 +11,30 @@ from penstock.engine.core.kv import Kv
 
 
 class UsableKeys:
-    """Stands for one tier's pool where its changes are listened to."""
+    """Has the interface of one tier's pool for `CacheLog`, and reports usable keys only."""
 
     def __init__(self, pool: BlockPool, kv: Kv) -> None:
         self._pool, self._kv = pool, kv
-        self._needs: dict[bytes, list[bytes]] = {}  # what may be reported → the keys of the other groups' pages
-        self._needed: dict[bytes, bytes] = {}  # the other way round
-        self._usable: set[bytes] = set()  # what is reported now
-        self._heard: list[bytes] = []  # since the last look
+        self._needs: dict[bytes, list[bytes]] = {}  # key that may be reported → keys of the other groups' pages
+        self._needed: dict[bytes, bytes] = {}  # key of such a page → key that may be reported
+        self._usable: set[bytes] = set()  # keys that are reported now
+        self._new: list[bytes] = []  # keys that were registered since the last update
         self._net: dict[bytes, bool] | None = None
 
     @property
     def changes(self) -> dict[bytes, bool] | None:
         if self._net is None or self._pool.changes is None:
             return None
-        heard, self._heard = self._heard, []
+        new, self._new = self._new, []
         changed, self._pool.changes = self._pool.changes, {}
-        for key in heard:
+        for key in new:
             if key not in self._needs:
                 self._add(key)
-        for key in dict.fromkeys([*(self._needed.get(key, key) for key in changed), *heard]):
+        for key in dict.fromkeys([*(self._needed.get(key, key) for key in changed), *new]):
             if key in self._needs:
-                self._look(key)
+                self._update(key)
         gone = [key for key, is_cached in changed.items() if not is_cached]
-        if len(self._needs) > 2 * self._pool.num_blocks:  # the oldest of these have never come here
+        if len(self._needs) > 2 * self._pool.num_blocks:  # the oldest of these never reached this tier
             gone += list(self._needs)[: self._pool.num_blocks]
         for key in gone:
             if key in self._needs and key not in self._usable:
@@ -44,41 +44,41 @@ class UsableKeys:
 
     @changes.setter
     def changes(self, changes: dict[bytes, bool] | None) -> None:
-        """None: the changes are not asked for any more. Else those that have been taken."""
+        """Stop to record changes (None), start again, or take those so far as reported ({})."""
         if changes is None or self._net is None:
             self._pool.changes = changes
             self._needs.clear()
             self._needed.clear()
             self._usable.clear()
-            self._heard.clear()
+            self._new.clear()
             listeners = self._kv.listeners
-            listeners[:] = [each for each in listeners if each != self._hear]
+            listeners[:] = [each for each in listeners if each != self._note]
             if changes is not None:
-                listeners.append(self._hear)
+                listeners.append(self._note)
         self._net = changes
 
     def cached_keys(self) -> list[bytes]:
         find = self._pool.find
-        for key in self._pool.cached_keys():  # most are not a block's, which the first key asked for shows
-            if key not in self._usable and all(map(find, self._kv.keys_at(key))):
+        for key in self._pool.cached_keys():  # most are no block's key, which the first lookup shows
+            if key not in self._usable and all(map(find, self._kv.keys.others_at(key))):
                 self._add(key)
                 self._usable.add(key)
         return list(self._usable)
 
-    def _hear(self, key: bytes) -> None:
-        self._heard.append(key)
+    def _note(self, key: bytes) -> None:
+        self._new.append(key)
 
     def _add(self, key: bytes) -> None:
-        self._needs[key] = pages = list(self._kv.keys_at(key))
+        self._needs[key] = pages = list(self._kv.keys.others_at(key))
         self._needed.update(dict.fromkeys(pages, key))
 
-    def _look(self, key: bytes) -> None:
+    def _update(self, key: bytes) -> None:
         assert self._net is not None
         is_usable = all(map(self._pool.find, (key, *self._needs[key])))
         if is_usable == (key in self._usable):
             return
         (self._usable.add if is_usable else self._usable.remove)(key)
         if self._net.get(key, is_usable) != is_usable:
-            del self._net[key]  # there and gone again
+            del self._net[key]  # it came and went since the last report
         else:
             self._net[key] = is_usable

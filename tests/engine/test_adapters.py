@@ -156,7 +156,7 @@ def test_requests_that_wait_for_the_end_of_a_pause_keep_their_adapter(tmp_path: 
     rig.submit("later", key)
     assert rig.outputs["later"][0].error == "adapter: it is not loaded" and not rig.outputs["late"]
     rig.run()
-    rig.core.rest.look()
+    rig.core.rest.finish_pause()
     assert key in rig.executor._adapters and rig.core.rest.is_paused
     rig.core.rest.resume()
     rig.run()

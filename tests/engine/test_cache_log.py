@@ -10,6 +10,7 @@ from penstock.cache.keys import block_keys, namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.core.engine_core import CacheLog, shortened
 from penstock.engine.core.request import Request
+from penstock.engine.core.request_kv import RequestKv
 from penstock.engine.core.usable import UsableKeys
 from penstock.engine.messages import CacheUpdate, Submit
 from penstock.executor.protocol import GroupInfo, ModelInfo
@@ -55,9 +56,9 @@ def promised(message: Submit, known: set[bytes], info: ModelInfo) -> tuple[Reque
     """How many blocks of its prompt a router takes to be cached. (One more token, so that all of them may be found.)"""
     root = namespace_root(model=info.fingerprint, adapter=message.adapter, salt=message.cache_salt)
     tokens = array("i", message.tokens + bytes(4))
-    request = Request(message, 0, 0.0, tokens, 1, root, False)
-    request.keys = block_keys(memoryview(tokens), BLOCK_SIZE, root=root)
-    is_known = [key[:8] in known for key in request.keys]
+    request = Request(message, 0, 0.0, tokens, 1, RequestKv(root, skips_cache=False))
+    request.kv.keys = block_keys(memoryview(tokens), BLOCK_SIZE, root=root)
+    is_known = [key[:8] in known for key in request.kv.keys]
     if info.hits_at_ends:
         return request, max((index + 1 for index, each in enumerate(is_known) if each), default=0)
     return request, len(list(takewhile(bool, is_known)))
@@ -92,7 +93,7 @@ def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, 
             apply(known, log.updates(), tier)
             for message in prompts[-8:]:
                 request, count = promised(message, known, world.executor.info)
-                found = own.find(request, find).num_blocks
+                found = own.keys.find(request, find).num_blocks
                 assert count <= found
                 num_promised += count
                 num_found += found

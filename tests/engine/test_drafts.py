@@ -181,7 +181,7 @@ def test_drafts_take_no_block_that_a_waiting_prompt_could_have() -> None:
         step = world.plan()
         if not step.admissions:
             row, *drafts = step.rows
-            assert len(request.blocks) == -(-(row.start + 1) // BLOCK_SIZE), "a block for drafts alone"
+            assert len(request.kv.blocks) == -(-(row.start + 1) // BLOCK_SIZE), "a block for drafts alone"
             num_drafts += len(drafts)
         world.executor.submit(step)
         world.scheduler.apply(world.executor.collect())

@@ -33,9 +33,9 @@ def test_blocks_that_no_window_sees_any_more_are_given_back() -> None:
     while world.scheduler.has_work():
         world.step()
         for request in world.scheduler.running:
-            held = [sum(map(bool, table)) for table in request.tables]
+            held = [sum(map(bool, table)) for table in request.kv.tables]
             most = max(most, *held[1:])
-            assert held[0] == len(request.blocks) and held[1] == held[2]
+            assert held[0] == len(request.kv.blocks) and held[1] == held[2]
     assert most == 4 < WINDOW.most_pages(60, 8, BLOCK_SIZE), "one fewer, as rows begin where blocks do"
 
 
@@ -110,9 +110,9 @@ def test_a_state_stays_in_place_and_is_sent_once() -> None:
     changes = 0
     while world.scheduler.has_work():
         (request,) = world.scheduler.requests.values()
-        before = request.sent_state
+        before = request.kv.sent_state
         world.step()
-        changes += bool(request.state) and request.sent_state != before
+        changes += bool(request.kv.state) and request.kv.sent_state != before
     # Beginning; then at each checkpoint (12 and 24) the next row writes elsewhere, and the one after reads there.
     assert changes <= 5
 

@@ -57,7 +57,7 @@ class Rig:
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             self.take(self.core.step())
-            self.take(self.rest.look())
+            self.take(self.rest.finish_pause())
             self.core.scheduler.check()
 
     def run(self) -> None:

@@ -73,7 +73,7 @@ def test_blocks_that_become_identical_while_decoding_are_merged() -> None:
     for _ in range(12):
         world.step()
     a, b = world.scheduler.running
-    assert a.blocks[:3] == b.blocks[:3] and a.blocks[-1] != b.blocks[-1]
+    assert a.kv.blocks[:3] == b.kv.blocks[:3] and a.kv.blocks[-1] != b.kv.blocks[-1]
     world.run()
     assert world.tokens("a") == world.tokens("b") == alone(submit("a", prompt, max_tokens=20))[0]
 

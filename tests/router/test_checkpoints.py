@@ -7,6 +7,7 @@ import numpy as np
 
 from penstock.engine.core.engine_core import CacheLog
 from penstock.engine.core.request import Request
+from penstock.engine.core.request_kv import RequestKv
 from penstock.engine.core.usable import UsableKeys
 from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
 from penstock.executor.protocol import GroupInfo
@@ -98,7 +99,7 @@ def test_the_router_promises_what_the_engine_finds() -> None:
         least = sum(group.most_pages(64, 16, BLOCK_SIZE) for group in GROUPS)
         world = World(num_blocks=least + 60, groups=GROUPS, host_slots=400)
         groups, info = world.scheduler.kv, world.executor.info
-        assert groups is not None and info.hits_at_ends
+        assert info.hits_at_ends
         pools = {"device": world.scheduler.pool, "host": world.tiers.index.host}
         log = CacheLog({tier: UsableKeys(pool, groups) for tier, pool in pools.items()})
         placement = Placement(PolicyConfig(host_credit=1.0), Clock(), seed=1)
@@ -122,9 +123,9 @@ def test_the_router_promises_what_the_engine_finds() -> None:
             for message in prompts[-8:]:
                 promised = cached(placement, message.tokens, message.cache_salt, message.adapter)["r0"] // BLOCK_SIZE
                 root = placement._replicas["r0"].cache.space.root(message.cache_salt, message.adapter)
-                request = Request(message, 0, 0.0, array("i", message.tokens), 1, root, False)
-                world.scheduler.kv.extend_keys(request)
-                found = groups.find(request, world.tiers.place).num_blocks
+                request = Request(message, 0, 0.0, array("i", message.tokens), 1, RequestKv(root, skips_cache=False))
+                world.scheduler.kv.keys.extend(request)
+                found = groups.keys.find(request, world.tiers.place).num_blocks
                 assert promised <= found, f"seed {seed}, request {number}"
                 num_promised += promised
                 num_found += found

@@ -15,7 +15,7 @@ import numpy as np
 from penstock.cache.tiers.base import Store
 from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.core.tiering import Tiering
+from penstock.engine.core.tiered_kv import TieredKv
 from penstock.engine.messages import Output, Submit
 from penstock.executor.protocol import Admission, ExecutorConfig, GroupInfo, Row, Sampling, Step, TokenLogprobs
 from penstock.executor.tiers.open_tiers import ALIGNMENT
@@ -78,9 +78,9 @@ class World:
         self.scheduler = Scheduler(scheduler_config, self.executor.info, lambda: self.now_s)
 
     @property
-    def tiers(self) -> Tiering:
-        assert self.scheduler.tiers is not None
-        return self.scheduler.tiers
+    def tiers(self) -> TieredKv:
+        assert isinstance(self.scheduler.kv, TieredKv)
+        return self.scheduler.kv
 
     @property
     def disk(self) -> FlakyStore:
@@ -128,7 +128,7 @@ class World:
         """Step until nothing is in flight between the tiers."""
         self.run()
         for _ in range(limit):
-            if self.scheduler.tiers is None or self.scheduler.tiers.is_idle:
+            if self.scheduler.kv.is_idle:
                 return
             self.step()
         raise AssertionError(f"transfers are still in flight after {limit} steps")

@@ -1,38 +1,41 @@
-"""When KV blocks move between the tiers: the scheduler's view of host memory, disk and peers.
+"""The pages of requests where host memory, a disk or peers lie beneath the device: decides what moves between them and when.
 
-The index (cache/tiers/index.py) knows what is where; this file decides. A request near the head of the queue
-whose chain goes on in a store waits aside while it is read into the host, never longer than computing it again
-would take, and no other request waits with it. At its admission the chain's blocks in the host are restored to the
-device, a bounded number of bytes a step, and its first row is planned when the last of them has been sent. Every
-full block of the device is offered to the host, and from there to the disk, so an eviction or a
-preemption leaves a clean copy.
+The index (cache/tiers/index.py) knows what is where. A request near the head of the queue whose chain of blocks goes
+on in a store leaves the queue while those are read into the host, never longer than computing them again would take, and
+no other request waits for it. At its admission the chain's blocks in the host are restored to the device, a bounded
+number of bytes per step, and its first row is planned when the last of them has been sent. Every full block of the device
+is offered to the host, and from there to the disk, so an eviction or a preemption leaves a clean copy.
 
     waiting ──look──▶ loading ──read, failed or late──▶ waiting ──admitted──▶ restoring ──▶ computing
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
 
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.base import DISK, PEER, tier_of
 from penstock.cache.tiers.index import TierIndex
-from penstock.engine.core.kv import Kv
+from penstock.engine.core.kv import Claim, Kv
+from penstock.engine.core.page_keys import Prefix
 from penstock.engine.core.rates import Rates
-from penstock.engine.core.request import Prefix, Request, WaitingQueue
+from penstock.engine.core.request import Request, WaitingQueue
 from penstock.engine.core.tier_stats import tier_stats
-from penstock.executor.protocol import ModelInfo, TransferResult, Transfers
+from penstock.engine.messages import Stats
+from penstock.executor.protocol import ModelInfo, Step, StepResult, TransferResult, Transfers
 
-LOOK_AHEAD = 8  # so many requests at the head of the queue have their blocks read from the stores
-RESTORE_BYTES = 64 * 2**20  # a step restores no more than this, or one block
-PROBE_BLOCKS = 16  # what is read for the measure alone, when computing seems faster …
+LOOK_AHEAD = 8  # this many requests at the head of the queue have their blocks read from the stores
+RESTORE_BYTES = 64 * 2**20  # a step restores at most this much, or one block
+PROBE_BLOCKS = 16  # blocks that are read only to measure a store, when computing seems faster …
 PROBE_EVERY_S = 30.0  # … this often
-MANY_TOUCHES = 256  # so many are worth transfers of their own
+MANY_TOUCHES = 256  # this many are worth transfers of their own
 
 
 @dataclass(slots=True)
 class Loading:
-    """A request that waits for reads: which, until when, and whether a peer may yet have more of its chain."""
+    """The reads that a request waits for, until when, and whether a peer may yet have more of its chain."""
 
     deadline_s: float
     wanted: dict[int, int] = field(default_factory=dict)  # ticket → index of its block in the chain
@@ -40,26 +43,35 @@ class Loading:
     num_found: int = 0  # how many keys all stores had found when its chain was walked last
 
 
-class Tiering:
-    def __init__(self, info: ModelInfo, pool: BlockPool, saves_per_step: int, kv: Kv) -> None:
+class Cached(NamedTuple):
+    """What any tier has of a request's prefix, less what is on the device."""
+
+    num_blocks: int
+    num_usable: int  # blocks of the prefix that device and host have already
+    slots: list[int]  # host slots that have a part of it
+    missing: list[tuple[int, bytes]]  # block index and key of what has to be read from a store
+
+
+class TieredKv(Kv):
+    def __init__(
+        self, pool: BlockPool, info: ModelInfo, chunk: int, makes_keys: bool, stats: Stats, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(pool, info, chunk, makes_keys, stats, clock)
         self.index = TierIndex(info.host_slots, info.stores)
         self.rates = Rates(info.block_bytes, info.block_size, info.stores)
-        self._pool = pool
-        self._block_size, self._block_bytes = info.block_size, info.block_bytes
-        self._saves_per_step = saves_per_step * len(info.groups)
-        self._kv = kv
-        kv.offer = self.index.offer
+        self._block_bytes = info.block_bytes
+        self._saves_per_step = -(-chunk // info.block_size) * len(info.groups)  # as many as a step can fill
         self._restores_per_step = max(1, RESTORE_BYTES // max(info.block_bytes, 1))
         self._max_pins = info.host_slots // 2  # for requests that have not been admitted yet
-        self.loading: dict[Request, Loading] = {}  # requests that wait aside for their reads
-        self._waiters: dict[int, list[Request]] = {}  # ticket → who waits for it
+        self.loading: dict[Request, Loading] = {}  # requests that wait outside of the queue for their reads
+        self._waiters: dict[int, list[Request]] = {}  # ticket → the requests that wait for it
         self._pins: dict[Request, dict[int, str]] = {}  # slots held for a request → where they came from
-        self._num_pins = 0  # of all, and of the reads that will become pins
+        self._num_pins = 0  # of all requests, with the reads that will become pins
         self._restoring: dict[Request, deque[tuple[int, int]]] = {}  # (slot, block) still to be sent
-        self._restored: list[Request] = []  # whose last restores go with the step being planned
+        self._restored: list[Request] = []  # requests whose last restores go with the step being planned
         self._saves: list[tuple[int, int]] = []  # of the step being planned
-        self._now_s = self._next_probe_s = 0.0
-        self._is_new = bool(info.stores)  # they have not said yet what they have
+        self._now_s = self._next_probe_s = 0.0  # when the step's planning began, and when the next probe is due
+        self._is_new = bool(info.stores)  # the stores have not reported yet what they have
         self._has_peers = any(tier_of(store) == PEER for store in info.stores)
         self._serves_peers = info.serves_peers
         self.is_stale = False  # a peer may have more than it reported last
@@ -69,25 +81,36 @@ class Tiering:
         self._touched: list[bytes] = []  # keys on the disk that were used, reported to it with the next transfers
         self.counts: Counter[str] = Counter()
 
-    def look(self, request: Request, now_s: float) -> bool:
-        """Start what the request should have read before it is admitted. True: it waits aside from now on.
+    def pools(self) -> dict[str, BlockPool]:
+        return {"device": self._pool, "host": self.index.host}  # what a store has passes through the host first
 
-        Each stay in the queue has one look: what failed or came late is computed.
+    def claim(self, request: Request, num_running: int, is_busy: bool) -> Claim:
+        if not request.kv.was_looked_up:
+            if self._are_pins_out and self.loading:  # other requests wait for reads, and no more may be pinned
+                return Claim.NO_ROOM
+            if self._start_loading(request):
+                return Claim.LOADING
+        return super().claim(request, num_running, is_busy)
+
+    def _start_loading(self, request: Request) -> bool:
+        """Start the reads that the request should wait for before it is admitted; return whether there are any.
+
+        This is done once for each stay in the queue: what failed or came late is computed.
         """
-        request.looked = True
-        if request.skips_cache:
+        request.kv.was_looked_up = True
+        if request.kv.skips_cache:
             return False
-        slots, missing, num_blocks = self._chain(request, self._max_pins - self._num_pins)
-        is_awaiting = self._is_awaiting(request, num_blocks, now_s) and not self._are_pins_out
+        num_blocks, num_usable, slots, missing = self._walk(request, self._max_pins - self._num_pins)
+        is_awaiting = self._is_awaiting(request, num_blocks) and not self._are_pins_out
         if not missing and not is_awaiting:
             return False
-        num_gained = num_blocks - missing[0][0] if missing else 0
+        num_gained = num_blocks - num_usable if missing else 0
         queued = self._queued(missing)
         # A request that names a peer has had its prompt computed there already.
         if request.message.peer is None and not self.rates.is_load_faster(queued, num_gained, len(slots)):
-            self._probe([key for _, key in missing], now_s)
+            self._probe([key for _, key in missing])
             return False
-        loading = Loading(now_s + self.rates.patience_s(queued, num_gained))
+        loading = Loading(self._now_s + self.rates.patience_s(queued, num_gained))
         if request.message.peer is not None:
             loading.deadline_s = max(loading.deadline_s, request.arrival_s + request.message.peer_wait_s)
         loading.is_awaiting = is_awaiting
@@ -98,23 +121,23 @@ class Tiering:
         self.loading[request] = loading
         return True
 
-    def _is_awaiting(self, request: Request, num_blocks: int, now_s: float) -> bool:
-        """The peer that the request names may have more of its prompt soon than these leading blocks."""
-        if request.message.peer is None or now_s >= request.arrival_s + request.message.peer_wait_s:
+    def _is_awaiting(self, request: Request, num_blocks: int) -> bool:
+        """Return whether the request's peer may soon have more of the prompt than these leading blocks."""
+        if request.message.peer is None or self._now_s >= request.arrival_s + request.message.peer_wait_s:
             return False
         is_open = self._stores.get(request.message.peer, {}).get("is_open", 0.0) > 0
-        num_tokens = request.num_prompt - self._kv.has_state
-        return is_open and num_blocks < min(len(request.keys), num_tokens // self._block_size)
+        num_tokens = request.num_prompt - bool(self.num_pages)
+        return is_open and num_blocks < min(len(request.kv.keys), num_tokens // self._size)
 
-    def _look_again(self, request: Request, loading: Loading, now_s: float) -> None:
+    def _load_more(self, request: Request, loading: Loading) -> None:
         room = self._max_pins - self._num_pins + len(self._pins.get(request, ())) + len(loading.wanted)
-        slots, missing, num_blocks = self._chain(request, room)
-        loading.is_awaiting = self._is_awaiting(request, num_blocks, now_s)
+        num_blocks, _, slots, missing = self._walk(request, room)
+        loading.is_awaiting = self._is_awaiting(request, num_blocks)
         self._read(request, loading, slots, missing)
 
     def _read(self, request: Request, loading: Loading, slots: list[int], missing: list[tuple[int, bytes]]) -> None:
-        """Hold what is there of the chain, and start reading what is not."""
-        self._pin(request, slots, "host")  # before anything is read: a read takes the slot next to be evicted
+        """Pin what the host has of the chain, and start reading the rest."""
+        self._pin(request, slots, "host")  # before any read: a read takes the slot that is evicted next
         loading.num_found = self._num_found
         for place, key in missing:
             ticket = self.index.start_load(key)
@@ -127,7 +150,7 @@ class Tiering:
                 self._waiters.setdefault(ticket, []).append(request)
 
     def _queued(self, missing: list[tuple[int, bytes]]) -> Counter[str]:
-        """How much each store that is needed has to read, with what others have asked it for."""
+        """Return how much each store that is needed has to read, with what other requests have queued there."""
         in_flight = self.index.reads
         tickets = [self.index.ticket_of(key) for _, key in missing]
         mine = [
@@ -139,77 +162,51 @@ class Tiering:
         queued.update(store for store, ticket in zip(mine, tickets, strict=True) if ticket is None and store)
         return queued
 
-    def is_full(self) -> bool:
-        """Others wait for their reads, and what they hold is all that may be held: a look would find no room."""
-        return self._are_pins_out and bool(self.loading)
-
     @property
     def _are_pins_out(self) -> bool:
         return self._num_pins >= self._max_pins
 
-    def _resume(self, now_s: float) -> list[Request]:
-        """The requests that have waited to the end: all was read, or it takes too long."""
+    def _resume(self) -> list[Request]:
+        """Return the requests whose wait is over: all was read, or it takes too long."""
         done = []
         for request, loading in self.loading.items():
-            if loading.is_awaiting and (
-                loading.num_found != self._num_found or not self._is_awaiting(request, 0, now_s)
-            ):
-                self._look_again(request, loading, now_s)
-            if self._are_pins_out:  # it could not hold more, and others cannot even look
+            if loading.is_awaiting and (loading.num_found != self._num_found or not self._is_awaiting(request, 0)):
+                self._load_more(request, loading)
+            if self._are_pins_out:  # it could pin no more, and no other request can start to load
                 loading.is_awaiting = False
-            if now_s >= loading.deadline_s or not (loading.wanted or loading.is_awaiting):
+            if self._now_s >= loading.deadline_s or not (loading.wanted or loading.is_awaiting):
                 done.append(request)
         for request in done:
             self._stop_loading(request)
         return done
 
-    def _chain(self, request: Request, room: int) -> tuple[list[int], list[tuple[int, bytes]], int]:
-        """Walk the chain as far as any tier has it and no more than `room` host slots are needed: the slots that
-        have their part, (index, key) of what has to be read, and how many blocks that is in all."""
-        if not self._kv.is_plain:
-            return self._pages(self._kv, request, room)
-        keys = request.keys
-        slots: list[int] = []
-        missing: list[tuple[int, bytes]] = []
-        find, host, pending = self._pool.find, self.index.host.find, self.index.ticket_of
-        for index, key in enumerate(keys):
-            if find(key):
-                continue
-            if len(slots) + len(missing) >= room:
-                return slots, missing, index
-            slot = host(key)
-            if slot:
-                slots.append(slot)
-            elif pending(key) is not None or self.index.store_of(key) is not None:
-                missing.append((index, key))
-            else:
-                return slots, missing, index
-        return slots, missing, len(keys)
-
-    def _pages(self, kv: Kv, request: Request, room: int) -> tuple[list[int], list[tuple[int, bytes]], int]:
-        """As `_chain`, of all that the groups keep of the longest prefix. All of it is needed: what is read has the index of
-        the first block that the host does not make usable."""
-        find, host = self._pool.find, self.index.host.find
+    def _walk(self, request: Request, room: int) -> Cached:
+        """Return what the tiers have of the request's prefix, as far as that needs at most `room` host slots."""
+        find, host, keys_of, room = self._pool.find, self.index.host.find, self.keys, max(room, 0)
 
         def find_anywhere(key: bytes) -> int:
             return find(key) or host(key) or self.index.ticket_of(key) or self.index.store_of(key) is not None
 
-        num = most = len(request.keys)
-        wanted: list[bytes] = []
-        while num:
-            num = kv.find(request, find_anywhere, most).num_blocks
-            wanted = [key for keys in kv.keys(request, num) for key in keys if not find(key)]
+        most = len(request.kv.keys)
+        while True:
+            num = keys_of.find(request, find_anywhere, most).num_blocks
+            groups = keys_of.needed(request, num)
+            # Each group's keys end where the prefix does.
+            wanted = [
+                (num - len(keys) + index, key) for keys in groups for index, key in enumerate(keys) if not find(key)
+            ]
             if len(wanted) <= room:
                 break
-            most = num // 2
-        slots = [slot for key in wanted if (slot := host(key))]
-        usable = kv.find(request, self.place, num).num_blocks
-        return slots, [(usable, key) for key in wanted if not host(key)], num
+            num_first = sum(not find(key) for key in groups[0])
+            most = wanted[room][0] if num_first > room else num // 2
+        slots = [slot for _, key in wanted if (slot := host(key))]
+        missing = [(block, key) for block, key in wanted if not host(key)]
+        return Cached(num, keys_of.find(request, self.place, num).num_blocks, slots, missing)
 
-    def _probe(self, keys: list[bytes], now_s: float) -> None:
-        """Read a little without a request that waits: a store that was slow once must be able to show that it is no more."""
-        if now_s >= self._next_probe_s and not self.index.reads:
-            self._next_probe_s = now_s + PROBE_EVERY_S
+    def _probe(self, keys: list[bytes]) -> None:
+        """Read a few blocks that no request waits for: a store that was slow once must be able to show that it no longer is."""
+        if self._now_s >= self._next_probe_s and not self.index.reads:
+            self._next_probe_s = self._now_s + PROBE_EVERY_S
             for key in keys[: min(PROBE_BLOCKS, self._max_pins - self._num_pins)]:
                 self.index.start_load(key)
 
@@ -229,68 +226,70 @@ class Tiering:
         self.index.unpin(list(slots))
 
     def place(self, key: bytes) -> int:
-        """A device block, a host block as a negative, or 0."""
         return self._pool.find(key) or -self.index.host.find(key)
 
-    def prefix(self, request: Request, is_busy: bool) -> Prefix:
-        """Return the longest prefix that is in the pool, or with what the host has of it where copying that is faster than
-        computing it again."""
-        kv = self._kv
-        far, near = kv.find(request, self.place), kv.find(request, self._pool.find)
+    def _cached_prefix(self, request: Request, is_busy: bool) -> Prefix:
+        """Return the longest prefix in the pool, or with the host's part of it if copying is faster than computing."""
+        far, near = self.keys.find(request, self.place), super()._cached_prefix(request, is_busy)
         num_gained = far.num_blocks - near.num_blocks
         if num_gained == 0:
             return near
-        num_host = sum(self.place(key) < 0 for keys in kv.keys(request, far.num_blocks) for key in keys)
+        num_host = sum(self.place(key) < 0 for keys in self.keys.needed(request, far.num_blocks) for key in keys)
         return far if self.rates.is_restore_faster(num_host, num_gained, is_busy) else near
 
-    def restore(self, request: Request, pairs: list[tuple[int, int]], num_counted: int | None = None) -> None:
-        """The request was admitted: it computes as soon as these host slots are in these blocks. The first `num_counted`
-        stand for tokens, the others for what other groups keep of the same ones."""
+    def _restore(self, request: Request, copies: list[list[tuple[int, int]]]) -> None:
         if request.first_scheduled_s is None:
             sources = self._pins.get(request, {})
-            for slot, _ in pairs[:num_counted]:
-                self.counts[f"hits_{sources.get(slot, 'host')}"] += self._block_size
+            for slot, _ in copies[0]:  # the other groups' pages are of the same tokens
+                self.counts[f"hits_{sources.get(slot, 'host')}"] += self._size
+        pairs = deque(chain.from_iterable(copies))
         if pairs:
             self.index.pin(slot for slot, _ in pairs)
-            self._restoring[request] = deque(pairs)
-            request.is_restoring = True
+            self._restoring[request] = pairs
+            request.kv.is_restoring = True
         self._unpin(request)
 
-    def leave(self, request: Request) -> None:
-        """The request is aborted, over or preempted, whatever it was doing here."""
+    def _offer(self, key: bytes) -> None:
+        self.index.offer(key)
+
+    def release(self, request: Request) -> None:
+        """End the request's reads and restores as well."""
         if request in self.loading:
             self._stop_loading(request)
         self._unpin(request)
         pairs = self._restoring.pop(request, None)
         if pairs is not None:
             self.index.unpin([slot for slot, _ in pairs])
-        request.is_restoring = request.looked = False
-        self._touch(self._kv.used_keys(request))
+        request.kv.is_restoring = request.kv.was_looked_up = False
+        self._touch(self.keys.used(request))
+        super().release(request)
 
     def _touch(self, keys: list[bytes]) -> None:
-        """What lies beneath must not grow old because a nearer tier always answers."""
+        """Mark the keys as used in all tiers: a tier's content must not age because a nearer tier always answers."""
         self.index.touch(keys)
         if DISK in self.index.stores:
             self._touched += filter(self.index.stores[DISK].__contains__, reversed(keys))
 
-    def begin_step(self, waiting: WaitingQueue, num_running: int, now_s: float) -> None:
-        """Before anything of the next step is planned: what earlier steps filled can be saved now. Requests that have
-        waited aside long enough come back; those next in the queue leave it where that is worth it."""
+    def begin_step(self, waiting: WaitingQueue, num_running: int) -> None:
+        """Choose the pages of earlier steps to save. Requests whose wait for reads is over come back to the queue, and the
+        next ones leave it where reading is worth it."""
         for request in self._restored:
-            request.is_restoring = False
+            request.kv.is_restoring = False
         self._restored.clear()
-        self._now_s = now_s
+        self._now_s = self._clock()
         keep_free = min(num_running, self._pool.num_usable // 8)
         self._saves = self.index.take_saves(self._pool, self._saves_per_step, keep_free)
-        for request in self._resume(now_s):
+        for request in self._resume():
             waiting.add(request)
         if waiting and self.index.stores and not self.is_stale:
             for request in waiting.front(LOOK_AHEAD):
-                if not request.looked and not self.is_full() and self.look(request, now_s):
+                if self._are_pins_out and self.loading:
+                    break
+                if not request.kv.was_looked_up and self._start_loading(request):
                     waiting.remove(request)
 
-    def end_step(self) -> Transfers | None:
-        """What the planned step moves."""
+    def end_step(self, requests: Iterable[Request]) -> Transfers | None:
+        super().end_step(requests)
         restores: list[tuple[int, int]] = []
         for request, pairs in self._restoring.items():
             while pairs and len(restores) < self._restores_per_step:
@@ -313,17 +312,21 @@ class Tiering:
         keys = self.index.saving_keys(self._saves) if self._serves_peers else []
         return Transfers(self._saves, restores, reads, writes, touches, keys, must_forget)
 
-    def finish_step(self, transfers: Transfers | None, result: TransferResult | None, now_s: float) -> None:
-        """The step's saves and restores are over; reads and writes of any step may be."""
-        if transfers is not None:
-            self.index.finish_saves(transfers.saves, self._pool)
-            self.index.unpin([slot for slot, _ in transfers.restores])
-        if result is None:
-            return
+    def finish_step(self, step: Step, result: StepResult) -> None:
+        """Take in that the step's saves and restores are over, and the reads and writes of any step that have ended."""
+        if step.transfers is not None:
+            self.index.finish_saves(step.transfers.saves, self._pool)
+            self.index.unpin([slot for slot, _ in step.transfers.restores])
+        if result.transfers is not None:
+            self._take_report(result.transfers)
+        self.rates.note_step(sum(row.count for row in step.rows), len(step.rows), result.elapsed_s)
+
+    def _take_report(self, result: TransferResult) -> None:
         self._is_new = self.is_stale = False
         num_read = Counter(store for ticket, ok in result.completions if (store := self._complete(ticket, ok)))
         if result.completions:
             num_left = Counter(read.store for read in self.index.reads.values())
+            now_s = self._clock()
             for store, rate in self.rates.reads.items():
                 rate.end(num_read[store], num_left[store], now_s)
         self.rates.copies.add(result.num_copied, result.copy_s)
@@ -338,13 +341,13 @@ class Tiering:
             self._stores[name] = numbers
 
     def _complete(self, ticket: int, ok: bool) -> str:
-        """The store of a read that brought its block; else nothing."""
+        """Take in the end of a read or write. Return the store of a read that brought its block, else an empty text."""
         read = self.index.reads.get(ticket)
         slot = self.index.complete(ticket, ok)
         for request in self._waiters.pop(ticket, ()):
             loading = self.loading.get(request)
             place = None if loading is None else loading.wanted.pop(ticket, None)
-            if loading is None or place is None:  # it did not wait so long
+            if loading is None or place is None:  # it has given up waiting
                 continue
             self._num_pins -= 1
             if slot:
@@ -355,7 +358,7 @@ class Tiering:
         return read.store if read is not None and slot else ""
 
     def _give_up_after(self, loading: Loading, place: int) -> None:
-        """Block `place` of the chain will not come: what lies behind it is of no use to this request."""
+        """Stop waiting for later blocks: without block `place` of the chain they are of no use to this request."""
         loading.is_awaiting = False
         beyond = [ticket for ticket, other in loading.wanted.items() if other > place]
         for ticket in beyond:
@@ -364,25 +367,30 @@ class Tiering:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is in flight or waits for a step to carry it, or to ask."""
+        """Nothing is in flight, waits for a step to carry it, or has to be asked."""
         waits = self.loading or self._restoring or self._restored or self._is_new or self._must_forget
         return self.index.is_idle and not waits
 
+    @property
+    def needs_step(self) -> bool:
+        return self.is_stale or not self.is_idle
+
     def wake(self) -> None:
-        """A request has come to an idle engine: what peers have said meanwhile is asked for first."""
+        """Before the next admission, ask what peers have reported while the engine was idle."""
         self.is_stale = self._has_peers
 
     def forget(self) -> bool:
         if not self.index.forget():
             return False
         self._must_forget = self._serves_peers
-        return True
+        return super().forget()
 
-    def stats(self) -> dict[str, dict[str, float]]:
+    def tier_stats(self) -> dict[str, dict[str, float]]:
         return tier_stats(self.index, self.counts, self.rates, self._stores, self._block_bytes)
 
-    def check(self, in_flight: Sequence[Transfers | None]) -> None:
+    def check(self, running: Iterable[Request], in_flight: Sequence[Transfers | None]) -> None:
         """Assert every invariant; `in_flight` are the transfers of the steps that have no result yet."""
+        super().check(running, in_flight)
         pins = [slot for slots in self._pins.values() for slot in slots]
         assert self._num_pins == len(pins) + sum(len(loading.wanted) for loading in self.loading.values())
         pins += [slot for pairs in self._restoring.values() for slot, _ in pairs]
@@ -394,4 +402,4 @@ class Tiering:
                 assert ticket in self.index.reads and request in self._waiters[ticket]
         assert self._waiters.keys() <= self.index.reads.keys(), "a request waits for a read that is over"
         for request in self._restoring:
-            assert request.is_restoring and request.slot >= 0
+            assert request.kv.is_restoring and request.slot >= 0

@@ -1,0 +1,125 @@
+"""The keys by which the pool and the tiers name the pages of a request, and the prefixes that are cached under them.
+
+The first attention group's blocks have the chain keys of docs/block-keys.md. The keys of later groups and of recurrent
+states are derived from those.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from penstock.cache.keys import block_keys, page_key
+from penstock.engine.core.request import Request
+from penstock.executor.protocol import GroupInfo
+
+NEVER = 1 << 62  # a position
+
+
+class Prefix(NamedTuple):
+    """The longest prefix of a request that counts as cached, and how far the full groups alone would reach."""
+
+    num_blocks: int
+    num_seen: int
+
+
+class PageKeys:
+    """Attention groups come in the order of `ModelInfo.groups`: full ones, then windows; a group of states is the last."""
+
+    def __init__(self, groups: Sequence[GroupInfo], block_size: int, makes_keys: bool) -> None:
+        """Without `makes_keys` no block has a key, so nothing is ever found in the cache."""
+        self._groups, self._size, self._makes_keys = groups, block_size, makes_keys
+        self.full = [index for index, group in enumerate(groups) if group.kind == "full"]
+        self.windows = [(index, group.window) for index, group in enumerate(groups) if group.kind == "window"]
+        self.num_attention = len(self.full) + len(self.windows)
+        self.num_pages = groups[-1].pages  # of a state
+
+    def find(self, request: Request, find: Callable[[bytes], int], most: int = NEVER) -> Prefix:
+        """Return the longest cached prefix, of at most `most` blocks. `find` tells for a key whether or where it is cached."""
+        num = min(len(request.kv.keys), most)
+        if self.num_pages:  # the logits of the last token need the state before it, so a state behind it is of no use
+            num = min(num, (len(request.tokens) - 1) // self._size)
+        for group in self.full:
+            keys = self._keys(request, group, 0, num)
+            num = next((block for block, key in enumerate(keys) if not find(key)), num)
+        seen = num
+        while num:
+            if self.num_pages and not self._has_state(request, num, find):
+                num -= 1
+            elif (lacking := self._lacking(request, num, find)) >= 0:
+                num = lacking
+            else:
+                break
+        return Prefix(num, seen)
+
+    def _has_state(self, request: Request, num: int, find: Callable[[bytes], int]) -> bool:
+        # Most positions have no checkpoint, which the first page's key shows.
+        is_likely = find(self.key(request, num - 1, self.num_attention))
+        return bool(is_likely) and all(map(find, self.state_keys(request, num)))
+
+    def _lacking(self, request: Request, num: int, find: Callable[[bytes], int]) -> int:
+        """Return the last of the first `num` blocks that a window needs and that is not cached; -1 if there is none."""
+        for group, window in self.windows:
+            for block in range(num - 1, self._first_seen(request, num, window) - 1, -1):
+                if not find(self.key(request, block, group)):
+                    return block
+        return -1
+
+    def _first_seen(self, request: Request, num: int, window: int) -> int:
+        """Return the first block of a cached prefix of `num` that a window needs. The last token is computed in any case."""
+        return max(0, min(num * self._size, len(request.tokens) - 1) + 1 - window) // self._size
+
+    def key(self, request: Request, block: int, group: int) -> bytes:
+        """Return the key of a group's first page at this block."""
+        kv = request.kv
+        if group == 0:
+            return kv.keys[block]
+        place = block, group
+        if place not in kv.page_keys:
+            kv.page_keys[place] = page_key(kv.keys[block], group)
+        return kv.page_keys[place]
+
+    def _keys(self, request: Request, group: int, first: int, end: int) -> list[bytes]:
+        if group == 0:
+            return request.kv.keys[first:end]
+        return [self.key(request, block, group) for block in range(first, end)]
+
+    def state_keys(self, request: Request, num: int) -> list[bytes]:
+        """Return the keys of the checkpoint behind the first `num` blocks."""
+        return [page_key(request.kv.keys[num - 1], self.num_attention, page) for page in range(self.num_pages)]
+
+    def others_at(self, key: bytes) -> Iterator[bytes]:
+        """Yield the keys of what groups after the first keep at the block with this key."""
+        yield from (page_key(key, group) for group in range(1, self.num_attention))
+        yield from (page_key(key, self.num_attention, page) for page in range(self.num_pages))
+
+    def needed(self, request: Request, num: int) -> list[list[bytes]]:
+        """Return the keys that a cached prefix of `num` blocks needs: for each attention group those up to the prefix's end,
+        then those of the state."""
+        tables = []
+        for group, info in enumerate(self._groups[: self.num_attention]):
+            first = self._first_seen(request, num, info.window) if info.window else 0
+            tables.append(self._keys(request, group, first, num))
+        return [*tables, self.state_keys(request, num) if num and self.num_pages else []]
+
+    def used(self, request: Request) -> list[bytes]:
+        """Return the keys of what a request holds, starts of chains first."""
+        kv = request.kv
+        kept, keys = set(kv.kept), list[bytes]()
+        for block in range(kv.num_registered):
+            keys += [self.key(request, block, group) for group, left in enumerate(kv.num_left) if block >= left]
+            keys += self.state_keys(request, block + 1) if block + 1 in kept else []
+        return keys
+
+    def extend(self, request: Request) -> None:
+        """Chain keys for the blocks that the known tokens fill. One call for a prompt, one block at a time later."""
+        kv = request.kv
+        first = len(kv.keys) * self._size
+        full = len(request.tokens) // self._size * self._size
+        if self._makes_keys and full > first:
+            parent = kv.keys[-1] if kv.keys else kv.root
+            kv.keys += block_keys(memoryview(request.tokens)[first:full], self._size, root=parent)
+
+    def change_root(self, request: Request, root: bytes) -> None:
+        """Make all keys anew: other weights compute the request, which holds no pages."""
+        request.kv.root, request.kv.keys = root, []
+        request.kv.page_keys.clear()
+        self.extend(request)
