@@ -50,7 +50,7 @@ class EngineCore:
         make_compiler: "Callable[[], Compiler] | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The compiler is made for the first request with a grammar; without any, such requests are refused."""
+        """Make the compiler for the first request with a grammar; without `make_compiler` such requests are refused."""
         self.executor = executor
         self.scheduler = Scheduler(config.scheduler, executor.info, clock)
         self._make_compiler = make_compiler

@@ -76,10 +76,10 @@ class Kv:
         return {"device": self._pool}
 
     def begin_step(self, waiting: WaitingQueue, num_running: int) -> None:
-        """Called before anything of the next step is planned."""
+        """Prepare the tiers before anything of the next step is planned."""
 
     def end_step(self, requests: Iterable[Request]) -> Transfers | None:
-        """Called when the rows of these requests are planned; return what the step moves between the tiers."""
+        """Finish a step whose rows of these requests are planned; return what it moves between the tiers."""
         if self.num_pages:
             for request in requests:
                 self.keep_checkpoints(request)
@@ -88,10 +88,10 @@ class Kv:
         return None
 
     def finish_step(self, step: Step, result: StepResult) -> None:
-        """Called with the result of a step."""
+        """Take in what the result of a step says of the tiers."""
 
     def wake(self) -> None:
-        """Called when a request comes to an idle engine."""
+        """Note that a request has come to an idle engine."""
 
     def forget(self) -> bool:
         """Drop all cached content; return False and drop nothing while pages are in use."""

@@ -59,7 +59,7 @@ class RequestKv:
         return first, blocks, tuple(others) if any(new for _, new in others) else (), reads, writes
 
     def resend_from(self, group: int, block: int) -> None:
-        """An entry of the table has changed: the next row sends it again."""
+        """Let the next row send the table again from a changed entry on."""
         self.num_sent[group] = min(self.num_sent[group], block)
         self.has_news = True
 

@@ -49,7 +49,7 @@ class Rest:
         return [*filter(None, outputs), *self._stop()]
 
     def finish_pause(self) -> list[Output]:
-        """Called after every step: pause if the requests that the pause waits for have ended."""
+        """Pause if the requests that the pause waits for have ended. The core calls this after every step."""
         if self._awaited is None or not self._awaited.isdisjoint(self._core.scheduler.requests):
             return []
         return self._stop()

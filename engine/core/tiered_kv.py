@@ -43,8 +43,8 @@ class Loading:
     num_found: int = 0  # how many keys all stores had found when its chain was walked last
 
 
-class Cached(NamedTuple):
-    """What any tier has of a request's prefix, less what is on the device."""
+class CachedChain(NamedTuple):
+    """The part of a request's prefix that some tier has, less what is on the device."""
 
     num_blocks: int
     num_usable: int  # blocks of the prefix that device and host have already
@@ -180,7 +180,7 @@ class TieredKv(Kv):
             self._stop_loading(request)
         return done
 
-    def _walk(self, request: Request, room: int) -> Cached:
+    def _walk(self, request: Request, room: int) -> CachedChain:
         """Return what the tiers have of the request's prefix, as far as that needs at most `room` host slots."""
         find, host, keys_of, room = self._pool.find, self.index.host.find, self.keys, max(room, 0)
 
@@ -201,7 +201,7 @@ class TieredKv(Kv):
             most = wanted[room][0] if num_first > room else num // 2
         slots = [slot for _, key in wanted if (slot := host(key))]
         missing = [(block, key) for block, key in wanted if not host(key)]
-        return Cached(num, keys_of.find(request, self.place, num).num_blocks, slots, missing)
+        return CachedChain(num, keys_of.find(request, self.place, num).num_blocks, slots, missing)
 
     def _probe(self, keys: list[bytes]) -> None:
         """Read a few blocks that no request waits for: a store that was slow once must be able to show that it no longer is."""
