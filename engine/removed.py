@@ -12,17 +12,27 @@ REMOVED_COMMANDS = {
     "export": "run benchmarks/export.py of the sources",
     "top": "open the server's page in a browser for live charts, or read /metrics (docs/grafana.json is a dashboard)",
 }
+_REQUEST = "a field of each request: SamplingParams, or --extra-body '{\"temperature\": 0}' of penstock bench serve"
+
 # By the name of the keyword; the flag has dashes.
 REMOVED = {
+    "append_result": "it was removed; write each result to a file of its own with --result-filename",
     "custom_output_len": "it was removed; write the prompts as conversations and use --dataset-name sharegpt",
+    "label": "it was removed; name the file with --result-filename",
     "lora_experts": "it was removed; adapters change attention, MLPs and shared experts, no others (docs/adapters.md)",
+    "metadata": "it was removed; name the file with --result-filename",
+    "min_p": _REQUEST,
     "quotas": "it was removed; limit clients in the gateway in front of the router",
     "ramp_up_end_rps": "it was removed; run the benchmark once for each --request-rate",
     "ramp_up_start_rps": "it was removed; run the benchmark once for each --request-rate",
     "ramp_up_strategy": "it was removed; run the benchmark once for each --request-rate",
+    "random_prefix_len": "it was removed; use --dataset-name prefix_repetition --prefix-repetition-num-prefixes 1",
     "structured_ratio": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
     "structured_schema": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
+    "temperature": _REQUEST,
     "tokenize_at_replica": "it was removed; give the replicas' model as --tokenizer",
+    "top_k": _REQUEST,
+    "top_p": _REQUEST,
     "verify_blocks": "it was removed; `penstock prove` compares answers from outside, and every record on a disk and "
     "every block from a peer carries a checksum",
     "response_store": _STORE,

@@ -16,7 +16,6 @@ import pytest
 
 from penstock.cli import _COMMANDS
 from penstock.engine.commands import serve
-from penstock.engine.commands.bench.calls import SAMPLING
 from penstock.engine.config import ConfigError, EngineOptions, SchedulerConfig, engine_config
 from penstock.engine.front.llm import LLM
 from penstock.engine.front.submit import submissions
@@ -125,14 +124,10 @@ READERS = {
 @pytest.mark.parametrize("name", READERS)
 def test_every_flag_of_the_other_commands_is_read(name: str) -> None:
     text = "".join(path.read_text() for pattern in READERS[name] for path in sorted(ROOT.glob(pattern)))
-    read = (
-        {*SAMPLING}
-        | set(re.findall(r"\b(?:args|options)\.(\w+)", text))
-        | {
-            *ExecutorConfig.__struct_fields__,
-            *SchedulerConfig.__struct_fields__,
-        }
-    )
+    read = set(re.findall(r"\b(?:args|options)\.(\w+)", text)) | {
+        *ExecutorConfig.__struct_fields__,
+        *SchedulerConfig.__struct_fields__,
+    }
     parser = argparse.ArgumentParser()
     _COMMANDS[name][1]()[0](parser)
     parsers = [parser]

@@ -20,7 +20,6 @@ from penstock.engine.config import ConfigError
 from penstock.engine.options import Count, Length, Seed, flag
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +91,18 @@ def _body(args: argparse.Namespace, model: str, is_chat: bool, sample: Sample) -
         body["max_tokens"] = sample.output_len
     if args.ignore_eos:
         body["ignore_eos"] = True
-    body |= {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     return msgspec.json.encode(body | (args.extra_body or {}))
 
 
 def headers_of(given: Iterable[str]) -> dict[str, str]:
     """Return the headers of every request: those given as KEY=VALUE, and the API key from the environment."""
-    return key_header() | dict(pair("header", item) for item in given)
+    found = key_header()
+    for item in given:
+        name, separator, value = item.partition("=")
+        if not separator or not name.strip():
+            raise ConfigError(f"header: {item!r} given; KEY=VALUE is expected")
+        found[name.strip()] = value.strip()
+    return found
 
 
 async def first_model(client: Client, headers: dict[str, str], timeout_s: float) -> str:
@@ -126,10 +130,3 @@ async def first_model(client: Client, headers: dict[str, str], timeout_s: float)
         return str(msgspec.json.decode(body)["data"][0]["id"])
     except (msgspec.DecodeError, LookupError, TypeError):
         raise ConfigError(f"model: {where}/v1/models lists none; give --model") from None
-
-
-def pair(field: str, item: str) -> tuple[str, str]:
-    name, separator, value = item.partition("=")
-    if not separator or not name.strip():
-        raise ConfigError(f"{field}: {item!r} given; KEY=VALUE is expected")
-    return name.strip(), value.strip()

@@ -45,9 +45,6 @@ class DatasetOptions:
     random_range_ratio: Annotated[float, Meta(ge=0, lt=1)] = flag(
         "draw each length between len·(1-R) and len·(1+R); 0 ≤ R < 1 (default: %(default)g)", "R", default=0.0
     )
-    random_prefix_len: Length = flag(
-        "length of a prefix that all random prompts share (default: %(default)s)", "N", default=0
-    )
     prefix_repetition_prefix_len: Length = flag("tokens of a shared prefix (default: %(default)s)", "N", default=256)
     prefix_repetition_suffix_len: Count = flag(
         "tokens of each prompt after its prefix (default: %(default)s)", "N", default=256

@@ -68,12 +68,11 @@ def output_file(name: str) -> str:
     return name
 
 
-def write_result(path: Path, text: str, mode: str = "w") -> None:
+def write_result(path: Path, text: str) -> None:
     """Write the result; print it where it cannot be written after all, so that it is not lost."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open(mode) as file:
-            file.write(text + "\n")
+        path.write_text(text + "\n")
     except OSError as error:
         print(text, flush=True)
         raise ConfigError(f"{path} cannot be written: {error.strerror}; the result is printed") from None

@@ -14,14 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.commands.bench.calls import (
-    ENDPOINTS,
-    TrafficOptions,
-    build_calls,
-    first_model,
-    headers_of,
-    pair,
-)
+from penstock.engine.commands.bench.calls import ENDPOINTS, TrafficOptions, build_calls, first_model, headers_of
 from penstock.engine.commands.bench.datasets import DatasetOptions
 from penstock.engine.commands.bench.load import Run, drive
 from penstock.engine.commands.bench.report import output_file, serving_table, write_result
@@ -66,11 +59,9 @@ class RequestOptions:
     ignore_eos: bool = flag(
         "generate exactly the length asked for (default: on)", has_off=True, default=True, opens="requests"
     )
-    temperature: float | None = flag("sampling temperature (default for all four: the server's)", "T")
-    top_p: float | None = flag("sampling option", "P")
-    top_k: int | None = flag("sampling option", "K")
-    min_p: float | None = flag("sampling option", "P")
-    extra_body: dict[str, Any] | None = flag("further fields of every request; they override the others", "JSON")
+    extra_body: dict[str, Any] | None = flag(
+        "further fields of every request, like temperature; they override the others", "JSON"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +81,8 @@ class ResultOptions:
     )
     save_result: bool = flag("write the result as JSON", default=False)
     save_detailed: bool = flag("include times, text and error of every request", default=False)
-    append_result: bool = flag("add a line to the file instead of replacing it", default=False)
     result_dir: str | None = flag("directory of the file (default: the current one)", "DIR")
-    result_filename: str | None = flag("name of the file (default: LABEL-RATEqps-MODEL-DATE.json)", "NAME")
-    label: str | None = flag("label of the result (default: the backend)")
-    metadata: tuple[str, ...] = flag("entries to add to the result", "KEY=VALUE", takes_several=True, default=())
+    result_filename: str | None = flag("name of the file (default: BACKEND-RATEqps-MODEL-DATE.json)", "NAME")
     disable_tqdm: bool = flag("show no progress bar", default=False)
 
 
@@ -112,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
     result = uvloop.run(measure(args))
     print(serving_table(result))
-    if args.save_result or args.append_result:
+    if args.save_result:
         print(f"written to {save(result, args)}")
     return 0 if result["completed"] else 1
 
@@ -158,9 +146,7 @@ def _selection(args: argparse.Namespace) -> tuple[list[str], list[float], dict[s
     """Return the metrics, percentiles and objectives to report; check all options before the load begins."""
     for kind in KINDS:
         chosen(args, kind)
-    for item in args.metadata:
-        pair("metadata", item)
-    if args.save_result or args.append_result:
+    if args.save_result:
         path = Path(args.result_dir or ".") / (args.result_filename or "any.json")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,16 +184,14 @@ def explain_failures(finished: Run) -> None:
 
 
 def description(args: argparse.Namespace, model: str) -> dict[str, Any]:
-    metadata = dict(pair("metadata", item) for item in args.metadata)
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": args.backend,
         "backend": args.backend,
-        "label": args.label or args.backend,
+        "label": args.backend,
         "model_id": model,
         "tokenizer_id": None,
         "num_prompts": args.num_prompts,
-        **metadata,
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
@@ -221,5 +205,5 @@ def save(result: dict[str, Any], args: argparse.Namespace) -> Path:
     limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency is not None else ""
     name = args.result_filename or f"{result['label']}-{result['request_rate']}qps{limit}-{model}-{result['date']}.json"
     path = Path(args.result_dir or ".") / name
-    write_result(path, json.dumps(result), "a" if args.append_result else "w")
+    write_result(path, json.dumps(result))
     return path

@@ -73,12 +73,11 @@ class PromptSource(NamedTuple):
 
 
 def random_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
-    """Make prompts of random tokens after a common prefix; lengths are uniform within ±range_ratio."""
+    """Make prompts of random tokens; lengths are uniform within ±range_ratio."""
     rng = random.Random(args.seed or 0)
-    prefix = source.draw(args.random_prefix_len, rng)
     samples = []
     for _ in range(count):
-        numbers = prefix + source.draw(_length(args.random_input_len, args.random_range_ratio, rng), rng)
+        numbers = source.draw(_length(args.random_input_len, args.random_range_ratio, rng), rng)
         output_len = _length(args.random_output_len, args.random_range_ratio, rng)
         samples.append(Sample(source.prompt(numbers), len(numbers), output_len))
     return samples

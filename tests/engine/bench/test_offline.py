@@ -3,13 +3,13 @@
 import argparse
 import json
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from penstock.cli import main
-from penstock.engine.commands.bench import latency, startup, throughput
+from penstock.engine.commands import bench
 from penstock.engine.config import ConfigError
 from penstock.engine.front import llm as llm_module
 
@@ -48,11 +48,10 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> type[CountingLLM]:
     return CountingLLM
 
 
-def run(module: ModuleType, *options: str) -> int:
+def run(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
-    code: int = module.run(parser.parse_args(options))
-    return code
+    bench.add_arguments(parser)
+    return bench.run(parser.parse_args(words))
 
 
 def test_throughput_counts_prompts_and_all_answers(
@@ -60,7 +59,7 @@ def test_throughput_counts_prompts_and_all_answers(
 ) -> None:
     path = tmp_path / "out.json"
     options = ("--num-prompts", "4", "--input-len", "10", "--output-len", "3", "--n", "2", "--num-warmups", "1")
-    assert run(throughput, *options, "--model", "m", "--dtype", "float32", "--output-json", str(path)) == 0
+    assert run("throughput", *options, "--model", "m", "--dtype", "float32", "--output-json", str(path)) == 0
     (llm,) = counting.made
     assert llm.model == "m" and llm.options == {"skip_tokenizer": False, "dtype": "float32"} and llm.is_closed
     assert [len(prompts) for prompts, _ in llm.batches] == [1, 4]
@@ -74,7 +73,7 @@ def test_throughput_counts_prompts_and_all_answers(
 
 
 def test_throughput_runs_every_request_to_its_full_length(counting: type[CountingLLM]) -> None:
-    run(throughput, "--num-prompts", "50", "--input-len", "10", "--output-len", "20", "--random-range-ratio", "0.5")
+    run("throughput", "--num-prompts", "50", "--input-len", "10", "--output-len", "20", "--random-range-ratio", "0.5")
     ((prompts, params),) = counting.made[0].batches
     assert all(each.ignore_eos for each in params)
     assert len({len(prompt) for prompt in prompts}) > 3 and len({each.max_tokens for each in params}) > 3
@@ -86,7 +85,7 @@ def test_latency_reports_the_measured_iterations_only(
 ) -> None:
     path = tmp_path / "out.json"
     options = ("--num-iters-warmup", "2", "--num-iters", "5", "--batch-size", "3", "--input-len", "6")
-    assert run(latency, *options, "--output-len", "4", "--output-json", str(path)) == 0
+    assert run("latency", *options, "--output-len", "4", "--output-json", str(path)) == 0
     (llm,) = counting.made
     assert [len(prompts) for prompts, _ in llm.batches] == [3] * 7
     assert llm.batches[0][1].max_tokens == 4
@@ -100,35 +99,31 @@ def test_latency_reports_the_measured_iterations_only(
 
 
 @pytest.mark.parametrize(
-    ("module", "option", "value", "least"),
+    ("name", "option", "value", "least"),
     [
-        (latency, "num-iters", 0, 1),
-        (latency, "num-iters-warmup", -1, 0),
-        (latency, "n", 0, 1),
-        (throughput, "num-warmups", -2, 0),
-        (throughput, "num-prompts", 0, 1),
-        (startup, "num-iters-warmup", -1, 0),
+        ("latency", "num-iters", 0, 1),
+        ("latency", "num-iters-warmup", -1, 0),
+        ("latency", "n", 0, 1),
+        ("throughput", "num-warmups", -2, 0),
+        ("throughput", "num-prompts", 0, 1),
+        ("startup", "num-iters-warmup", -1, 0),
     ],
 )
 def test_a_count_out_of_range_is_named(
-    counting: type[CountingLLM], module: ModuleType, option: str, value: int, least: int
+    counting: type[CountingLLM], name: str, option: str, value: int, least: int
 ) -> None:
-    given = argparse.ArgumentParser()
-    module.add_arguments(given)
     with pytest.raises(ConfigError, match=f"{option.replace('-', '_')}: {value} given; expected `int` >= {least}"):
-        module.run(given.parse_args([f"--{option}={value}"]))
+        run(name, f"--{option}={value}")
     assert not counting.made, "nothing was loaded for it"
 
 
-@pytest.mark.parametrize("module", [throughput, latency, startup])
+@pytest.mark.parametrize("name", ["throughput", "latency", "startup"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
-    module: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
     for path in (tmp_path, tmp_path / "none" / "out.json"):
         with pytest.raises(SystemExit):
-            parser.parse_args(["--output-json", str(path)])
+            run(name, "--output-json", str(path))
         assert f"argument --output-json: {path} cannot be written; a file in a folder" in capsys.readouterr().err
 
 
@@ -136,7 +131,7 @@ def test_a_result_that_cannot_be_written_at_the_end_is_printed(
     counting: type[CountingLLM], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match="/dev/full cannot be written: No space left on device; the result is print"):
-        run(throughput, "--num-prompts", "2", "--output-json", "/dev/full")
+        run("throughput", "--num-prompts", "2", "--output-json", "/dev/full")
     printed = capsys.readouterr().out
     assert json.loads(printed[printed.index("{") :])["num_requests"] == 2
 

@@ -36,7 +36,7 @@ def bodies(endpoint: Endpoint) -> list[dict[str, Any]]:
 
 
 def test_completions_are_sent_as_token_ids_and_counted() -> None:
-    result, endpoint = bench("--temperature", "0", "--top-k", "5")
+    result, endpoint = bench("--extra-body", '{"temperature": 0, "top_k": 5}')
     assert [asked.path for asked in endpoint.asked] == ["/v1/models"] + 6 * ["/v1/completions"]
     for body in bodies(endpoint):
         assert body["model"] == "a/model" and len(body["prompt"]) == 8 and body["max_tokens"] == 3
@@ -168,12 +168,12 @@ def test_the_table_has_the_lines_that_scripts_look_for() -> None:
 
 
 def test_a_saved_result_leaves_out_the_lists_unless_asked(tmp_path: Path) -> None:
-    options = ("--result-dir", str(tmp_path), "--metadata", "gpu=none", "--label", "ours")
+    options = ("--result-dir", str(tmp_path))
     result, _ = bench(*options)
     path = serve.save(result, parse(*options))
-    assert path.name == f"ours-infqps-model-{result['date']}.json"
+    assert path.name == f"openai-infqps-model-{result['date']}.json"
     saved = json.loads(path.read_text())
-    assert saved["gpu"] == "none" and saved["request_rate"] == "inf" and saved["model_id"] == "a/model"
+    assert saved["request_rate"] == "inf" and saved["model_id"] == "a/model"
     assert saved["mean_ttft_ms"] == result["mean_ttft_ms"] and "ttfts" not in saved
     detailed = json.loads(
         serve.save(result, parse(*options, "--save-detailed", "--result-filename", "d.json")).read_text()
@@ -192,7 +192,6 @@ def test_a_saved_result_leaves_out_the_lists_unless_asked(tmp_path: Path) -> Non
         (("--metric-percentiles", "high"), "metric_percentiles: 'high' given"),
         (("--goodput", "itl:5"), "goodput: 'itl:5' given"),
         (("--goodput", "ttft"), "goodput: '' given"),
-        (("--metadata", "novalue"), "metadata: 'novalue' given"),
         (("--header", "novalue"), "header: 'novalue' given"),
         (("--base-url", "localhost"), "base_url: 'localhost' is not a URL"),
     ],
