@@ -12,21 +12,27 @@ REMOVED_COMMANDS = {
     "export": "run benchmarks/export.py of the sources",
     "top": "open the server's page in a browser for live charts, or read /metrics (docs/grafana.json is a dashboard)",
 }
+_RESULT = "it was removed; write the result of penstock bench serve with --output-json FILE"
 _REQUEST = "a field of each request: SamplingParams, or --extra-body '{\"temperature\": 0}' of penstock bench serve"
 
 # By the name of the keyword; the flag has dashes.
 REMOVED = {
-    "append_result": "it was removed; write each result to a file of its own with --result-filename",
+    "append_result": _RESULT,
     "custom_output_len": "it was removed; write the prompts as conversations and use --dataset-name sharegpt",
-    "label": "it was removed; name the file with --result-filename",
+    "label": _RESULT,
     "lora_experts": "it was removed; adapters change attention, MLPs and shared experts, no others (docs/adapters.md)",
-    "metadata": "it was removed; name the file with --result-filename",
+    "metadata": _RESULT,
     "min_p": _REQUEST,
+    "percentile_metrics": "it was removed; all metrics are reported",
     "quotas": "it was removed; limit clients in the gateway in front of the router",
     "ramp_up_end_rps": "it was removed; run the benchmark once for each --request-rate",
     "ramp_up_start_rps": "it was removed; run the benchmark once for each --request-rate",
     "ramp_up_strategy": "it was removed; run the benchmark once for each --request-rate",
     "random_prefix_len": "it was removed; use --dataset-name prefix_repetition --prefix-repetition-num-prefixes 1",
+    "result_dir": _RESULT,
+    "result_filename": _RESULT,
+    "save_detailed": _RESULT,
+    "save_result": _RESULT,
     "structured_ratio": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
     "structured_schema": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
     "temperature": _REQUEST,

@@ -1,7 +1,7 @@
-"""From the core's outputs to what a reader gets: the `Answer` of a request, with a `Choice` for each of its sequences.
+"""Turns the core's outputs into updates for a reader: the `Answer` of a request, with a `Choice` for each of its sequences.
 
-A choice turns ids into text as they come, holds back what may still become a stop string, and cuts at the first stop
-string found. The server awaits an answer's updates as they come; the offline LLM takes them all at the end.
+A choice decodes ids into text as they arrive, holds back text that may become a stop string, and cuts at the first stop
+string. The server awaits an answer's updates as they arrive; the offline LLM reads all of them at the end.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from penstock.executor.protocol import TokenLogprobs
 
 
 class Update(msgspec.Struct):
-    """What is new about one choice since the update before."""
+    """The changes of one choice since the previous update."""
 
     index: int
     text: str = ""
@@ -29,13 +29,13 @@ class Update(msgspec.Struct):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that ended it; None for the model's own end
     error: str | None = None
-    is_refusal: bool = False  # with an error: the request itself is at fault
-    versions: list[int] = []  # of the weights, that made each of these tokens; []: those of the start made all
-    arrived_s: float = 0.0  # the newest of it, since the request was submitted
+    is_refusal: bool = False  # with an error: the request itself is invalid
+    versions: list[int] = []  # of the weights that made each token; []: the weights of the start
+    arrived_s: float = 0.0  # when its newest token arrived, since the request was submitted
 
 
 def joined(updates: Sequence[Update]) -> Update:
-    """Consecutive updates of one choice as one; linear in their length, however many there are."""
+    """Join consecutive updates of one choice, in time linear in their total length."""
     last = updates[-1]
     if len(updates) == 1:
         return last
@@ -63,15 +63,12 @@ class RequestMetrics(msgspec.Struct):
 
 class ChoiceState(enum.Enum):
     RUNNING = enum.auto()  # the core samples its tokens
-    STOPPED = enum.auto()  # its text has ended at a stop string; the core is asked to stop and has yet to confirm
-    ENDED = enum.auto()  # the core's last output has come
+    STOPPED = enum.auto()  # its text ended at a stop string; the core has yet to confirm the abort
+    ENDED = enum.auto()  # the core's last output has arrived
 
 
 class Choice:
-    """One sequence of a request, from the core's outputs to updates with text.
-
-    `stream` is None where no text is wanted.
-    """
+    """One sequence of a request. Without a `stream` its updates have no text."""
 
     def __init__(self, index: int, params: SamplingParams, stream: TextStream | None) -> None:
         self.index = index
@@ -89,7 +86,7 @@ class Choice:
         return self.state is ChoiceState.RUNNING
 
     def push(self, output: Output) -> Update:
-        """What this output adds for the user; nothing after the end, as the core samples on until it learns of that."""
+        """Return the update of this output; an empty one after the end, because the core samples on until it learns of it."""
         update = Update(self.index)
         if not self.is_running:
             if output.finish_reason is not None:
@@ -115,20 +112,20 @@ class Choice:
         return update
 
     def _text(self, stream: TextStream, output: Output) -> tuple[str, int]:
-        """The new text, and how many of the output's tokens it took: those behind a stop string are dropped."""
-        # The token that ended the sequence is listed among the tokens, but it is no text.
+        """Return the new text, and how many of the output's tokens it has: tokens after a stop string are dropped."""
+        # The token that ended the sequence is one of the tokens, but has no text.
         is_stopped = output.stop_token is not None and output.tokens[-1:] == [output.stop_token]
-        spoken = output.tokens[:-1] if is_stopped and not self._include_stop else output.tokens
+        visible = output.tokens[:-1] if is_stopped and not self._include_stop else output.tokens
         if self._stops is None:
-            text = stream.push(spoken)
+            text = stream.push(visible)
             return (text if output.finish_reason is None else text + stream.flush()), len(output.tokens)
         parts = []
-        for num_taken, token in enumerate(spoken, 1):
+        for num_taken, token in enumerate(visible, 1):
             parts.append(self._stops.push(stream.push([token]), self._num_tokens + num_taken > self._min_tokens))
             if self._stops.found is not None:
                 return "".join(parts), num_taken
         if output.finish_reason is not None:
-            is_past_minimum = self._num_tokens + len(spoken) > self._min_tokens
+            is_past_minimum = self._num_tokens + len(visible) > self._min_tokens
             ended_well = output.finish_reason in ("stop", "length")
             parts.append(self._stops.push(stream.flush(), ended_well and is_past_minimum))
             if self._stops.found is None:
@@ -137,10 +134,10 @@ class Choice:
 
 
 class Answer:
-    """What has come of a request: the core's outputs go in, updates come out, at most one per choice at a time.
+    """The results of a request so far: takes the core's outputs and returns updates, at most one per choice at a time.
 
-    What is not read yet is merged, so a reader that is slow costs memory for its own answer and nothing else. Iterating
-    waits for updates until every choice has finished.
+    Unread updates are merged, so a slow reader costs only the memory of its own answer. Iterating waits for updates until
+    every choice has finished.
     """
 
     def __init__(self, messages: Sequence[Submit], choices: list[Choice], abort: Callable[[list[str]], None]) -> None:
@@ -154,10 +151,10 @@ class Answer:
         self.is_refused = False  # the error is the request's own fault
         self.metrics = RequestMetrics()
         self.started_s = time.monotonic()
-        # What has been read:
+        # These concern the updates that were read:
         self.num_tokens = 0
-        self.finish_reasons: list[FinishReason] = []  # of the choices that have ended, as they did
-        self.read_s: float | None = None  # when the newest tokens of it arrived, since the start; kept by its reader
+        self.finish_reasons: list[FinishReason] = []  # of the choices that have ended, in that order
+        self.read_s: float | None = None  # when the newest of these tokens arrived, since the start; set by the reader
         self._abort = abort
         self._num_running = len(choices)
         self._unread: dict[int, list[Update]] = {}
@@ -181,7 +178,7 @@ class Answer:
         return self._num_running == 0
 
     def take(self, index: int, output: Output) -> None:
-        """Take in what the core says of one choice."""
+        """Take in an output of one choice."""
         choice = self.choices[index]
         update = choice.push(output)
         if not (update.token_ids or update.text or update.finish_reason):
@@ -210,7 +207,7 @@ class Answer:
             self._abort([output.request_id])
 
     def updates(self) -> list[Update]:
-        """What has come since the last call; at the end, of a reader that did not ask before, every choice whole."""
+        """Return the updates since the last call, one per choice."""
         found = [joined(self._unread[index]) for index in sorted(self._unread)]
         self._unread = {}
         for update in found:
@@ -256,13 +253,13 @@ class Answer:
 
 
 class OpenAnswers:
-    """The answers that the core still has sequences of, and which output belongs to which."""
+    """The answers whose sequences still run in the core; finds the answer of each output."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[Answer, int]] = {}  # by the sequence's request id: the answer, which choice
 
     def __len__(self) -> int:
-        """How many sequences."""
+        """Return the number of sequences."""
         return len(self._places)
 
     def __contains__(self, request_id: object) -> bool:
@@ -272,7 +269,7 @@ class OpenAnswers:
         self._places |= {message.request_id: (answer, index) for index, message in enumerate(answer.messages)}
 
     def deliver(self, output: Output) -> Answer | None:
-        """Hand an output to its answer; None where it has had its last one."""
+        """Give an output to its answer and return that; return None if the answer has had its last output."""
         request_id = output.request_id
         found = self._places.get(request_id) if output.finish_reason is None else self._places.pop(request_id, None)
         if found is None:
@@ -285,7 +282,7 @@ class OpenAnswers:
         return list(self._places)
 
     def check(self) -> None:
-        """Assert that every answer is whole, and that exactly those are listed whose last output has yet to come."""
+        """Assert the invariants of every answer, and that exactly the sequences without a last output are listed."""
         for answer, index in self._places.values():
             answer.check()
             assert answer.choices[index].state is not ChoiceState.ENDED

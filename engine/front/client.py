@@ -106,7 +106,7 @@ class AsyncEngine:
         self._liveness = Liveness()
         self._ticking: asyncio.TimerHandle | None = None
         self._death: str | None = None
-        self._asked: dict[int, asyncio.Future[Controlled]] = {}  # what the core has not answered yet
+        self._asked: dict[int, asyncio.Future[Controlled]] = {}  # control messages without an answer, by number
         self._closing = False
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: ChildProcess | None = None
@@ -131,7 +131,7 @@ class AsyncEngine:
             raise
 
     def spawn(self) -> None:
-        """Start the core process: for those that have something to do before they wait for it."""
+        """Start the core process without waiting for it, so that the caller can do something else meanwhile."""
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # `start` may never ask
@@ -160,7 +160,7 @@ class AsyncEngine:
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     async def _unlink(self, directory: Path) -> None:
-        """Remove the sockets' names once both connections stand: nothing is left behind, however we end."""
+        """Remove the sockets' names once both are connected, so that nothing is left behind however this process ends."""
         while not self._is_connected or not self._to_core.poll(0, zmq.POLLOUT):
             if self._death is not None:
                 return
@@ -168,13 +168,13 @@ class AsyncEngine:
         shutil.rmtree(directory)
 
     async def close(self) -> None:
-        """End the core at once; what still runs ends with an error."""
+        """End the core at once; running requests end with an error."""
         self._closing = True
         if self._ticking is not None:
             self._ticking.cancel()
         process, self._process = self._process, None
         if process is not None:
-            if self._is_ready:  # while it loads it does not listen, and has nothing to lose
+            if self._is_ready:  # while it loads, it does not read messages
                 with contextlib.suppress(EngineDead, TimeoutError):
                     self._send(Shutdown())
                     async with asyncio.timeout(STOP_GRACE_S):
@@ -212,8 +212,8 @@ class AsyncEngine:
         return EngineHealth(True, True, "ok")
 
     def admit(self, num_sequences: int = 1, num_preparing: int = 0) -> None:
-        """Raise at once what `generate` would raise for want of room or of a core: called before tokenizing, with the number
-        of sequences that are admitted and being tokenized."""
+        """Raise what `generate` would raise without room or without a core. The server calls this before it tokenizes;
+        `num_preparing` is the number of admitted sequences that are being tokenized."""
         if self._death is not None:
             raise EngineDead(self._death)
         limit = self.config.scheduler.max_sequences
@@ -263,28 +263,28 @@ class AsyncEngine:
         self._open.check()
 
     def watch_cache(self, is_on: bool) -> None:
-        """Have the core report to `on_cache_update` what is cached, all at once and then the changes; or no more."""
+        """Start or stop the core's reports to `on_cache_update`: first everything that is cached, then the changes."""
         if self._death is None:
             self._send(WatchCache(is_on))
 
     async def reset_prefix_cache(self) -> bool:
-        """Have the core forget all cached content; False while something uses it."""
+        """Have the core forget all cached content; return False while something uses it."""
         return not (await self._ask("reset_prefix_cache")).error
 
     async def control(self, what: str, **fields: Any) -> EngineState:
-        """Pause and so on, with the fields of `Control`. Raises WeightsError where it is refused."""
+        """Send a control message such as pause, with the fields of `Control`; raise WeightsError if it is refused."""
         answer = await self._ask(what, **fields)
         if answer.error:
             raise WeightsError(answer.error)
         return answer.state
 
     async def load_adapter(self, path: str) -> AdapterInfo:
-        """Have the core hold the adapter in this folder; AdapterError says why it cannot."""
+        """Have the core load the adapter in this folder; raise AdapterError if it cannot."""
         await read_ahead(path)
         loading = self._ask("load_adapter", path=path)
         try:
             answer = await asyncio.shield(loading)
-        except asyncio.CancelledError:  # the caller has left, and no request will name it
+        except asyncio.CancelledError:  # the caller has left, so no request will use the adapter
             loading.add_done_callback(self._unload_again)
             raise
         if answer.adapter is None:
@@ -292,7 +292,7 @@ class AsyncEngine:
         return answer.adapter
 
     def _ask(self, what: str, **fields: Any) -> asyncio.Future[Controlled]:
-        """Send it with a new number, under which the core answers."""
+        """Send a control message; return the future of its answer."""
         if self._death is not None:
             raise EngineDead(self._death)
         number = next(self._ids)
@@ -305,13 +305,13 @@ class AsyncEngine:
             self.unload_adapter(adapter.key)
 
     def unload_adapter(self, key: str) -> None:
-        """No request from now on has it; those in flight finish."""
+        """Unload an adapter after the requests in flight that use it."""
         if self._death is None:
             self._send(UnloadAdapter(key))
 
     @property
     def num_open(self) -> int:
-        """Sequences in flight."""
+        """The number of sequences in flight."""
         return len(self._open)
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
@@ -327,7 +327,7 @@ class AsyncEngine:
             raise EngineDead("the engine core does not take messages any more") from None
 
     def _drain(self) -> None:
-        """Read all there is: the socket's file descriptor signals a change, not a state."""
+        """Read all messages: the socket's file descriptor signals a change, not a state."""
         try:
             while True:
                 self._receive(self._decoder.decode(self._from_core.recv(zmq.NOBLOCK)))
@@ -367,7 +367,7 @@ class AsyncEngine:
             self._die(message.error)
 
     def _take_answer(self, message: Controlled) -> None:
-        """The state also where the caller has left: it is how things are."""
+        """Take in the new state, even if the caller has left, and wake the caller."""
         self.state, before = message.state, self.info
         if self.state.fingerprint != before.fingerprint:
             self.info = msgspec.structs.replace(before, fingerprint=self.state.fingerprint)
@@ -378,7 +378,7 @@ class AsyncEngine:
             waiting.set_result(message)
 
     def _hear(self, process: ChildProcess) -> None:
-        """The core's heartbeats. When its process ends, so does every request."""
+        """Read a heartbeat of the core; end all requests if its process has ended."""
         message = receive(process.channel)
         if message is not None:
             self._receive(msgspec.msgpack.decode(message, type=Heartbeat))
@@ -406,7 +406,7 @@ class AsyncEngine:
             self._open.deliver(Output(request_id, [], finish_reason="error", error=self._death))
 
     def _retry_after_s(self) -> int:
-        """A full queue empties at the rate of the last steps; asked again too soon, it would refuse again."""
+        """Estimate how long a full queue takes to have room, at the rate of the last steps."""
         stats = self.stats
         if stats.num_steps == 0 or stats.generation_tokens == 0:
             return 1

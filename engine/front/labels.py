@@ -1,4 +1,4 @@
-"""What the server and the offline LLM share for models that classify: what they are asked, and what their numbers mean."""
+"""Requests to models that classify, and the meaning of their numbers; for the server and the offline LLM."""
 
 import math
 from array import array
@@ -11,7 +11,7 @@ from penstock.executor.protocol import LabelInfo, ModelInfo
 
 
 def labels_of(info: ModelInfo, is_scored: bool = False) -> LabelInfo:
-    """Those of the model. One that has none is refused; so is, where texts are to be scored, one that has several."""
+    """Return the model's labels; raise InvalidRequest if it has none, or for a score if it has several."""
     if info.labels is None:
         raise InvalidRequest(
             "model",
@@ -24,7 +24,7 @@ def labels_of(info: ModelInfo, is_scored: bool = False) -> LabelInfo:
 
 
 def asking_for(labels: LabelInfo, tokenizer: Tokenizer | None) -> SamplingParams:
-    """What goes with `pooling="labels"`."""
+    """Return the sampling parameters of a request with `pooling="labels"`."""
     if labels.tokens is None:
         return SamplingParams(max_tokens=1, detokenize=False)
     ids = [None if tokenizer is None else tokenizer.backend.token_to_id(text) for text in labels.tokens]
@@ -35,7 +35,7 @@ def asking_for(labels: LabelInfo, tokenizer: Tokenizer | None) -> SamplingParams
 
 
 def shown(labels: LabelInfo, numbers: bytes, activates: bool = True) -> list[float]:
-    """From the model's numbers to one for each label: probabilities, unless they are asked for as they are."""
+    """Return one number for each label: probabilities, or without `activates` the model's numbers."""
     values = array("f", numbers).tolist()
     if labels.tokens is not None:
         values = [values[1] - values[0]]  # of the two tokens alone, yes has the probability of its sigmoid
@@ -52,8 +52,8 @@ def shown(labels: LabelInfo, numbers: bytes, activates: bool = True) -> list[flo
 def pair_prompts(
     template: ChatTemplate | None, first: list[str], second: list[str], fields: tuple[str, str]
 ) -> tuple[list[str], bool]:
-    """The prompts of one text with each of several, or of each with its own; and whether they want special tokens. A
-    template for pairs has messages of the roles query and document; without it the texts stand behind each other."""
+    """Return the prompts of one text with each of several, or of each with its own; and whether special tokens are added.
+    A template for pairs has messages of the roles query and document; without one the texts are concatenated."""
     if len(first) not in (1, len(second)) or not second:
         what = f"{len(first)} texts for {len(second)} of {fields[1]}; one, or as many, and at least one, are expected"
         raise InvalidRequest(fields[0] if second else fields[1], what)

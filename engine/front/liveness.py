@@ -63,7 +63,7 @@ class Liveness:
         self.verdict: Verdict = "heard"
 
     def heard(self) -> None:
-        """The core has sent something."""
+        """Note that the core has sent a message."""
         self.silent_s = self._stuck_s = 0.0
         self._last = None
         self.verdict = "heard"

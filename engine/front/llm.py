@@ -12,16 +12,28 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import msgspec
 
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer, OpenAnswers
-from penstock.engine.front.given import LoraRequests, Messages, Prompt, as_list, for_each, plain
-from penstock.engine.front.lora import Loaded, LoRARequest
-from penstock.engine.front.progress import Bar, Progress, interrupts_between_steps
+from penstock.engine.front.hf_interface import FamiliarTokenizer
+from penstock.engine.front.labels import asking_for, labels_of, pair_prompts, shown
+from penstock.engine.front.offline_call import (
+    Bar,
+    LoadedAdapters,
+    LoRARequest,
+    LoraRequests,
+    Messages,
+    Progress,
+    Prompt,
+    as_list,
+    for_each,
+    interrupts_between_steps,
+    split_salt,
+)
 from penstock.engine.front.results import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -36,27 +48,30 @@ from penstock.engine.front.results import (
     pooled,
 )
 from penstock.engine.front.submit import Pooling, begin_answer
+from penstock.engine.grammar.compiler import Compiler, GrammarRefused
+from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Output
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.load_tokenizer import load_tokenizer
+from penstock.engine.text.prompt import chat_prompt
+from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.vllm_options import nearest
 from penstock.executor.protocol import ModelInfo, Part, Pooled, SleepLevel
+from penstock.executor.shared_tensors import SharedTensors
 from penstock.executors import open_executor
-
-if TYPE_CHECKING:
-    from penstock.engine.front.hf_interface import FamiliarTokenizer
-    from penstock.engine.grammar.compiler import Compiler
-    from penstock.engine.text.template import ChatTemplate
 
 
 class LLM:
-    """A model for batches of prompts. `with LLM() as llm:` frees its memory at the end. A call waits for those of other
-    threads."""
+    """A model for batches of prompts. `with LLM() as llm:` frees its memory at the end. Calls of several threads run one
+    after another."""
 
-    _core: EngineCore | None = None  # of the class: `__del__` comes even where `__init__` refused its arguments
-    _compiler: "Compiler | None" = None
+    _core: EngineCore | None = (
+        None  # a class attribute, because `__del__` runs even if `__init__` refused its arguments
+    )
+    _compiler: Compiler | None = None
     _open_executor = staticmethod(open_executor)
 
     def __init__(
@@ -88,8 +103,6 @@ class LLM:
         self.tokenizer: Tokenizer | None = None if skip_tokenizer else load_tokenizer(files)
         self.template: ChatTemplate | None = None
         if self.tokenizer is not None:
-            from penstock.engine.text.template import load_template
-
             self.template = load_template(self.tokenizer, chat_template)
         self._start(config)
         if self.info.device == "cpu" and options.get("gpu_memory_utilization") is not None:
@@ -97,7 +110,7 @@ class LLM:
             warnings.warn(remark, stacklevel=2)
         self._num_requests = 0
         self._open = OpenAnswers()  # of the batch that runs
-        self._adapters = Loaded(config.executor.max_cpu_loras)
+        self._adapters = LoadedAdapters(config.executor.max_cpu_loras)
 
     @property
     def info(self) -> ModelInfo:
@@ -111,8 +124,8 @@ class LLM:
         *,
         lora_request: LoraRequests = None,
     ) -> list[RequestOutput]:
-        """Complete the prompts, in their order. `sampling_params` is one for all, or one for each; without any, as the
-        model's authors recommend. `lora_request`: an adapter for all, or one or None for each."""
+        """Complete the prompts; return the results in their order. `sampling_params` is one for all prompts, or one for each;
+        the default are the model's recommended ones. `lora_request`: an adapter for all, or one or None for each."""
         return self._generate(as_list(prompts), sampling_params, use_tqdm, True, lora_request)
 
     def chat(
@@ -131,8 +144,6 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
-        from penstock.engine.text.prompt import chat_prompt
-        from penstock.engine.text.template import load_template
 
         template = self.template
         if chat_template is not None and self.tokenizer is not None:
@@ -166,8 +177,8 @@ class LLM:
         *,
         normalize: bool = True,
     ) -> list[PooledRequestOutput[EmbeddingOutput]]:
-        """One vector for each prompt: the hidden state of its last token, or the mean over all; of unit length, unless
-        `normalize` is false."""
+        """Return one vector for each prompt: the hidden state of its last token, or the mean over all tokens; of unit length,
+        unless `normalize` is false."""
         if pooling not in ("last", "mean"):
             raise InvalidRequest("pooling", f"{pooling!r} given; 'last' or 'mean' is expected")
         params = SamplingParams(max_tokens=1, detokenize=False)
@@ -176,15 +187,14 @@ class LLM:
     def classify(
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True
     ) -> list[PooledRequestOutput[ClassificationOutput]]:
-        """Of each prompt the labels' probabilities. The model has a classification head."""
+        """Return the probabilities of the labels for each prompt. The model must have a classification head."""
         return self._label(as_list(prompts), use_tqdm, ClassificationOutput)
 
     def score(
         self, data_1: str | Sequence[str], data_2: str | Sequence[str], use_tqdm: Bar = True
     ) -> list[PooledRequestOutput[ScoringOutput]]:
-        """How well two texts go together: one with each of several, or each with its own. The model has a head of one
-        label, or tokens for no and yes."""
-        from penstock.engine.front.labels import labels_of, pair_prompts
+        """Return how well pairs of texts match: one text with each of several, or each with its own. The model must have a
+        head of one label, or tokens for no and yes."""
 
         labels_of(self.info, is_scored=True)
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
@@ -195,7 +205,6 @@ class LLM:
     def _label(
         self, prompts: list[Prompt], use_tqdm: Bar, show: Callable[[list[float]], Shown]
     ) -> list[PooledRequestOutput[Shown]]:
-        from penstock.engine.front.labels import asking_for, labels_of, shown
 
         labels = labels_of(self.info)
         params = asking_for(labels, self.tokenizer)
@@ -208,20 +217,19 @@ class LLM:
         if not sys.is_finalizing():  # else the operating system does it
             self.shutdown()
 
-    def get_tokenizer(self) -> "FamiliarTokenizer":
-        """The model's tokenizer, with the names that transformers gives to what it does."""
+    def get_tokenizer(self) -> FamiliarTokenizer:
+        """Return the model's tokenizer with the interface of transformers' tokenizers."""
         if self.tokenizer is None:
             raise ValueError("skip_tokenizer: there is no tokenizer, as it was left out")
-        from penstock.engine.front.hf_interface import FamiliarTokenizer
 
         return FamiliarTokenizer(self.tokenizer, self.template)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's authors recommend."""
+        """Return the parameters that the model's authors recommend."""
         return SamplingParams(**recommended_sampling(self._files))
 
     def get_metrics(self) -> dict[str, float]:
-        """Gauges and counters of the engine core by name."""
+        """Return gauges and counters of the engine core by name."""
         stats = msgspec.structs.asdict(self._running().stats())
         tiers = stats.pop("tiers")
         experts = stats.pop("experts")
@@ -242,8 +250,6 @@ class LLM:
         cannot be used; nothing has changed then.
         """
         if isinstance(weights, Mapping):
-            from penstock.executor.shared_tensors import SharedTensors
-
             with SharedTensors(weights) as shared:
                 return self.update_weights(shared.path)
         with self._turn:
@@ -253,7 +259,7 @@ class LLM:
             return rest.version
 
     def sleep(self, level: SleepLevel = 1) -> None:
-        """Give memory back: of the cache, and with level 2 that of the weights, which `update_weights` brings again."""
+        """Release the memory of the cache, and with level 2 that of the weights, which `update_weights` loads again."""
         if level not in (1, 2):
             raise InvalidRequest("level", f"{level!r} given; 1 or 2 is expected")
         with self._turn:
@@ -266,7 +272,7 @@ class LLM:
                     rest.resume()
 
     def wake_up(self, tags: Sequence[Part] = ("weights", "kv_cache")) -> None:
-        """Take back the memory for these; when both are there it runs again."""
+        """Allocate the memory of these parts again; the engine runs again when it has both."""
         if wrong := [tag for tag in tags if tag not in ("weights", "kv_cache")]:
             raise InvalidRequest("tags", f"{wrong[0]!r} given; 'weights' and 'kv_cache' are expected")
         with self._turn:
@@ -280,7 +286,7 @@ class LLM:
         if self._core is not None:
             with self._turn:
                 core, self._core = self._core, None
-                if core is not None:  # no other thread was faster
+                if core is not None:  # else another thread was faster
                     core.close()
 
     def __enter__(self) -> Self:
@@ -294,8 +300,6 @@ class LLM:
         if tokenizer is None:
             self._core = EngineCore(config, executor)
             return
-        from penstock.engine.grammar.compiler import Compiler
-        from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
         vocab_size = executor.info.vocab_size
         compiler = self._compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
@@ -315,7 +319,7 @@ class LLM:
         lora_request: LoraRequests,
     ) -> list[RequestOutput]:
         asked = for_each("sampling_params", sampling_params, SamplingParams, len(prompts))
-        # Copies: the caller's may have been changed since they were made.
+        # Copies, because the caller may change its objects.
         copies = {id(each): msgspec.structs.replace(each or self.get_default_sampling_params()) for each in asked}
         adapters = for_each("lora_request", lora_request, LoRARequest, len(prompts))
         text = None if self.tokenizer is None else self.tokenizer.token_text
@@ -352,7 +356,7 @@ class LLM:
         adapter: str | None = None,
     ) -> "_Begun":
         info = self._running().info
-        given, cache_salt = plain(prompt)
+        given, cache_salt = split_salt(prompt)
         text = given if isinstance(given, str) else None
         if params.seed is None and self._seeds is not None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
@@ -387,8 +391,6 @@ class LLM:
             return None
         if self.tokenizer is None or self._compiler is None:
             raise InvalidRequest("structured_outputs", "needs a tokenizer, but skip_tokenizer=True")
-        from penstock.engine.grammar.compiler import GrammarRefused
-        from penstock.engine.grammar.source import grammar_source
 
         source = grammar_source(wanted, self.tokenizer.special_texts)
         try:
@@ -398,7 +400,7 @@ class LLM:
         return source
 
     def _run(self, begun: "list[_Begun]", use_tqdm: Bar, show: "Callable[[_Begun], Result]") -> list[Result]:
-        """What `show` makes of them when all are finished."""
+        """Run the requests; return what `show` makes of each when all are finished."""
         core, self._open = self._running(), OpenAnswers()
         if core.rest.asleep:
             raise RuntimeError("this LLM sleeps; wake_up comes first")
@@ -435,7 +437,7 @@ class LLM:
         try:
             return core.step()
         except BaseException:
-            self.shutdown()  # it failed halfway: nothing of this engine can be trusted any more
+            self.shutdown()  # the step failed halfway, so the state of this engine is undefined
             raise
 
     def _abort(self, request_ids: list[str]) -> None:

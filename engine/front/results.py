@@ -1,4 +1,4 @@
-"""What the offline API returns: finished requests under vLLM's names."""
+"""Results of the offline API, with the names of vLLM."""
 
 import math
 from array import array
@@ -13,22 +13,22 @@ from penstock.executor.protocol import TokenLogprobs
 
 Shown = TypeVar("Shown")
 Result = TypeVar("Result")
-TokenText = Callable[[int], str]  # how a token reads
+TokenText = Callable[[int], str]  # returns the text of a token
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """A token that was, or might have been, at one position. The names are those of vLLM."""
+    """A sampled or possible token at one position."""
 
     logprob: float
     rank: int  # 1 is the most likely
     decoded_token: str | None = None  # None without a tokenizer
 
 
-Candidates = dict[int, Logprob]  # by token id: the one that is there first, then the most likely ones in order
+Candidates = dict[int, Logprob]  # by token id: first the sampled one, then the most likely ones in order
 
 
 def candidates(entry: TokenLogprobs, text: TokenText | None) -> Candidates:
-    """`text` says how a token reads."""
+    """Return the candidates of one position; `text` returns the text of a token."""
     ranks = (entry.rank, *range(1, len(entry.ids)))
     found: Candidates = {}
     for token_id, value, rank in zip(entry.ids, entry.values, ranks, strict=True):
@@ -46,7 +46,9 @@ class CompletionOutput(msgspec.Struct):
     stop_reason: int | str | None = None
     logprobs: list[Candidates] | None = None
     cumulative_logprob: float | None = None
-    weights_versions: list[int] | None = None  # that made each token, by number of updates; None: none has been updated
+    weights_versions: list[int] | None = (
+        None  # of the weights that made each token, as numbers of updates; None without updates
+    )
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -66,7 +68,7 @@ class RequestOutput(msgspec.Struct):
 
 
 def unit_length(vector: "array[float]") -> "array[float]":
-    """The same direction; a vector of zeros stays."""
+    """Scale a vector to length 1; return a vector of zeros as it is."""
     length = math.sqrt(sum(value * value for value in vector)) or 1.0
     return array("f", [value / length for value in vector])
 
@@ -88,7 +90,7 @@ class ScoringOutput(msgspec.Struct):
 
 
 class PooledRequestOutput(msgspec.Struct, Generic[Shown]):
-    """A prompt that was computed and not continued, as `LLM.embed`, `classify` and `score` return it."""
+    """The result of a prompt without an answer, as `LLM.embed`, `classify` and `score` return it."""
 
     request_id: str
     prompt: str | None
@@ -100,7 +102,7 @@ class PooledRequestOutput(msgspec.Struct, Generic[Shown]):
 
 
 class RequestsFailed(RuntimeError):
-    """Some requests of a call failed while they ran. `results`: of the others, each in its place."""
+    """Some requests of a call failed while they ran. `results` has those of the others, each in its place."""
 
     def __init__(self, errors: Sequence[str | None], results: Sequence[Any]) -> None:
         place, error = next((place, error) for place, error in enumerate(errors) if error is not None)
@@ -111,7 +113,7 @@ class RequestsFailed(RuntimeError):
 
 
 def completed(answer: Answer, prompt: str | None, text: TokenText | None) -> RequestOutput:
-    """The result of a finished answer that nothing was read of."""
+    """Return the result of a finished answer whose updates have not been read."""
     entries, is_scored = answer.prompt_logprobs, answer.messages[0].sampling.prompt_logprobs is not None
     return RequestOutput(
         request_id=answer.request_id,

@@ -21,7 +21,7 @@ Pooling = Literal["last", "mean"]
 
 
 class SubmitFields(TypedDict, total=False):
-    """What a request may say beside its prompt and how to sample. The names are those of `Submit`."""
+    """Optional fields of a request besides prompt and sampling, with the names of `Submit`."""
 
     priority: int
     cache_salt: str | None
@@ -31,8 +31,8 @@ class SubmitFields(TypedDict, total=False):
 
 
 class KvTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the prompt's blocks are, or will be: one of the engine's own `--kv-peer`, and how long to wait for them. An
-    empty object asks for no transfer: clients of vLLM's prefill/decode proxies send it with every request."""
+    """The peer that has the prompt's blocks or will have them, one of the engine's `--kv-peer`, and how long to wait for
+    them. An empty object requests no transfer: clients of vLLM's prefill/decode proxies send it with every request."""
 
     peer: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     wait_s: Annotated[float, Meta(ge=0, le=600)] | None = None
@@ -43,7 +43,7 @@ class KvTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AnswerOptions(SubmitFields, total=False):
-    """And what `begin_answer` explains."""
+    """All options of `begin_answer`, which explains them."""
 
     is_continuation: bool
     shown_ids: frozenset[int]
@@ -52,7 +52,7 @@ class AnswerOptions(SubmitFields, total=False):
 
 
 def token_bytes(tokens: Sequence[int], vocab_size: int, field: str = "prompt") -> bytes:
-    """Token ids as the core takes them; ids outside the vocabulary are refused."""
+    """Encode token ids for the core; raise InvalidRequest for ids outside the vocabulary."""
     if not tokens:
         raise InvalidRequest(field, "the prompt is empty; at least one token is needed")
     try:
@@ -69,7 +69,7 @@ def token_bytes(tokens: Sequence[int], vocab_size: int, field: str = "prompt") -
 
 
 def check_length(num_tokens: int, info: ModelInfo, field: str = "prompt", num_answered: int = 1) -> None:
-    """A prompt must leave room for one token, unless it alone is computed (`num_answered` is 0)."""
+    """Raise InvalidRequest unless the prompt leaves room for `num_answered` tokens."""
     most = info.max_model_len - num_answered
     if num_tokens > most:
         holds = f"{info.max_model_len} with the answer" if num_answered else f"{most}"
@@ -77,7 +77,7 @@ def check_length(num_tokens: int, info: ModelInfo, field: str = "prompt", num_an
 
 
 def check_room(num_tokens: int, max_tokens: int | None, info: ModelInfo, field: str = "max_tokens") -> None:
-    """An answer of the length asked for must fit behind the prompt."""
+    """Raise InvalidRequest unless an answer of `max_tokens` fits behind the prompt."""
     room = info.max_model_len - num_tokens
     if max_tokens is not None and max_tokens > room:
         raise InvalidRequest(
@@ -96,8 +96,8 @@ def submissions(
     kv_transfer: KvTransfer | None = None,
     **fields: Unpack[SubmitFields],
 ) -> list[Submit]:
-    """One message per choice, named `request_id.index`. The choices find each other's prompt in the prefix cache.
-    `sampling`: what `params` come to, but for the seed."""
+    """Return one message per choice, named `request_id.index`. The choices find each other's prompt in the prefix cache.
+    `sampling` is made of `params`; each choice gets its own seed."""
     has_grammar = fields.get("grammar") is not None
     assert (params.structured_outputs is None) != has_grammar, "a grammar is made of structured_outputs"
     given = kv_transfer or KvTransfer()
@@ -134,16 +134,16 @@ def begin_answer(
     like: Answer | None = None,
     **fields: Unpack[SubmitFields],
 ) -> Answer:
-    """Check a request; what comes of it, with the messages that start it in the core.
+    """Check a request; return its answer, with the messages that start it in the core.
 
-    `prompt`: token ids, or what `token_bytes` has made of them: 131k take 4 ms to check.
-    `is_continuation`: the text goes on where the prompt's text ended (a completion), it is no answer of its own: some
-    vocabularies mark the first word of a text with a space that only the former wants.
-    `shown_ids`: special tokens that stand in the text whatever the request says.
-    `grammar`: what was made of `params.structured_outputs`; it may be stricter, never absent.
+    `prompt`: token ids, or the result of `token_bytes`: 131k ids take 4 ms to check.
+    `is_continuation`: the text continues the prompt's text (a completion). Some vocabularies mark the first word of a
+    text with a space, which only a continuation keeps.
+    `shown_ids`: special tokens that are part of the text in any case.
+    `grammar`: made of `params.structured_outputs`; it may be stricter, but is never absent.
     `kv_transfer`: the other engine that has the prompt's blocks, or will have them soon.
-    `like`: an answer to the same `params` but for seed and length: lists of thousands of ids take milliseconds to check
-    and to sort, and a call may have a thousand prompts.
+    `like`: an answer with the same `params` except for seed and length. Lists of thousands of ids take milliseconds to
+    check and to sort, and a call may have a thousand prompts.
     """
     if fields.get("pooling") is None and info.labels is not None and info.labels.tokens is None:
         raise InvalidRequest("model", "it classifies texts and writes none; ask it to classify, to score or to rerank")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.engine.front.forward import open_forward
     from penstock.engine.front.llm import LLM
-    from penstock.engine.front.lora import LoRARequest
+    from penstock.engine.front.offline_call import LoRARequest
     from penstock.engine.front.results import RequestOutput, RequestsFailed
     from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
     from penstock.engine.sampling_params import StructuredOutputs as StructuredOutputsParams
@@ -19,7 +19,7 @@ __all__ += ["StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "Token
 
 _HOMES = {
     "LLM": ("penstock.engine.front.llm", "LLM"),
-    "LoRARequest": ("penstock.engine.front.lora", "LoRARequest"),
+    "LoRARequest": ("penstock.engine.front.offline_call", "LoRARequest"),
     "RequestOutput": ("penstock.engine.front.results", "RequestOutput"),
     "RequestsFailed": ("penstock.engine.front.results", "RequestsFailed"),
     "SamplingParams": ("penstock.engine.sampling_params", "SamplingParams"),

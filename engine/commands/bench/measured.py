@@ -70,7 +70,7 @@ class MeasuredAnswer:
         self._events = Events()
 
     def take(self, status: int, data: bytes, now_s: float) -> None:
-        """Bytes of the body have arrived."""
+        """Take in bytes of the body that have just arrived."""
         if status != 200:
             self._error += data[: ERROR_BYTES - len(self._error)]
             return
@@ -84,7 +84,7 @@ class MeasuredAnswer:
                 self._error = self._error or f"an event cannot be read ({error}): {payload[:200]!r}".encode()
 
     def outcome(self, status: int, prompt_len: int, queue_s: float = 0.0) -> Outcome:
-        """The answer is complete. `prompt_len` counts where the server does not report one."""
+        """Return the measured request, whose answer is complete. `prompt_len` is used if the server reports none."""
         usage = self._usage or _Usage()
         error = self._error.decode(errors="replace").strip()
         if status != 200:

@@ -68,16 +68,13 @@ def output_file(name: str) -> str:
     return name
 
 
-def write_result(path: Path, text: str) -> None:
-    """Write the result; print it where it cannot be written after all, so that it is not lost."""
+def write_json(name: str | None, result: dict[str, Any]) -> None:
+    """Write the result, if a file was named; print it if it cannot be written after all, so that it is not lost."""
+    if name is None:
+        return
+    text = json.dumps(result, indent=4)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
+        Path(name).write_text(text + "\n")
     except OSError as error:
         print(text, flush=True)
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; the result is printed") from None
-
-
-def write_json(path: str | None, result: dict[str, Any]) -> None:
-    if path is not None:
-        write_result(Path(path), json.dumps(result, indent=4))
+        raise ConfigError(f"{name} cannot be written: {error.strerror}; the result is printed") from None

@@ -5,19 +5,17 @@ either server and the results compare.
 """
 
 import argparse
-import json
 import math
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from penstock.engine.commands.bench.calls import ENDPOINTS, TrafficOptions, build_calls, first_model, headers_of
 from penstock.engine.commands.bench.datasets import DatasetOptions
 from penstock.engine.commands.bench.load import Run, drive
-from penstock.engine.commands.bench.report import output_file, serving_table, write_result
+from penstock.engine.commands.bench.report import output_file, serving_table, write_json
 from penstock.engine.commands.bench.summary import METRICS, OBJECTIVES, details, summarize
 from penstock.engine.commands.prove.http_client import Client, Target
 from penstock.engine.config import ConfigError, chosen
@@ -66,23 +64,18 @@ class RequestOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultOptions:
-    percentile_metrics: str = flag(
-        f"metrics to report, of {','.join(METRICS)} (default: %(default)s)",
-        "LIST",
-        default="ttft,tpot,itl",
-        opens="results",
+    metric_percentiles: str = flag(
+        "percentiles to report, like 50,90,99.9 (default: 99)", "LIST", default="99", opens="results"
     )
-    metric_percentiles: str = flag("percentiles to report, like 50,90,99.9 (default: 99)", "LIST", default="99")
     goodput: tuple[str, ...] = flag(
         f"report how many requests stay within limits of {', '.join(OBJECTIVES)}",
         "NAME:MS",
         takes_several=True,
         default=(),
     )
-    save_result: bool = flag("write the result as JSON", default=False)
-    save_detailed: bool = flag("include times, text and error of every request", default=False)
-    result_dir: str | None = flag("directory of the file (default: the current one)", "DIR")
-    result_filename: str | None = flag("name of the file (default: BACKEND-RATEqps-MODEL-DATE.json)", "NAME")
+    output_json: str | None = flag(
+        "write the result as JSON, with times, text and error of every request", "FILE", read=output_file
+    )
     disable_tqdm: bool = flag("show no progress bar", default=False)
 
 
@@ -100,14 +93,13 @@ def run(args: argparse.Namespace) -> int:
 
     result = uvloop.run(measure(args))
     print(serving_table(result))
-    if args.save_result:
-        print(f"written to {save(result, args)}")
+    write_json(args.output_json, result)
     return 0 if result["completed"] else 1
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the whole benchmark; return the result as it is saved, with the lists of `details` in it."""
-    metrics, percents, objectives = _selection(args)
+    """Run the whole benchmark; return the result, with the lists of `details` in it."""
+    percents, objectives = _selection(args)
     host = f"[{args.host}]" if ":" in args.host else args.host
     base_url = args.base_url or f"http://{host}:{args.port}"
     try:
@@ -119,8 +111,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     finally:
         client.close()
     explain_failures(finished)
-    if args.max_concurrency is not None:
-        metrics = [*metrics, "client_queue_time"]
+    metrics = [name for name in METRICS if name != "client_queue_time" or args.max_concurrency is not None]
     return {
         **description(args, model),
         **summarize(finished.outcomes, finished.duration_s, metrics, percents, objectives),
@@ -142,21 +133,10 @@ async def _load(client: Client, args: argparse.Namespace) -> tuple[str, Run]:
     return model, await drive(client, calls, args.max_concurrency, show)
 
 
-def _selection(args: argparse.Namespace) -> tuple[list[str], list[float], dict[str, float]]:
-    """Return the metrics, percentiles and objectives to report; check all options before the load begins."""
+def _selection(args: argparse.Namespace) -> tuple[list[float], dict[str, float]]:
+    """Return the percentiles and the objectives to report; check all options before the load begins."""
     for kind in KINDS:
         chosen(args, kind)
-    if args.save_result:
-        path = Path(args.result_dir or ".") / (args.result_filename or "any.json")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            output_file(str(path))
-        except (OSError, argparse.ArgumentTypeError) as error:
-            raise ConfigError(f"result_dir: {error}") from None
-    metrics = args.percentile_metrics.split(",")
-    for name in metrics:
-        if name not in METRICS:
-            raise ConfigError(f"percentile_metrics: {name!r} given; known are {', '.join(METRICS)}")
     percents = [_number("metric_percentiles", text) for text in args.metric_percentiles.split(",")]
     if not all(0 <= percent <= 100 for percent in percents):
         raise ConfigError(f"metric_percentiles: {args.metric_percentiles} given; each is 0 to 100")
@@ -166,7 +146,7 @@ def _selection(args: argparse.Namespace) -> tuple[list[str], list[float], dict[s
         if name not in OBJECTIVES:
             raise ConfigError(f"goodput: {item!r} given; write NAME:MS with a name of {', '.join(OBJECTIVES)}")
         objectives[name] = _number("goodput", limit)
-    return [name for name in metrics if name != "client_queue_time"], percents, objectives
+    return percents, objectives
 
 
 def _number(field: str, text: str) -> float:
@@ -196,14 +176,3 @@ def description(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
     }
-
-
-def save(result: dict[str, Any], args: argparse.Namespace) -> Path:
-    if not args.save_detailed:
-        result = {name: value for name, value in result.items() if name not in details([])}
-    model = result["model_id"].rstrip("/").rsplit("/", 1)[-1]
-    limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency is not None else ""
-    name = args.result_filename or f"{result['label']}-{result['request_rate']}qps{limit}-{model}-{result['date']}.json"
-    path = Path(args.result_dir or ".") / name
-    write_result(path, json.dumps(result))
-    return path

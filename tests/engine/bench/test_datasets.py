@@ -36,13 +36,6 @@ def test_a_range_ratio_spreads_lengths_to_both_sides() -> None:
     assert {sample.output_len for sample in made} == set(range(7, 14))
 
 
-def test_a_prefix_is_shared_by_all_and_comes_on_top() -> None:
-    made = samples("--random-input-len", "10", "--random-prefix-len", "6")
-    assert len({tuple(sample.prompt[:6]) for sample in made}) == 1
-    assert len({tuple(sample.prompt) for sample in made}) == len(made)
-    assert {len(sample.prompt) for sample in made} == {16}
-
-
 @pytest.mark.parametrize("vocab_size", [2, 150, 50_000])
 def test_token_ids_stay_inside_the_vocabulary(vocab_size: int) -> None:
     for sample in samples(count=10, source=PromptSource(vocab_size)):
@@ -61,7 +54,6 @@ def test_a_seed_gives_the_same_prompts_and_asking_for_more_keeps_the_first() -> 
         ("--num-prompts", "0", "num_prompts"),
         ("--random-input-len", "0", "random_input_len"),
         ("--random-output-len", "-1", "random_output_len"),
-        ("--random-prefix-len", "-1", "random_prefix_len"),
         ("--random-range-ratio", "1.0", "random_range_ratio"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.commands.bench import serving as serve
 from penstock.engine.commands.bench.load import EncodedCall, drive
-from penstock.engine.commands.bench.report import serving_table
+from penstock.engine.commands.bench.report import serving_table, write_json
 from penstock.engine.config import ConfigError
 from tests.support.bench_endpoint import Asked, Endpoint, completion, plain, speak_openai
 
@@ -138,7 +138,7 @@ def test_a_server_that_hangs_up_fails_its_request_only() -> None:
 def test_the_table_has_the_lines_that_scripts_look_for() -> None:
     result, _ = bench(
         "--max-concurrency", "3", "--request-rate", "500", "--goodput", "ttft:1000",
-        "--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99.9",
+        "--metric-percentiles", "50,99.9",
     )  # fmt: skip
     lines = serving_table(result).splitlines()
     assert lines[0] == "============ Serving Benchmark Result ============"
@@ -167,18 +167,14 @@ def test_the_table_has_the_lines_that_scripts_look_for() -> None:
         assert {f"{kind} {name} (ms):" for kind in ("Mean", "Median", "P50", "P99.9")} <= set(labels)
 
 
-def test_a_saved_result_leaves_out_the_lists_unless_asked(tmp_path: Path) -> None:
-    options = ("--result-dir", str(tmp_path))
-    result, _ = bench(*options)
-    path = serve.save(result, parse(*options))
-    assert path.name == f"openai-infqps-model-{result['date']}.json"
+def test_a_saved_result_has_the_lists_of_every_request(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    result, _ = bench("--output-json", str(path))
+    write_json(str(path), result)
     saved = json.loads(path.read_text())
-    assert saved["request_rate"] == "inf" and saved["model_id"] == "a/model"
-    assert saved["mean_ttft_ms"] == result["mean_ttft_ms"] and "ttfts" not in saved
-    detailed = json.loads(
-        serve.save(result, parse(*options, "--save-detailed", "--result-filename", "d.json")).read_text()
-    )
-    assert len(detailed["ttfts"]) == len(detailed["itls"]) == 6 and detailed["generated_texts"][0] == " t0 t1 t2"
+    assert saved["request_rate"] == "inf" and saved["model_id"] == "a/model" and saved["label"] == "openai"
+    assert saved["mean_ttft_ms"] == result["mean_ttft_ms"]
+    assert len(saved["ttfts"]) == len(saved["itls"]) == 6 and saved["generated_texts"][0] == " t0 t1 t2"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +183,6 @@ def test_a_saved_result_leaves_out_the_lists_unless_asked(tmp_path: Path) -> Non
         (("--request-rate", "0"), "request_rate: 0.0 given"),
         (("--burstiness", "0"), "burstiness: 0.0 given"),
         (("--max-concurrency", "0"), "max_concurrency: 0 given"),
-        (("--percentile-metrics", "ttft,speed"), "percentile_metrics: 'speed' given"),
         (("--metric-percentiles", "101"), "metric_percentiles: 101 given"),
         (("--metric-percentiles", "high"), "metric_percentiles: 'high' given"),
         (("--goodput", "itl:5"), "goodput: 'itl:5' given"),
@@ -253,16 +248,8 @@ def test_a_number_out_of_range_is_named_before_a_server_is_asked(options: list[s
         asyncio.run(serve.measure(parse("--base-url", "http://127.0.0.1:1", *options)))
 
 
-def test_a_result_that_cannot_be_written_is_refused_early_or_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    for folder, name in ((tmp_path / "file", "x.json"), (tmp_path, "../" + tmp_path.name)):
-        args = parse("--base-url", "http://127.0.0.1:1", "--save-result", "--result-dir", str(folder))
-        args.result_filename = name
-        with pytest.raises(ConfigError, match="^result_dir: "):
-            asyncio.run(serve.measure(args))
-    args = parse("--save-result", "--result-dir", "/dev", "--result-filename", "full")
-    with pytest.raises(ConfigError, match="/dev/full cannot be written: No space left on device; the result is print"):
-        serve.save({"model_id": "m", "label": "l", "request_rate": "inf", "date": "d", "completed": 5}, args)
-    assert json.loads(capsys.readouterr().out)["completed"] == 5
+def test_a_result_that_cannot_be_written_is_refused_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path, tmp_path / "none" / "x.json"):
+        with pytest.raises(SystemExit):
+            parse("--output-json", str(path))
+        assert f"argument --output-json: {path} cannot be written" in capsys.readouterr().err

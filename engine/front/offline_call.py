@@ -1,0 +1,144 @@
+"""The arguments of one call of the offline API, the adapters that it loads, its progress bar, and Ctrl-C while it runs."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.front.answer import Answer
+from penstock.engine.messages import Output
+from penstock.engine.sampling_params import InvalidRequest
+
+Prompt = str | list[int] | dict[str, Any]  # a dictionary has "prompt" or "prompt_token_ids", and maybe "cache_salt"
+Messages = list[dict[str, Any]]
+Bar = bool | Callable[..., Any]  # whether to show progress, or a function that makes the bar instead of tqdm
+T = TypeVar("T")
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+class LoRARequest(msgspec.Struct, frozen=True):
+    """A PEFT adapter in a folder. The first request with it reads the folder; another number reads the folder again."""
+
+    lora_name: str
+    lora_int_id: Annotated[int, Meta(ge=1)]
+    lora_path: str
+
+
+LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def split_salt(prompt: Prompt) -> tuple[str | list[int], str | None]:
+    """Return the text or the token ids of a prompt, and its cache salt."""
+    if isinstance(prompt, bytes):  # the core's own form, which is not checked again
+        raise InvalidRequest("prompt", "bytes given; a text or a list of token ids is expected")
+    if not isinstance(prompt, dict):
+        return prompt, None
+    unknown = [name for name in prompt if name not in PROMPT_FIELDS and prompt[name] is not None]
+    if unknown:
+        raise InvalidRequest(f"prompt.{unknown[0]}", f"there is no such field; known are {', '.join(PROMPT_FIELDS)}")
+    given = [prompt[name] for name in PROMPT_FIELDS[:2] if prompt.get(name) is not None]
+    if len(given) != 1:
+        raise InvalidRequest("prompt", f"{len(given)} of prompt and prompt_token_ids given; exactly one is expected")
+    if not isinstance(salt := prompt.get("cache_salt"), str | None):
+        raise InvalidRequest("prompt.cache_salt", f"{type(salt).__name__} given; a text is expected")
+    return given[0], salt
+
+
+def for_each(field: str, given: T | Sequence[T | None] | None, kind: type[T], num_prompts: int) -> Sequence[T | None]:
+    """Return one value per prompt from one value for all, none, or a list."""
+    if given is None or isinstance(given, kind):
+        return [given] * num_prompts
+    if not (isinstance(given, Sequence) and all(isinstance(each, kind | None) for each in given)):
+        raise InvalidRequest(field, f"{type(given).__name__} given; a {kind.__name__}, or a list of them is expected")
+    if len(given) != num_prompts:
+        raise InvalidRequest(field, f"{len(given)} given for {num_prompts} prompts; give one, or one for each")
+    return given
+
+
+class LoadedAdapters:
+    """The adapters of earlier calls. Beyond `most`, the least recently used one is unloaded."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._keys: dict[LoRARequest, str] = {}  # the most recently used one last
+
+    def keys(self, requests: Sequence[LoRARequest | None], core: EngineCore) -> list[str | None]:
+        """Return the key of each request's adapter, in call order. Unloading is safe here because only one call runs at a
+        time."""
+        if (num := len({*requests} - {None})) > self._most:
+            raise InvalidRequest("lora_request", f"{num} adapters in one call; max_cpu_loras is {self._most}")
+        return [None if each is None else self._key(each, core) for each in requests]
+
+    def _key(self, request: LoRARequest, core: EngineCore) -> str:
+        key = self._keys.pop(request, None)
+        if key is None:
+            while len(self._keys) >= self._most:
+                core.unload_adapter(self._keys.pop(next(iter(self._keys))))
+            key = core.load_adapter(request.lora_path).key
+        self._keys[request] = key
+        return key
+
+
+class Progress:
+    """A bar over the requests, with the tokens read and written per second."""
+
+    def __init__(self, num_requests: int, make: Bar) -> None:
+        from tqdm import tqdm
+
+        self._bar = (make if callable(make) else tqdm)(total=num_requests, desc="Requests", dynamic_ncols=True)
+        self._started_s = time.monotonic()
+        self._num_input = self._num_output = 0
+
+    def note(self, answer: Answer, output: Output) -> None:
+        self._num_output += len(output.tokens)
+        if output.num_cached_tokens is not None and output.request_id == answer.messages[0].request_id:
+            self._num_input += answer.num_prompt_tokens
+        if answer.is_finished:
+            seconds = max(time.monotonic() - self._started_s, 1e-9)
+            self._bar.set_postfix_str(
+                f"in {self._num_input / seconds:.0f} tok/s, out {self._num_output / seconds:.0f} tok/s", refresh=False
+            )
+            self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+@contextlib.contextmanager
+def interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Delay Ctrl-C until the yielded function is called: an interrupted step leaves half of its writes.
+
+    A second Ctrl-C is not delayed. Outside the main thread no signal arrives, and nothing is changed.
+    """
+    pending: list[int] = []
+
+    def check() -> None:
+        if pending:
+            raise KeyboardInterrupt
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        check()
+        pending.append(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield check
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
