@@ -41,7 +41,7 @@ from pairs import ROOT, child, main, quantile, rounded, rounds, summary, table
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.router_fleet import mock_replicas
 
-from penstock.engine.commands.bench.load import EncodedCall, drive
+from penstock.engine.commands.bench.calls import EncodedCall, drive
 from penstock.engine.commands.bench.summary import Outcome
 from penstock.engine.commands.prove.http_client import Client, Target
 

@@ -1,25 +1,29 @@
-"""Builds the requests of `penstock bench serve` and their arrival times, before the clock starts."""
+"""Builds the requests of `penstock bench serve` with their arrival times, then sends each at its time and measures its answer."""
 
 import argparse
 import asyncio
 import math
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
+from tqdm import tqdm
 
 from penstock.engine.commands.bench.datasets import load_samples
-from penstock.engine.commands.bench.load import EncodedCall
+from penstock.engine.commands.bench.measured import MeasuredAnswer
+from penstock.engine.commands.bench.summary import Outcome
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample, estimated_tokens, token_counter
 from penstock.engine.commands.prove.http_client import KEY_VARIABLES, Client, Target, key_header
 from penstock.engine.config import ConfigError
+from penstock.engine.http.limits import allow_open_files
 from penstock.engine.options import Count, Length, Seed, flag
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+SPARE_FILES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,22 @@ class TrafficOptions:
     max_concurrency: Count | None = flag("hold requests back while this many are in flight", "N")
     num_warmups: Length = flag("requests before the measured ones (default: 0)", "N", default=0)
     seed: Seed = flag("of prompts, lengths and arrivals (default: 0)", default=0)
+
+
+class EncodedCall(NamedTuple):
+    """A request, encoded before the clock starts."""
+
+    request: bytes
+    prompt_len: int
+    arrival_s: float = 0.0
+
+
+class Run(NamedTuple):
+    """The results of all calls."""
+
+    outcomes: list[Outcome]  # in the order of the calls
+    duration_s: float
+    max_send_delay_s: float  # how far the generator itself fell behind the arrival times
 
 
 def build_calls(
@@ -130,3 +150,45 @@ async def first_model(client: Client, headers: dict[str, str], timeout_s: float)
         return str(msgspec.json.decode(body)["data"][0]["id"])
     except (msgspec.DecodeError, LookupError, TypeError):
         raise ConfigError(f"model: {where}/v1/models lists none; give --model") from None
+
+
+async def drive(
+    client: Client, calls: Sequence[EncodedCall], max_concurrency: int | None = None, show: bool = False
+) -> Run:
+    """Send every call at its arrival time, or later where `max_concurrency` holds it back in the client."""
+    allow_open_files(min(len(calls), max_concurrency or len(calls)) + SPARE_FILES)
+    room = asyncio.Semaphore(max_concurrency or len(calls))
+    started = time.perf_counter()
+    tasks = []
+    max_delay_s = 0.0
+    with tqdm(total=len(calls), unit="request", disable=not show) as bar:
+        try:
+            for call in calls:
+                due = started + call.arrival_s
+                wait_s = due - time.perf_counter()
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+                max_delay_s = max(max_delay_s, time.perf_counter() - due)
+                tasks.append(asyncio.create_task(_send(client, call, room, bar.update)))
+            outcomes = [await task for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+    return Run(outcomes, time.perf_counter() - started, max_delay_s)
+
+
+async def _send(client: Client, call: EncodedCall, room: asyncio.Semaphore, ended: Callable[[], object]) -> Outcome:
+    """Send one call when there is room for it, and measure its answer."""
+    queued = time.perf_counter()
+    async with room:
+        reply = MeasuredAnswer(time.perf_counter())
+        queue_s = reply.start_s - queued
+        try:
+            status = await client.exchange(call.request, reply.take)
+            outcome = reply.outcome(status, call.prompt_len, queue_s)
+        except OSError as error:
+            outcome = Outcome(
+                call.prompt_len, 0, reply.start_s, 0.0, 0.0, queue_s=queue_s, error=str(error) or repr(error)
+            )
+        ended()
+        return outcome

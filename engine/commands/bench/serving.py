@@ -12,9 +12,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from penstock.engine.commands.bench.calls import ENDPOINTS, TrafficOptions, build_calls, first_model, headers_of
+from penstock.engine.commands.bench.calls import (
+    ENDPOINTS,
+    Run,
+    TrafficOptions,
+    build_calls,
+    drive,
+    first_model,
+    headers_of,
+)
 from penstock.engine.commands.bench.datasets import DatasetOptions
-from penstock.engine.commands.bench.load import Run, drive
 from penstock.engine.commands.bench.report import output_file, serving_table, write_json
 from penstock.engine.commands.bench.summary import METRICS, OBJECTIVES, details, summarize
 from penstock.engine.commands.prove.http_client import Client, Target

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.commands.bench import serving as serve
-from penstock.engine.commands.bench.load import EncodedCall, drive
+from penstock.engine.commands.bench.calls import EncodedCall, drive
 from penstock.engine.commands.bench.report import serving_table, write_json
 from penstock.engine.config import ConfigError
 from tests.support.bench_endpoint import Asked, Endpoint, completion, plain, speak_openai
