@@ -89,7 +89,15 @@ def test_no_more_requests_are_under_way_than_allowed() -> None:
     assert endpoint.most_running == 2
     assert result["max_concurrent_requests"] == 2
     assert result["mean_client_queue_time_ms"] > 0
-    everything, endpoint = bench(answer=slow)
+    everyone = asyncio.Barrier(6)
+
+    async def when_all_are_here(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        if asked.method == "POST":
+            async with asyncio.timeout(60):
+                await everyone.wait()
+        await speak_openai(asked, writer)
+
+    everything, endpoint = bench(answer=when_all_are_here)
     assert endpoint.most_running == 6 == everything["max_concurrent_requests"]
     assert "mean_client_queue_time_ms" not in everything
 
