@@ -12,15 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from os import PathLike
 from types import TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import msgspec
 
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer, OpenAnswers
-from penstock.engine.front.hf_interface import FamiliarTokenizer
-from penstock.engine.front.labels import asking_for, labels_of, pair_prompts, shown
 from penstock.engine.front.offline_call import (
     Bar,
     LoadedAdapters,
@@ -48,20 +46,20 @@ from penstock.engine.front.results import (
     pooled,
 )
 from penstock.engine.front.submit import Pooling, begin_answer
-from penstock.engine.grammar.compiler import Compiler, GrammarRefused
-from penstock.engine.grammar.source import grammar_source
-from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Output
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.load_tokenizer import load_tokenizer
-from penstock.engine.text.prompt import chat_prompt
-from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.vllm_options import nearest
 from penstock.executor.protocol import ModelInfo, Part, Pooled, SleepLevel
 from penstock.executor.shared_tensors import SharedTensors
 from penstock.executors import open_executor
+
+if TYPE_CHECKING:  # `from penstock import LLM` imports neither jinja2 nor llguidance
+    from penstock.engine.front.hf_interface import FamiliarTokenizer
+    from penstock.engine.grammar.compiler import Compiler
+    from penstock.engine.text.template import ChatTemplate
 
 
 class LLM:
@@ -71,7 +69,7 @@ class LLM:
     _core: EngineCore | None = (
         None  # a class attribute, because `__del__` runs even if `__init__` refused its arguments
     )
-    _compiler: Compiler | None = None
+    _compiler: "Compiler | None" = None
     _open_executor = staticmethod(open_executor)
 
     def __init__(
@@ -103,6 +101,8 @@ class LLM:
         self.tokenizer: Tokenizer | None = None if skip_tokenizer else load_tokenizer(files)
         self.template: ChatTemplate | None = None
         if self.tokenizer is not None:
+            from penstock.engine.text.template import load_template
+
             self.template = load_template(self.tokenizer, chat_template)
         self._start(config)
         if self.info.device == "cpu" and options.get("gpu_memory_utilization") is not None:
@@ -144,6 +144,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
+
+        from penstock.engine.text.prompt import chat_prompt
+        from penstock.engine.text.template import load_template
 
         template = self.template
         if chat_template is not None and self.tokenizer is not None:
@@ -196,6 +199,8 @@ class LLM:
         """Return how well pairs of texts match: one text with each of several, or each with its own. The model must have a
         head of one label, or tokens for no and yes."""
 
+        from penstock.engine.front.labels import labels_of, pair_prompts
+
         labels_of(self.info, is_scored=True)
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
         texts, adds_special = pair_prompts(self.template, first, second, ("data_1", "data_2"))
@@ -205,6 +210,8 @@ class LLM:
     def _label(
         self, prompts: list[Prompt], use_tqdm: Bar, show: Callable[[list[float]], Shown]
     ) -> list[PooledRequestOutput[Shown]]:
+
+        from penstock.engine.front.labels import asking_for, labels_of, shown
 
         labels = labels_of(self.info)
         params = asking_for(labels, self.tokenizer)
@@ -217,10 +224,12 @@ class LLM:
         if not sys.is_finalizing():  # else the operating system does it
             self.shutdown()
 
-    def get_tokenizer(self) -> FamiliarTokenizer:
+    def get_tokenizer(self) -> "FamiliarTokenizer":
         """Return the model's tokenizer with the interface of transformers' tokenizers."""
         if self.tokenizer is None:
             raise ValueError("skip_tokenizer: there is no tokenizer, as it was left out")
+
+        from penstock.engine.front.hf_interface import FamiliarTokenizer
 
         return FamiliarTokenizer(self.tokenizer, self.template)
 
@@ -300,6 +309,9 @@ class LLM:
         if tokenizer is None:
             self._core = EngineCore(config, executor)
             return
+
+        from penstock.engine.grammar.compiler import Compiler
+        from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
         vocab_size = executor.info.vocab_size
         compiler = self._compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
@@ -391,6 +403,9 @@ class LLM:
             return None
         if self.tokenizer is None or self._compiler is None:
             raise InvalidRequest("structured_outputs", "needs a tokenizer, but skip_tokenizer=True")
+
+        from penstock.engine.grammar.compiler import GrammarRefused
+        from penstock.engine.grammar.source import grammar_source
 
         source = grammar_source(wanted, self.tokenizer.special_texts)
         try:
