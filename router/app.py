@@ -18,7 +18,7 @@ from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig
-from penstock.router.exchange import Exchange, RouterSpans, as_refusal
+from penstock.router.exchange import BeginTrace, Exchange, as_refusal
 from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.edge import ClientConnection, Edge
@@ -53,13 +53,13 @@ class RouteQuestion(Asked):
 
 
 class RouterApp:
-    def __init__(self, config: RouterConfig, fleet: Fleet, texts: Texts, version: str, spans: RouterSpans) -> None:
+    def __init__(self, config: RouterConfig, fleet: Fleet, texts: Texts, version: str, begin_trace: BeginTrace) -> None:
         self.config = config
         self.fleet = fleet
         self.texts = texts
         self.version = version
         self.edge = Edge(self, config.limits)
-        self.spans = spans
+        self.begin_trace = begin_trace
         self.lines = AccessLog(form, "router") if (form := config.access_log) != "off" else None
         self.metrics = RouterMetrics(fleet, self.edge.refused)
         self.is_draining = False
@@ -162,7 +162,7 @@ class RouterApp:
         if asked.kv_transfer_params not in (NOTHING, NULL) and self.fleet.has_prefills:
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
             raise HttpError(400, message, param="kv_transfer_params")
-        exchange = Exchange(self.fleet, self.metrics, request, connection, self.spans.begin(request), self._ended)
+        exchange = Exchange(self.fleet, self.metrics, request, connection, self.begin_trace(request), self._ended)
         connection.reader = exchange
         self.exchanges.add(exchange)
         try:

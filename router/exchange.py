@@ -63,16 +63,7 @@ class RequestTrace:
 
 
 NO_TRACE = RequestTrace()
-
-
-class RouterSpans:
-    """Begins the spans of requests where nothing is recorded; spans.py has the other kind."""
-
-    def begin(self, request: ClientRequest) -> RequestTrace:  # noqa: ARG002
-        return NO_TRACE
-
-    def close(self) -> None:
-        """Export what has been recorded. May block."""
+BeginTrace = Callable[[ClientRequest], RequestTrace]
 
 
 class Exchange:
@@ -85,21 +76,10 @@ class Exchange:
     """
 
     __slots__ = (
-        *(
-            "_answer",
-            "_cached",
-            "_fleet",
-            "_group",
-            "_is_whole",
-            "_metrics",
-            "_num_data",
-            "_num_data_then",
-            "_num_lost",
-        ),
-        *("_num_reported", "_on_end", "_prefills_tried", "_question", "_quiet_since_s", "_reads_usage", "_status"),
-        "_tried",
-        *("begun_s", "connection", "first_byte_s", "leg", "model", "num_attempts", "prefill", "replica", "request"),
-        *("state", "trace"),
+        *("_answer", "_cached", "_fleet", "_group", "_is_whole", "_metrics", "_num_data", "_num_data_then"),
+        *("_num_lost", "_num_reported", "_on_end", "_prefills_tried", "_question", "_quiet_since_s", "_reads_usage"),
+        *("_status", "_tried", "begun_s", "connection", "first_byte_s", "leg", "model", "num_attempts", "prefill"),
+        *("replica", "request", "state", "trace"),
     )
     _group: ReplicaGroup
     _question: RoutedRequest  # until the first byte

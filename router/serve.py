@@ -24,7 +24,7 @@ from penstock.router.app import RouterApp
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig, replicas_of, resolve
 from penstock.router.discovery import Discovery, discovered_like
-from penstock.router.exchange import RouterSpans
+from penstock.router.exchange import NO_TRACE, BeginTrace
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_feed import KvFeeds
 from penstock.router.fleet.probe import Prober, ServedModel
@@ -140,7 +140,8 @@ class RouterProcess:
         self.config = config
         self.texts = texts
         self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
-        self.app = RouterApp(config, self.fleet, texts, __version__, spans_of(config))
+        begin_trace, self._export_spans = spans_of(config)
+        self.app = RouterApp(config, self.fleet, texts, __version__, begin_trace)
         self.prober = Prober(self.fleet, config, self._on_info)
         self.feeds = KvFeeds(self.fleet)
         self.discovery = Discovery(config.discover, lambda method, text: self.app.apply(method, text, None))
@@ -179,7 +180,7 @@ class RouterProcess:
         await self.prober.close()
         self.app.close()
         await self.fleet.tasks.close()
-        await asyncio.to_thread(self.app.spans.close)
+        await asyncio.to_thread(self._export_spans)  # may wait for the collector
         for replica in (*self.fleet.replicas.values(), *self.fleet.detached):
             replica.pool.close()
         self.texts.close()
@@ -223,18 +224,18 @@ def texts_of(config: RouterConfig) -> Texts:
     return texts
 
 
-def spans_of(config: RouterConfig) -> RouterSpans:
-    """Return what records the spans of requests, if they are exported."""
+def spans_of(config: RouterConfig) -> tuple[BeginTrace, Callable[[], None]]:
+    """Return the function that begins a request's spans, and the one that exports those that are left at the end."""
     if config.telemetry.otlp_traces_endpoint is None:
-        return RouterSpans()
+        return lambda _request: NO_TRACE, lambda: None
     from penstock.router.spans import ExchangeSpans  # its SDK is an extra, and takes long to import
 
-    return ExchangeSpans(config.telemetry, config.policy)
+    spans = ExchangeSpans(config.telemetry, config.policy)
+    return spans.begin, spans.close
 
 
 def with_room_for_connections(config: RouterConfig) -> RouterConfig:
-    """Raise the limit of open files for `--max-connections`; where the hard limit does not allow that, lower
-    `max_connections` instead.
+    """Raise the limit of open files for `--max-connections`, or lower `max_connections` to the hard limit.
 
     Each connection needs three descriptors: the client's, its replica's, and one for a client that is refused with an
     answer. Connections are refused before descriptors run out, because without one neither a client nor a

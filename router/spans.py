@@ -21,7 +21,7 @@ from penstock.router.routes import route_of
 _CONTEXT = re.compile(rb"^(traceparent|tracestate):[ \t]*([^\r]*?)[ \t]*\r\n", re.MULTILINE)
 
 
-class ExchangeSpans(exchange.RouterSpans):
+class ExchangeSpans:
     def __init__(self, telemetry: Telemetry, policy: str) -> None:
         self._tracing = Tracing(telemetry, "penstock-router")
         self._policy = policy

@@ -19,9 +19,7 @@ Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Na
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Print errors that a user can fix as one line on stderr."""
-    while (
-        number := os.open(os.devnull, os.O_RDWR)
-    ) < 3:  # reserve closed standard streams, so that no socket gets their numbers
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # no socket may get the number of a closed standard stream
         os.set_inheritable(number, True)
     os.close(number)
     try:
