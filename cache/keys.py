@@ -65,9 +65,8 @@ def block_keys(tokens: Tokens, block_size: int, *, root: bytes = namespace_root(
 
 
 def page_key(key: bytes, group: int, page: int = 0) -> bytes:
-    """Return the key of the block or state page that another layer group keeps at the end of the prefix `key`.
-
-    No block has this key: block keys hash a multiple of four bytes, and this hashes an odd number."""
+    """Return the key of what another layer group keeps at the end of the prefix `key`: a block or a state page. No block
+    has this key, because block keys hash a multiple of four bytes and this hashes an odd number."""
     return sha256(key + struct.pack("<BHI", 0, group, page)).digest()
 
 

@@ -123,11 +123,10 @@ class DiskTier:
     # -- storing -------------------------------------------------------------------------------------------
 
     def put(self, key: bytes, buffer: Any) -> bool:
-        """Queue a store. True borrows the buffer until `poll` returns its result; after False no result comes.
+        """Queue a store, never block. True borrows the buffer until `poll` returns its result; after False no result comes.
 
         False means that the key is stored or in flight already, or that the store was dropped (`stats` counts the
         reasons): the queue is full, the tier is bypassed, all records are in use, or the admission policy refused the key.
-        Never blocks.
         """
         if len(key) != KEY_BYTES:
             raise ValueError(f"key: {len(key)} bytes given; {KEY_BYTES} are expected")

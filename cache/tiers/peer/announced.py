@@ -1,7 +1,5 @@
-"""The keys that a peer has announced, written by the link's thread and read by the engine's thread.
-
-Memory is bounded: the number of keys has a limit, and changes that nobody reads are merged.
-"""
+"""The keys that a peer has announced, written by the link's thread and read by the engine's thread. Memory is bounded: the
+number of keys has a limit, and changes that nobody reads are merged."""
 
 import threading
 from collections.abc import Iterable

@@ -83,8 +83,6 @@ class LinkState(Enum):
 
 
 class PeerLink:
-    """The connection to one peer, with its thread."""
-
     def __init__(
         self, endpoint: str, chunk_bytes: int, fingerprint: bytes, secret: str, keys: AnnouncedKeys, limits: LinkLimits
     ) -> None:
