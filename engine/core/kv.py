@@ -50,9 +50,7 @@ class Kv:
         self._pool, self._size, self._chunk, self._groups = pool, info.block_size, chunk, info.groups
         self._stats, self._clock = stats, clock
         self._replaced: list[int] = []  # pages that the step being planned may still write to or read
-        self.listeners: list[
-            Callable[[bytes], None]
-        ] = []  # called with the key of each block that may be hit from now on
+        self.listeners: list[Callable[[bytes], None]] = []  # called with each key that can be hit from now on
         self.keys = keys = PageKeys(info.groups, info.block_size, makes_keys)
         self._windows, self.num_pages = keys.windows, keys.num_pages
         self._only_grows = not self._windows and not self.num_pages  # rows give nothing back

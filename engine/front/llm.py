@@ -66,9 +66,7 @@ class LLM:
     """A model for batches of prompts. `with LLM() as llm:` frees its memory at the end. Calls of several threads run one
     after another."""
 
-    _core: EngineCore | None = (
-        None  # a class attribute, because `__del__` runs even if `__init__` refused its arguments
-    )
+    _core: EngineCore | None = None  # a class attribute: `__del__` runs even if `__init__` refused its arguments
     _compiler: "Compiler | None" = None
     _open_executor = staticmethod(open_executor)
 

@@ -8,30 +8,10 @@ from penstock.engine.commands.bench import offline, serving, startup
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     for name, add, measure, summary in (
-        (
-            "serve",
-            serving.add_arguments,
-            serving.run,
-            "Load any OpenAI-compatible server; report latency and throughput.",
-        ),
-        (
-            "throughput",
-            offline.add_throughput_arguments,
-            offline.throughput,
-            "Measure the throughput of the engine with many requests, without a server.",
-        ),
-        (
-            "latency",
-            offline.add_latency_arguments,
-            offline.latency,
-            "Measure how long one batch of requests takes, without a server.",
-        ),
-        (
-            "startup",
-            startup.add_arguments,
-            startup.run,
-            "Measure the time from starting a server to its first token.",
-        ),
+        ("serve", serving.add_arguments, serving.run, "Load a server; report latency and throughput."),
+        ("throughput", offline.add_throughput_arguments, offline.throughput, "Run many requests without a server."),
+        ("latency", offline.add_latency_arguments, offline.latency, "Time one batch of requests without a server."),
+        ("startup", startup.add_arguments, startup.run, "Time the start of a server up to its first token."),
     ):
         benchmark = benchmarks.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         add(benchmark)
