@@ -22,18 +22,9 @@ ROOMS = ("engine", "cache", "executor", "router", "eplb")
 # Where imports may point, per room; a name stands for itself and everything beneath it.
 MAY_IMPORT = {
     "engine": {
-        "engine",
-        "cache",
-        "executor.protocol",
-        "executor.process_life",
-        "executor.gguf_header",
-        "executor.regular_files",
-        "executor.shared_tensors",
-        "executor.machine",
-        "executor.forward",
+        *("engine", "cache", "executors", "_csrc", "executor.protocol", "executor.process_life", "executor.machine"),
+        *("executor.regular_files", "executor.shared_tensors", "executor.gguf_header", "executor.forward"),
         "executor.models.catalogue",  # what runs, as data without torch
-        "executors",
-        "_csrc",
     },
     "executors": {"executor"},
     "executor": {"executor", "cache", "eplb", "_csrc"},

@@ -34,22 +34,10 @@ def tokenizing() -> Iterator[RunningRouter]:
         yield router
 
 
-WORDS = (
-    "Hello",
-    " world",
-    "\n\n",
-    "  ",
-    "def f(x):",
-    "你好",
-    "naïve",
-    "'s",
-    "12345",
-    "\t",
-    "<|im_",
-    "start|>",
-    "🙂",
-    "A",
-)
+WORDS = [
+    *("Hello", " world", "\n\n", "  ", "def f(x):", "你好", "naïve"),
+    *("'s", "12345", "\t", "<|im_", "start|>", "🙂", "A"),
+]
 
 
 def _text(rng: random.Random, specials: list[str]) -> str:

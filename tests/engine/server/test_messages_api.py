@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.running_server import MODEL, Running, running
 
+REFUSED = Path(__file__).with_name("refused_by_agents.json")  # fields of a request, and the name of the wrong one
 HI = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "weather", "description": "Weather.", "input_schema": SCHEMA}
@@ -208,39 +210,7 @@ def test_a_format_is_a_grammar(server: Running) -> None:
     assert server.engine.submitted[-1][1].structured_outputs is not None
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
-            "messages[0].content[0].tool_use_id",
-        ),
-        ({"system": [{"type": "image"}]}, "system[0].type"),
-        (
-            {
-                "tools": [{"type": "web_search_20250305", "name": "web_search"}, TOOL],
-                "tool_choice": {"type": "tool", "name": "web_search"},
-            },
-            "tool_choice.name",
-        ),
-        ({"guided_json": {}}, "guided_json"),
-        ({"frequency_penalty": 1}, "frequency_penalty"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash", "input_schema": {}}]}, "tools[0].type"),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
-        ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice.name"),
-        ({"tool_choice": {"type": "tool", "name": "no"}, "tools": [TOOL]}, "tool_choice.name"),
-        ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 5000}, "max_tokens"),
-        ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"speed": "fast"}, "speed"),
-        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        ({"n": 2}, "n"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param"), json.loads(REFUSED.read_text())["messages"])
 def test_what_cannot_be_served_is_refused_under_its_own_name(
     server: Running, fields: dict[str, Any], param: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -11,28 +12,7 @@ import pytest
 from tests.support.default_model import default_model
 from tests.support.running_server import MODEL
 
-SCHEMAS = {
-    "weather": {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string", "maxLength": 12},
-            "days": {"type": "integer", "minimum": 1, "maximum": 9},
-            "unit": {"enum": ["°C", "°F"]},
-        },
-        "required": ["city", "unit"],
-        "additionalProperties": False,
-    },
-    "clock": {"type": "object", "properties": {}, "additionalProperties": False},
-    "pick": {
-        "type": "object",
-        "properties": {
-            "numbers": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
-            "exact": {"type": "boolean"},
-        },
-        "required": ["numbers", "exact"],
-        "additionalProperties": False,
-    },
-}
+SCHEMAS = json.loads(Path(__file__).with_name("tool_schemas.json").read_text())
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}} for name in SCHEMAS]
 MESSAGES = [{"role": "user", "content": "What is the weather in Ulm?"}]
 

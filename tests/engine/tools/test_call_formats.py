@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -26,52 +27,8 @@ from tests.support.call_writers import FORMS, PRINTED, WRITERS, Call
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.tool_samples import read
 
-TRIP = ToolSpec(
-    "trip",
-    {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string"},
-            "short": {"type": "string", "minLength": 2, "maxLength": 4},
-            "days": {"type": "integer", "minimum": 1, "maximum": 40},
-            "far": {"type": "boolean"},
-            "price": {"type": ["number", "null"]},
-            "unit": {"enum": ["c", "f d", None, 5]},
-            "code": {"type": "string", "pattern": "^[a-c]{2,3}-[0-9]$"},
-            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 3},
-            "opts": {
-                "type": "object",
-                "properties": {"on": {"type": "boolean"}, "at": {"type": "array", "items": {"type": "integer"}}},
-                "required": ["on"],
-                "additionalProperties": False,
-            },
-            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-            "mixed": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},
-            "when": {"type": "string", "format": "date"},
-            "flag": {"anyOf": [{"const": "auto"}, {"type": "boolean"}]},
-            "both": {"type": "string", "pattern": "^[a-z]+$", "maxLength": 3, "minLength": 2},
-        },
-        "required": ["city", "days"],
-        "additionalProperties": False,
-    },
-)
-TREE = ToolSpec(
-    "tree",
-    {
-        "type": "object",
-        "properties": {"node": {"$ref": "#/$defs/node"}},
-        "required": ["node"],
-        "additionalProperties": False,
-        "$defs": {
-            "node": {
-                "type": "object",
-                "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
-                "required": ["v"],
-                "additionalProperties": False,
-            }
-        },
-    },
-)  # fmt: skip
+DATA = json.loads(Path(__file__).with_name("calls.json").read_text())
+TRIP, TREE = (ToolSpec(name, DATA[name]) for name in ("trip", "tree"))
 FREE = ToolSpec("free", {"type": "object"})
 CLOCK = ToolSpec("clock", {"type": "object", "properties": {}, "additionalProperties": False})
 ROUND = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}, {"type": "null"}]}
@@ -220,22 +177,7 @@ def accepts(name: str, first: LLMatcher, special: bool, text: str) -> bool:
     return followed.try_consume_tokens(ids) == len(ids) and followed.is_accepting()
 
 
-WRONG: list[Call] = [
-    ("trip", {"days": 3}),
-    ("trip", {"city": "a", "days": "x"}),
-    ("trip", {"city": "a", "days": 41}),
-    ("trip", {"city": "a", "short": "abcde", "days": 1}),
-    ("trip", {"city": "a", "days": 1, "unit": "k"}),
-    ("trip", {"city": "a", "days": 1, "code": "ad-1"}),
-    ("trip", {"city": "a", "days": 1, "tags": ["a", "b", "c", "d"]}),
-    ("trip", {"city": "a", "days": 1, "opts": {"at": []}}),
-    ("trip", {"city": "a", "days": 1, "opts": {"on": "x"}}),
-    ("trip", {"city": "a", "days": 1, "when": "2023-04-31"}),
-    ("trip", {"city": "a", "days": 1, "flag": "on"}),
-    ("trip", {"city": "a", "days": 1, "both": "wxyz"}),
-    ("trip", {"city": "a", "days": 1, "more": 1}),
-    ("tree", {"node": {"v": 1, "next": {"next": None}}}),
-]
+WRONG: list[Call] = [(name, arguments) for name, arguments in DATA["wrong calls"]]
 
 
 @BY_FORMAT
@@ -364,40 +306,11 @@ def test_what_a_format_cannot_be_held_to_is_refused_if_strict_and_left_out_if_no
     assert accepts(name, loose, False, WRITERS[name]([("f", {"a": 1})]))
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "calls"),
-    [
-        ("qwen3_coder", "<function=clock>\n</function>\n</tool_call>", [("clock", {})]),
-        ("qwen3_coder", "<tool_call><function=clock></function><function=clock></function></tool_call>", [("clock", {})] * 2),
-        ("qwen3_coder", "<tool_call>\n<function=tree>\n<parameter=node>\n{'v': 1}\n</parameter>\n</function>\n</tool_call>",
-         [("tree", {"node": {"v": 1}})]),
-        ("qwen3_coder", "<tool_call>\n<function=trip>\n<parameter=city>\n\n\nx\n\n</parameter>\n</function>\n</tool_call>",
-         [("trip", {"city": "\n\nx\n"})]),
-        ("glm45", "<tool_call>clock</tool_call>", [("clock", {})]),
-        ("glm47", "<tool_call>clock\n</tool_call>", [("clock", {})]),
-        ("gemma4", '<|tool_call>\ncall:trip{city:<|"|>a<|"|>,  days: 2}\n<tool_call|>',
-         [("trip", {"city": "a", "days": 2})]),
-        ("gemma4", '<|tool_call>call:free{a:{<|"|>b c<|"|>:null}}<tool_call|>', [("free", {"a": {"b c": None}})]),
-        ("lfm2", "<|tool_call_start|>[clock(), trip(city=\"a'\\x41\\u00e9\", days=2)]<|tool_call_end|>",
-         [("clock", {}), ("trip", {"city": "a'Aé", "days": 2})]),
-        ("olmo3", "<function_calls>\ntrip(city='a', far=true, price=null)\nclock()\n</function_calls>",
-         [("trip", {"city": "a", "far": True, "price": None}), ("clock", {})]),
-        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}", [("clock", {})]),
-        ("granite", '<tool_call>[{"name": "clock", "arguments": {}}]', [("clock", {})]),
-        # What calls nothing is text.
-        ("olmo3", "[link](http://x) and [clock]", []),
-        ("olmo3", "<function_calls>trip(1)</function_calls>", []),
-        ("olmo3", "<function_calls>free(a=clock())</function_calls>", []),
-        ("olmo3", "<function_calls>free(a=__import__('os'))</function_calls>", []),
-        ("qwen3_coder", "<tool_call>\n<function=trip>\n<parameter=city>\nx\n</function>\n</tool_call>", []),
-        ("gemma4", "<|tool_call>call:free{a:b}<tool_call|>", []),
-        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>[]", []),
-    ],
-)  # fmt: skip
-def test_habits_of_models_are_read_and_what_is_no_call_is_text(name: str, text: str, calls: list[Call]) -> None:
+@pytest.mark.parametrize(("name", "text", "calls"), json.loads(Path(__file__).with_name("habits.json").read_text()))
+def test_habits_of_models_are_read_and_what_is_no_call_is_text(name: str, text: str, calls: list[list[Any]]) -> None:
     for pieces in ([text], list(text)):
         _, content, found = read(pieces, calls_for(name))
-        assert called(found) == calls
+        assert called(found) == [tuple(call) for call in calls]
         assert content == ("" if calls else text)
 
 
