@@ -1,2 +1,2 @@
-"""Constrained answers: what a request asks for → a grammar (source.py) → compiled once (compiler.py) → a `Matcher`
-for every sequence (matcher.py) → the masks of a step (masks.py). Over llguidance; knows no torch and no HTTP."""
+"""Constrained decoding with llguidance: the request's constraint → a grammar (source.py) → compiled once (compiler.py)
+→ one `Matcher` per sequence (matcher.py) → the token masks of a step (masks.py). Uses neither torch nor HTTP."""

@@ -1,12 +1,12 @@
-"""Grammar rules for the arguments of a call, one class for each way to write them (engine/text/tools/formats.py).
+"""Builds grammar rules for the arguments of a tool call, with one class per spelling (engine/text/tools/formats.py).
 
     JSON            {"city": "Ulm"}                                     llguidance compiles the schema
-    tagged text     <parameter=city>\nUlm\n</parameter>                 strings stand as they are, other values are JSON
-    Python          city="Ulm", far=True                                values are JSON, but for True, False and None
-    quoted text     city:<|"|>Ulm<|"|>,far:true                         strings stand between marks of their own
+    tagged text     <parameter=city>\nUlm\n</parameter>                 strings are verbatim, other values are JSON
+    Python          city="Ulm", far=True                                values are JSON, except True, False and None
+    quoted text     city:<|"|>Ulm<|"|>,far:true                         strings are enclosed in the model's own quotes
 
-Properties come in the schema's order, and only those that it names, if it names any. A keyword that a form cannot be
-held to is refused for a strict function, and left out for any other.
+Properties are written in the schema's order. If the schema names properties, no others are allowed. A keyword that the
+grammar cannot enforce in a spelling is refused for a strict function and ignored for any other function.
 """
 
 import json
@@ -23,10 +23,10 @@ from penstock.engine.text.tools.arguments import kinds, typed
 from penstock.engine.text.tools.formats import Parameters, ToolFormat, ToolSpec
 from penstock.engine.text.tools.scan import MAX_DEPTH
 
-# One space behind comma and colon, as templates print JSON: nothing is left open that says nothing, and what is forced
-# need not be sampled.
+# One space after comma and colon, as chat templates print JSON. With whitespace fixed, the model has no meaningless
+# choice, and the grammar can force these tokens instead of sampling them.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_MAX_LENGTH = 2000  # of a string: each character is a state of the lexer, and it has 50,000
+_MAX_LENGTH = 2000  # largest minLength or maxLength: each character is a state of the lexer, which has 50,000
 _OF_STRINGS = frozenset(("minLength", "maxLength", "pattern", "format"))
 _OF_ARGUMENTS = frozenset(("type", "properties", "required", "additionalProperties"))
 _OF_OTHERS = frozenset((
@@ -34,17 +34,17 @@ _OF_OTHERS = frozenset((
     *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
     *("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"),
 ))  # fmt: skip
-# The keywords that llguidance holds an answer to, and those that it does not; the others are annotations.
+# The keywords that llguidance enforces, and those that it does not; all others are annotations.
 _HELD = _OF_STRINGS | _OF_OTHERS | {"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf"}
 _UNHELD = frozenset((
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
     *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems"),
 ))  # fmt: skip
-# How values begin that a reader would not take for a string.
+# First characters of values that the parser of the answer would not read as a string.
 _BEGINNINGS = {"array": r"\[", "object": r"\{", "integer": "-0-9", "number": "-0-9"}
-_ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"  # where the schema names none
-_ROOT = "arguments"  # the name of the whole schema beside one of its parts
-# Some values of every format. The only wrong ones are 29 February in other years, which llguidance takes as well.
+_ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"  # property names if the schema names none
+_ROOT = "arguments"  # the key in `$defs` under which a part of the schema refers to the whole schema
+# These match a subset of each format. The only invalid match is 29 February in a common year, as in llguidance.
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _DATE = r"[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|[12][0-9]))"
@@ -64,8 +64,8 @@ _FORMATS = {
 
 
 def argument_rules(rules: Rules, form: ToolFormat, function: ToolSpec, index: int) -> str:
-    """Return the name of a rule for what stands between the signs around the arguments of a function. `index` is its
-    place among the functions."""
+    """Add the rule for the arguments of a function, without the text that encloses them, and return its name. `index`
+    is the function's position among the request's functions."""
     if form.parameters is None:
         schema = {**function.parameters}
         if not function.is_strict or "type" not in schema:
@@ -77,9 +77,9 @@ def argument_rules(rules: Rules, form: ToolFormat, function: ToolSpec, index: in
 
 
 class _Arguments(ABC):
-    """Arguments that are written one by one."""
+    """Builds the rules for arguments that are written one by one, not as one JSON object."""
 
-    key: str  # the names that can be written
+    key: str  # regular expression of the property names that can be written
 
     def __init__(self, rules: Rules, form: ToolFormat, function: ToolSpec, prefix: str) -> None:
         assert form.parameters is not None
@@ -89,9 +89,9 @@ class _Arguments(ABC):
         self._root = prepared(schema, "tools", not function.is_strict, function.name)
 
     def all(self) -> str:
-        """Return Lark for all arguments."""
+        """Return the Lark expression for all arguments."""
         schema = self._held(self._root)
-        for _ in range(MAX_DEPTH):  # a chain of references may lead back
+        for _ in range(MAX_DEPTH):  # bounded, because a chain of references may be circular
             schema = self._held(self._target(schema["$ref"])) if "$ref" in schema else schema
         parameters = self._parameters
         return self._object(schema, parameters.before_key, parameters.before_value, parameters.join)
@@ -112,7 +112,7 @@ class _Arguments(ABC):
         return f"({pair} ({text(join)} {pair})*)?"
 
     def _members(self, pairs: list[tuple[str, bool]], join: str) -> str:
-        """Return Lark for the required pairs and any of the others, in order."""
+        """Return the Lark expression for the pairs in order; each pair that is not required is optional."""
         if not join:
             return " ".join(f"({pair}){'' if is_needed else '?'}" for pair, is_needed in pairs)
         rest, num_needed = "", 0
@@ -125,13 +125,13 @@ class _Arguments(ABC):
 
     @abstractmethod
     def _value(self, schema: Any) -> str:
-        """Return Lark for one value, and for what closes it."""
+        """Return the Lark expression for one value and the text that closes it."""
 
     # -- schemas ---------------------------------------------------------------------------------------------
 
     def _branches(self, schema: Any, seen: set[str] | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the alternatives of a schema: each an enumeration, of one type, or without any constraint. A reference is
-        followed once, since it may lead back."""
+        """Yield the alternatives of a schema. Each is an enumeration, has one type, or has no constraint. A reference
+        is followed only once, because references may be circular."""
         seen, found = set() if seen is None else seen, self._held(schema)
         several = next((name for name in ("anyOf", "oneOf") if name in found), "")
         if not several and len(found.get("allOf", ())) == 1:
@@ -158,7 +158,7 @@ class _Arguments(ABC):
             yield found
 
     def _held(self, schema: Any) -> dict[str, Any]:
-        """Return the keywords that hold a value to something."""
+        """Return the enforced keywords of a schema; refuse keywords that cannot be enforced."""
         if schema is False:
             self._refuse("false")
         if not isinstance(schema, dict):
@@ -200,24 +200,24 @@ class _Arguments(ABC):
     # -- values ----------------------------------------------------------------------------------------------
 
     def _json(self, branch: Mapping[str, Any], kind: str) -> str:
-        """Return the name of a rule for a value of this type as JSON."""
+        """Return the name of a rule for a value of this type, written as JSON."""
         is_lenient = not self._function.is_strict
         options = {"lenient": is_lenient, "coerce_one_of": is_lenient or self._function.coerce_one_of, **_SPACING}
         branch = {**branch, "type": kind}
         schema = _moved(branch)
-        if schema != branch:  # it has references, which are relative to the whole schema
+        if schema != branch:  # the branch has references, which are relative to the whole schema
             root = {name: inner for name, inner in self._root.items() if name not in ("$id", "id")}
             schema["$defs"] = {_ROOT: _moved(root)}
         return self._rules.shared(lark_prepared(schema, **options))
 
     def _until(self, pattern: str, mark: str) -> str:
-        """Return a rule for text of this pattern up to a mark, which is part of it."""
+        """Return the name of a rule for text of this pattern, up to and including a mark."""
         behind = self._rules.text(mark)
         terminal = self._rules.shared(f"{pattern} & ~/{ANY}{escaped(mark)}{ANY}/", is_terminal=True)
         return self._rules.shared(f"{terminal} {behind}", is_lazy=behind.startswith('"'))
 
     def _patterns(self, branch: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return regular expressions that a string must match, all of them."""
+        """Return the regular expressions that a string of this branch must all match."""
         low, high = branch.get("minLength", 0), branch.get("maxLength", "")
         if max(low, high or 0) > _MAX_LENGTH:
             self._refuse(f"a length above {_MAX_LENGTH}")
@@ -239,8 +239,8 @@ class _Arguments(ABC):
 
 
 class _Tagged(_Arguments):
-    """Values that are text up to a mark. Where the schema has strings and something else, a value that begins like the
-    latter is read as that."""
+    """Builds rules for values written as text up to a mark. If the schema allows strings and another type, a value that
+    begins like the other type is parsed as that type."""
 
     key = r'[^<>"\n]{1,255}'
 
@@ -248,7 +248,7 @@ class _Tagged(_Arguments):
         closer, wanted = self._parameters.after_value, kinds(schema, self._root)
         mark, behind = closer.strip(), self._rules.text(closer)
         ways: list[str] = []
-        like_text: list[str] = []  # other values that any string might be
+        like_text: list[str] = []  # values of other types, whose text an unconstrained string could match as well
         strings: list[tuple[str, ...]] = []
         excluded = set(wanted & {"array", "object"})
         for branch in self._branches(schema):
@@ -281,7 +281,7 @@ class _Tagged(_Arguments):
 
 
 class _Python(_Arguments):
-    """Literals of Python: JSON, but for True, False and None."""
+    """Builds rules for Python literals: JSON, except for True, False and None."""
 
     key = r"[A-Za-z_][A-Za-z0-9_]*"
 
@@ -299,17 +299,17 @@ class _Python(_Arguments):
 
 
 class _Quoted(_Arguments):
-    """JSON with bare names, and with strings between quotes of the model's own, which stand as they are."""
+    """Builds rules for JSON with unquoted names and with verbatim strings between the model's own quotes."""
 
     key = r"[^\s,:=(){}\[\]<>'\"\\]+"
 
     def __init__(self, rules: Rules, form: ToolFormat, function: ToolSpec, prefix: str) -> None:
         super().__init__(rules, form, function, prefix)
-        self._known: dict[str, str] = {}  # the names of rules by the schemas that they stand for
+        self._known: dict[str, str] = {}  # schema as JSON → name of its rule
 
     def _value(self, schema: Any) -> str:
         key = json.dumps(schema, sort_keys=True)
-        if key not in self._known:  # known before its body, which may contain it
+        if key not in self._known:  # registered before the body is built, which may refer to the same rule
             name = self._known[key] = f"{self._prefix}_{len(self._known)}"
             ways = dict.fromkeys(way for branch in self._branches(schema) for way in self._ways(branch))
             self._rules.lines.append(f"{name}: {' | '.join(ways)}")
@@ -349,7 +349,7 @@ class _Quoted(_Arguments):
 
 
 def _moved(schema: Any) -> Any:
-    """Return a copy whose references lead to the same places when the whole schema stands under `$defs`."""
+    """Return a copy with the references rewritten for a schema that is stored under `$defs`."""
     if isinstance(schema, list):
         return [_moved(member) for member in schema]
     if not isinstance(schema, Mapping):

@@ -1,9 +1,9 @@
-"""Compiles grammars in threads of its own and keeps the last ones, so that a schema used again costs microseconds.
+"""Compiles grammars in its own threads and caches the most recent ones, so that reusing a schema costs microseconds.
 
-llguidance compiles most schemas in milliseconds with the interpreter's lock released. What a hostile one may cost
-is bounded by `LIMITS`: some 45 seconds of one core, and by recursion as deep as the text is long, for which the
-threads have their large stack (pages that are never touched cost nothing). Nothing can stop a thread, so while one is
-at a grammar that every caller has given up, another takes its place.
+llguidance compiles most schemas in milliseconds and releases the GIL meanwhile. `LIMITS` bounds the cost of a hostile
+schema to about 45 seconds of one core. Recursion may be as deep as the text is long, so the threads have a large stack
+(pages that are never touched cost nothing). A thread cannot be stopped, so while one compiles a grammar that every
+caller has given up, another thread replaces it.
 """
 
 import contextlib
@@ -20,29 +20,29 @@ from llguidance import LLMatcher, LLParserLimits
 from penstock.engine.grammar.matcher import Lexer, Matcher, shortened
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
-NUM_THREADS = 2  # so that one slow grammar does not hold up the others
-MAX_GIVEN_UP = 6  # threads beside them, at grammars that no request waits for any more
-STACK_BYTES = 512 << 20  # 20,000 rules in a chain, as many as fit the limit of 256 KiB of text, take a third of it
-# After so many a kept grammar makes room for a fresh one: 11 states of its lexer for each were seen.
+NUM_THREADS = 2  # so that one slow grammar does not delay the others
+MAX_GIVEN_UP = 6  # additional threads, compiling grammars that no request waits for any more
+STACK_BYTES = 512 << 20  # a chain of 20,000 rules, the most that fit in 256 KiB of text, uses a third of it
+# A cached grammar is compiled anew after this many tokens: up to 11 new lexer states per token were measured.
 RECYCLE_TOKENS = 16_384
-COMPILE_LIMIT_S = 2.0  # of the compiling thread's own work, so that a busy machine takes what an idle one does
-WAIT_LIMIT_S = 20.0  # from when a thread takes it up
-LOOK_S = 0.05  # between two looks at what was spent
+COMPILE_LIMIT_S = 2.0  # CPU time of the compiling thread, so that load on the machine does not change the result
+WAIT_LIMIT_S = 20.0  # wall time since a thread started the job
+LOOK_S = 0.05  # interval between two checks of the limits
 MAX_KEPT = 256
 MAX_REFUSED = 32
-REFUSED_S = 60.0  # how long a refusal is remembered
-MAX_KEPT_CHARS = 4 << 20  # of all kept sources together; a compiled grammar grows with its source
+REFUSED_S = 60.0  # how long a refusal is cached
+MAX_KEPT_CHARS = 4 << 20  # total length of the cached sources; a compiled grammar grows with its source
 LIMITS = LLParserLimits(
-    # The work grows with the square of a chain of optional parts: with a million, the default, 256 KiB of them keep a
-    # thread for some 12 minutes. A hundred tools of a realistic size need 66,000.
+    # The work is quadratic in the length of a chain of optional parts: with the default of a million, 256 KiB of them
+    # keep a thread busy for about 12 minutes. A hundred tools of a realistic size need 66,000.
     initial_lexer_fuel=80_000,
-    # The library's own: a text of 20,000 characters in a schema takes 11 states of 650 bytes for each of its tokens.
+    # The library's default: a text of 20,000 characters in a schema needs 11 states of 650 bytes per token.
     max_lexer_states=250_000,
-    step_max_items=50_000,  # one mask of an ambiguous grammar took 105 ms of a core with 49,152 tokens, 245 with 152,064
-    step_lexer_fuel=200_000,  # the dearest good mask seen took 60 ms: at most 50 words in 500 characters, 152,064 tokens
+    step_max_items=50_000,  # one mask of an ambiguous grammar took 105 ms with 49,152 tokens, 245 ms with 152,064
+    step_lexer_fuel=200_000,  # the slowest valid mask took 60 ms: at most 50 words in 500 characters, 152,064 tokens
     verbose_errors=False,
 )
-NO_WAY_ON = ("NoExtension", "NoExtensionBias")  # all that llguidance says then
+NO_WAY_ON = ("NoExtension", "NoExtensionBias")  # llguidance's whole message if no token can follow
 NOTHING_FITS = "no text at all can keep to it"
 
 
@@ -54,8 +54,8 @@ class Work:
     """Measures the CPU time that a thread spends on its job."""
 
     def __init__(self) -> None:
-        """Begin to measure. Call it in the thread itself."""
-        has_clock = hasattr(time, "pthread_getcpuclockid")  # not everywhere; else all time counts
+        """Start measuring the calling thread."""
+        has_clock = hasattr(time, "pthread_getcpuclockid")  # platforms without it measure wall time
         self._clock = time.pthread_getcpuclockid(threading.get_ident()) if has_clock else time.CLOCK_MONOTONIC
         self._began_s = time.clock_gettime(self._clock)
         self._began_at_s = time.monotonic()
@@ -64,7 +64,7 @@ class Work:
         """Return the seconds spent. Any thread may call it."""
         try:
             return time.clock_gettime(self._clock) - self._began_s
-        except OSError:  # the thread has ended, and its job with it
+        except OSError:  # the thread has ended, and so has its job
             return 0.0
 
     def waited_s(self) -> float:
@@ -73,11 +73,11 @@ class Work:
 
 class Job(NamedTuple):
     source: str
-    began: Future[Work]  # done when a thread takes it up, with the vocabulary at hand
+    began: Future[Work]  # set when a thread starts the job and the vocabulary is loaded
     result: Future[Matcher]  # a fresh matcher, or GrammarRefused
 
     def limit_passed(self) -> str | None:
-        """Return the limit that the compiling has passed, or None."""
+        """Return a message naming the limit that compilation has exceeded, or None."""
         if self.result.done() or not self.began.done():
             return None
         work = self.began.result()
@@ -89,23 +89,23 @@ class Job(NamedTuple):
 
 
 class Compiler:
-    """`load` makes the vocabulary, once, in the first thread that needs it."""
+    """Compiles and caches grammars. `load` builds the vocabulary, once, in the first thread that needs it."""
 
     def __init__(self, load: Callable[[], GrammarVocabulary]) -> None:
         self._load = load
         self._vocabulary: GrammarVocabulary | None = None
         self._loading = threading.Lock()
-        self._kept: OrderedDict[str, tuple[LLMatcher, Lexer]] = OrderedDict()  # at their start; each use takes a copy
+        self._kept: OrderedDict[str, tuple[LLMatcher, Lexer]] = OrderedDict()  # in initial state; each use copies it
         self._kept_chars = 0
-        # With their ends. An odd tool comes again with every request.
+        # Source → (expiry time, message). A client sends the same invalid tool with every request.
         self._refused: OrderedDict[str, tuple[float, str]] = OrderedDict()
-        self._lock = threading.Lock()  # over what is kept, refused and given up
+        self._lock = threading.Lock()  # guards the cached grammars, the refusals and the abandoned jobs
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_threads = 0
-        self._given_up: set[Future[Matcher]] = set()  # being compiled; another thread has taken the place of theirs
+        self._given_up: set[Future[Matcher]] = set()  # abandoned jobs that still run; their threads have been replaced
 
     def cached(self, source: str) -> Matcher | None:
-        """Return a fresh matcher if the grammar is known. Takes 10 µs."""
+        """Return a fresh matcher if the grammar is cached, else None. Takes 10 µs."""
         with self._lock:
             if source not in self._kept or self._vocabulary is None:
                 return None
@@ -117,15 +117,15 @@ class Compiler:
             return Matcher(backend.deep_copy(), self._vocabulary, lexer)
 
     def warm(self) -> None:
-        """Have the vocabulary made before the first request needs it, unless one has. There is no notice of its end.
+        """Build the vocabulary in the background, unless a job has been started before. Completion is not reported.
 
-        Some of it holds the interpreter's lock, up to a second with 152k tokens: call it when nothing else runs.
+        Part of the work holds the GIL, for up to a second with 152k tokens: call it while nothing else runs.
         """
         if self._num_threads == 0:
             self.start(LLMatcher.grammar_from_lark('start: "warm"'))
 
     def start(self, source: str) -> Job:
-        """Have it compiled. The futures' callbacks run in the compiling thread. RuntimeError: no thread can be started."""
+        """Queue a grammar for compilation; raise RuntimeError if no thread starts. Callbacks run in that thread."""
         job = Job(source, Future(), Future())
         if self._num_threads < NUM_THREADS:
             self._spawn()
@@ -134,7 +134,7 @@ class Compiler:
         return job
 
     def wait(self, source: str) -> None:
-        """Wait until the grammar is compiled. Raises GrammarRefused, also where that takes longer than the limits."""
+        """Wait until the grammar is compiled. Raise GrammarRefused if it is invalid or exceeds the time limits."""
         if self.cached(source) is not None:
             return
         job = self.start(source)
@@ -147,7 +147,7 @@ class Compiler:
         job.result.result()
 
     def give_up(self, job: Job) -> None:
-        """Cancel a job that no request waits for any more. If a thread runs it already, that thread ends with the job."""
+        """Cancel a job that no request waits for any more. A thread that already runs it exits after the job."""
         with self._lock:
             if job.result.cancel() or job.result.done() or len(self._given_up) == MAX_GIVEN_UP:
                 return
@@ -180,7 +180,7 @@ class Compiler:
                 self._load_once()
                 job.began.set_result(Work())
                 job.result.set_result(self.cached(job.source) or self._compile(job.source))
-            except BaseException as error:  # the thread's top, also for a panic of the library: what waits is notified
+            except BaseException as error:  # top of the thread; callers also learn of a panic in the library
                 if not job.began.done():
                     job.began.set_result(Work())
                 is_plain = isinstance(error, Exception)
@@ -209,7 +209,7 @@ class Compiler:
         began_s = time.monotonic()
         backend = compile()
         if not backend.is_error():
-            backend.compute_bitmask()  # most of the lexer's states are found here, and copies inherit them
+            backend.compute_bitmask()  # builds most lexer states now, so that all copies share them
         if backend.is_error():
             error = shortened(backend.get_error())
             why = NOTHING_FITS if error in NO_WAY_ON else error
@@ -227,7 +227,7 @@ class Compiler:
 
     def _refuse(self, source: str, why: str) -> None:
         with self._lock:
-            self._refused.pop(source, None)  # the newest stands last
+            self._refused.pop(source, None)  # so that the newest entry is last
             self._refused[source] = time.monotonic() + REFUSED_S, why
             if len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)

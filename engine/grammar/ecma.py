@@ -1,13 +1,13 @@
-"""Translates patterns of JSON schemas, which are ECMA 262's, to the syntax of Rust's regular expressions, for llguidance.
+"""Translates the ECMA 262 patterns of JSON schemas to the Rust regular expressions that llguidance expects.
 
-The two are written alike, but `.` and `\\s` differ in what ends a line and what is a space, and inside brackets Rust reads
-`[`, `&&`, `--` and `~~` as operators. llguidance itself reads `\\d` and `\\w` as ASCII, as ECMA does, and refuses what no
-automaton can follow (look-around, back-references, word boundaries).
+The syntax is similar, but `.` and `\\s` match different line ends and spaces, and inside brackets Rust reads `[`, `&&`,
+`--` and `~~` as operators. llguidance itself treats `\\d` and `\\w` as ASCII, as ECMA does, and refuses constructs that
+no automaton can match (look-around, back-references, word boundaries).
 """
 
 import re
 
-# JSON writes these as \u00xx, which no answer here contains; llguidance would silently leave them out of a fixed text.
+# JSON writes these as \u00xx, which our grammars never allow; llguidance would silently drop them from a fixed text.
 UNWRITABLE = frozenset(map(chr, (*range(8), 0x0B, *range(0x0E, 0x20), 0x7F)))
 
 _SPACE = r"\t\n\x0b\x0c\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
@@ -20,7 +20,7 @@ _OPERATORS = frozenset("[&~-")
 
 
 def translated(pattern: str) -> str:
-    """Raise ValueError for a pattern that needs a character which no answer can contain, or that ends in an escape."""
+    """Return the translated pattern; raise ValueError if it needs an unwritable character or ends in a backslash."""
     parts = []
     for piece in _PIECE.findall(pattern):
         if piece == ".":
@@ -70,7 +70,7 @@ def _literal(member: str) -> str:
 
 
 def _character(member: str) -> str:
-    """Return the character that an escape stands for; other escapes and single characters stand for themselves."""
+    """Return the character that an escape denotes; return other escapes and single characters unchanged."""
     if (code := _CODE.fullmatch(member)) is not None:
         number = int(code[1] or code[2] or code[3], 16)
         return chr(number) if number < 0x110000 else member

@@ -1,8 +1,8 @@
-"""Prepares JSON schemas for llguidance, which compiles them: it holds an answer to every keyword, or refuses the schema.
+"""Prepares JSON schemas for llguidance, which enforces every keyword of a schema or refuses the schema.
 
-What stands between the two standards is adjusted here, in a copy: an unknown `format` is an annotation in JSON Schema but an
-error in llguidance, patterns are ECMA 262's (ecma.py), and values with characters that JSON can only write as \\u00xx are
-refused, because answers never contain such an escape. Options of llguidance's own inside a schema have no effect.
+A copy of the schema is adjusted where llguidance differs from JSON Schema: an unknown `format` is an annotation in JSON
+Schema but an error in llguidance, and patterns are translated from ECMA 262 (ecma.py). Values with characters that JSON
+can only write as \\u00xx are refused, because answers never contain such escapes. llguidance options are removed.
 """
 
 import json
@@ -14,20 +14,20 @@ from penstock.engine.grammar.ecma import UNWRITABLE, translated
 from penstock.engine.sampling_params import InvalidRequest, check_depth
 
 WHITESPACE = r"( |\n[ \t]{0,32})?"  # compact, one space, or indented
-# No \u: a property name spelled with it would pass for a name that the schema does not mention.
+# No \u: a property name written with such an escape would count as a name that the schema does not mention.
 ESCAPES = 'nrbtf\\"'
 FORMATS = frozenset(("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
-# Left out, so that what tools say in prose does not count towards the size of a grammar.
+# Removed, so that descriptions of tools do not count towards the size of a grammar.
 _ANNOTATIONS = frozenset(("title", "description", "default", "example", "examples", "$comment"))
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 
 
 class _NotHeld(Exception):
-    """A keyword's value that no grammar can hold an answer to."""
+    """Raised for a keyword whose value cannot be enforced by a grammar."""
 
 
 def parsed(value: str | dict[str, Any] | bool, field: str) -> Any:
-    """Decode JSON that was given as text."""
+    """Return the value, decoded from JSON if it is a string."""
     if not isinstance(value, str):
         return value
     try:
@@ -42,10 +42,10 @@ def parsed(value: str | dict[str, Any] | bool, field: str) -> Any:
 
 
 def prepared(schema: Any, field: str, lenient: bool = False, name: str = "") -> dict[str, Any]:
-    """Return the schema as llguidance takes it; raise InvalidRequest naming `field`. Whether llguidance compiles it is found out
-    by the `Compiler`, whose threads have the stack for hostile ones.
+    """Return the schema adjusted for llguidance; raise InvalidRequest naming `field`.
 
-    `lenient` leaves out what cannot be held. `name` says whose schema it is.
+    The schema is not compiled here: only the threads of `Compiler` have a stack large enough for a hostile one.
+    `lenient` drops keywords that cannot be enforced. `name` is the owner of the schema, for error messages.
     """
     place = f"{name}: " if name else ""
     if isinstance(schema, dict):
@@ -63,19 +63,19 @@ def prepared(schema: Any, field: str, lenient: bool = False, name: str = "") -> 
 def lark_json(
     schema: Any, field: str, lenient: bool = False, name: str = "", coerce_one_of: bool = False, **options: Any
 ) -> str:
-    """Return a schema as part of a Lark rule. `options` are llguidance's."""
+    """Return the schema as a Lark expression. `options` are passed to llguidance."""
     found = prepared(schema, field, lenient, name)
     return lark_prepared(found, lenient=lenient, coerce_one_of=lenient or coerce_one_of, **options)
 
 
 def lark_prepared(schema: dict[str, Any], **options: Any) -> str:
     text = json.dumps({**schema, "x-guidance": {"json_allowed_escapes": ESCAPES, **options}}, ensure_ascii=False)
-    return "%json " + text.replace("::=", ":\\u003a=")  # "::=" in a grammar would be taken for another dialect
+    return "%json " + text.replace("::=", ":\\u003a=")  # "::=" would make the grammar look like another dialect
 
 
 def _adjusted(schema: Any, lenient: bool) -> Any:
-    """Copy a schema with what llguidance reads differently adjusted. A keyword that is not known is read as if its value
-    were a schema, because a reference may lead into it."""
+    """Return a copy of the schema adjusted for llguidance. The value of an unknown keyword is treated as a schema,
+    because a reference may point into it."""
     if isinstance(schema, list):
         return [_adjusted(member, lenient) for member in schema]
     if not isinstance(schema, dict):
@@ -89,15 +89,15 @@ def _adjusted(schema: Any, lenient: bool) -> Any:
         ):
             continue
         if keyword == "uniqueItems" and value is False:
-            continue  # llguidance refuses the keyword whatever it says
+            continue  # llguidance refuses the keyword with any value
         try:
             found[keyword] = _keyword(keyword, value, lenient)
         except _NotHeld:
             if not lenient:
                 raise
     if "oneOf" in found:
-        # llguidance follows references to see that the schemas exclude each other only if some keyword that is not an
-        # annotation stands beside them. This one holds nothing.
+        # To see that the schemas exclude each other, llguidance follows references only if the oneOf has a sibling
+        # keyword that is not an annotation. This one has no effect on answers.
         found.setdefault("discriminator", {})
     return found
 
@@ -135,7 +135,7 @@ def _check_integers(keyword: str, value: Any) -> None:
 
 
 def _writable(keyword: str, value: Any) -> Any:
-    """Return the values of an enumeration that can be written without a \\u escape."""
+    """Return the value of `const` or `enum` without members that need a \\u escape; raise _NotHeld if none is left."""
     _check_integers(keyword, value)
     values = value if keyword == "enum" and isinstance(value, list) else [value]
     found = [value for value in values if UNWRITABLE.isdisjoint(_text(value))]
@@ -145,7 +145,7 @@ def _writable(keyword: str, value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return all the text in a value of JSON."""
+    """Return all strings and keys of a JSON value, concatenated."""
     if isinstance(value, str):
         return value
     if isinstance(value, dict):

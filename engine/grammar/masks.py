@@ -1,7 +1,7 @@
-"""The masks of a step: one bit per token of the vocabulary for every constrained row, filled by threads.
+"""The token masks of a step: one bit per token of the vocabulary for every constrained row, filled by threads.
 
-`start` returns at once, so that the forward pass runs meanwhile; `finish` waits. Two buffers take turns: the
-executor may read the one while the other is filled.
+`start` returns at once, so that the forward pass runs meanwhile; `finish` waits. Two buffers alternate: the executor
+may read one while the other is filled.
 """
 
 from collections.abc import Sequence
@@ -15,34 +15,34 @@ from penstock.engine.grammar.matcher import Matcher
 from penstock.executor.machine import usable_cores
 
 MAX_THREADS = 16
-POOL_ROWS = 48  # fewer are done by one thread sooner than others wake up: 20 µs each
+POOL_ROWS = 48  # one thread fills fewer rows (20 µs each) before other threads would have woken up
 
 
 class Masks(NamedTuple):
-    """Row by row of the step: its index there, and its mask."""
+    """The masks of the constrained rows of one step."""
 
-    rows: np.ndarray  # [n] int32
+    rows: np.ndarray  # [n] int32, index of each row in the step
     bits: np.ndarray  # [n, words] int32, contiguous; token t may be sampled if bit t % 32 of word t // 32 is set
-    ended: list[int]  # rows after which only an end of text may follow; their masks allow all and are not used
-    errors: dict[int, str]  # rows whose mask could not be computed within the limits; likewise
+    ended: list[int]  # rows where only an end token may follow; their masks allow every token and are not used
+    errors: dict[int, str]  # rows whose mask could not be computed, with the reason; their masks are not used either
 
 
 class MaskFiller:
-    """One step at a time."""
+    """Fills the masks of one step at a time."""
 
     def __init__(self, max_rows: int) -> None:
         """Raise RuntimeError if no thread can be started."""
         self._max_rows = max_rows
-        self._buffers: list[np.ndarray] = []  # made when the vocabulary is known; pages that are not used cost nothing
-        self._ends: np.ndarray | None = None  # [words]: every token but those that end a text
-        self._plain = (0, 0)  # the longest run of words in which no bit ends a text
+        self._buffers: list[np.ndarray] = []  # allocated once the vocabulary is known; unused pages cost nothing
+        self._ends: np.ndarray | None = None  # [words]: bits of all tokens except end tokens
+        self._plain = (0, 0)  # the longest range of words without the bit of an end token
         self._pool: LLExecutor | None = None
         self._thread = ThreadPoolExecutor(1, "masks")
-        self._thread.submit(int).result()  # it starts here, where that may fail
+        self._thread.submit(int).result()  # starts the thread here, so that a failure raises here
         self._filling: Future[Masks] | None = None
 
     def start(self, rows: Sequence[tuple[int, Matcher]]) -> None:
-        """Begin to fill the masks of these rows of the step; no matcher may be touched before `finish`."""
+        """Start filling the masks of these rows of the step; do not touch their matchers before `finish`."""
         assert self._filling is None, "one step at a time"
         self._filling = self._thread.submit(self.fill, rows)
 
@@ -52,7 +52,7 @@ class MaskFiller:
         return filling.result()
 
     def fill(self, rows: Sequence[tuple[int, Matcher]]) -> Masks:
-        """Fill the masks in this thread."""
+        """Fill the masks and return them; runs in the calling thread."""
         assert len(rows) <= self._max_rows
         if not rows:
             return Masks(np.empty(0, np.int32), np.empty((0, 0), np.int32), [], {})
@@ -72,7 +72,7 @@ class MaskFiller:
             row, matcher = rows[place]
             if matcher.backend.is_accepting():
                 ended.append(row)
-            else:  # a grammar with a dead end, or one whose only way on is a special token of another meaning
+            else:  # the grammar has a dead end, or only a special token with another meaning could follow
                 errors.setdefault(row, "no token of the vocabulary can follow")
             bits[place] = -1
         return Masks(np.array([row for row, _ in rows], np.int32), bits, ended, errors)
@@ -81,8 +81,8 @@ class MaskFiller:
         self._thread.shutdown()
 
     def _at_an_end(self, bits: np.ndarray) -> list[int]:
-        """Return the places of rows that allow nothing but an end of text. Nearly all rows allow some token of the long stretch of
-        words without an end, whose first byte that is not zero decides."""
+        """Return the positions of rows that allow only end tokens. Nearly all rows allow some token in the long range
+        of words without end tokens, so the first non-zero byte there decides."""
         begin, end = self._plain
         doubtful = np.flatnonzero(~bits[:, begin:end].view(np.bool_).any(axis=1))
         if not len(doubtful):

@@ -1,4 +1,4 @@
-"""The position of one sequence in its grammar. The scheduler advances it; masks.py makes masks from it."""
+"""Tracks the position of one sequence in its grammar. The scheduler advances it; masks.py computes masks from it."""
 
 from array import array
 from collections.abc import Callable
@@ -8,35 +8,35 @@ from llguidance import LLMatcher
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
 MAX_ERROR_CHARS = 500
-RENEW_LIMIT_S = 0.1  # a grammar that took longer to compile is not compiled anew while a step waits
-LEXER_IS_FULL = "too many states"  # what llguidance says then; its stop reason is that of any error
+RENEW_LIMIT_S = 0.1  # a grammar that took longer to compile is not recompiled while a step waits
+LEXER_IS_FULL = "too many states"  # part of llguidance's message; its stop reason does not tell this error from others
 
 
 class Lexer:
-    """The state that all copies of one compiled grammar share: lexer states are built as texts need them and are never freed.
+    """The lexer state that all copies of one compiled grammar share. Lexer states are built on demand and never freed.
 
-    So one long answer can use them up for everybody; `compile` makes a grammar with a lexer of its own."""
+    One long answer can therefore use them up for all copies; `compile` makes a grammar with a separate lexer."""
 
     __slots__ = ("compile", "is_full", "num_tokens", "took_s")
 
     def __init__(self, compile: Callable[[], LLMatcher], took_s: float) -> None:
         self.compile, self.took_s = compile, took_s
-        self.num_tokens = 0  # taken in by all copies
+        self.num_tokens = 0  # consumed by all copies together
         self.is_full = False
 
 
 class Matcher:
-    """Follows the tokens that the host knows, so a preemption does not concern it. Never used by two threads at once."""
+    """The grammar state of one sequence. It survives preemption, since the host knows its tokens. Not thread-safe."""
 
     __slots__ = ("_lexer", "_taken", "backend", "vocabulary")
 
     def __init__(self, backend: LLMatcher, vocabulary: GrammarVocabulary, lexer: Lexer) -> None:
         self.backend, self.vocabulary = backend, vocabulary
-        self._lexer: Lexer | None = lexer  # shared; None: one of its own, which is not renewed again
+        self._lexer: Lexer | None = lexer  # the shared lexer; None after `renew`, which happens at most once
         self._taken = array("i")
 
     def advance(self, tokens: list[int]) -> bool:
-        """Take in the sequence's next tokens; False if they cannot follow, or that costs more than is allowed."""
+        """Consume the sequence's next tokens; return False if they cannot follow or exceed llguidance's limits."""
         if not self.backend.consume_tokens(tokens) and not (self.renew() and self.backend.consume_tokens(tokens)):
             return False
         self._taken.extend(tokens)
@@ -45,7 +45,7 @@ class Matcher:
         return True
 
     def renew(self) -> bool:
-        """Continue with a lexer of its own if the shared one is full. Return False if that is not the error."""
+        """Switch to a separate lexer if the shared one is full; return False if it is not or cannot be replaced."""
         lexer, self._lexer = self._lexer, None
         if lexer is None or LEXER_IS_FULL not in self.backend.get_error():
             return False
@@ -56,13 +56,13 @@ class Matcher:
         return self.backend.consume_tokens(self._taken.tolist())
 
     def forced(self) -> list[int]:
-        """Return the tokens that must follow whatever the model samples: the grammar's only text, cut the way that the
-        tokenizer cuts it. A last piece that could still be cut otherwise is left out. 2 µs if there is none."""
+        """Return the tokens that the grammar forces next, split as the tokenizer splits their text. The last piece is
+        left out if it could still be split differently. Takes 2 µs if nothing is forced."""
         return self.backend.compute_ff_tokens()
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but an end of text may follow, or it has come."""
+        """True if only an end token may follow, or one has been consumed."""
         return self.backend.is_stopped()
 
     @property
@@ -70,7 +70,7 @@ class Matcher:
         return shortened(self.backend.get_error())
 
 
-ONE_OF_REFUSED = "oneOf constraints are not supported"  # llguidance's words; it names an option of its own behind them
+ONE_OF_REFUSED = "oneOf constraints are not supported"  # llguidance's message goes on with the name of its own option
 ONE_OF_ADVICE = (
     "two schemas of a oneOf can hold for the same value; with structured_outputs.coerce_one_of or --coerce-one-of it is"
     " taken for anyOf"
@@ -78,7 +78,7 @@ ONE_OF_ADVICE = (
 
 
 def shortened(error: str) -> str:
-    """Return llguidance's message without remarks about verbosity and stack frames, cut to a printable length."""
+    """Return llguidance's message without verbosity marks and stack trace, limited to MAX_ERROR_CHARS."""
     text = error.replace("<non-verbose/>", "").partition("<backtrace>")[0].strip()
     if ONE_OF_REFUSED in text:
         return ONE_OF_ADVICE

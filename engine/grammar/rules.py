@@ -1,7 +1,7 @@
 """Collects the rules of one grammar in llguidance's dialect of Lark.
 
-Fixed text that contains a special token of the model is matched as that token (`<[id]>`), any other text as text. A lazy
-rule ends free text at the first place where a mark stands.
+A special token of the model inside fixed text is matched as that token (`<[id]>`), all other text as text. A lazy rule
+ends free text at the first occurrence of a mark.
 """
 
 import json
@@ -19,7 +19,7 @@ BLANK = r"[ \t\r\n]*"
 class Rules:
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self.lines: list[str] = []
-        self._shared: dict[str, str] = {}  # the names of rules by their bodies
+        self._shared: dict[str, str] = {}  # body → name of its rule
         self._special_ids = special_ids
         longest = sorted(special_ids, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
@@ -28,8 +28,8 @@ class Rules:
         return "\n".join(["%llguidance {}", f"start: {start}", *self.lines, f"TEXT: /{ANY}/", f"BLANK: /{BLANK}/"])
 
     def shared(self, body: str, *, is_terminal: bool = False, is_lazy: bool = False) -> str:
-        """Return the name of a rule with this body. Functions share equal rules: with a hundred functions, separate
-        terminals would exceed what llguidance's lexer may cost."""
+        """Return the name of a rule with this body, adding it if it is new. Functions share equal rules: with a hundred
+        functions, separate terminals would exceed the limits of llguidance's lexer."""
         key = f"{is_terminal} {is_lazy} {body}"
         if key not in self._shared:
             name = f"{'SHARED' if is_terminal else 'shared'}_{len(self._shared)}"
@@ -38,14 +38,14 @@ class Rules:
         return self._shared[key]
 
     def text(self, text: str) -> str:
-        """Return fixed text as Lark, its special tokens as tokens."""
+        """Return the Lark expression for fixed text, with special tokens matched as tokens."""
         ids = self._special_ids
         return " ".join(
             f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in self._parts(text)
         )
 
     def until(self, rule: str, mark: str, text: str = "TEXT") -> None:
-        """Add a rule: free text up to a mark, and the mark."""
+        """Add a rule for free text up to and including a mark."""
         before, *rest = self._parts(mark)
         if not rest and before not in self._special_ids:
             self.lines.append(f"{rule}[lazy]: {text} {json.dumps(mark)}")
@@ -59,7 +59,7 @@ class Rules:
         return any(part in self._special_ids for part in self._parts(text))
 
     def thinking(self, thinking: Thinking | None) -> str:
-        """Return what stands before the answer: reasoning, where there may be some."""
+        """Return the Lark expression for the reasoning before the answer plus a space; empty if there is none."""
         if thinking is None:
             return ""
         marks = thinking.marks
@@ -70,7 +70,7 @@ class Rules:
         return "thoughts " if thinking.is_open else f"({opening} thoughts)? "
 
     def answer(self, wanted: StructuredOutputs, thinking: Thinking | None = None) -> str:
-        """Return the name of a rule for an answer in the form that the request asks for."""
+        """Add a rule for an answer that follows the request's structured_outputs and return its name."""
         kind = wanted.kind
         value = getattr(wanted, kind)
         if kind in ("json", "json_object"):
@@ -96,10 +96,10 @@ class Rules:
 
 
 def slashed(pattern: str) -> str:
-    """Return a regular expression with its slashes escaped, as it must be between two slashes."""
+    """Return a regular expression with its slashes escaped, for use between two slashes."""
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern)
 
 
 def escaped(text: str) -> str:
-    """Return fixed text as a regular expression between two slashes."""
+    """Return fixed text escaped as a regular expression, for use between two slashes."""
     return re.sub(r"([\\/.+*?()|\[\]{}^$#&~-])", r"\\\1", text).replace("\n", "\\n")

@@ -1,7 +1,7 @@
-"""Makes the grammar that llguidance compiles of what a request asks for. Checks shape and size, and compiles nothing.
+"""Builds the grammar for a request's structured_outputs. Checks shape and size, but does not compile the grammar.
 
-Whitespace between JSON's tokens is bounded (a space, or a line break with its indent). Where it is free, a hot
-model can write blanks until its tokens are used up, and nothing that it wrote is JSON then.
+Whitespace between JSON tokens is bounded (a space, or a line break with indentation). Otherwise a model sampled at a
+high temperature can write whitespace until it reaches max_tokens, and its output is not valid JSON.
 """
 
 import json
@@ -33,8 +33,8 @@ class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def grammar_source(
     wanted: StructuredOutputs, special_ids: Mapping[str, int] = MappingProxyType({}), field: str | None = None
 ) -> str:
-    """Return the grammar's text. `special_ids` are those of the tokenizer's special tokens, for tags that
-    begin with one; `field` is what the client called the value, if not by its name in `wanted`."""
+    """Return the text of the grammar. `special_ids` maps the tokenizer's special tokens to ids, for tags that begin
+    with one; `field` is the client's name for the value if it differs from the one in `wanted`."""
     wanted.check(field)
     kind, field = wanted.kind, field or wanted.field
     value = getattr(wanted, kind)
@@ -51,7 +51,7 @@ def grammar_source(
 
 
 def json_source(schema: Any, field: str, coerce_one_of: bool) -> str:
-    """Return the grammar of a schema alone. It is no Lark, so that llguidance's errors speak of the schema only."""
+    """Return the grammar for a JSON schema. It does not use Lark, so llguidance's errors refer to the schema only."""
     if schema is False:
         raise InvalidRequest(field, "the schema 'false' accepts no answer at all")
     options = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES, "coerce_one_of": coerce_one_of}
@@ -60,12 +60,12 @@ def json_source(schema: Any, field: str, coerce_one_of: bool) -> str:
 
 
 def _tags(value: Any, special_ids: Mapping[str, int], field: str, coerce_one_of: bool = False) -> str:
-    """Return Lark for a structural tag: free text in which certain beginnings start a constrained piece, up to its end.
+    """Return the Lark grammar for a structural tag: free text in which a trigger starts a constrained piece.
 
         {"structures": [{"begin": "<f=", "schema": {…}, "end": ">"}], "triggers": ["<f"]}
 
-    A trigger may come at any place of the text, any number of times; from there on one of the structures that begin
-    with it must follow. A trigger that is a special token of the model is matched as that token.
+    A trigger may occur anywhere in the text, any number of times. One of the structures that begin with it must follow.
+    A trigger that is a special token of the model is matched as that token.
     """
     try:
         tag = msgspec.convert(value, StructuralTag)
@@ -87,7 +87,7 @@ def _tags(value: Any, special_ids: Mapping[str, int], field: str, coerce_one_of:
 
 
 def _after(structure: Structure, trigger: str, field: str, coerce_one_of: bool) -> str:
-    """Return Lark for what must follow the trigger."""
+    """Return the Lark expression for the rest of a structure after its trigger."""
     texts = structure.begin[len(trigger) :], structure.end
     rest, end = (f"{json.dumps(text)} " if text else "" for text in texts)
     schema = lark_json(structure.schema, field, coerce_one_of=coerce_one_of, whitespace_pattern=WHITESPACE)

@@ -1,12 +1,12 @@
-"""The grammar that holds a model to its format of tool calls, in llguidance's dialect of Lark.
+"""Builds the grammar that enforces a model's tool call format, in llguidance's dialect of Lark.
 
-    the answer must call     start: calls
-    it may call              start: (text mark calls)* text    text is free up to a mark, and then a call is forced
-    or it has a given form   start: answer | calls
-    behind reasoning         start: reasoning …                everything above holds from the closing mark on
+    calls are required       start: calls
+    calls are optional       start: (text mark calls)* text    text is free up to a mark; after it, a call is forced
+    a constrained answer     start: answer | calls
+    after reasoning          start: reasoning …                the rules above apply after the closing mark
 
-A call is forced in one spelling, the one of the model's chat template. The readers in engine/text/tools accept more
-spellings, for calls that no grammar holds.
+The grammar allows only one spelling of a call, that of the model's chat template. The parsers in engine/text/tools
+accept more spellings, for calls that are not constrained by a grammar.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def grammar(
     answer: StructuredOutputs | None = None,
     thinking: Thinking | None = None,
 ) -> str:
-    """Return Lark for an answer that is `answer` or calls, behind reasoning. One of the two is given."""
+    """Return the Lark grammar for optional reasoning followed by `answer` or calls; at least one of them is given."""
     assert calls is not None or answer is not None, "there is nothing to hold an answer to"
     rules = Rules(special_ids)
     lead = rules.thinking(thinking)
@@ -38,8 +38,8 @@ def grammar(
 
 
 def messages_grammar(special_ids: Mapping[str, int], calls: Calls | None, answer: StructuredOutputs | None) -> str:
-    """Return Lark for gpt-oss's messages behind a prompt that ends with `<|start|>assistant`: reasoning and
-    introductions at will, then a call or the answer. A forced call is the only end."""
+    """Return the Lark grammar for gpt-oss's messages after a prompt that ends with `<|start|>assistant`: any number of
+    reasoning and commentary messages, then a call or the answer. If calls are required, only a call ends the turn."""
     rules = Rules(special_ids)
     text = rules.text
     rules.until("body", END)
@@ -59,24 +59,24 @@ def messages_grammar(special_ids: Mapping[str, int], calls: Calls | None, answer
 
 
 def _forced(rules: Rules, calls: Calls) -> str:
-    """Return Lark for calls from the first character on."""
+    """Return the Lark expression for an answer that consists of calls only."""
     return f"{rules.text(calls.form.written.start)} {_block(rules, calls, calls.form.written.before_name)}"
 
 
 def _block(rules: Rules, calls: Calls, before: str, *, is_optional: bool = False) -> str:
-    """Return Lark for one or more calls up to what closes them. `before` stands before the first name."""
+    """Return the Lark expression for one or more calls with their closing text. `before` precedes the first name."""
     written, name = calls.form.written, f"call_{len(rules.lines)}"
     first: list[str] = []
     later: list[str] = []
     for index, function in enumerate(calls.functions):
         arguments = argument_rules(rules, calls.form, function, index)
         behind = f"{arguments} {rules.text(written.after_arguments)}"
-        # The text up to the arguments is one terminal: beside a terminal of free text the lexer would miss the end of a
-        # shorter one.
+        # The text up to the arguments is a single terminal: next to a free-text terminal, the lexer would miss the end
+        # of a shorter one.
         for heads, head in ((first, before), (later, written.join + written.before_name)):
             heads.append(f"{rules.text(head + function.name + written.before_arguments)} {behind}")
     rules.lines.append(f"{name}: {' | '.join(first)}")
-    # In free text the next mark begins the next call where each call has marks of its own.
+    # If each call has its own marks, the next call in free text begins with the next mark.
     if not calls.many or (is_optional and written.start and written.join.endswith(written.start)):
         return f"{name} {rules.text(written.end)}"
     rules.lines.append(f"{name}_later: {' | '.join(later)}")
@@ -84,10 +84,10 @@ def _block(rules: Rules, calls: Calls, before: str, *, is_optional: bool = False
 
 
 def _optional(rules: Rules, calls: Calls, thinking: Thinking | None) -> str:
-    """Return Lark for free text in which a mark forces a call.
+    """Return the Lark expression for free text in which a mark forces a call.
 
-    Where calls need no mark, the whole text up to the arguments of a function takes its place: nothing less tells a call
-    from an example.
+    For calls without a mark, the whole text up to a function's arguments is the mark: a shorter text could not tell a
+    call from an example.
     """
     form, end = calls.form, rules.text(calls.form.written.end)
     triggers = {mark: _block(rules, calls, form.opening(mark), is_optional=True) for mark in form.triggers}
@@ -95,7 +95,7 @@ def _optional(rules: Rules, calls: Calls, thinking: Thinking | None) -> str:
         arguments = argument_rules(rules, form, function, index)
         head = form.written.before_name + function.name + form.written.before_arguments
         triggers[head] = f"{arguments} {rules.text(form.written.after_arguments)} {f'({end})?' if end else ''}"
-    # The readers see text: they would take a special token that is spelled out for the mark.
+    # The parsers work on text, so they would read a special token that the model spells out as the mark.
     without = "".join(f" & ~/{ANY}{escaped(mark)}{ANY}/" for mark in form.triggers if rules.has_tokens(mark))
     no_reasoning = "" if thinking is None else f" & ~/{BLANK}{escaped(thinking.marks.open)}{ANY}/"
     rules.lines += [f"FREE: /{ANY}/{without}", f"FIRST: /{ANY}/{without}{no_reasoning}"]

@@ -1,7 +1,7 @@
-"""A tokenizer as llguidance sees it: the bytes that each token adds, which tokens are special, how text is cut.
+"""Describes a tokenizer to llguidance: the bytes of each token, the special tokens, and how text is tokenized.
 
-The bytes are those of our own detokenizer, so what the grammar accepts is what the user reads. Making one takes
-a few hundred milliseconds for a large vocabulary; the `Compiler` does it in its thread, when it is first needed.
+The bytes come from our own detokenizer, so the grammar accepts exactly the text that the user receives. Building one
+takes a few hundred milliseconds for a large vocabulary; the `Compiler` does it in its thread, on first use.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ from penstock.engine.text.load_tokenizer import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ExecutorConfig, ModelInfo
 
-NO_END = b"<no end>"  # the name of an id beyond the vocabulary, where the model has no end token
+NO_END = b"<no end>"  # name of an additional id beyond the vocabulary, for a model without end token
 
 
 class GrammarVocabulary:
@@ -25,20 +25,20 @@ class GrammarVocabulary:
         eos_ids: Iterable[int],
         encode: Callable[[str], list[int]],
     ) -> None:
-        """tokens: what each id adds to the text, a special one's own name, or nothing for an id without a token."""
+        """Build the vocabulary. `tokens` holds the bytes of each id: its text, a special token's name, or nothing."""
         self.size = len(tokens)
         self.eos_ids = frozenset(token_id for token_id in eos_ids if token_id < self.size)
         special, ends, tokens = {*special_ids, *self.eos_ids}, sorted(self.eos_ids), list(tokens)
-        if not ends:  # llguidance needs one: an id that no model samples
+        if not ends:  # llguidance needs an end token: add an id that no model samples
             ends = [self.size]
             special.add(self.size)
             tokens.append(NO_END)
-        self.num_words = -(-len(tokens) // 32)  # of 32 bits, in one row of a mask
+        self.num_words = -(-len(tokens) // 32)  # number of 32-bit words in one row of a mask
         self.backend = LLTokenizer(_Wrapper(tokens, sorted(special), ends[0], encode), len(tokens), ends)  # type: ignore[arg-type]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int) -> "GrammarVocabulary":
-        """Make the vocabulary of a tokenizer. `size` is the model's number of logits, which may differ from the number of ids."""
+        """Build the vocabulary of a tokenizer for `size` logits, which may differ from the number of its ids."""
         num_known = min(size, tokenizer.vocab_size)
         special = [token_id for token_id in tokenizer.special_ids if token_id < num_known]
         tokens = [tokenizer.token_bytes(token_id) for token_id in range(num_known)]
@@ -49,22 +49,22 @@ class GrammarVocabulary:
 
 
 def load_vocabulary(config: ExecutorConfig, info: ModelInfo) -> GrammarVocabulary:
-    """Load the vocabulary of the model that an executor runs, for a process without a tokenizer of its own."""
+    """Load the vocabulary of the executor's model, for a process that has no tokenizer loaded."""
     return GrammarVocabulary.of(load_tokenizer(resolve_model(config.model, need_weights=False)), info.vocab_size)
 
 
 class ExactEncoder:
-    """Cuts a forced text into tokens as the tokenizer does, where that gives exactly the bytes of the text.
+    """Tokenizes a forced text as the tokenizer does, provided that the tokens give exactly the bytes of the text.
 
-    SentencePiece puts a blank before a text, makes its mark for blanks of them, and has several tokens that read alike;
-    what it cuts is compared with the bytes that the grammar will be given.
+    SentencePiece prepends a space, replaces spaces with its own mark, and has several tokens with the same text, so the
+    bytes of its tokens are compared with the bytes of the text.
     """
 
-    MARK = "\n"  # stands before a text, so that the tokenizer puts its blank there
+    MARK = "\n"  # prepended to a text, so that the tokenizer adds its space before the mark instead
 
     def __init__(self, backend: Backend, tokens: Sequence[bytes], special_ids: Iterable[int]) -> None:
         self._tokens = tokens
-        # What reads like a special token is text nevertheless; taken for the token it would end the answer in its middle.
+        # Forced text that looks like a special token is still text; encoded as the token it could end the answer early.
         self._backend = _another(backend)
         self._backend.encode_special_tokens = True
         special = set(special_ids)
@@ -77,7 +77,7 @@ class ExactEncoder:
         if self._bytes(ids) == wanted:
             return ids
         ids = self._encode(self.MARK + text)
-        for index in range(1, min(len(ids), 4)):  # a blank and the mark are no more than that
+        for index in range(1, min(len(ids), 4)):  # the space and the mark are at most 3 tokens
             if self._bytes(ids[index:]) == wanted:
                 return ids[index:]
         return self._longest_first(wanted)
@@ -89,7 +89,7 @@ class ExactEncoder:
         return b"".join(self._tokens[token_id] if token_id < len(self._tokens) else b"" for token_id in ids)
 
     def _longest_first(self, rest: bytes) -> list[int]:
-        """Return the longest tokens first, as far as there are any. The model samples the rest itself."""
+        """Tokenize greedily by longest match until no token fits. The model samples the rest itself."""
         ids = []
         while rest:
             size = next((n for n in range(min(self._longest, len(rest)), 0, -1) if rest[:n] in self._by_bytes), 0)
@@ -101,13 +101,13 @@ class ExactEncoder:
 
 
 def _another(backend: Backend) -> Backend:
-    """Return a tokenizer with settings of its own over the same model. Reading one of 152k tokens again would take 0.8 s."""
+    """Return a tokenizer with separate settings for the same model. Loading one with 152k tokens again takes 0.8 s."""
     other = Backend(backend.model)
     other.normalizer, other.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
     added = backend.get_added_tokens_decoder()
     for token_id in sorted(added):
         (other.add_special_tokens if added[token_id].special else other.add_tokens)([added[token_id]])
-    # It numbers them as they come; where the file has them elsewhere, only the file's text says where.
+    # The library numbers added tokens consecutively; if the file assigns other ids, rebuild from the file's text.
     same = {token_id: token.content for token_id, token in other.get_added_tokens_decoder().items()}
     if same != {token_id: token.content for token_id, token in added.items()}:
         other = Backend.from_str(backend.to_str())
@@ -115,7 +115,7 @@ def _another(backend: Backend) -> Backend:
 
 
 class _Wrapper:
-    """The attributes that LLTokenizer reads."""
+    """Provides the attributes that LLTokenizer reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
