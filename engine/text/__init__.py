@@ -1,1 +1,1 @@
-"""Text in and out: tokenizers, streaming detokenizers, chat templates, stop strings. No torch, no transformers."""
+"""Text processing: tokenizers, streaming detokenizers, chat templates, stop strings. Uses no torch or transformers."""

@@ -1,13 +1,13 @@
-"""Token ids to text, a few at a time, with the same result as decoding them all at once.
+"""Incremental detokenization: decodes token ids as they arrive, with the same result as decoding all ids at once.
 
-The `tokenizers` library's DecodeStream is as fast (0.5 µs a token, this 0.7) but not exact: it loses what is
-unfinished at the end, raises where a bad byte changes the text before it, and while bytes stay invalid its time
-grows with the square (4,000 such ids: 1.6 s). Here each id's contribution is looked up once and kept, and a
-stream carries from push to push only what the next id may still change:
+DecodeStream of the `tokenizers` library is as fast (0.5 µs per token, here 0.7) but not exact: it loses an unfinished
+character at the end, raises an error if an invalid byte changes the text before it, and takes quadratic time while
+bytes stay invalid (1.6 s for 4,000 such ids). Here the text of each id is looked up once and cached, and a stream
+carries between pushes only what the next id may still change:
 
 - byte-level vocabularies: up to three bytes of an unfinished UTF-8 character;
-- SentencePiece-like ones: the run of byte tokens (`<0xE4>` …) that has not ended yet. The library turns such a run
-  into text only if all of it is valid, so no earlier answer would be exact.
+- SentencePiece-like ones: the current run of byte tokens (`<0xE4>` …). The library decodes such a run as text only if
+  the whole run is valid, so no part of it can be returned earlier.
 """
 
 import codecs
@@ -26,37 +26,37 @@ KNOWN_DECODERS = "ByteLevel, Metaspace, or Replace + ByteFallback + Fuse + Strip
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the character that byte-level vocabularies write for each byte: printable Latin-1 stands for itself, the other
-    68 bytes follow from U+0100 on (the scheme of GPT-2)."""
+    """Return the map from the characters of byte-level vocabularies to bytes, as in GPT-2: printable Latin-1 characters
+    map to themselves, and characters from U+0100 on to the other 68 bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in sorted(printable)} | {chr(256 + n): byte for n, byte in enumerate(rest)}
 
 
 class DecoderPlan(msgspec.Struct, frozen=True):
-    """The steps of a tokenizer's decoder that differ between the tokenizers in use."""
+    """The decoder settings that differ between supported tokenizers."""
 
     byte_level: bool = False
-    joiner: str = ""  # before every token
+    joiner: str = ""  # inserted before every token
     replacements: tuple[tuple[str, str], ...] = ()
     byte_fallback: bool = False
-    strip: tuple[str, int] = (" ", 0)  # a character, and how many of it are dropped at the start of the text
-    mark: str = ""  # written for a space; unlike a replacement, it vanishes from the first token if `bare_first`
+    strip: tuple[str, int] = (" ", 0)  # a character, and how many of them to drop at the start of the text
+    mark: str = ""  # replaced with a space; with `bare_first`, removed from the first token instead
     bare_first: bool = False
 
 
 class TextStream(Protocol):
-    """Incremental detokenizing of one sequence."""
+    """Incremental detokenization of one sequence."""
 
     def push(self, ids: list[int]) -> str:
-        """Return the text that these ids complete. Bytes of an unfinished character are held back."""
+        """Return the text that these ids complete, holding back the bytes of an unfinished character."""
 
     def flush(self) -> str:
-        """Return what was held back, at the end of the sequence."""
+        """Return the text held back so far; call it at the end of the sequence."""
 
 
 class Detokenizer:
-    """Streams of one tokenizer. Ids that the vocabulary does not have add nothing, as in the library's decode."""
+    """Creates text streams for one tokenizer. Ids outside the vocabulary add no text, as in the library's decode."""
 
     def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
         self._plan = plan_of(tokenizer)
@@ -72,10 +72,10 @@ class Detokenizer:
         keep_leading_space: bool = False,
         shown_ids: frozenset[int] = frozenset(),
     ) -> TextStream:
-        """Decode one sequence as it grows. SentencePiece-like vocabularies drop the space before a text's first
-        word; `keep_leading_space` keeps it, for text that continues a prompt. `shown_ids` are special tokens that
-        are never skipped."""
-        if shown_ids not in self._showing:  # a server has one such set, or none
+        """Return a stream that decodes one sequence. SentencePiece-like vocabularies drop the space before a text's
+        first word; `keep_leading_space` keeps it, for text that continues a prompt. `shown_ids` are special tokens
+        that are never skipped."""
+        if shown_ids not in self._showing:  # a server uses at most one such set
             self._showing[shown_ids] = self._visible(shown_ids)
         pieces = self._showing[shown_ids] if skip_special_tokens else self._all
         if self._plan.byte_level:
@@ -87,7 +87,7 @@ class Detokenizer:
         return _Pieces(lambda token_id: self._nothing if token_id in hidden else self._spell(token_id))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token adds to a text: possibly a part of a character."""
+        """Return the bytes that one token adds to a text; they may be only a part of a character."""
         piece = self._all[token_id]
         if isinstance(piece, int):
             return bytes((piece,))
@@ -97,7 +97,7 @@ class Detokenizer:
 
 
 class _Pieces(dict[int, Any]):
-    """id → what it adds to the text, found on first use: most of a vocabulary is never generated."""
+    """Maps each id to its piece of text, computed on first use, because most of a vocabulary is never generated."""
 
     def __init__(self, spell: Callable[[int], bytes | str | int | None]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _Pieces(dict[int, Any]):
 
 
 class _ByteStream:
-    """Every piece is bytes; invalid UTF-8 becomes U+FFFD in the same places as in the library."""
+    """A stream whose pieces are bytes; invalid UTF-8 becomes U+FFFD in the same places as in the library."""
 
     __slots__ = ("_decode", "_pieces")
 
@@ -126,7 +126,7 @@ class _ByteStream:
 
 
 class _PieceStream:
-    """A piece is text, one byte (an int), or None where the token does not count."""
+    """A stream whose pieces are text, one byte (an int), or None for a token that adds no text."""
 
     __slots__ = ("_bare_first", "_mark", "_pieces", "_run", "_strip", "_strip_char")
 
@@ -176,7 +176,7 @@ class _PieceStream:
 
 
 def plan_of(tokenizer: Tokenizer) -> DecoderPlan:
-    """Read the decoder's own description. Raises ModelRefused for one that is not understood in full."""
+    """Return the plan for a tokenizer's decoder; raise ModelRefused for an unsupported decoder."""
     state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None
     if state is None:
         return DecoderPlan(joiner=" ", strip=(" ", 1))  # the library joins the tokens with spaces
@@ -216,7 +216,7 @@ def _spell_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
         try:
             return bytes([alphabet[character] for character in token])
         except KeyError:
-            return token.encode()  # an added token, written as it is
+            return token.encode()  # an added token, whose text is not in the byte alphabet
 
     return spell
 

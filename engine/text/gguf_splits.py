@@ -1,7 +1,7 @@
-"""The ways in which byte-level vocabularies in GGUF files cut text into words before merging, by `tokenizer.ggml.pre`.
+"""Pre-tokenization schemes of byte-level vocabularies in GGUF files, by the name in `tokenizer.ggml.pre`.
 
-A GGUF file names the scheme only; the expressions are the ones of the models' own tokenizer.json files. A wrong
-scheme does not fail, it makes a model quietly worse, so a name that is not in this table is an error.
+A GGUF file only names its scheme; the regular expressions are those of the models' tokenizer.json files. A wrong
+scheme raises no error but silently degrades the model, so a name that is not in this table is refused.
 """
 
 import msgspec
@@ -13,7 +13,7 @@ TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = rf"{CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{TAIL}"
 QWEN2 = rf"{CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{TAIL}"
 QWEN35 = rf"{CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{TAIL}"
-# A word that ends in lower case, and one that ends in capitals.
+# Words that end in lower case, and words that end in upper case.
 LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 TEKKEN = rf"{LOWER}|{UPPER}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{TAIL}"
@@ -27,12 +27,12 @@ DEEPSEEK3 = (
 
 
 class Split(msgspec.Struct, frozen=True):
-    """One scheme. Every expression cuts the pieces that the ones before it have left."""
+    """One pre-tokenization scheme. Each expression splits the pieces that the previous expressions produced."""
 
     expressions: tuple[str, ...]
-    nfc: bool = False  # Unicode composition comes first
-    whole_words: bool = False  # a word that is a token is taken without merging
-    add_bos: bool = False  # when the file does not say
+    nfc: bool = False  # normalize to Unicode NFC first
+    whole_words: bool = False  # a word that is a token is used without applying merges
+    add_bos: bool = False  # default if the file does not specify it
 
     def normalizer(self) -> normalizers.Normalizer | None:
         return normalizers.NFC() if self.nfc else None
@@ -45,7 +45,7 @@ class Split(msgspec.Struct, frozen=True):
 _LLAMA3 = Split((LLAMA3,), whole_words=True, add_bos=True)
 _QWEN2 = Split((QWEN2,), nfc=True)
 _GPT4O = Split((GPT4O,))
-_DIGITS = Split((r"\p{N}", GPT2))  # every digit is a word of its own
+_DIGITS = Split((r"\p{N}", GPT2))  # every digit is a separate word
 _GPT2 = Split((GPT2,))
 
 SPLITS: dict[str, Split] = {
@@ -59,6 +59,6 @@ SPLITS: dict[str, Split] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), _DIGITS),
     "command-r": Split((r"\p{N}", GPT2), nfc=True),
     **dict.fromkeys(("gpt-2", "phi-2"), _GPT2),
-    "default": Split((r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9]{3}")),  # what llama.cpp does under this name
+    "default": Split((r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9]{3}")),  # the scheme of llama.cpp under this name
     **dict.fromkeys(("mpt", "olmo"), Split((GPT2,), nfc=True)),
 }

@@ -1,6 +1,6 @@
-"""The tokenizer inside a .gguf file, rebuilt for the `tokenizers` library.
+"""Rebuilds the tokenizer stored in a .gguf file for the `tokenizers` library.
 
-Two kinds cover the models in use: `gpt2`, byte-level BPE with its merges in the file, and `llama`, SentencePiece
+Two kinds cover the supported models: `gpt2`, byte-level BPE whose merges are in the file, and `llama`, SentencePiece
 BPE with a score per token and no merges. Key names and token types are those of the GGUF specification.
 """
 
@@ -18,10 +18,10 @@ from penstock.executor.gguf_header import GgufHeader
 from penstock.executor.protocol import ExecutorError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-SPACE = "\u2581"  # what SentencePiece writes for a space
+SPACE = "\u2581"  # SentencePiece's character for a space
 
-# Control tokens that end a turn or a text wherever they exist. Files name one or two of them (eos, eot); the
-# generation_config.json of the same models lists the others.
+# Control tokens that end a turn or a text in every vocabulary that has them. GGUF files name one or two of them (eos,
+# eot); the generation_config.json of the same models lists the others.
 END_TOKENS = frozenset(
     [
         "<|eot_id|>",
@@ -41,7 +41,7 @@ NAMED = {
     "pad_token": "padding",
     "sep_token": "seperator",  # sic
 }
-MAX_TOKEN_CHARS = 1024  # the longest known are runs of 128 spaces; finding a token's merges is quadratic in it
+MAX_TOKEN_CHARS = 1024  # finding a token's merges is quadratic in its length; the longest known have 128 spaces
 
 
 def tokenizer_from_gguf(path: Path) -> Tokenizer:
@@ -61,7 +61,7 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
 
 
 def read_gguf_metadata(path: Path) -> dict[str, Any]:
-    """Return every key of the file with its value; arrays are lists. Raise ModelRefused if the bytes make no sense."""
+    """Return all keys of the file with their values, arrays as lists; raise ModelRefused if the file is invalid."""
     try:
         return GgufHeader(path).metadata
     except ExecutorError as error:
@@ -69,7 +69,7 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
 
 
 class _Vocabulary:
-    """The tokens, types and scores of the metadata, checked for shape."""
+    """The tokens, token types and scores from the metadata, validated to be lists of equal length."""
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self.metadata = metadata
@@ -138,7 +138,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
             "Convert the model again with a current llama.cpp, or use its Hugging Face folder"
         )
     split = SPLITS[pre]
-    # Unused ids pad the embedding table; no text leads to them and they have none.
+    # Unused ids only pad the embedding table; they have no text.
     vocab = {
         token: token_id for token_id, token in enumerate(vocabulary.tokens) if vocabulary.types[token_id] != UNUSED
     }
@@ -154,7 +154,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
 def _sentencepiece(vocabulary: _Vocabulary) -> Backend:
     tokens = vocabulary.tokens
     if vocabulary.get("model") == "gemma4" or str(vocabulary.metadata.get("general.architecture")).startswith("gemma"):
-        # Gemma's runs of spaces are spelled with real ones in the file, and its merge order is that of the ids.
+        # For Gemma, the file stores runs of spaces as plain spaces, and the merge order is that of the token ids.
         tokens = [SPACE * len(token) if token.strip(" ") == "" else token for token in tokens]
         ranks: list[float] = [-float(token_id) for token_id in range(len(tokens))]
     else:
@@ -194,9 +194,9 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 def _merges_of_scores(
     vocabulary: _Vocabulary, tokens: list[str], vocab: dict[str, int], ranks: list[float]
 ) -> list[tuple[str, str]]:
-    """Return every way to make a token of two others, best token first: what SentencePiece does, as a list of merges.
+    """Return merges that reproduce SentencePiece's scores: every split of a token into two tokens, best token first.
 
-    Ties go to the longer left part and then the longer right one, like the converted tokenizer.json files have it.
+    Ties are ordered by the longer left part, then by the longer right part, as in the converted tokenizer.json files.
     """
     found = []
     for token_id in vocabulary.ids_of(NORMAL, USER_DEFINED):
@@ -210,11 +210,11 @@ def _merges_of_scores(
 
 
 def _add_whole_tokens(backend: Backend, vocabulary: _Vocabulary) -> None:
-    """Add control and user-defined tokens, which are matched as a whole before anything else."""
+    """Add control and user-defined tokens, which are matched in the text as a whole before it is split."""
     for add, types in ((backend.add_special_tokens, (UNKNOWN, CONTROL)), (backend.add_tokens, (USER_DEFINED,))):
         is_special = CONTROL in types
         texts = [(token_id, vocabulary.tokens[token_id]) for token_id in vocabulary.ids_of(*types)]
-        # Adding a token under a spelling that the vocabulary lacks would give it a new id beyond the model's.
+        # A token whose text is not in the vocabulary would get a new id beyond the model's, so it is skipped.
         known = [text for token_id, text in texts if text and backend.token_to_id(text) == token_id]
         add([AddedToken(text, normalized=False, special=is_special) for text in known])
 

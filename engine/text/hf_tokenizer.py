@@ -1,9 +1,9 @@
-"""The tokenizer of a folder in Hugging Face layout.
+"""Loads the tokenizer from a model folder in Hugging Face layout.
 
-tokenizer.json is taken as it is: it is what the model's authors published, and transformers' model classes agree
-with it but for details they rebuild. A folder with only another format (a SentencePiece .model, a tiktoken file)
-is converted by transformers in a process of its own: neither its seconds of imports and its torch nor a parser
-that fails on a strange file come into the server, and the folder's code is never run.
+tokenizer.json is used unchanged, as the model's authors published it; transformers' model classes agree with it except
+for details that they rebuild. A folder with only another format (a SentencePiece .model, a tiktoken file) is converted
+by transformers in a separate process. This keeps its slow imports, torch, and a parser crash on an unusual file out of
+the server. Code from the folder is never run.
 """
 
 import os
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from penstock.engine.model_files import ModelNotFound, ModelRefused, check_size, read_json, read_template
 from penstock.engine.text.tokenizer import Tokenizer, refusing
 
-MAX_TOKENIZER_BYTES = 256 << 20  # the largest known tokenizer.json has 35 MB
+MAX_TOKENIZER_BYTES = 256 << 20  # the largest known tokenizer.json is 35 MB
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CONVERSION_LIMIT_S = 300
 CONVERSION = """
@@ -84,9 +84,9 @@ def _convert_backend(folder: Path, config: dict[str, Any]) -> Backend:
 
 
 def _mark_special(backend: Backend, special_tokens: dict[str, str], config: dict[str, Any]) -> None:
-    """Add tokens that only the configuration calls special or added; they are matched whole too.
+    """Add tokens that only the configuration lists as special or added, so that they are matched as a whole too.
 
-    A named token that the vocabulary lacks altogether (often an unused [PAD]) stays out: the model has no row for it.
+    A special token that is missing from the vocabulary (often an unused [PAD]) is skipped: the model has no row for it.
     """
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing = [text for text in special_tokens.values() if text not in known and backend.token_to_id(text) is not None]
@@ -117,14 +117,14 @@ def _token_text(entry: object) -> str | None:
 def _eos_ids(
     backend: Backend, special_tokens: dict[str, str], generation: dict[str, Any], model: dict[str, Any]
 ) -> frozenset[int]:
-    """Return the ids that end a text: of generation_config.json, else of config.json, and the tokenizer's own."""
+    """Return the end token ids: those of generation_config.json, else of config.json, plus the tokenizer's own."""
     text_model = model.get("text_config") if isinstance(model.get("text_config"), dict) else {}
     for source in (generation, model, text_model or {}):
         ids = source.get("eos_token_id")
         if ids is not None:
             break
     listed = ids if isinstance(ids, list) else [ids]
-    # An id without a token cannot be sampled for what it means, and may lie beyond the model's vocabulary.
+    # Ids without a token are dropped: they may lie beyond the model's vocabulary.
     found = {token_id for token_id in listed if isinstance(token_id, int) and token_id >= 0}
     found = {token_id for token_id in found if token_id < 2**32 and backend.id_to_token(token_id) is not None}
     end = backend.token_to_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
@@ -132,7 +132,7 @@ def _eos_ids(
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the source of each template by its name. As in transformers, separate files override tokenizer_config.json."""
+    """Return the template sources by name. As in transformers, separate files override tokenizer_config.json."""
     entry = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(entry, list):
         named = [item for item in entry if isinstance(item, dict)]

@@ -1,7 +1,7 @@
-"""The text room of one model, whole: its tokenizer and its chat template, and a digest that says which they are.
+"""Loads the tokenizer and chat template of a model, and computes a digest that identifies both.
 
-Two processes with equal digests make the same ids of the same request. The router forwards ids only to an engine
-whose digest is its own.
+Two processes with equal digests turn a request into the same token ids. The router sends token ids only to an engine
+with the same digest.
 """
 
 import hashlib
@@ -13,14 +13,14 @@ from penstock.engine.text.tokenizer import Tokenizer
 
 
 def load_text(model: str | None, chat_template: str | None = None) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Load the tokenizer and the template from the model's files; needs no weights. Raise ModelNotFound or ModelRefused."""
+    """Load the tokenizer and the template of a model, without its weights; raise ModelNotFound or ModelRefused."""
     files = resolve_model(model, need_weights=False)
     tokenizer = load_tokenizer(files)
     return tokenizer, load_template(tokenizer, chat_template)
 
 
 def text_digest(tokenizer: Tokenizer, template: ChatTemplate | None) -> str:
-    """Return 32 hexadecimal characters over everything that decides which ids a text becomes."""
+    """Return a digest of 32 hexadecimal characters over everything that determines the token ids of a text."""
     parts = (tokenizer.backend.to_str(), "" if template is None else template.digest)
     digest = hashlib.sha256()
     for part in parts:

@@ -1,4 +1,4 @@
-"""Renders a chat into its prompt, for the server, the router and `LLM`, so that all three make the same of a request."""
+"""Renders a chat into its prompt, for the server, the router and `LLM`, so that all three produce the same prompt."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.template_messages import Message
 
-MAX_CHARS_PER_TOKEN = 128  # a text longer than this times the context is refused before it is tokenized
-INLINE_CHARS = 2048  # tokenized on the event loop: about as long as handing it to a thread takes
-# Fields of a request that say how its chat is rendered, and variables that may not be set beside them.
+MAX_CHARS_PER_TOKEN = 128  # a text longer than this times the context length is refused before it is tokenized
+INLINE_CHARS = 2048  # up to this length, tokenizing on the event loop costs about as much as using a thread
+# Request fields that control how the chat is rendered, and names that chat_template_kwargs may not set.
 RENDERING = ("add_generation_prompt", "continue_final_message", "reasoning_effort", "chat_template_kwargs")
 NOT_VARIABLES = frozenset(RENDERING) - {"chat_template_kwargs"} | {"tools", "tools_as_text", "documents"}
 
@@ -23,8 +23,8 @@ def chat_prompt(
     chat_template_kwargs: dict[str, Any] | None = None,
     **given: Any,
 ) -> str:
-    """Render the messages; `given` is passed on to `template.render`. A template that knows no tools would drop them and their
-    calls, so it gets them as text. Raise InvalidRequest."""
+    """Render the messages; `given` is passed on to `template.render`. For a template without tool support, tools and
+    their calls are rendered as text, since it would drop them. Raise InvalidRequest for invalid messages or options."""
     variables = dict(chat_template_kwargs or {})
     for name in NOT_VARIABLES & variables.keys():
         raise InvalidRequest("chat_template_kwargs", f"{name!r} cannot be set there")
@@ -43,5 +43,5 @@ def chat_prompt(
 
 
 def rendering(request: object) -> dict[str, Any]:
-    """Return the fields of a request that `chat_prompt` takes by name."""
+    """Return the rendering fields of a request as keyword arguments for `chat_prompt`."""
     return {name: getattr(request, name) for name in RENDERING}

@@ -1,9 +1,9 @@
-"""Find the first stop string in a text that grows piece by piece, and hold back no more than could become one.
+"""Finds the first stop string in a streamed text and holds back only text that could become a stop string.
 
-Each string is followed with its Knuth-Morris-Pratt automaton, so a character costs a few steps whatever the
-strings are: with up to 16 strings of 1,024 characters, a search that starts over at every token would let one
-request slow all others down. The result does not depend on how the text is cut: the string that is complete
-first wins, and of those that end at the same character, the longest.
+Each string is matched with its Knuth-Morris-Pratt automaton, so a character costs a few steps for any strings. With up
+to 16 strings of 1,024 characters, a search that starts over at every token would let one request slow down all others.
+The result does not depend on how the text is split into pieces: the string that is complete first wins, and of several
+that end at the same character, the longest.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from functools import lru_cache
 
 
 class StopStrings:
-    """The state of one text. Once `found` is set, the text is over and nothing more may be pushed."""
+    """The matching state of one text. Once `found` is set, the text has ended and nothing more may be pushed."""
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
         self.found: str | None = None
@@ -20,8 +20,8 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, may_stop: bool = True) -> str:
-        """Return the text that is now certain to be output. Without `may_stop`, a string that ends in `text` is passed over,
-        but one may begin in it."""
+        """Return the text that can be output now. If `may_stop` is false, stop strings that end in `text` are ignored,
+        but a match may begin in it."""
         ends = []
         for follower in self._followers:
             end = follower.follow(text, may_stop)
@@ -39,13 +39,13 @@ class StopStrings:
         return pending[:cut]
 
     def flush(self) -> str:
-        """Return what was held back, when the text has ended otherwise."""
+        """Return the text held back so far; call it if the text ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 class _Follower:
-    """Counts how many characters of one stop string the text so far ends with."""
+    """Tracks the longest prefix of one stop string that the text so far ends with; `matched` is its length."""
 
     __slots__ = ("_back", "matched", "stop")
 
@@ -55,7 +55,7 @@ class _Follower:
         self._back = _fallbacks(stop)
 
     def follow(self, text: str, may_stop: bool) -> int | None:
-        """Return the place in `text` just behind the first full match that counts."""
+        """Return the position in `text` after the first full match; None if there is none or `may_stop` is false."""
         stop, back, matched = self.stop, self._back, self.matched
         if not matched and stop[0] not in text:
             return None
@@ -74,8 +74,8 @@ class _Follower:
 
 @lru_cache(maxsize=256)
 def _fallbacks(stop: str) -> tuple[int, ...]:
-    """Return at n the length of the longest proper prefix of `stop` that its first n characters end with. A pure function;
-    cached because the choices of a request, and most requests of a server, share their few stop strings."""
+    """Return the KMP failure table: entry n is the length of the longest proper prefix of `stop` that is also a suffix
+    of its first n characters. Cached, because most requests of a server use the same few stop strings."""
     back = [0, 0]
     for character in stop[1:]:
         matched = back[-1]

@@ -1,7 +1,7 @@
-"""Chat templates: from a conversation to the text that the model was trained to continue.
+"""Chat templates: render a conversation into the prompt format that the model was trained on.
 
-The sources come with the model or from the operator's command line, never from a request. They run in the environment of
-template_environment.py. Whatever a template raises on the messages it was given is reported as an error of `messages`.
+The sources come with the model or from the operator's command line, never from a request. They run in the environment
+of template_environment.py. Any error that a template raises is reported as an error of the field `messages`.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ from penstock.engine.text.template_messages import (
 from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_ERROR_CHARS = 300
-# Messages to find out how a template treats system messages; see ChatTemplate._prints_mark.
+# Test messages that show how a template treats system messages; see ChatTemplate._prints_mark.
 SYSTEM: Message = {"role": "system", "content": "first"}
 USER: Message = {"role": "user", "content": "hello"}
 ASSISTANT: Message = {"role": "assistant", "content": "hello"}
 MARK = "b9f1c7e2"
 
-# Prints the arguments of a call as they are, so that they must be JSON already; and what prints objects itself.
+# Found in templates that print call arguments unchanged, so they must be JSON text, and in those that take objects.
 _PRINTED = re.compile(
     r"(?:[+~]|\{\{-?)\s*\w+(?:\.function|\['function'\])?(?:\.arguments|\['arguments'\])\s*(?:[+~]|-?\}\})"
 )
@@ -49,10 +49,10 @@ FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryErr
 
 
 class ChatTemplate:
-    """The template or templates of a model. Safe to use from several threads."""
+    """The chat template or templates of a model. Thread-safe."""
 
     def __init__(self, sources: str | dict[str, str], special_tokens: dict[str, str] | None = None) -> None:
-        """Compile `sources`: one template, or several by name: "default", and "tool_use" for requests with tools."""
+        """Compile `sources`: one template, or several by name ("default", and "tool_use" for requests with tools)."""
         named = {"default": sources} if isinstance(sources, str) else sources
         environment = template_environment()
         self.sources = named
@@ -60,7 +60,7 @@ class ChatTemplate:
         self._special_tokens = special_tokens or {}
         said = json.dumps([named, self._special_tokens], sort_keys=True)
         self.digest = hashlib.sha256(said.encode()).hexdigest()
-        self.source = "\n".join(named.values())  # shows which marks the model was trained on
+        self.source = "\n".join(named.values())  # searched for the model's tool call and reasoning marks
         self.has_tools = re.search(r"\btools\b", self.source) is not None
         self._prints_arguments = bool(_PRINTED.search(self.source)) and not _UNPACKED.search(self.source)
         self._has_developer = re.search(r"\bdeveloper\b", self.source) is not None
@@ -78,10 +78,10 @@ class ChatTemplate:
         tools_as_text: bool = False,
         **template_kwargs: Any,
     ) -> str:
-        """Return the prompt. Raise InvalidRequest for messages that are malformed or that the template refuses.
+        """Return the prompt; raise InvalidRequest for messages that are malformed or that the template refuses.
 
-        With `continue_final_message` it ends within the last message, whose text the model goes on writing.
-        `tools_as_text`: for a template that knows no tools, write them and their calls into the messages.
+        With `continue_final_message`, the prompt ends within the last message, so that the model continues its text.
+        With `tools_as_text`, tools and their calls are written into the messages, for a template without tool support.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest("continue_final_message", "cannot be combined with add_generation_prompt")
@@ -106,7 +106,7 @@ class ChatTemplate:
         return _cut(text, mark) if mark else text
 
     def _with_system(self, chat: list[Message]) -> list[Message]:
-        """Bring the system and developer messages into a form that this template prints in full."""
+        """Rewrite system and developer messages so that this template prints all of them."""
         roles = [message["role"] for message in chat]
         is_mapped = "developer" in roles and not self._has_developer
         if is_mapped:
@@ -127,7 +127,7 @@ class ChatTemplate:
         return self._prints_mark([SYSTEM, USER, ASSISTANT], [USER])
 
     def _prints_mark(self, before: list[Message], after: list[Message]) -> bool:
-        """Try out whether the template prints one more system message here, and a developer message if it knows them."""
+        """Render a test chat; return whether the template prints a system (or supported developer) message there."""
         for role in SYSTEM_ROLES if self._has_developer else SYSTEM_ROLES[:1]:
             chat = [*before, {"role": role, "content": MARK}, *after]
             variables = {"messages": chat, "tools": None, "documents": None, "add_generation_prompt": True}
@@ -148,8 +148,8 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate | None:
-    """Load the chat template that came with a tokenizer, or the operator's: a file, or the template itself. None if there is
-    none."""
+    """Return the operator's template (`override`: a file name or template text), else the tokenizer's, or None if there
+    is none."""
     sources = tokenizer.chat_templates if override is None else {"default": _operators(override)}
     return ChatTemplate(sources, tokenizer.special_tokens) if sources else None
 
@@ -193,8 +193,8 @@ def _short(error: BaseException) -> str:
 
 
 def _mark_end(chat: list[Message]) -> str:
-    """Write a mark behind the last message's text. Its last character is a space: whether the template keeps that
-    space shows whether it trims what it prints."""
+    """Append a mark to the last message's text and return it. The mark ends with a space, which shows whether the
+    template trims the text."""
     if not chat[-1]["content"]:
         raise InvalidRequest("continue_final_message", "the last message has no text to continue")
     mark = f"endoftext{secrets.token_hex(8)} "

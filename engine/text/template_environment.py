@@ -1,7 +1,7 @@
 """The Jinja environment in which chat templates run, with the same extensions, filters and globals as in transformers.
 
-A template comes with a model. Jinja's immutable sandbox keeps it away from Python's internals. It does not bound the time
-or the memory that a template spends: whoever chose the model's weights has chosen its template as well.
+A template comes with a model, so it runs in Jinja's immutable sandbox, which blocks access to Python internals. It does
+not limit a template's time or memory: an operator who trusts a model's weights also trusts its template.
 """
 
 import json
@@ -15,13 +15,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class Refused(TemplateError):
-    """The template called `raise_exception`: it cannot render these messages."""
+    """Raised when a template calls `raise_exception` because it cannot render the messages."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; when serving, it only opens a scope."""
+    """The tag `{% generation %}`, which marks assistant text for training; here it only opens a scope."""
 
-    tags = {"generation"}  # noqa: RUF012  the base class declares it as an attribute of instances
+    tags = {"generation"}  # noqa: RUF012  the base class declares it as an instance attribute
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -40,7 +40,7 @@ def template_environment() -> ImmutableSandboxedEnvironment:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Write plain JSON; Jinja's own filter escapes it for HTML."""
+    """Return the value as plain JSON; Jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

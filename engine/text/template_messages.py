@@ -1,8 +1,8 @@
-"""Checks messages, tools and documents, and brings them into the form that a chat template is given.
+"""Validates messages, tools and documents, and converts them to the form that chat templates expect.
 
-Users write OpenAI's form; templates expect text in one string and the arguments of calls as objects. Errors name
-the place in the request. Nothing but JSON data passes. Templates that know no tools get them as text; others write all
-this themselves, in the way that their model was trained on.
+Clients use OpenAI's form; templates expect text as one string and call arguments as objects. Errors name the field in
+the request. Only JSON data is accepted. Templates without tool support get tools as text; other templates render tools
+themselves, in the format that their model was trained on.
 """
 
 import json
@@ -11,11 +11,11 @@ from typing import Any
 from penstock.engine.sampling_params import InvalidRequest
 
 MAX_ROLE_CHARS = 64
-MAX_DEPTH = 64  # of nesting
+MAX_DEPTH = 64  # levels of nesting
 
 SYSTEM_ROLES = ("system", "developer")
 
-# Names under which a message's reasoning travels; templates read one of the first two.
+# Field names for a message's reasoning; templates read one of the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 Message = dict[str, Any]
@@ -29,7 +29,7 @@ _HOW = (
 
 
 def check_messages(messages: list[Message]) -> list[Message]:
-    """Return a copy in the form that templates expect: text in one string, arguments of calls as objects."""
+    """Return a copy of the messages as templates expect them: text as one string, call arguments as objects."""
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages", "a list of at least one message is expected")
     return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
@@ -54,7 +54,7 @@ def _message(message: Message, field: str) -> Message:
 
 
 def _text(content: object, field: str) -> str:
-    """Return the text of OpenAI's content: a string, a list of parts, or nothing beside tool calls."""
+    """Return the text of an OpenAI `content` field: a string, a list of text parts, or null next to tool calls."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -77,7 +77,7 @@ def _part(part: object, field: str) -> str:
 
 
 def _tool_call(call: dict[str, Any], field: str) -> dict[str, Any]:
-    """Decode a call's arguments, which are a string of JSON at OpenAI and an object for templates."""
+    """Decode a call's arguments, which are a JSON string in OpenAI's API and an object in templates."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -100,7 +100,7 @@ def objects(values: object, field: str) -> list[dict[str, Any]] | None:
 
 
 def plain(value: Any, field: str, depth: int = 0) -> Any:
-    """Return a copy of JSON data; refuse anything else, since the sandbox does not guard an object's methods."""
+    """Return a copy of JSON data; refuse other objects, since the sandbox does not protect their methods."""
     if depth > MAX_DEPTH:
         raise InvalidRequest(field, f"nested more than {MAX_DEPTH} levels deep")
     if value is None or type(value) in (int, float, bool):
@@ -123,13 +123,13 @@ def _check_unicode(text: str, field: str) -> str:
 
 
 def developer_as_system(chat: list[Message]) -> list[Message]:
-    """Turn the role `developer` into `system`: most templates print nothing for a role that they do not know."""
+    """Replace the role `developer` with `system`, because most templates print nothing for an unknown role."""
     return [{**message, "role": "system"} if message["role"] == "developer" else message for message in chat]
 
 
 def with_system_first(chat: list[Message], *, takes_later: bool) -> list[Message]:
-    """Join the system and developer messages into one at the beginning. Those further on stay where they are if the
-    template `takes_later` ones."""
+    """Merge system and developer messages into one at the beginning. With `takes_later`, the template supports later
+    system messages, so only leading ones are merged."""
 
     def is_system(message: Message) -> bool:
         return message["role"] in SYSTEM_ROLES
@@ -146,8 +146,8 @@ def with_system_first(chat: list[Message], *, takes_later: bool) -> list[Message
 
 
 def without_tools(chat: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:
-    """Return the conversation for a template without tools: functions, calls and results as text, in the form of Hermes, which
-    most models have seen."""
+    """Return the conversation for a template without tool support: functions, calls and results become text in the
+    Hermes format, which most models have seen."""
     plain: list[Message] = []
     for message in chat:
         text = message["content"]
@@ -167,7 +167,7 @@ def without_tools(chat: list[Message], tools: list[dict[str, Any]] | None) -> li
 
 
 def with_arguments_as_text(chat: list[Message]) -> list[Message]:
-    """Write the arguments of calls as JSON, for templates that print them as they are."""
+    """Encode call arguments as JSON text, for templates that print them unchanged."""
     for message in chat:
         for call in message.get("tool_calls", ()):
             function = call.get("function")
@@ -177,8 +177,8 @@ def with_arguments_as_text(chat: list[Message]) -> list[Message]:
 
 
 def _introduced(chat: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
-    """Add the functions to the system message, or before the first text if there is none: not every template takes a system
-    message."""
+    """Append the functions to a leading system message, or else put them before the first message's text, since not
+    every template supports a system message."""
     how = _HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     first = chat[0]
     parts = [first["content"], how] if first["role"] == "system" else [how, first["content"]]

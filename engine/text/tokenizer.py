@@ -1,7 +1,7 @@
-"""The one tokenizer of the engine: text to token ids and back, over the `tokenizers` library.
+"""The engine's tokenizer: converts text to token ids and back, using the `tokenizers` library.
 
-`load_tokenizer` (load.py) finds it for any model. What comes with a tokenizer in those files comes along: the ids that end a
-text, the names of the special tokens, and the chat templates' sources (engine/text/template.py renders them).
+`load_tokenizer` (load_tokenizer.py) creates it for any model. It also holds the end token ids, the special tokens by
+name, and the sources of the chat templates (template.py renders them).
 """
 
 import json
@@ -18,11 +18,11 @@ from penstock.engine.model_files import ModelRefused
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.detokenize import Detokenizer
 
-MAX_TOKEN_ID = 2**32 - 1  # what the library can be asked about
+MAX_TOKEN_ID = 2**32 - 1  # largest id that the library accepts
 
 
 class Tokenizer:
-    """Made by `load_tokenizer` (load.py). Safe to use from several threads; streams are not."""
+    """A model's tokenizer, created by `load_tokenizer`. Thread-safe; its streams are not."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Tokenizer:
         special_tokens: dict[str, str] | None = None,
         chat_templates: dict[str, str] | None = None,
     ) -> None:
-        backend.no_truncation()  # a tokenizer.json may ask for both; neither is ours to do
+        backend.no_truncation()  # a tokenizer.json may enable truncation and padding, which would change prompts
         backend.no_padding()
         self.backend = backend
         self.vocab_size = vocab_size or backend.get_vocab_size()
@@ -47,13 +47,13 @@ class Tokenizer:
         self.stream, self.token_bytes = detokenizer.stream, detokenizer.token_bytes
 
     def special_id(self, name: str) -> int | None:
-        """Return the id of "bos_token" and the like, or None."""
+        """Return the id of a special token by its name, such as "bos_token"; None if there is none."""
         token = self.special_tokens.get(name)
         token_id: int | None = None if token is None else self.backend.token_to_id(token)
         return token_id
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`. Special tokens written out in it count as such."""
+        """Return the token ids of `text`. Special tokens spelled out in the text are encoded as special tokens."""
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
@@ -65,7 +65,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of all ids at once; a stream's pushes and its flush add up to it."""
+        """Return the text of all ids. A stream's pushes and its flush concatenate to the same text."""
         for token_id in ids:
             if not 0 <= token_id <= MAX_TOKEN_ID:
                 raise InvalidRequest("tokens", f"{token_id} is not a token id; it must be from 0 to {MAX_TOKEN_ID}")
@@ -73,16 +73,16 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token for display; U+FFFD stands for a part of a character."""
+        """Return the text of one token for display, with U+FFFD in place of an incomplete character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def save(self, folder: Path | str, sampling: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Write the files from which transformers (and what builds on it) loads the same tokenizer; `sampling` is what the
-        model's authors recommend."""
+        """Write the files from which transformers loads the same tokenizer. `sampling` holds the sampling parameters
+        that the model's authors recommend."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
-        # The class name that makes transformers take tokenizer.json as it is; model-specific classes rebuild parts.
+        # With this class, transformers uses tokenizer.json unchanged; model-specific classes rebuild parts of it.
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self.special_tokens
         if list(self.chat_templates) == ["default"]:
@@ -102,7 +102,7 @@ class Tokenizer:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Name what the `tokenizers` library could not take. It raises the bare class Exception and nothing narrower."""
+    """Convert an error of the `tokenizers` library, which raises plain Exception only, to ModelRefused with `what`."""
     try:
         yield
     except Exception as error:
