@@ -1,2 +1,2 @@
-"""Tool calls and reasoning in a model's text: what models write (formats.py, thinking.py), and how it is read piece by
-piece (answer_reader.py, reader.py). Knows no HTTP and no torch; engine/grammar makes models write nothing else."""
+"""Tool calls and reasoning in a model's output: the formats (formats.py, thinking.py) and their incremental parsers
+(answer_reader.py, reader.py). Uses neither HTTP nor torch. engine/grammar constrains models to these formats."""

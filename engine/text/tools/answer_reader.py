@@ -1,6 +1,6 @@
-"""One answer of a model as it comes: reasoning first, then text and calls.
+"""Incremental parser of one answer: optional reasoning first, then text and tool calls.
 
-Blanks next to the marks of reasoning are dropped; the result does not depend on how the text is cut.
+Whitespace next to the reasoning marks is dropped. The result does not depend on how the text is split into pieces.
 """
 
 from penstock.engine.text.tools.formats import Calls
@@ -10,7 +10,7 @@ from penstock.engine.text.tools.thinking import Thinking
 
 
 class AnswerReader:
-    """`feed` it piece by piece, then `finish`. `is_certain`: a grammar holds the model to its format of calls."""
+    """Parses one answer: call `feed` per piece, then `finish`. `is_certain`: a grammar enforces the call format."""
 
     def __init__(self, calls: Calls | None, thinking: Thinking | None, *, is_certain: bool) -> None:
         self._calls = None
@@ -20,14 +20,14 @@ class AnswerReader:
             held = ("", *calls.form.marks) if calls.must else calls.form.triggers
             self._calls = CallReader(calls.form, functions, held if is_certain else (), max_calls=limit)
         self._is_thinking = self._has_reasoned = False
-        self._text = ""  # what may be the beginning of a mark
-        self._blanks: list[str] = []  # before that
+        self._text = ""  # undecided text, which may be the beginning of a mark
+        self._blanks: list[str] = []  # undecided whitespace before `_text`
         self._out: list[Piece] = []
-        self._thinking = None if thinking is None else self._think(thinking)  # None: it is over
+        self._thinking = None if thinking is None else self._think(thinking)  # None: reasoning has ended
 
     @property
     def has_called(self) -> bool:
-        """Whether there are calls and the last one is complete."""
+        """True if the answer has calls and the last one is complete."""
         return self._calls is not None and self._calls.num_calls > 0 and not self._calls.is_within_call
 
     def feed(self, text: str) -> list[Piece]:
@@ -40,7 +40,7 @@ class AnswerReader:
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """Return what was held back. Unfinished reasoning stays reasoning."""
+        """Return the pieces held back so far. Unfinished reasoning is returned as reasoning."""
         if self._is_thinking:
             self._reason(self._text)
         elif self._thinking is not None:
@@ -55,7 +55,7 @@ class AnswerReader:
             self._calls.check()
 
     def _think(self, thinking: Thinking) -> Wait[None]:
-        """Read the reasoning up to the answer, whose beginning stays in `_text`."""
+        """Parse the reasoning, leaving the beginning of the answer in `_text`; yield when more text is needed."""
         opening, closing, is_implied = thinking.marks
         self._is_thinking = thinking.is_open
         while not self._is_thinking:

@@ -1,7 +1,7 @@
-"""Arguments that are written in other ways than as JSON (formats.py), made JSON as they come.
+"""Converts call arguments in formats other than JSON (formats.py) to JSON incrementally.
 
-A reader is fed text from some place on, and says how far it has read, what JSON that makes, and whether it has come to
-the end. Each character is looked at a bounded number of times, and what comes of it does not depend on how it is cut.
+A reader is fed text from a position on. It returns how far it has read, the JSON for that text, and whether the
+arguments have ended. It reads each character a bounded number of times, and the result does not depend on the pieces.
 """
 
 import json
@@ -24,7 +24,7 @@ from penstock.engine.text.tools.scan import (
 )
 
 ALL = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
-MAX_KEY_CHARS = 256  # so long a key is none
+MAX_KEY_CHARS = 256  # a key of this length or more is malformed
 _KEY = re.compile(rf'[^<>"\n]{{0,{MAX_KEY_CHARS}}}+')
 _WORD = re.compile(r"""[^\s,:=(){}\[\]<>'"\\]++""")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?")
@@ -49,16 +49,16 @@ _MEANT = dict(zip("ntrbfva/'\"\\", "\n\t\r\b\f\v\a/'\"\\", strict=True)) | {"\n"
 
 class ArgumentsReader(Protocol):
     def feed(self, text: str, at: int) -> Fed:
-        """Read on from `at`. Raise Malformed with what was found up to there."""
+        """Read from `at` on; raise Malformed, with the JSON found so far, if the text is not arguments."""
 
 
 def kinds(schema: Any, root: Any) -> frozenset[str]:
-    """Return the types of the values that a schema accepts."""
+    """Return the JSON types of the values that a schema accepts."""
     return _kinds(schema, root, set()) & ALL or ALL
 
 
 def _kinds(schema: Any, root: Any, seen: set[str]) -> frozenset[str]:
-    """Return the types by their names. `seen`: references that have been followed, which may lead back."""
+    """Return the type names in a schema. `seen` holds the references already followed, since they may be circular."""
     if not isinstance(schema, Mapping):
         return ALL
     if isinstance(given := schema.get("type"), (str, list)):
@@ -83,21 +83,21 @@ def _kinds(schema: Any, root: Any, seen: set[str]) -> frozenset[str]:
 
 
 def typed(text: str, wanted: Collection[str]) -> str:
-    """Return the JSON of a value that was written as text, where these types are wanted. A text that reads as none of the other
-    types is a string, even if the schema wants none."""
+    """Return the JSON of a value that was written as text, given the types that the schema accepts. Text that is not a
+    value of one of the other types becomes a string, even if the schema does not accept strings."""
     body = text.strip()
     if wanted != _STRING:
         body = _CONSTANTS.get(body, body) if "string" not in wanted else body
         is_number = "number" in wanted or ("integer" in wanted and "string" not in wanted)
         if is_number and _NUMBER.fullmatch(body):
-            return body  # however large
+            return body  # without decoding, because it may be too large for a float
         try:
             kind = _TYPES[type(msgspec.json.decode(body))]
             if kind in wanted and kind != "string":
                 return body
         except (msgspec.DecodeError, RecursionError):
             pass
-        if body[:1] in ("{", "[") and "string" not in wanted:  # templates print lists and objects as Python does
+        if body[:1] in ("{", "[") and "string" not in wanted:  # some templates print lists and objects in Python syntax
             try:
                 place, found, is_done = Literals('"', is_value=True).feed(body, 0)
                 if is_done and place == len(body) and msgspec.json.decode(found) is not None:
@@ -108,7 +108,7 @@ def typed(text: str, wanted: Collection[str]) -> str:
 
 
 def expect(text: str, at: int, words: Collection[str]) -> int | None:
-    """Return the place behind these words with any blanks before each of them; None if more text is needed."""
+    """Return the position after these words, each with optional whitespace before it; None if more text is needed."""
     start = at
     for word in words:
         at = skip_blank(text, at)
@@ -123,12 +123,12 @@ def expect(text: str, at: int, words: Collection[str]) -> int | None:
 
 
 def _inside(text: str) -> str:
-    """Return text as a part of a JSON string."""
+    """Return text escaped for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class PieceReader(ABC):
-    """Reads piece by piece, for as long as the next one is there."""
+    """Base class of readers that parse one piece after the other until the text runs out or the arguments end."""
 
     def __init__(self, found: str) -> None:
         self._found = [found]
@@ -147,20 +147,20 @@ class PieceReader(ABC):
 
     @abstractmethod
     def _piece(self, text: str, at: int) -> tuple[int, bool]:
-        """Return the place behind what has been read, and whether there may be more."""
+        """Parse one piece; return the position after it, and whether another one may be in the text already."""
 
 
 class Tagged(PieceReader):
-    """Arguments that are text between marks. The schema of a function says what is meant."""
+    """Reads arguments whose values are text between marks; the function's schema determines their types."""
 
     def __init__(self, parameters: Parameters, schema: Mapping[str, Any], end: str) -> None:
         super().__init__("{")
         self._parameters, self._schema, self._end = parameters, schema, end
         self._closer = parameters.after_value.strip()
         self._held = (self._closer, *(("\n" + self._closer,) if parameters.trims else ()))
-        self._wanted: frozenset[str] = frozenset()  # of the value that is being read
-        self._is_begun = self._is_json = self._is_quoted = False  # it; and within its strings
-        self._parts: list[str] = []  # of it, unless it is a string, whose parts go out at once
+        self._wanted: frozenset[str] = frozenset()  # accepted types of the current value; empty between values
+        self._is_begun = self._is_json = self._is_quoted = False  # state of the current value; inside a JSON string
+        self._parts: list[str] = []  # text of the current value; that of a string is passed on at once instead
         self._join = ""
 
     def _piece(self, text: str, at: int) -> tuple[int, bool]:
@@ -210,11 +210,11 @@ class Tagged(PieceReader):
         return end + len(self._closer), True
 
     def _ended(self, text: str, at: int) -> tuple[int, int]:
-        """Return how far the value goes in the text so far, and where it ends, or -1. It does not end in a string within JSON."""
+        """Return the end of the value's text so far, and the position of its mark (outside JSON strings) or -1."""
         while True:
             if self._is_quoted:
                 rest = _PLAIN['"'].match(text, at)
-                assert rest is not None  # it matches nothing at all, too
+                assert rest is not None  # the pattern also matches the empty string
                 at = rest.end()
                 if text[at : at + 1] in ("", "\\") and len(text) - at < 2:
                     return at, -1
@@ -230,14 +230,14 @@ class Tagged(PieceReader):
 
 
 class Literals(PieceReader):
-    """Arguments that are literals, up to the sign that closes them: those of Python, or with a `quote` of its own
-    around strings. `is_value`: not arguments, but one list or object."""
+    """Reads arguments written as literals, up to the closing bracket: Python literals, or JSON-like ones whose strings
+    are enclosed in `quote`. With `is_value`, reads a single list or object instead of arguments."""
 
     def __init__(self, quote: str, is_value: bool = False) -> None:
         super().__init__("" if is_value else "{")
         self._quote, self._is_python = quote, quote == '"'
-        self._open = [] if is_value else [")" if self._is_python else "}"]  # what closes all that is open
-        self._string = ""  # what ends the one that is being read
+        self._open = [] if is_value else [")" if self._is_python else "}"]  # expected closing brackets
+        self._string = ""  # closing quote of the current string; empty outside strings
 
     def _piece(self, text: str, at: int) -> tuple[int, bool]:
         if at == len(text):
@@ -270,7 +270,7 @@ class Literals(PieceReader):
         return place, True
 
     def _word(self, text: str, at: int) -> tuple[int, bool]:
-        """Read a name, a number or a constant; what follows it decides which."""
+        """Read a name, a number or a constant; the character after it decides which."""
         found = _WORD.match(text, at)
         place = at if found is None else skip_blank(text, found.end())
         if found is None or place - at > MAX_FRAME_CHARS:
@@ -288,7 +288,7 @@ class Literals(PieceReader):
 
     def _python_string(self, text: str, at: int) -> tuple[int, bool]:
         plain = _PLAIN[self._string].match(text, at)
-        assert plain is not None  # it matches nothing at all, too
+        assert plain is not None  # the pattern also matches the empty string
         self._found.append(_inside(plain[0]))
         at = plain.end()
         if at == len(text):
@@ -305,7 +305,7 @@ class Literals(PieceReader):
             raise Malformed(at)
         letter = escape[4]
         meant = chr(code) if letter is None else _MEANT.get(letter, "\\" + letter)
-        # Two halves of a character may be written one after the other: JSON has them so, too.
+        # A \u escape is copied unchanged, like in JSON: it may be one half of a surrogate pair.
         self._found.append(f"\\u{escape[2]}" if escape[2] else _inside(meant))
         return escape.end(), True
 
@@ -317,7 +317,7 @@ class Literals(PieceReader):
 
 
 def arguments_reader(form: ToolFormat, schema: Mapping[str, Any], mark: str) -> ArgumentsReader:
-    """Return the reader of the arguments of one call that is a name and its arguments."""
+    """Return a reader for the arguments of one call that is written as a name followed by arguments."""
     if form.parameters is None:
         return ObjectScan()
     if form.parameters.quote:

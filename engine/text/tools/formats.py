@@ -1,16 +1,15 @@
-"""The formats in which models write calls, and how a model's format is detected.
+"""The formats in which models write tool calls, and the detection of a model's format from its chat template.
 
     objects        <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>       hermes, llama3_json, mistral …
     named JSON     <｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>           deepseek_v31, mistral …
     tagged text    <function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>        qwen3_coder, glm45, minimax_m2 …
     literals       [f(a=1, b='x')]     call:f{a:1,b:<|"|>x<|"|>}                     lfm2, olmo3, gemma4 …
 
-A format is an entry of FORMATS and nothing else: reader.py and arguments.py read it, engine/grammar makes a model write
-it.
+A format is just an entry of FORMATS: reader.py and arguments.py parse it, engine/grammar constrains a model to it.
 
-Behind a mark of calls every spelling of an object that says which function is called, with which arguments, is read.
-Where there is none, a call might as well be quoted: it must be a paragraph of its own (or stand in a fence, where the
-format has them), begin with its name, and have arguments.
+After a call mark, the parser accepts any spelling of an object that names the function and its arguments. Without a
+mark, the text might only quote a call. It then counts as a call only if it is a separate paragraph (or is in a code
+fence, for formats with fences), begins with its name, and has arguments.
 """
 
 import re
@@ -19,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-# Texts that may be special tokens of a model.
+# Matches texts that may be special tokens of a model.
 _TOKEN = re.compile(r"<[^<>\s=]+>|\[/?[A-Z_]+\]")
 
 
@@ -28,7 +27,7 @@ def tokens_in(*texts: str) -> tuple[str, ...]:
 
 
 class Written(NamedTuple):
-    """The one spelling of calls that a grammar forces: `start`, one or more calls with `join` between them, `end`."""
+    """The spelling of calls that a grammar enforces: `start`, one or more calls separated by `join`, `end`."""
 
     start: str
     before_name: str
@@ -39,11 +38,11 @@ class Written(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """The spelling of arguments that are no JSON: one by one, with `join` between them.
+    """The spelling of arguments that are not JSON: one after the other, separated by `join`.
 
-    Without `quote` a value is the text up to `after_value`, and the schema says what it means. With '"' values are literals of Python; with anything else they
-    are JSON, but for strings, which stand between two `quote` as they are, and names, which stand alone.
-    """
+    Without `quote`, a value is the text up to `after_value`, and the schema determines its type. With the quote '"',
+    values are Python literals. With any other quote, values are JSON, except that strings are verbatim between two
+    quotes and names are unquoted."""
 
     before_key: str
     before_value: str
@@ -53,17 +52,17 @@ class Parameters(NamedTuple):
 
     @property
     def trims(self) -> bool:
-        """Whether a line break at either end of a value is not part of it."""
+        """True if a line break at the start or end of a value is not part of it."""
         return self.before_value.endswith("\n")
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """`found_by`: texts in a chat template, all of one of the groups. `closers`: the marks that open calls, each with
-    what closes them. `fences` are those that open other things as well. `extra` are further texts that may be tokens of
-    their own. `is_bare`: a paragraph that begins with a bracket may be a call without a mark (objects only). `is_framed`: a call is a
-    name and its arguments, not an object. `has_args`: an object may be such a call.
-    `has_many`: an answer may have several calls. `id_length`: what the template accepts as the id of a call."""
+    """A tool call format. `found_by`: groups of texts; a chat template with all texts of a group has this format.
+    `closers`: the marks that open calls, each with its closing text. `fences`: marks that may also open other content.
+    `extra`: further texts that may be special tokens. `is_bare`: a paragraph that begins with a bracket may be a call
+    without a mark (objects only). `is_framed`: a call is a name and its arguments. `has_args`: a call may also be
+    `f[ARGS]{…}`. `has_many`: an answer may have several calls. `id_length`: length of a call's id in the template."""
 
     name: str
     found_by: tuple[tuple[str, ...], ...]
@@ -87,7 +86,7 @@ class ToolFormat:
 
     @cached_property
     def triggers(self) -> tuple[str, ...]:
-        """The marks behind which a grammar holds optional calls: those that need nothing else to open or to close a call."""
+        """The marks after which a grammar enforces optional calls: those in its spelling and those without a closer."""
         written = self.written.start + self.written.before_name
         return tuple(
             mark for mark in self.marks if mark not in self.fences and (mark in written or not self.closers[mark])
@@ -95,17 +94,17 @@ class ToolFormat:
 
     @cached_property
     def tokens(self) -> tuple[str, ...]:
-        """All texts that may be tokens."""
+        """All texts of the format that may be special tokens."""
         return tokens_in(
             *self.closers, *self.closers.values(), *self.written, *map(str, self.parameters or ()), *self.extra
         )
 
     def closing(self, mark: str) -> list[str]:
-        """Return what closes calls that began with this mark, or without one."""
+        """Return the texts that close calls opened by this mark; without a mark, those of the enforced spelling."""
         return re.findall(r"\]|[^\]]+", self.closers.get(mark, self.written.end).strip())
 
     def opening(self, mark: str) -> str:
-        """Return what stands between a mark and the name of the first call."""
+        """Return the text between a mark and the name of the first call."""
         whole = self.written.start + self.written.before_name
         _, found, rest = whole.partition(mark if mark in whole else self.marks[0])
         return rest if found else whole
@@ -114,12 +113,12 @@ class ToolFormat:
 class ToolSpec(NamedTuple):
     name: str
     parameters: dict[str, Any]  # a JSON schema of an object
-    is_strict: bool = True  # a schema that no grammar can express is refused, not loosened
-    coerce_one_of: bool = False  # but for its oneOf
+    is_strict: bool = True  # a schema that a grammar cannot express exactly is refused, not loosened
+    coerce_one_of: bool = False  # treat oneOf as anyOf even if `is_strict`
 
 
 class Calls(NamedTuple):
-    """The calls that an answer may have. `must`: it is a call and nothing else. `many`: one after the other."""
+    """The calls that an answer may have. `must`: the answer consists of calls only. `many`: several are allowed."""
 
     form: ToolFormat
     functions: Sequence[ToolSpec]
@@ -139,9 +138,9 @@ def _format(
     closers: Mapping[str, str] | None = None,
     **more: Any,
 ) -> ToolFormat:
-    """Make a format. `call`: the text before the name, before the arguments and behind them. Without `join` the calls of a list have
-    a comma between them, others each their own `start` and `end`. The mark is what `start` has besides blanks and a
-    bracket."""
+    """Build a format. `call`: the texts before the name, before the arguments and after them. The default `join` is a
+    comma if `start` opens a list; otherwise each call gets its own `start` and `end`. The default mark is `start`
+    without whitespace and a bracket at its end."""
     mark = start.strip().rstrip("[")
     if join is None:
         join = ", " if start.endswith("[") else f"{end}\n{start}"
@@ -160,13 +159,13 @@ LLAMA = _format(
     found_by=(("<|python_tag|>",), ("<|eot_id|>", '"parameters"'), ("<|eot|>", '"parameters"')),
     closers={"<|python_tag|>": ""},
     is_bare=True,
-    has_many=False,  # the template refuses a history with more than one; several are read nevertheless
+    has_many=False,  # the template refuses a history with several calls in one answer; the parser still accepts them
 )
 CODER = _format(
     "qwen2_5_coder",
     *("```json\n", "\n```", _OBJECT),
     join="\n",
-    # not Qwen 2.5 Coder itself: its template is that of Qwen 2.5, and says what it does not write
+    # Does not match Qwen 2.5 Coder itself: it ships the template of Qwen 2.5, whose format it does not write.
     found_by=(("```json", '"name"', '"arguments"'),),
     closers={"<tool_call>": "</tool_call>", "<tools>": "</tools>", "```": "```"},
     fences=("```",),
@@ -187,7 +186,7 @@ def _deepseek(name: str, before: str, between: str, behind: str, **more: Any) ->
     return _format(name, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", call, **more)
 
 
-# The first one whose texts a template has is its model's format: the special ones stand before the general ones.
+# The first format whose texts are in a template is the model's format, so special formats precede general ones.
 FORMATS = (
     replace(
         _MISTRAL,
@@ -205,7 +204,7 @@ FORMATS = (
         *("<tool_call>\n", "\n</tool_call>", _FUNCTION),
         Parameters("<parameter=", ">\n", "\n</parameter>\n"),
         found_by=(("<tool_call>", "<function="),),
-        closers={"<tool_call>": "</tool_call>", "<function=": "</tool_call>"},  # the first mark is often left out
+        closers={"<tool_call>": "</tool_call>", "<function=": "</tool_call>"},  # models often omit the first mark
     ),
     _format(
         "glm47",
@@ -260,24 +259,24 @@ FORMATS = (
     CODER,
 )
 NAMES = tuple(dict.fromkeys(form.name for form in FORMATS))
-# What vLLM calls some of them.
+# vLLM's names for some formats.
 ALIASES = {
     "qwen3_xml": "qwen3_coder",
     "granite4": "hermes",
-    "openai": "harmony",  # which has a reader of its own (harmony.py)
+    "openai": "harmony",  # has a separate parser (harmony_reader.py)
 }
 
 
 def detect(source: str, has_tools: bool, has_args: bool) -> ToolFormat | None:
     """Return the format in which a chat template writes calls; None if it is not known.
 
-    A template that knows no tools gets them as text (engine/text/template_messages.py), in the form of Hermes.
+    For a template without tool support, template_messages.py renders tools as text in the Hermes format.
     """
     return _first(FORMATS, source + "[ARGS]" * has_args) if has_tools else HERMES
 
 
 def named(name: str, source: str, has_args: bool) -> ToolFormat:
-    """Return the format of this name, one of NAMES."""
+    """Return the format with this name, one of NAMES; if several share it, the one that matches the template."""
     forms = [form for form in FORMATS if form.name == name]
     return _first(forms, source + "[TOOL_CALLS][ARGS]" * has_args) or forms[-1]
 

@@ -1,12 +1,12 @@
-"""Harmony, in which gpt-oss writes: an answer is messages, each with a header that says which channel it is for.
+"""Harmony, the output format of gpt-oss: an answer is a list of messages, each with a header that names its channel.
 
     <|channel|>analysis<|message|>…<|end|>                                             reasoning
     <|start|>assistant<|channel|>final<|message|>…<|return|>                           the text of the answer
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>   a call
 
-The prompt ends with `<|start|>assistant`. Whom a message is to (`to=`) may also stand before the channel. Text in the
-commentary channel that is to no function introduces calls: it is part of the answer, as is what is to a function that
-there is not. Knows the marks as text; that they are special tokens is tool_choice.py's.
+The prompt ends with `<|start|>assistant`. The recipient of a message (`to=`) may also precede the channel. Commentary
+without a recipient introduces calls and is part of the answer's text; so is a message to an unknown function. This
+module treats the marks as text; tool_choice.py handles them as special tokens.
 """
 
 from penstock.engine.text.tools.formats import ToolFormat, Written
@@ -28,11 +28,11 @@ FORM = ToolFormat(
 
 
 def is_written(source: str) -> bool:
-    """Return whether a chat template is of this format."""
+    """Return whether a chat template uses this format."""
     return CHANNEL in source and MESSAGE in source
 
 
 def after_prompt(prompt: str) -> Thinking:
-    """Return how an answer begins behind the end of a prompt. What the prompt has begun belongs to the answer's first message."""
+    """Return how an answer begins after this prompt. A message begun in the prompt is the answer's first message."""
     begun = prompt[prompt.rindex(START) :].strip() if START in prompt else ""
     return Thinking(MARKS, begun="" if begun == f"{START}assistant" else begun)

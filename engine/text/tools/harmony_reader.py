@@ -1,4 +1,4 @@
-"""Reads answers in harmony (harmony.py): what is reasoning, what is content, what a call."""
+"""Incremental parser of answers in the harmony format (harmony.py): splits them into reasoning, content and calls."""
 
 import re
 from collections.abc import Collection
@@ -9,28 +9,28 @@ from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Pie
 from penstock.engine.text.tools.scan import MAX_FRAME_CHARS, num_held
 from penstock.engine.text.tools.thinking import Thinking
 
-_ENDS = (END, CALL, RETURN, START)  # the last of them where a model forgot the others
+_ENDS = (END, CALL, RETURN, START)  # START ends a message if the model omitted the other marks
 _END = re.compile("|".join(map(re.escape, _ENDS)))
 _TO = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _TOKEN = re.compile("|".join(map(re.escape, TOKENS)))
-_HEADER_BEGINS = ("<|", "to=")  # behind `<|start|>assistant`
+_HEADER_BEGINS = ("<|", "to=")  # after `<|start|>assistant`
 
 
 class HarmonyReader:
-    """Reads one answer like AnswerReader (answer_reader.py)."""
+    """Parses one answer, with the same interface as AnswerReader (answer_reader.py)."""
 
     def __init__(self, calls: Calls | None, thinking: Thinking | None, *, is_certain: bool) -> None:
         self._names: Collection[str] = () if calls is None else {function.name for function in calls.functions}
         self._is_certain = is_certain
-        self._text = "" if thinking is None else thinking.begun  # what is not decided
+        self._text = "" if thinking is None else thinking.begun  # undecided text
         self._is_header = True
-        self._channel, self._function = "final", ""  # of the message: the function is one that may be called
-        self._body: list[str] = []  # of a call that may still turn out to be none
+        self._channel, self._function = "final", ""  # of the current message; "" if it is not to a known function
+        self._body: list[str] = []  # text of a possible call, which may still turn out to be content
         self._num_calls, self._is_within_call = 0, False
         self._out: list[Piece] = []
         self.feed("")
-        self._out = []  # what the prompt has said
+        self._out = []  # drops the pieces that came from the prompt
 
     @property
     def has_called(self) -> bool:
@@ -44,7 +44,7 @@ class HarmonyReader:
         return out
 
     def finish(self) -> list[Piece]:
-        """Return what was held back. A header that never ended is dropped; text that is no header is the answer."""
+        """Return the pieces held back so far. An unfinished header is dropped; text that is not a header is content."""
         if self._is_header and _TOKEN.search(self._text) is None:
             self._is_header, self._channel = False, "final"
         if not self._is_header:
@@ -59,14 +59,14 @@ class HarmonyReader:
         assert not self._out and not (self._is_within_call and self._body)
 
     def _read_header(self) -> bool:
-        """Read a header if all of it is there. Text that cannot be a header is an answer without any."""
+        """Parse the header if it is complete; return whether to go on. Text that cannot be a header is content."""
         at = self._text.find(MESSAGE)
         head = self._text.lstrip()
         may_be = any(head.startswith(mark[: len(head)]) for mark in _HEADER_BEGINS)
         longest = MAX_FRAME_CHARS + len(MESSAGE)
         if not may_be or at > MAX_FRAME_CHARS or (at < 0 and len(self._text) >= longest):
             self._is_header, self._channel = False, "final"
-            if may_be:  # so far as it is the same however the text was cut
+            if may_be:  # strip tokens from a fixed length only, so that the result does not depend on the pieces
                 self._text = _TOKEN.sub("", self._text[:longest]) + self._text[longest:]
             return True
         if at < 0:
@@ -104,7 +104,7 @@ class HarmonyReader:
             self._out.append(Reasoning(text) if self._channel == "analysis" else Content(text))
 
     def _end_message(self) -> None:
-        """End a message. Without a grammar it is a call only if its arguments are an object."""
+        """End the current message. Without a grammar, it is a call only if its arguments are a JSON object."""
         if self._function and not self._is_within_call:
             body, self._body = "".join(self._body), []
             if object_in(body or "{}") is not None:

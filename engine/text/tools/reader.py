@@ -1,9 +1,9 @@
-"""Splits a model's answer into text and calls, as it comes.
+"""Incremental parser that splits a model's answer into text and tool calls.
 
-The result does not depend on how the text is cut. A call is announced when its name and the brace that opens its
-arguments are there, and only then: what is no call is content, to the letter. Where a grammar holds the
-call, arguments are passed on as they come; elsewhere they are kept until the call is complete and valid,
-since a stream cannot take back what it has said. Blanks around calls are dropped.
+The result does not depend on how the text is split into pieces. A call is announced only once its name and the opening
+brace of its arguments have arrived; text that is not a call is returned verbatim as content. If a grammar enforces the
+call, its arguments are streamed. Otherwise they are held back until the call is complete and valid, since a stream
+cannot retract text. Whitespace around calls is dropped.
 """
 
 import re
@@ -25,9 +25,9 @@ from penstock.engine.text.tools.scan import (
     skip_blank,
 )
 
-MAX_CALLS = 128  # in one answer; what comes on top is text
-MAX_FALSE = 64  # beginnings that turned out to be no calls; an answer with more of them is text from there on
-CONTEXT = 2  # characters of what has been read that say whether a paragraph begins
+MAX_CALLS = 128  # per answer; further calls are returned as text
+MAX_FALSE = 64  # failed attempts to parse a call, after which the rest of the answer is text
+CONTEXT = 2  # number of parsed characters to keep, which show whether a paragraph begins
 
 
 class Reasoning(NamedTuple):
@@ -41,11 +41,11 @@ class Content(NamedTuple):
 class CallStart(NamedTuple):
     call: int
     name: str
-    id: str = ""  # given by the server
+    id: str = ""  # set by the server
 
 
 class Arguments(NamedTuple):
-    """More of the JSON text that is the arguments of a call."""
+    """A piece of the JSON text of a call's arguments."""
 
     call: int
     text: str
@@ -55,8 +55,8 @@ Piece = Reasoning | Content | CallStart | Arguments
 
 
 class CallReader:
-    """The state of one answer: `feed` it piece by piece, then `finish`. `functions` are names with their schemas. `held`
-    are the marks behind which a grammar holds calls ("" for calls without a mark)."""
+    """Parses one answer: call `feed` for each piece, then `finish`. `functions` maps names to schemas. `held` are the
+    marks after which a grammar enforces calls ("" for calls without a mark)."""
 
     def __init__(
         self, form: ToolFormat, functions: Mapping[str, Any], held: Collection[str] = (), *, max_calls: int = MAX_CALLS
@@ -67,18 +67,18 @@ class CallReader:
         self._form, self._marks = form, form.marks
         self._functions = functions
         self._held = held
-        self._is_certain = False  # a grammar holds the call that is being read
+        self._is_certain = False  # a grammar enforces the current call
         self._max_calls = max_calls
-        # What a call without a mark begins with.
+        # The characters that can begin a call without a mark.
         self._bare = "{[" if form.is_bare else ""
         openings = [*map(re.escape, form.marks), *([r"(?<=\n\n)(?=[{\[])"] if form.is_bare else [])]
         self._opening = re.compile("|".join(openings))
         self._source = Incoming()
-        self._at = 0  # all before it is decided
-        self._blanks: list[str] = []  # of the content: dropped if a call follows
-        self._raw: list[str] = []  # of a call that may still turn out to be content
-        self._found: list[str] = []  # its arguments
-        self._is_closing = False  # what is not decided can only belong to a call that has been read
+        self._at = 0  # position in the source; all text before it is decided
+        self._blanks: list[str] = []  # whitespace at the end of the content, dropped if a call follows
+        self._raw: list[str] = []  # source text of an unannounced call, which may still turn out to be content
+        self._found: list[str] = []  # the JSON of that call's arguments
+        self._is_closing = False  # the undecided text can only be the end of a complete call
         self._out: list[Piece] = []
         self._reading = self._answer()
 
@@ -89,7 +89,7 @@ class CallReader:
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """Return what was held back, at the end of the answer. An unfinished closing mark of a complete call is no content."""
+        """Return the pieces held back at the end of the answer, without a complete call's unfinished closing mark."""
         self._reading.close()
         self._content("".join(self._raw) + ("" if self._is_closing else self._source.text[self._at :]))
         if self._blanks and not self.num_calls:
@@ -104,10 +104,10 @@ class CallReader:
         assert not (self._raw and self.is_within_call)
         assert self.num_calls <= self._max_calls
 
-    # -- what an answer is made of: each reads on from self._at ----------------------------------------------
+    # -- parsers of the parts of an answer; each starts at self._at -------------------------------------------
 
     def _answer(self) -> Wait[None]:
-        """Read text and calls in turn, for as long as there is more."""
+        """Parse text and calls alternately, yielding whenever more text is needed."""
         is_call = False
         if self._bare:
             yield from self._skip_blanks()
@@ -122,7 +122,7 @@ class CallReader:
             self._is_closing = self.is_within_call = False
 
     def _read_text(self) -> Wait[str]:
-        """Read text up to a mark, and return the mark."""
+        """Read content up to a mark and return the mark."""
         may_call = self.num_calls < self._max_calls and self._num_false < MAX_FALSE
         while True:
             text, at = self._source.text, self._at
@@ -136,7 +136,7 @@ class CallReader:
             yield from self._wait()
 
     def _read_calls(self, mark: str) -> Wait[None]:
-        """Read a call, and the calls that follow without text between them. `mark`: of the current call."""
+        """Read a call and the calls that directly follow it. `mark`: the mark that opened the current call, or ""."""
         form, in_list, is_first = self._form, False, True
         while True:
             head = yield from self._read_head(mark, is_first)
@@ -152,7 +152,7 @@ class CallReader:
                 if (is_call and self.num_calls == self._max_calls) or (not is_call and end == at):
                     return
                 if end > at:
-                    self._at, self._blanks = end, []  # they stood before a sign of the format
+                    self._at, self._blanks = end, []  # drops whitespace before punctuation of the format
                 if is_call:
                     self._raw = [self._source.text[at:end]]
                 elif not (self._goes_on(mark) if in_list else form.is_bare):
@@ -161,10 +161,10 @@ class CallReader:
                     mark, in_list = mark if in_list else "", False
             self._is_closing, is_first = False, not in_list
             if is_first and not form.closers.get(mark):
-                mark = ""  # it was for one call
+                mark = ""  # a mark without a closer opens only one call
 
     def _read_head(self, mark: str, is_first: bool) -> Wait[Head]:
-        """Read a call up to its arguments. `is_first`: it stands right behind the mark, which is "" for none."""
+        """Read a call up to its arguments. `is_first`: the call directly follows `mark`, which is "" if there is none."""
         source, form, at = self._source, self._form, self._at
         place = at
         if is_first and mark in form.fences:
@@ -180,7 +180,7 @@ class CallReader:
         elif form.has_args and brace == place and is_first:
             head = yield from self._read_bare_head(place)
         else:
-            raise Malformed(place if mark else brace)  # a mark may begin here; without one, some of it must be passed
+            raise Malformed(place if mark else brace)  # a mark may begin at `place`; else skip a bracket
         if (head.name is not None or head.kind == "none") and head.name not in self._functions:
             raise Malformed(head.end)
         return head
@@ -199,7 +199,7 @@ class CallReader:
         return Head(source.text[at:end], brace, has_tail=False)
 
     def _read_frames(self, mark: str) -> Wait[None]:
-        """Read calls that are a name and its arguments, up to what closes them."""
+        """Read calls that consist of a name and arguments, up to their closing text."""
         form, words = self._form, self._form.opening(mark).split()
         while True:
             head = yield from self._read_frame_head(words)
@@ -239,7 +239,7 @@ class CallReader:
         return Head(name, behind, has_tail=False)
 
     def _pass(self, word: str) -> Wait[bool]:
-        """Pass over a word that stands here, behind blanks; return whether it does."""
+        """Skip whitespace and then `word` if it follows; return whether it did."""
         yield from self._skip_blanks()
         end = yield from self._source.passed(self._at, word)
         is_here = end > self._at
@@ -248,7 +248,7 @@ class CallReader:
         return is_here
 
     def _read_call(self, head: Head, arguments: ArgumentsReader) -> Wait[None]:
-        """Read the arguments and the end of a call. A call that was not announced before them is announced here if it is valid."""
+        """Read the arguments and the end of a call; then announce it if it is valid and was not announced before."""
         source, name = self._source, head.name
         is_announced = self._is_certain and name is not None and head.kind == "object"
         self.is_within_call = is_announced
@@ -282,7 +282,7 @@ class CallReader:
             try:
                 self._at, found, is_done = arguments.feed(text, at)
             except Malformed as error:
-                if self.is_within_call:  # they were announced: what they are so far is theirs
+                if self.is_within_call:  # the call was announced, so pass on its arguments so far
                     self._at = error.place
                     self._take_arguments(at, error.found)
                 raise
@@ -292,7 +292,7 @@ class CallReader:
             yield from self._wait()
 
     def _read_after(self, mark: str, in_list: bool) -> Wait[tuple[int, bool]]:
-        """Return the place of what follows a call and its blanks, and whether it is another call without a mark of its own."""
+        """Return the position after a call's closer or separator, and whether another call without a mark follows."""
         at = self._at
         if in_list and self._source.text[at] == "]":
             return at + 1, False
@@ -315,7 +315,7 @@ class CallReader:
             yield
 
     def _skip_blanks(self) -> Wait[None]:
-        """Pass over blanks, which become content unless a call follows."""
+        """Skip whitespace, which becomes content unless a call follows."""
         while True:
             end = skip_blank(self._source.text, self._at)
             if end > self._at:
@@ -326,20 +326,20 @@ class CallReader:
             yield from self._wait()
 
     def _wait(self) -> Wait[None]:
-        """Wait for more text, and drop what has been read so far."""
+        """Drop the text that has been parsed, and yield for more text."""
         kept = max(self._at - CONTEXT, 0)
         self._source.text = self._source.text[kept:]
         self._at -= kept
         yield
 
-    # -- what comes of it ------------------------------------------------------------------------------------
+    # -- output ------------------------------------------------------------------------------------------------
 
     def _goes_on(self, mark: str) -> bool:
         """Return whether a closing mark or another call may follow a call."""
         return self._form.is_bare or bool(self._form.closers.get(mark))
 
     def _take_arguments(self, start: int, found: str) -> None:
-        """Take the JSON of arguments that were written from `start` on."""
+        """Store or pass on `found`, the JSON of the arguments that were read from `start` on."""
         if not self.is_within_call:
             self._raw.append(self._source.text[start : self._at])
             self._found.append(found)
@@ -353,8 +353,8 @@ class CallReader:
         self._raw, self._blanks = [], []
 
     def _give_up(self, place: int) -> None:
-        """It is no call: all that was read of it is content. It is not searched again, or many such would cost the
-        square of their length."""
+        """Turn the text of a failed call into content. It is not searched again, since the time for many failed calls
+        would be quadratic."""
         self._content("".join(self._raw) + self._source.text[self._at : place])
         self._raw, self._at = [], place
         self._num_false += 1
@@ -373,8 +373,8 @@ class CallReader:
 
 
 def object_in(text: str, is_quoted: bool = False) -> str | None:
-    """Return the text of a JSON object, or of the object in a JSON string; None if it is none. Its values are not decoded, since a
-    number may be beyond a float."""
+    """Return the text of a JSON object, or of the object in a JSON string; None if it is not an object. Values are not
+    decoded, since a number may be too large for a float."""
     try:
         text = msgspec.json.decode(text, type=str) if is_quoted else text
         msgspec.json.decode(text, type=dict[str, msgspec.Raw])

@@ -1,8 +1,8 @@
-"""Reads text that comes in pieces, and JSON in it far enough to know where it ends. A character of the arguments is
-looked at once, and of what stands around them a bounded length is.
+"""Scans text that arrives in pieces, and finds the end of JSON objects in it. Each character of the arguments is read
+once; the text around them has a bounded length.
 
-Most of the work is done by expressions with possessive quantifiers: they never go back, so what a model (or its
-prompt) writes cannot make them slow.
+Most of the work is done by regular expressions with possessive quantifiers. These never backtrack, so no text that a
+model (or its prompt) produces can make them slow.
 """
 
 import re
@@ -11,14 +11,14 @@ from collections.abc import Collection, Generator, Iterable
 from itertools import accumulate
 from typing import Literal, NamedTuple, TypeVar
 
-MAX_DEPTH = 64  # of objects and lists within each other
+MAX_DEPTH = 64  # nesting of objects and lists
 BLOCK_CHARS = 4096
-ARGUMENTS = ("arguments", "parameters")  # what models call them
-MAX_FRAME_CHARS = 1024  # of a call's text before or behind its arguments
+ARGUMENTS = ("arguments", "parameters")  # the names that models use
+MAX_FRAME_CHARS = 1024  # length of a call's text before or after its arguments
 
 _STRINGS = re.compile(r'(?:"(?:[^"\\]++|\\.)*+")++', re.DOTALL)
 _STRING_REST = re.compile(r"(?:[^\"\\]++|\\.)*+", re.DOTALL)
-# Outside strings: a bracket, a whole string, or what JSON cannot contain.
+# Outside strings: a bracket, a whole string, or a character that JSON cannot contain.
 _SIGN = re.compile(r'[{}\[\]]|"(?:[^"\\]++|\\.)*+"|[^ \t\r\n\w+\-.,:]|[^\x00-\x7f]', re.DOTALL)
 _OTHERS = dict.fromkeys(map(ord, string.ascii_letters + string.digits + "_+-.,: \t\r\n"))
 _WEIGHTS = {"{": 1, "[": 1, "}": -1, "]": -1}
@@ -30,14 +30,14 @@ _COLON = re.compile(r"\s*+:")
 _END = re.compile(r"\s*+([,}])")
 
 T = TypeVar("T")
-Wait = Generator[None, None, T]  # yields where only more text can tell
+Wait = Generator[None, None, T]  # yields whenever it needs more text
 Kind = Literal["object", "string", "none"]  # how arguments are written
-# Of a reader of arguments: the place up to which it has read, the JSON that this makes, and whether it is the end.
+# Result of a reader of arguments: the position up to which it has read, the JSON of that text, and whether it is done.
 Fed = tuple[int, str, bool]
 
 
 class Malformed(Exception):
-    """The text is no call. Another one may begin at `place`. `found` are the arguments up to there."""
+    """Raised if the text is not a call. Another one may begin at `place`. `found`: the arguments' JSON up to there."""
 
     def __init__(self, place: int) -> None:
         super().__init__(place)
@@ -46,20 +46,20 @@ class Malformed(Exception):
 
 
 class Head(NamedTuple):
-    """A call up to its arguments, which begin at `end`: with a brace, or behind the quote of a string that holds them.
-    Where it has none, `end` is behind the call."""
+    """A call up to its arguments, which begin at `end`: with a brace, or after the opening quote of a string with JSON.
+    For a call without arguments, `end` is the end of the call."""
 
-    name: str | None  # None: it stands behind the arguments
+    name: str | None  # None: the name follows the arguments
     end: int
     kind: Kind = "object"
-    has_tail: bool = True  # the call is an object that goes on behind its arguments
-    is_plain: bool = True  # begins with its name, or with its type and its name
-    is_list: bool = False  # the first one in brackets
+    has_tail: bool = True  # the call is an object that continues after its arguments
+    is_plain: bool = True  # the object begins with the name, or with the type and the name
+    is_list: bool = False  # the call is the first in a list
 
 
 class ObjectScan:
-    """Finds the end of one JSON object, or of a string that is open already. Strings and brackets are followed, the
-    rest is for a parser to judge."""
+    """Finds the end of one JSON object, or of a string that has begun. It tracks only strings and brackets; a parser
+    validates the rest."""
 
     def __init__(self, in_string: bool = False) -> None:
         self._depth = 0
@@ -67,7 +67,7 @@ class ObjectScan:
         self._is_escaped = False  # the last piece ended with a backslash
 
     def feed(self, text: str, at: int) -> Fed:
-        """Read on from `at`; raise Malformed."""
+        """Read from `at` on; raise Malformed if the text cannot be JSON."""
         try:
             end = self._end(text, at)
         except Malformed as error:
@@ -76,10 +76,10 @@ class ObjectScan:
         return (len(text), text[at:], False) if end is None else (end, text[at:end], True)
 
     def _end(self, text: str, at: int) -> int | None:
-        """Return the place behind the last brace or quote, or None if all of `text` belongs to the value.
+        """Return the position after the last brace or quote, or None if all of `text` belongs to the value.
 
-        A block is first looked at as a whole (no Python per character: 20 ns for the worst of them); only one in
-        which the object ends, or breaks, is walked through.
+        Each block is first scanned as a whole, without Python code per character (at most 20 ns per character). Only a
+        block in which the object ends or is malformed is scanned bracket by bracket.
         """
         while at < len(text):
             if self._in_string:
@@ -89,7 +89,7 @@ class ObjectScan:
                 continue
             block = text[at : at + BLOCK_CHARS]
             bare = _STRINGS.sub("", block)
-            quote = bare.find('"')  # of a string that goes on behind the block
+            quote = bare.find('"')  # opens a string that continues after the block
             stop = at + len(block) if quote < 0 else at + len(block) - len(bare) + quote
             signs = (bare if quote < 0 else bare[:quote]).translate(_OTHERS)
             depths = (
@@ -106,7 +106,7 @@ class ObjectScan:
         return None
 
     def _walk(self, text: str, at: int, stop: int) -> int | None:
-        """Follow the signs one by one. Strings are complete here."""
+        """Scan bracket by bracket up to `stop`, where all strings are complete; return the object's end or None."""
         for found in _SIGN.finditer(text, at, stop):
             sign = found[0]
             if sign not in _WEIGHTS:
@@ -121,9 +121,9 @@ class ObjectScan:
         return None
 
     def _string(self, text: str, at: int) -> int:
-        """Go to the end of a string that is open at `at`: the place behind its quote, or the end of the text."""
+        """Return the position after the closing quote of the string that contains `at`, or the end of the text."""
         found = _STRING_REST.match(text, at + self._is_escaped)
-        assert found is not None  # it matches nothing at all, too
+        assert found is not None  # the pattern also matches the empty string
         end = found.end()
         self._is_escaped = text.startswith("\\", end)
         self._in_string = not text.startswith('"', end)
@@ -131,7 +131,7 @@ class ObjectScan:
 
 
 def num_held(text: str, at: int, marks: Collection[str]) -> int:
-    """Return how many characters at the end of the text may be the beginning of a mark."""
+    """Return the number of characters at the end of the text, from `at` on, that may be the beginning of a mark."""
     longest = min(max(map(len, marks)) - 1, len(text) - at)
     for length in range(longest, 0, -1):
         if any(mark.startswith(text[-length:]) for mark in marks):
@@ -146,13 +146,13 @@ def skip_blank(text: str, at: int) -> int:
 
 
 class Incoming:
-    """Text that grows. What is read from it between two yields may begin anywhere in it."""
+    """A growing text, with generator methods that parse it from a position on and yield when they need more text."""
 
     def __init__(self) -> None:
         self.text = ""
 
     def passed(self, at: int, mark: str) -> Wait[int]:
-        """Return the place behind `mark` if it stands here, else this place."""
+        """Return the position after `mark` if it follows at `at`, else `at`."""
         while not self.text.startswith(mark, at):
             if not mark.startswith(self.text[at : at + len(mark)]):
                 return at
@@ -160,7 +160,7 @@ class Incoming:
         return at + len(mark)
 
     def words(self, start: int, at: int, words: Iterable[str]) -> Wait[int]:
-        """Return the place behind these words, which may have blanks before each of them."""
+        """Return the position after these words, each with optional whitespace before it; else raise Malformed."""
         for word in words:
             sign = yield from self.sign(start, at)
             at = yield from self.passed(sign, word)
@@ -169,7 +169,7 @@ class Incoming:
         return at
 
     def sign(self, start: int, at: int) -> Wait[int]:
-        """Return the place of what follows the blanks, within the length that a frame has from `start` on."""
+        """Return the position of the next non-blank character; raise Malformed if it is too far behind `start`."""
         while True:
             place = skip_blank(self.text, at)
             if place - start >= MAX_FRAME_CHARS:
@@ -179,7 +179,7 @@ class Incoming:
             yield
 
     def run(self, at: int) -> Wait[int]:
-        """Return the place behind a name or an id, when it is certain where it ends."""
+        """Return the position after a name or an id, once the text shows where it ends."""
         while True:
             found = _RUN.match(self.text, at)
             if found is None and at < len(self.text):
@@ -189,19 +189,19 @@ class Incoming:
             yield
 
     def call_head(self, start: int) -> Wait[Head]:
-        """Read an object that is a call, from its brace to its arguments."""
+        """Read an object that is a call, from its opening brace up to its arguments."""
         return (yield from self._members(start, start + 1, None, may_have_arguments=True))
 
     def call_tail(self, start: int, name: str | None) -> Wait[Head]:
-        """Read on behind the arguments to the place behind the brace that closes the call."""
+        """Read the rest of a call after its arguments, up to and including its closing brace."""
         sign = yield from self._next(_END, start, start)
         if sign[1] == "}":
             return Head(name, sign.end(), "none")
         return (yield from self._members(start, sign.end(), name, may_have_arguments=False))
 
     def _members(self, start: int, at: int, name: str | None, *, may_have_arguments: bool) -> Wait[Head]:
-        """Read names and values in any order, up to the arguments or to the brace behind the last one. A name or arguments
-        that come twice would leave it open what is called; ids and types, which some models add, are passed over."""
+        """Read the members of a call in any order, up to its arguments or its closing brace. Duplicate names or
+        arguments are malformed, since the call would be ambiguous; ids and types, which some models add, are skipped."""
         is_plain = True
         while True:
             key = yield from self._next(_WORD, start, at)
@@ -223,7 +223,7 @@ class Incoming:
             at = end.end()
 
     def _next(self, pattern: re.Pattern[str], start: int, at: int) -> Wait[re.Match[str]]:
-        """Return the next word of a call that begins at `start`."""
+        """Return the match of `pattern` at `at`, in a call that begins at `start`."""
         while True:
             text = self.text
             found = pattern.match(text, at)
