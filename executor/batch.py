@@ -1,8 +1,8 @@
-"""One forward pass as tensors: what a model and its kernels get to know about the tokens they compute.
+"""The inputs of one forward pass as tensors, for a model and its kernels.
 
-The runner makes it from a `Step`; it is immutable and passed down `forward`, so no layer looks anything up in
-a global. A batch is flat: T tokens of R rows, one row per request, prefill and decode mixed. Rows with a
-single token come first, so a kernel may treat them as one rectangle, and those with more tokens later.
+The runner builds a `ForwardBatch` from a `Step`. It is immutable and passed down through `forward`, so layers read no
+global state. A batch is flat: T tokens of R rows, one row per request, prefill and decode mixed. Rows with a single
+token come first, so that a kernel may treat them as one rectangle; rows with more tokens follow.
 """
 
 from collections.abc import Hashable, Sequence
@@ -13,8 +13,8 @@ import torch
 
 
 class StatePages(NamedTuple):
-    """Where one layer's part of the states lies. Unit u of a request, counted over all layers, is in the page at place
-    u // units_per_page of its table, from byte u % units_per_page * unit_bytes on."""
+    """The location of one layer's recurrent states. Unit u of a request, counted over all layers, is in the page at
+    index u // units_per_page of the request's table and starts at byte u % units_per_page * unit_bytes."""
 
     base: torch.Tensor  # [num_blocks, bytes of a page] uint8
     first_unit: int
@@ -22,38 +22,38 @@ class StatePages(NamedTuple):
     unit_bytes: int
 
 
-# Per layer its key pages and value pages, each [blocks, block_size, kv heads * head_dim] with a page stride that
-# spans all layers of a page; or where its states lie.
+# For an attention layer: its key pages and value pages, each [blocks, block_size, kv heads * head_dim] with a page
+# stride that spans all layers of a page. For a recurrent layer: the location of its states.
 LayerPages = tuple[torch.Tensor, torch.Tensor] | StatePages
 KvPages = list[LayerPages]
 
 
 class StateBatch(NamedTuple):
-    """The pages of each row's state, or of each chain's. Those that share pages only read them; padding reads and writes
-    page 0."""
+    """The state pages of each row, or of each chain. Pages that several rows share are only read; padding rows read and
+    write page 0."""
 
     read: torch.Tensor  # [R, pages] int32
-    write: torch.Tensor  # [R, pages] int32; may be those of `read`
-    is_new: torch.Tensor  # [R] bool: nothing is read, the state before the first token is zero
+    write: torch.Tensor  # [R, pages] int32; may be the same pages as `read`
+    is_new: torch.Tensor  # [R] bool: no state is read; the row starts from a zero state
 
 
 class AdaptedRows(Protocol):
-    """What the adapters of a step's rows add to products."""
+    """The LoRA adapters of a step's rows."""
 
-    runs: Any  # as kernels take them
+    runs: Any  # the runs of rows with the same adapter, in the form that kernels take
 
     def add(self, linear: Any, x: torch.Tensor, y: torch.Tensor) -> None:
-        """To y [T, out], what the layer made of x [T, in]."""
+        """Add the adapters' contribution for x [T, in] to y [T, out], the output of `linear` for x."""
 
     @property
     def wanted(self) -> "AdaptedRows":
-        """Of the tokens `ForwardBatch.wanted` alone."""
+        """The same adapters, restricted to the tokens in `ForwardBatch.wanted`."""
 
 
 class Chains(NamedTuple):
-    """How recurrent layers see a batch with drafts: a request's rows are one, for its state goes through all of them."""
+    """The rows of a batch with draft tokens for recurrent layers, whose state passes through all rows of a request."""
 
-    query_starts: torch.Tensor  # as a batch has them, of fewer rows
+    query_starts: torch.Tensor  # these three are as in `ForwardBatch`, but with one row per chain
     num_single_rows: int
     query_lens: tuple[int, ...]
 
@@ -62,32 +62,32 @@ class Chains(NamedTuple):
 class ForwardBatch:
     tokens: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int32, inside the request
-    # [T] int64: block * block_size + offset where the token's key and value go. Skipped writes go to block 0.
+    # [T] int64: block * block_size + offset, where the token's key and value are written; block 0 takes skipped writes.
     kv_slots: torch.Tensor
     query_starts: torch.Tensor  # [R + 1] int32: row r's tokens are query_starts[r] … query_starts[r + 1] - 1
-    context_lens: torch.Tensor  # [R] int32: positions the row's last token may see, itself included
+    context_lens: torch.Tensor  # [R] int32: number of positions the row's last token attends to, itself included
     block_tables: torch.Tensor  # [R, blocks of the longest context] int32; past a row's context: any valid block
-    wanted: torch.Tensor | None  # [W] int64: tokens whose hidden state is asked for; None means all T
-    num_single_rows: int  # how many of the first rows have one token
-    query_lens: tuple[int, ...]  # of the rows after those, ascending
-    query_contexts: tuple[int, ...]  # context_lens of the rows after those
+    wanted: torch.Tensor | None  # [W] int64: tokens whose hidden states are returned; None means all T
+    num_single_rows: int  # number of rows with one token; these come first
+    query_lens: tuple[int, ...]  # token counts of the remaining rows, ascending
+    query_contexts: tuple[int, ...]  # context_lens of the remaining rows
     max_single_context: int  # the longest context among the single-token rows; 0 without any
-    # Of the attention groups after the first: kv_slots and block_tables, as `by_layer` shares them out.
+    # (kv_slots, block_tables) of each attention group after the first; `by_layer` assigns them to layers.
     other_groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    group_of: tuple[int, ...] = ()  # each layer's group; (): all are in the first
+    group_of: tuple[int, ...] = ()  # each layer's group; (): all layers are in the first group
     states: StateBatch | None = None
-    adapters: AdaptedRows | None = None  # None: no row has one
-    chains: Chains | None = None  # None: there are no drafts, or no states
-    # Set only for a graph of steps with prompts, where the device alone knows the rows. [R] int32: the context of each row
-    # of one token, 0 for every other row. `query_lens` then holds all tokens in its first place, and `query_contexts` holds
-    # the longest context that is possible.
+    adapters: AdaptedRows | None = None  # None: no row has an adapter
+    chains: Chains | None = None  # None: the step has no draft tokens, or the model no recurrent states
+    # Set only for a CUDA graph of steps with prompts, where only the device knows the rows. [R] int32: the context of
+    # each single-token row, 0 for every other row. The first entry of `query_lens` is then the number of all tokens,
+    # and the first entry of `query_contexts` is the longest possible context.
     single_contexts: torch.Tensor | None = None
-    # What the kernels of one layer found out about the rows, for those of the next (kernels/cuda/work.py).
+    # Values that the kernels of one layer derive from the rows, for those of later layers (kernels/cuda/work.py).
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def singles(self) -> "ForwardBatch":
-        """The batch as attention over the rows of one token needs it."""
+        """The batch in the form that attention over the single-token rows needs."""
         if self.single_contexts is None:
             return self
         return replace(
@@ -99,17 +99,17 @@ class ForwardBatch:
         )
 
     def by_layer(self, num_layers: int) -> "Sequence[ForwardBatch]":
-        """For each layer the batch with the block tables of its group."""
+        """Return, for each layer, the batch with the block tables of the layer's group."""
         if not self.group_of:
             return (self,) * num_layers
         views = [self, *(replace(self, kv_slots=slots, block_tables=tables) for slots, tables in self.other_groups)]
-        # A recurrent layer has no blocks, and takes any.
+        # A recurrent layer has no KV blocks, so it can be given any group's block tables.
         if self.chains is not None:
             views.append(replace(self, **self.chains._asdict()))
         return [views[min(group, len(views) - 1)] for group in self.group_of]
 
     def first_rows(self, count: int) -> "ForwardBatch":
-        """As much as attention asks of a batch without the rows after the first `count`, all single ones among these."""
+        """Return the first `count` rows, all single-token rows included, with only the fields that attention reads."""
         several = count - self.num_single_rows
         assert several >= 0
         return replace(

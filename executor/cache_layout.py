@@ -1,8 +1,8 @@
-"""Which layers share pages: a model's layers in groups by what they keep, and where each lies in the pages of its group.
+"""Groups a model's layers by the kind of cache they need, and assigns each layer a place in the pages of its group.
 
-All attention groups have pages of one size, `depth` layers deep, so that every group can take any page of the pool. What a
-model has fewer of is padded: a little is lost where the numbers of layers do not divide. A model whose layers all
-keep the same has one group with all of them. docs/caches.md has the whole.
+All attention groups have pages of the same size, `depth` layers deep, so that any group can use any page of the pool.
+If the number of layers of a kind is not a multiple of `depth`, its last group is padded, which wastes some memory. A
+model whose layers all keep the same has a single group. docs/caches.md explains the whole design.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from penstock.executor.protocol import GroupInfo
 
-MAX_GROUPS = 8  # each has tables of its own, which the host has to keep and to send
-FULL_WEIGHT = 8  # a padded layer of full attention costs that much more: it is never given back
+MAX_GROUPS = 8  # each group has its own block tables, which the host stores and sends to the device
+FULL_WEIGHT = 8  # relative cost of a padded full-attention layer: its memory is never freed while the request runs
 UNIT_ALIGNMENT = 64
 
 
 class LayerCache(NamedTuple):
-    """What one layer keeps of a request: keys and values of all positions, or of a window, or a state of so many units."""
+    """One layer's cache for a request: the keys and values of all positions or of a window, or `units` of state."""
 
     window: int | None = None
     units: int = 0
@@ -27,8 +27,8 @@ class LayerCache(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     groups: tuple[GroupInfo, ...] = (GroupInfo(),)
-    depth: int = 1  # layers in a page
-    places: tuple[tuple[int, int], ...] = ()  # each layer's group, and its number in the page, or its first unit
+    depth: int = 1  # layers per page
+    places: tuple[tuple[int, int], ...] = ()  # per layer: its group and its index in the page, or its first state unit
     unit_bytes: int = 0
     units_per_page: int = 0
 
@@ -42,14 +42,14 @@ class CacheLayout:
 
     @property
     def group_of(self) -> tuple[int, ...]:
-        """As `ForwardBatch` has it."""
+        """Each layer's group in the form of `ForwardBatch.group_of`: empty if there is only one group."""
         return tuple(group for group, _ in self.places) if len(self.groups) > 1 else ()
 
 
 def plan_layout(layers: Sequence[LayerCache], longest: int, layer_bytes: int, unit_bytes: int = 0) -> CacheLayout:
-    """`longest`: what no window needs to reach beyond. `layer_bytes`: of a block in one attention layer. `unit_bytes`: of
-    a state's largest unit."""
-    kinds: dict[int, list[int]] = {}  # window, 0 being none → layers
+    """Plan the layout. A window of at least `longest` positions counts as full attention. `layer_bytes` is the size of
+    one attention layer's block, `unit_bytes` that of a state's largest unit."""
+    kinds: dict[int, list[int]] = {}  # window (0: full attention) → layers
     for index, layer in enumerate(layers):
         if not layer.units:
             kinds.setdefault(layer.window if layer.window and layer.window < longest else 0, []).append(index)
@@ -76,7 +76,7 @@ def plan_layout(layers: Sequence[LayerCache], longest: int, layer_bytes: int, un
 
 
 def _choose_depth(counts: dict[int, int]) -> int:
-    """Layers in a page, for so many of each kind: what loses least, and the deepest of these."""
+    """Return the layers per page that waste least, the most if several do; `counts`: window → number of layers."""
 
     def loss(depth: int) -> tuple[bool, int, int]:
         padded = {window: -count % depth for window, count in counts.items()}

@@ -1,4 +1,4 @@
-"""The formats of GGML whose weights are computed as codes (csrc/codes.h), by their names. No torch."""
+"""The GGML formats, by name, whose weights stay quantized for the kernels (csrc/codes.h). Imports no torch."""
 
 from typing import Any, NamedTuple
 
@@ -8,10 +8,10 @@ _lib: Any = _csrc.lib
 
 
 class CodeType(NamedTuple):
-    """A storage format of GGML: a row lies in blocks of `block` values, each taking `size_bytes`."""
+    """A GGML storage format: a row is stored in blocks of `block` values, each taking `size_bytes`."""
 
     name: str
-    number: int  # as the C side counts
+    number: int  # the index of the format in the C code
     block: int
     size_bytes: int
 
@@ -30,5 +30,5 @@ CODE_TYPES = _types()
 
 
 def is_computed() -> bool:
-    """Whether this CPU has vector instructions for them; without, numbers in float32 are faster."""
+    """Return whether this CPU has vector instructions for the codes; without them, float32 weights are faster."""
     return bool(_lib.penstock_cpu_best_level(_lib.penstock_cpu_instructions()) > 0)

@@ -1,8 +1,8 @@
-"""A model as a function of token sequences, without gradients: for a trainer in this process.
+"""Computes a model's logits for token sequences, without gradients, for a trainer in the same process.
 
-It is loaded, laid out and computed as by the executor of one device, so its numbers have the bits that the engine samples
-with, whatever the batch, the chunks and the hits there: on a CPU always, on a GPU with `batch_invariant`. There are no
-requests and no cache: every sequence is computed from its first token on, several in a step.
+Loading, memory layout and kernels are those of the single-device executor, so the results are bitwise equal to those
+that the engine samples from, whatever its batches, chunks and prefix-cache hits: on a CPU always, on a GPU with
+`batch_invariant`. There are no requests and no prefix cache: every sequence is computed from its first token.
 """
 
 import os
@@ -21,7 +21,7 @@ from penstock.executor.sampling.sampler import token_logprobs
 from penstock.executor.shared_tensors import SharedTensors
 from penstock.executor.step.runner import PROMPT_LOGPROB_ROWS
 
-# Nothing is kept for later, no row has an adapter, and no step is of single tokens alone, as those of graphs are.
+# No cache tiers, no adapters, and no CUDA graphs, because these are for steps of single-token rows only.
 _ALONE: dict[str, Any] = {
     "kv_host_bytes": 0, "kv_disk_path": "", "kv_disk_bytes": 0, "kv_peers": (), "kv_peer_listen": "",
     "enable_lora": False, "enforce_eager": True,
@@ -29,7 +29,7 @@ _ALONE: dict[str, Any] = {
 
 
 class Forward:
-    """ValueError names a sequence that cannot be computed. Tensors lie on the model's device."""
+    """A loaded model. Its methods return tensors on the model's device and raise ValueError for an invalid sequence."""
 
     def __init__(self, config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> None:
         if config.tensor_parallel_size != 1:
@@ -42,11 +42,11 @@ class Forward:
         return self._rank.info
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The logits behind every token: of each sequence [length, vocabulary]."""
+        """Return the logits after every token: one tensor [length, vocabulary] per sequence."""
         return self._compute(sequences, lambda logits, _following: logits)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The log-probability of every token but the first: of each sequence [length - 1] float32."""
+        """Return the log-probability of every token but the first: one float32 tensor [length - 1] per sequence."""
 
         def of_following(logits: Tensor, following: np.ndarray) -> Tensor:
             chosen = torch.from_numpy(following).to(logits.device, torch.int64)
@@ -55,7 +55,7 @@ class Forward:
         return self._compute(sequences, of_following)
 
     def update_weights(self, weights: "str | os.PathLike[str] | Mapping[str, Any]") -> None:
-        """As `LLM.update_weights`."""
+        """Replace the weights, given as for `LLM.update_weights`."""
         if isinstance(weights, Mapping):
             with SharedTensors(weights) as shared:
                 return self.update_weights(shared.path)
@@ -65,7 +65,7 @@ class Forward:
     def _compute(
         self, sequences: Sequence[Sequence[int]], take: Callable[[Tensor, np.ndarray], Tensor]
     ) -> list[Tensor]:
-        """`take` makes of some tokens' logits [n, vocabulary], and the tokens that follow (behind the last none), [n, …]."""
+        """Return the joined results of `take` per sequence; it maps logits [n, vocabulary] and the next tokens."""
         given = [self._checked(index, sequence) for index, sequence in enumerate(sequences)]
         parts: list[list[Tensor]] = [[] for _ in given]
         runner, size = self._rank.runner, self._config.max_num_batched_tokens
@@ -88,7 +88,7 @@ class Forward:
         return tokens.astype("<i4")
 
     def _packs(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Which are computed at once: as many as a step and the pages hold, or a single one in several steps."""
+        """Yield lists of sequences to compute together: as many as fit a step and the pages, or a single long one."""
         most = np.array([self._config.max_num_seqs, self._config.max_num_batched_tokens, self.info.num_blocks - 1])
         pack: list[int] = []
         left = most
@@ -103,12 +103,12 @@ class Forward:
             yield pack
 
     def _num_pages(self, length: int) -> list[int]:
-        """For each group of layers; there are enough for one sequence of `max_model_len`."""
+        """Return the pages that a sequence needs in each layer group; the pool always holds one of `max_model_len`."""
         size, block_size = self._config.max_num_batched_tokens, self.info.block_size
         return [group.pages or group.most_pages(length, size, block_size) for group in self.info.groups]
 
     def _step(self, sequences: list[np.ndarray], start: int) -> Step:
-        """The next positions of a pack, whose first step admits it. Rows bring all pages, which lie one after the other."""
+        """Build the step for the positions from `start` on; the first step admits. A sequence has consecutive pages."""
         rows, page = [], 1  # page 0 is never handed out
         for slot, tokens in enumerate(sequences):
             tables: list[tuple[int, tuple[int, ...]]] = []
@@ -116,7 +116,7 @@ class Forward:
             for group, num in zip(self.info.groups, self._num_pages(len(tokens)), strict=True):
                 if group.kind == "state":
                     states = tuple(range(page, page + num))
-                else:  # where there are fewer than blocks, those that a window has left serve again
+                else:  # with fewer pages than blocks, pages that have left the window are reused
                     num_blocks = -(-len(tokens) // self.info.block_size)
                     tables.append((0, tuple(page + block % num for block in range(num_blocks))))
                 page += num

@@ -1,10 +1,10 @@
-"""The head of a GGUF file: its metadata, read once for the engine's tokenizer and the executor's weights, and where each
-tensor's bytes lie. It knows nothing of models and needs no torch.
+"""Parses the header of a GGUF file: the metadata, read once for the engine's tokenizer and the executor's weights, and
+the location of each tensor's bytes. Independent of models and of torch.
 
-A file is untrusted: every count, length and offset is checked against what the file can hold before it is
-used, so a lying header costs an error, never memory or a crash. The `gguf` package's reader makes two numpy
-views for each of 49 thousand vocabulary entries (1.9 s for the default model); this one takes 0.02 s.
-Layout: the GGUF specification, versions 2 and 3.
+The file is untrusted: every count, length and offset is checked against the file's size before it is used, so an
+invalid header causes an error, never a large allocation or a crash. The reader of the `gguf` package creates two numpy
+views for each of 49 thousand vocabulary entries (1.9 s for the default model); this parser takes 0.02 s.
+Format: the GGUF specification, versions 2 and 3.
 """
 
 import math
@@ -36,10 +36,10 @@ _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # name length, dims, one dim, type, offse
 
 
 class GgufHeader:
-    """The metadata, and a cursor that stands behind it, where the tensors are described. Raises ExecutorError when the
-    file is not a sound little-endian GGUF 2 or 3; `what` names the part being read, for its message.
+    """The metadata, and a cursor that ends up at the tensor descriptions after it. Raises ExecutorError if the file is
+    not valid little-endian GGUF 2 or 3; `what` names the part being read, for the error message.
 
-    `data` is private to this process (copy on write) and lives as long as anything views it.
+    `data` is a copy-on-write mapping, private to this process, and lives as long as a view of it.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -101,7 +101,7 @@ class GgufHeader:
             self.fail("a string is not UTF-8")
 
     def strings(self, count: int) -> list[str]:
-        """As `string` reads them, but for its calls, which took as long again; one that is not sound is left to it."""
+        """Read strings inline, as calling `string` for each takes twice as long; `string` reports invalid ones."""
         found: list[str] = []
         with suppress(struct.error, UnicodeDecodeError):
             while len(found) < count and (end := (start := self.at + 8) + _U64(self.data, self.at)[0]) <= self.end:
@@ -116,7 +116,7 @@ class GgufHeader:
         return int(_U64(self.data, self.take(8))[0])
 
     def take(self, size: int) -> int:
-        """Move past the next `size` bytes, which must exist; returns where they start."""
+        """Move past the next `size` bytes, which must exist, and return the position where they start."""
         start = self.at
         if size > self.end - start:
             self.fail(f"needs {size} bytes at {start}; the header ends at {self.end} or before")
@@ -124,7 +124,7 @@ class GgufHeader:
         return start
 
     def count(self, what: str, value: int, min_bytes: int, limit: int) -> int:
-        """Check a number of items, of at least `min_bytes` each, before anything is allocated for them."""
+        """Check an item count against the remaining bytes (at least `min_bytes` per item) before any allocation."""
         limit = min(limit, (self.end - self.at) // min_bytes)
         if value > limit:
             self.fail(f"{what} {value}; at most {limit} are possible here")
@@ -140,7 +140,7 @@ class TensorType(NamedTuple):
     name: str
     block: int
     size_bytes: int
-    codes: CodeType | None = None  # the values are codes
+    codes: CodeType | None = None  # set for the quantized formats
 
 
 # GGML type number → format, for the types that can be read.
@@ -154,7 +154,7 @@ for name, number in _NUMBERS.items():
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: `shape` in row-major order (GGUF stores it reversed), `offset` from the file's start."""
+    """One tensor: `shape` is in row-major order (GGUF stores it reversed), `offset` counts from the file's start."""
 
     shape: tuple[int, ...]
     type: TensorType
@@ -164,25 +164,25 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """An open file. `data` is private to this process (copy on write) and lives as long as a tensor views it."""
+    """An open file. `data` is a private copy-on-write mapping, which lives as long as a tensor views it."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
     data: mmap.mmap
-    # Panels by name, with their columns, where they were packed ahead (executor/loading/ahead.py).
+    # Tensor name → (columns, panels), for the tensors that were packed ahead of time (executor/loading/ahead.py).
     packed: dict[str, tuple[int, memoryview]] = field(default_factory=dict)
 
 
 def open_gguf(path: str | Path) -> GgufFile:
-    """Map a file and parse its header. Raises ExecutorError when it is not sound."""
+    """Map a file and parse its header; raise ExecutorError if it is invalid."""
     header = GgufHeader(path)
     infos = [_tensor_info(header, index) for index in range(header.num_tensors)]
     return GgufFile(header.path, header.metadata, _placed(header, infos, _alignment(header)), header.data)
 
 
 def _tensor_info(header: GgufHeader, index: int) -> tuple[str, tuple[int, ...], int, int]:
-    """(name, shape, type number, offset in the data section), as the file says them."""
+    """Return (name, shape, type number, offset in the data section) as stored in the file, unchecked."""
     header.what = f"tensor {index}"
     name = header.string(MAX_NAME_BYTES)
     header.what = f"tensor {name[:80]!r}"
@@ -196,7 +196,7 @@ def _tensor_info(header: GgufHeader, index: int) -> tuple[str, tuple[int, ...], 
 def _placed(
     header: GgufHeader, infos: list[tuple[str, tuple[int, ...], int, int]], alignment: int
 ) -> dict[str, TensorEntry]:
-    """Check each tensor's extent against the data section, which starts at the next aligned byte."""
+    """Return the tensors by name after checking that each lies in the data section, which starts at an aligned byte."""
     start = -(-header.at // alignment) * alignment
     tensors: dict[str, TensorEntry] = {}
     for name, shape, type_id, offset in infos:

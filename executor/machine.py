@@ -1,8 +1,8 @@
-"""The share of the machine that this process may use: cores, by its CPU affinity and the CPU quota of its control group, and memory.
+"""Determines how many cores (CPU affinity, control-group quotas) and how much memory this process may use.
 
-A team of threads that waits by spinning must not be larger than the quota: `docker run --cpus=2` on 64 cores leaves 64
-cores in the affinity mask, and the kernel stops all 64 threads once they have used two cores' share of the time.
-It imports no torch.
+A thread team that waits by spinning must not be larger than the quota: `docker run --cpus=2` on 64 cores leaves 64
+cores in the affinity mask, and the kernel throttles all 64 threads once they have used two cores' share of the time.
+Imports no torch.
 """
 
 import os
@@ -60,12 +60,12 @@ def _numbers(path: Path) -> list[int]:
 
 
 def available_memory(group: Path | None = None) -> int:
-    """In bytes: the machine's or its control group's (this process's, if none is given), whichever is less."""
+    """Return the available bytes: the machine's or those of a control group (default: this process's), the smaller."""
     available = _table(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     group = _own_group() if group is None else group
     limit = group / "memory.max"
     if limit.is_file() and limit.read_text().strip() != "max":
-        # Files in the page cache count as used, but make way: a model just read from disk must not fill the group.
+        # The page cache counts as used but is reclaimable: a model just read from disk does not make the group full.
         stat = _table(group / "memory.stat")
         used = int((group / "memory.current").read_text()) - stat["active_file"] - stat["inactive_file"]
         available = min(available, int(limit.read_text()) - used)
@@ -78,5 +78,5 @@ def _own_group() -> Path:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """The kernel's tables: a name and a number per line."""
+    """Parse a file of the kernel with a name and a number per line."""
     return {name: int(value) for name, value, *_ in map(str.split, path.read_text().splitlines())}

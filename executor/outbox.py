@@ -1,9 +1,9 @@
-"""What a step found, copied to the host while the next step computes.
+"""Copies the results of a step to the host while the next step computes.
 
     computing stream   ── step N ──┬── step N+1 ──
     outbox's stream                └─ copy N ─┘
 
-Reading a tensor in the usual way would wait for everything that was launched after it, too.
+An ordinary copy would also wait for all work launched after the tensor was computed.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Tensors in flight. It holds on to their originals: their memory is not another's before the copy is done."""
+    """Pending copies of tensors. References to the originals keep their memory from being reused before the end."""
 
     def __init__(self, originals: Sequence[Tensor], copies: Sequence[Tensor], event: "torch.cuda.Event | None") -> None:
         self._originals, self._copies, self._event = originals, copies, event
 
     def wait(self) -> Sequence[Tensor]:
-        """The tensors, on the host."""
+        """Wait for the copies and return them."""
         if self._event is not None:
             self._event.synchronize()
         self._originals = ()
@@ -33,7 +33,7 @@ class Outbox:
         self._last: torch.cuda.Event | None = None
 
     def send(self, tensors: Sequence[Tensor]) -> HostCopy:
-        """On a CPU they have arrived already."""
+        """Start copying the tensors to the host; on a CPU, return them as they are."""
         if self._stream is None:
             return HostCopy((), tensors, None)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -44,6 +44,6 @@ class Outbox:
         return HostCopy(tensors, copies, self._last)
 
     def hold(self) -> None:
-        """What is launched from now on may overwrite what was sent: it begins when the copies are done."""
+        """Make work launched from now on wait for the copies, so that it may overwrite the originals."""
         if self._last is not None:
             torch.cuda.current_stream(self._device).wait_event(self._last)

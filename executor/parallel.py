@@ -1,10 +1,10 @@
-"""The ranks that compute one model together, as an object given to what needs it.
+"""Collectives among the ranks that compute one model together, as an object passed to the code that needs it.
 
-A `RankGroup` of one does nothing. Otherwise its ranks make the same calls in the same order. After `sum` every rank
-holds the same bits; on a CPU each number is summed in the order of the ranks. `gather_columns` and `broadcast` know one
-distinguished rank, the first, which samples for all.
+In a `RankGroup` of one rank, collectives do nothing. Otherwise all ranks make the same calls in the same order. After
+`sum` every rank holds the same bits; on a CPU each number is summed in rank order. `gather_columns` and `broadcast`
+have the first rank as their root, which samples for all.
 
-On CUDA a collective is launched on the current stream and the host goes on: a graph may hold it
+On CUDA a collective is launched on the current stream without blocking the host, so a CUDA graph may contain it
 (executor/step/graphs.py).
 """
 
@@ -20,11 +20,11 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 
 class CollectiveError(RuntimeError):
-    """The ranks could not talk to each other: most often another one is gone, and that one is the cause."""
+    """A collective failed, most often because another rank has died; then the death of that rank is the cause."""
 
 
 class Connections(Protocol):
-    """As much as is asked of a backend of torch's, whose stubs leave it out."""
+    """The part of torch's backend interface that is used here; torch's type stubs omit it."""
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any, /) -> dist.Work | None: ...
     def allgather(
@@ -37,7 +37,7 @@ class Connections(Protocol):
 
 
 def share(units: int, rank: int, world: int) -> tuple[int, int]:
-    """Rank's part [first, end) of `units` things, as even as can be; if there are too few, several ranks hold one."""
+    """Return the rank's range [first, end) of an even split; with fewer units than ranks, several ranks hold one."""
     first = rank * units // world
     return first, max(first + 1, (rank + 1) * units // world)
 
@@ -51,8 +51,8 @@ class RankGroup:
         device: torch.device | None = None,
         is_ordered: bool = False,
     ) -> None:
-        """`connect` makes connections between the ranks, to be called by all with the same name. Ordered: sums are in the
-        order of the ranks, which those of a backend are not: it may cut a tensor and begin each piece at another rank."""
+        """`connect` opens connections among the ranks; all ranks call it with the same name. With `is_ordered`, `sum`
+        adds in rank order; a backend's all-reduce may split a tensor and start each piece at a different rank."""
         assert 0 <= rank < world and (connect is None) == (world == 1)
         self.rank, self.world, self.device = rank, world, device or torch.device("cpu")
         self._is_ordered = is_ordered
@@ -60,7 +60,7 @@ class RankGroup:
         self._backend = None if connect is None else connect("first")
 
     def twin(self, name: str) -> "RankGroup":
-        """The same ranks over connections of their own, for a thread beside this group's. Made by all ranks."""
+        """Return a group of the same ranks with separate connections, for another thread. All ranks must call this."""
         connect = self._connect
         assert connect is not None
         return RankGroup(self.rank, self.world, lambda inner: connect(f"{name}/{inner}"), self.device)
@@ -73,14 +73,14 @@ class RankGroup:
         return share(units, self.rank, self.world)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, on all ranks; `part` may be overwritten."""
+        """All-reduce: return the sum over all ranks on every rank; `part` may be overwritten."""
         if self._backend is None:
             return part
         part = part.contiguous()
         if self.world == 2 or (part.is_cuda and not self._is_ordered):
             self._run("sum", self._backend.allreduce, [part], dist.AllreduceOptions())
             return part
-        # Backends add up in an order that goes by a number's place in the tensor, and so by what else is in the batch.
+        # A backend's summation order depends on a number's position in the tensor, and so on the rest of the batch.
         parts = [torch.empty_like(part) for _ in range(self.world)]
         self._run("sum", self._backend.allgather, [parts], [part], AllgatherOptions())
         total = parts[0].float()
@@ -89,7 +89,7 @@ class RankGroup:
         return total.to(part.dtype)
 
     def minimum(self, value: int) -> int:
-        """The least of the ranks' values, on all ranks."""
+        """Return the smallest of the ranks' values on every rank."""
         if self._backend is None:
             return value
         held = torch.tensor([value], device=self.device)
@@ -99,7 +99,7 @@ class RankGroup:
         return int(held)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes, in the order of the ranks, on all ranks."""
+        """Return every rank's bytes, in rank order, on every rank."""
         if self._backend is None:
             return [data]
         longest = -self.minimum(-len(data))
@@ -111,12 +111,12 @@ class RankGroup:
         return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 
     def gather_columns(self, part: torch.Tensor, num_columns: int) -> torch.Tensor | None:
-        """On the first rank [n, num_columns], from every rank's `share` of the columns; on the others None."""
+        """Join every rank's `share` of the columns: return [n, num_columns] on the first rank, None on the others."""
         if self._backend is None:
             return part
         shares = [share(num_columns, rank, self.world) for rank in range(self.world)]
         widest = max(end - first for first, end in shares)
-        part = F.pad(part, (0, widest - part.shape[1]))  # all ranks send as much
+        part = F.pad(part, (0, widest - part.shape[1]))  # all ranks must send equal sizes
         parts = [torch.empty_like(part) for _ in shares] if self.is_first else []
         options = dist.GatherOptions()
         options.rootRank = 0
@@ -126,7 +126,7 @@ class RankGroup:
         return torch.cat([part[:, : end - first] for part, (first, end) in zip(parts, shares, strict=True)], dim=1)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The first rank's tensor, on all ranks; the others' are overwritten."""
+        """Overwrite `tensor` on all other ranks with the first rank's, and return it."""
         if self._backend is not None:
             options = dist.BroadcastOptions()
             options.rootRank = 0
@@ -134,8 +134,8 @@ class RankGroup:
         return tensor
 
     def _run(self, name: str, collective: Callable[..., dist.Work | None], *given: Any) -> None:
-        """The options come last. NCCL: on the current stream, not on one of the communicator's own that has to be waited
-        for; such collectives are in order by themselves, and there is nothing to wait for."""
+        """Run a collective, whose options are its last argument. With asyncOp false, NCCL uses the current stream
+        instead of one of the communicator's: stream order then suffices, and there is no work to wait for."""
         given[-1].asyncOp = False
         with naming(name):
             work = collective(*given)
@@ -148,7 +148,7 @@ class RankGroup:
             self._backend.send([tensor], rank, 0).wait(timedelta(seconds=timeout_s))
 
     def receive(self, tensor: torch.Tensor, rank: int, timeout_s: float) -> None:
-        """Into `tensor`, which is contiguous."""
+        """Receive a tensor from `rank` into `tensor`, which must be contiguous."""
         assert self._backend is not None
         with naming("receive"):
             self._backend.recv([tensor], rank, 0).wait(timedelta(seconds=timeout_s))

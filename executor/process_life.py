@@ -1,12 +1,12 @@
-"""How our processes live: one that another starts lives exactly as long as that one, and is ended in order.
+"""Starts child processes, ends them in order, and makes sure that they do not outlive their parent.
 
-`start_child` runs a module of ours beneath this process; the module's main function calls `begin`. Between the two is
-a socket pair, their channel: it carries the start and the heartbeats, and when it closes, the other end is gone. A child
-ignores the signals to stop, as only its parent ends it. `stop_signals` and `Stopping` are for a process that people
-start.
+`start_child` runs one of our modules as a child; the module's main function calls `begin`. A socket pair, the channel,
+connects the two: it carries the start message and the heartbeats, and its closing tells one end that the other process
+has ended. A child ignores SIGTERM and SIGINT, because only its parent ends it. `stop_signals` and `Stopping` are for
+the process that a user starts.
 
-`python -m penstock.executor.process_life PARENT COMMAND…` becomes COMMAND, tied to that parent: for those that start a
-program from a process with many threads, where no code of ours may run between fork and exec.
+`python -m penstock.executor.process_life PARENT COMMAND…` executes COMMAND, tied to process PARENT. It serves callers
+with many threads, where no Python code may run between fork and exec.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ import msgspec
 
 PR_SET_PDEATHSIG = 1
 HEARTBEAT_S = 1.0
-EXIT_S = 1.0  # between the end of a process's socket and the moment when it can be waited for
-STALL_S = 8  # a child that stops within a message, or reads none, counts as gone
-LOOK_S = 0.1  # how often `wait_for` looks
+EXIT_S = 1.0  # maximum time between the closing of a process's socket and its exit status
+STALL_S = 8  # a child that stops in the middle of a message, or does not read for this long, counts as dead
+LOOK_S = 0.1  # polling interval of `wait_for`
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LOG_VARIABLE = "PENSTOCK_LOG_LEVEL"  # what the processes that we start are given
-ROOMS = ("engine", "executor", "cache", "router")  # those that log
+LOG_VARIABLE = "PENSTOCK_LOG_LEVEL"  # child processes inherit it
+ROOMS = ("engine", "executor", "cache", "router")  # the packages that log
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 Message = TypeVar("Message")
@@ -44,12 +44,12 @@ Start = TypeVar("Start", bound=msgspec.Struct)
 
 
 def send(channel: Connection, message: msgspec.Struct) -> None:
-    """From one thread at a time."""
+    """Send a message; only one thread at a time may do so."""
     channel.send_bytes(msgspec.msgpack.encode(message))
 
 
 def receive(channel: Connection) -> bytes | None:
-    """The next message, encoded; waits for it. None: the other side is gone, or has stopped in the middle of one."""
+    """Wait for the next message and return it encoded; None if the channel closed or the sender stalled within one."""
     try:
         return channel.recv_bytes()
     except (EOFError, OSError):
@@ -57,7 +57,7 @@ def receive(channel: Connection) -> bytes | None:
 
 
 class Channels(Generic[Message]):
-    """Several channels, heard at once."""
+    """Several channels that are polled together."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Message]) -> None:
         self._decoder = decoder
@@ -72,7 +72,7 @@ class Channels(Generic[Message]):
         return self._selector.fileno()
 
     def hear(self, timeout_s: float | None = None) -> Iterator[tuple[int, Message | None]]:
-        """(index, message) of channels that have one, waiting for the first; None: that channel is closed."""
+        """Wait for messages and yield (index, message) for each readable channel; the message is None if it closed."""
         for key, _ in self._selector.select(timeout_s):
             message = receive(self._channels[key.data])
             if message is None:
@@ -87,11 +87,11 @@ class Channels(Generic[Message]):
         self._channels.clear()
 
 
-# The parent's side.
+# The parent's side of a channel.
 
 
 class ChildProcess:
-    """A process that this one has started, and the channel to it."""
+    """A child process and the channel to it."""
 
     def __init__(self, role: str, popen: subprocess.Popen[bytes], channel: Connection) -> None:
         self._popen, self.channel = popen, channel
@@ -99,11 +99,11 @@ class ChildProcess:
         self.name = f"{role} (process {popen.pid})"
 
     def dump_stacks(self) -> None:
-        """Have it print where its threads are to its standard error."""
+        """Make the child print the stacks of its threads to its standard error."""
         self._popen.send_signal(signal.SIGUSR1)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended, within the time."""
+        """Wait for the child to end; return whether it has ended within the timeout."""
         try:
             self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -111,23 +111,23 @@ class ChildProcess:
         return True
 
     def death(self) -> str | None:
-        """How it ended; None while it lives."""
+        """Return how the child ended, as text; None while it is alive."""
         return ending(self._popen.returncode) if self.wait(EXIT_S) else None
 
     def kill(self) -> None:
-        """End it if it lives; returns when it is gone."""
+        """Kill the child if it is alive, and wait until it has ended."""
         self._popen.kill()
         self._popen.wait()
 
 
 def start_child(module: str, role: str, start: msgspec.Struct, pass_fds: Sequence[int] = ()) -> ChildProcess:
-    """Run `python -m MODULE` and send it `start`. If the child dies before it reads that, its channel closes."""
+    """Run `python -m MODULE` and send it `start`. If the child dies before it reads `start`, its channel closes."""
     ours, theirs = Pipe()
-    with socket.socket(fileno=os.dup(ours.fileno())) as end:  # a call to a stopped child must not wait for ever
+    with socket.socket(fileno=os.dup(ours.fileno())) as end:  # a call to a stopped child must not block forever
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALL_S, 0))
     with theirs:
-        # The kernel ties a child to the thread that started it, and only the main one surely lasts.
+        # The kernel ties a child to the thread that started it; only the main thread lives as long as the process.
         is_tied = threading.current_thread() is threading.main_thread()
         popen = subprocess.Popen(
             [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid()), str(int(is_tied))],
@@ -141,16 +141,16 @@ def start_child(module: str, role: str, start: msgspec.Struct, pass_fds: Sequenc
 
 
 def ending(code: int) -> str:
-    """A process's return code in words."""
+    """Describe a process's return code in words."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
-# The child's side.
+# The child's side of a channel.
 
 
 def begin(kind: type[Start]) -> tuple[Start, Connection]:
-    """Return what the parent has sent as the start, and the channel to it. From here on this process lives no longer than
-    its parent, and signals that are meant for the whole group are the parent's to act on."""
+    """Return the start message and the channel to the parent. From now on this process does not outlive its parent, and
+    it ignores stop signals sent to the whole process group, because the parent handles them."""
     fd, parent, is_tied = map(int, sys.argv[1:])
     if is_tied:
         die_with(parent)
@@ -168,11 +168,11 @@ def begin(kind: type[Start]) -> tuple[Start, Connection]:
 def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when the thread that started it ends (Linux).
 
-    Where that thread may end before its process, or the kernel does not offer this, a channel that closes must do.
+    If that thread may end before its process, or on other kernels, the closing of the channel is used instead.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the parent died before the call to prctl
         leave()
 
 
@@ -188,15 +188,15 @@ def leave_with(channel: Connection) -> None:
 
 
 def leave() -> NoReturn:
-    """At once: the parent is gone, and the main thread may wait for something for ever."""
+    """Exit immediately: the parent has ended, and the main thread may be blocked forever."""
     os._exit(1)
 
 
 class Reporter:
-    """What a process reports, from whichever thread, and its heartbeat."""
+    """Sends a process's reports, from any thread, and its heartbeats."""
 
     def __init__(self, send: Callable[[msgspec.Struct], None]) -> None:
-        self.doing = "starting"  # for heartbeats that say it
+        self.doing = "starting"  # the current activity, for heartbeats that include it
         self._send, self._lock = send, threading.Lock()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -206,7 +206,7 @@ class Reporter:
             self._send(message)
 
     def beat(self, heartbeat: Callable[[], msgspec.Struct]) -> None:
-        """Report this every second, from a thread of its own; a process whose parent does not hear it ends."""
+        """Report a heartbeat every second from a separate thread; end this process if the parent cannot be reached."""
 
         def run() -> None:
             while not self._is_over.wait(HEARTBEAT_S):
@@ -219,17 +219,17 @@ class Reporter:
         self._thread.start()
 
     def close(self) -> None:
-        """No heartbeat follows."""
+        """Stop the heartbeats."""
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
 
 
-# What is logged, here and in the processes that we start.
+# Logging, in this process and in its children.
 
 
 def log_levels(text: str) -> dict[str, str]:
-    """By room, and of all under no name: of `info,router=debug`. ValueError says what is wrong."""
+    """Parse `info,router=debug` into {"": "info", "router": "debug"}, where "" is all rooms; ValueError if invalid."""
     found: dict[str, str] = {}
     for part in text.split(","):
         room, mark, level = part.strip().rpartition("=")
@@ -246,7 +246,7 @@ def log_levels(text: str) -> dict[str, str]:
 def log_to_stderr(levels: str | None = None) -> None:
     """Write this package's log to standard error. Libraries log warnings only, because their lines may contain prompts.
 
-    `levels` also applies to the processes that are started from now on."""
+    `levels` also applies to child processes started from now on."""
     if levels is not None:
         os.environ[LOG_VARIABLE] = levels
     found = log_levels(os.environ.get(LOG_VARIABLE, "info"))
@@ -258,12 +258,12 @@ def log_to_stderr(levels: str | None = None) -> None:
         logging.getLogger(f"penstock.{room}").setLevel(level.upper())
 
 
-# A process that people start, and stop.
+# Signals of a process that a user starts and stops.
 
 
 @contextlib.contextmanager
 def stop_signals(take: Callable[[], object], numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
-    """These signals call `take` meanwhile: from the event loop where one runs, else from wherever the main thread is."""
+    """Call `take` on these signals within the context: in the event loop if one runs, else in the main thread."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -284,7 +284,7 @@ def stop_signals(take: Callable[[], object], numbers: Sequence[signal.Signals] =
 
 
 class Stopping:
-    """The first signal drains, the second does not wait."""
+    """Events set by stop signals: the first signal sets `drain`, the second `stop`, which ends without draining."""
 
     def __init__(self) -> None:
         self.drain, self.stop = asyncio.Event(), asyncio.Event()
@@ -294,7 +294,7 @@ class Stopping:
 
 
 async def wait_for(is_done: Callable[[], bool], end: asyncio.Event, timeout_s: float = float("inf")) -> None:
-    """Until this is so, or `end` is set, or the time is over."""
+    """Wait until `is_done` returns true, `end` is set, or the timeout expires."""
     deadline_s = time.monotonic() + timeout_s
     while not is_done() and not end.is_set() and (left_s := deadline_s - time.monotonic()) > 0:
         with contextlib.suppress(TimeoutError):
@@ -304,4 +304,4 @@ async def wait_for(is_done: Callable[[], bool], end: asyncio.Event, timeout_s: f
 
 if __name__ == "__main__":
     die_with(int(sys.argv[1]))
-    os.execvp(sys.argv[2], sys.argv[2:])  # the kernel's promise outlives this
+    os.execvp(sys.argv[2], sys.argv[2:])  # the tie to the parent survives exec

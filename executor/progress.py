@@ -1,4 +1,4 @@
-"""Lines about what takes a while at the start."""
+"""Progress lines for long operations during startup."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -7,7 +7,7 @@ Item = TypeVar("Item")
 
 
 def quarters(items: Iterable[Item], total: int, line: str, say: Callable[[str], None]) -> Iterator[Item]:
-    """Pass `total` items on, and say after each quarter of them how many it has been, as in "Loaded {} of {} layers"."""
+    """Yield `total` items; after each quarter, pass `line` ("Loaded {} of {} layers") with the counts to `say`."""
     for number, item in enumerate(items, 1):
         yield item
         if number * 4 // total > (number - 1) * 4 // total:

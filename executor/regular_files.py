@@ -1,6 +1,6 @@
-"""Opens regular files only: opening or reading a FIFO, a socket or a device can block for ever.
+"""Opens regular files only: opening or reading a FIFO, a socket or a device can block forever.
 
-Everything that reads a file from a path that a client or an operator named goes through here.
+All code that reads a file from a path given by a client or an operator uses these functions.
 """
 
 import errno
@@ -17,7 +17,7 @@ def require_regular(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; OSError where it is anything else.
+    """Open a regular file for reading; raise OSError if `path` is anything else.
 
     The path may have been replaced after the check, so the file is opened without blocking and checked again.
     """

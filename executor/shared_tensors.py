@@ -1,8 +1,8 @@
 """Named tensors in shared memory, for an engine on this machine to read.
 
-It is a safetensors file without a name in any folder, so nothing is left where its process dies. It is sealed before
-others learn of it: what they read cannot change or shrink beneath them, at any step of an update. Tensors are torch's,
-but nothing here imports it.
+The memory is an anonymous safetensors file without a directory entry, so nothing is left behind if its process dies. It
+is sealed before its path is published, so that it cannot change or shrink while another process reads it. The tensors
+are torch tensors, but this module does not import torch.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ class SharedTensors:
     """`with SharedTensors(model.state_dict()) as shared: engine.update_weights(shared.path)`"""
 
     def __init__(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        """Copy the tensors. Where names share memory, as those of a tied head do, the first one counts."""
+        """Copy the tensors. If several names share memory, as with a tied LM head, only the first name is kept."""
         named = tensors.items() if isinstance(tensors, Mapping) else tensors
         once: dict[object, tuple[str, Any]] = {}
         for name, tensor in named:
@@ -57,8 +57,8 @@ class SharedTensors:
 
 
 def _write(tensors: dict[str, Any], fd: int) -> None:
-    """In the format of safetensors, whose own writer wants a folder to rename a file in: the header's length, the header,
-    the bytes."""
+    """Write the safetensors format: header length, header, tensor bytes. The safetensors library cannot write to a file
+    descriptor: its writer renames a temporary file in a folder."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -67,7 +67,7 @@ def _write(tensors: dict[str, Any], fd: int) -> None:
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
     head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)  # so that the numbers are aligned
+    head += b" " * (-len(head) % 8)  # aligns the tensor data
     with os.fdopen(fd, "wb", closefd=False) as file:
         file.write(len(head).to_bytes(8, "little") + head)
         for tensor in tensors.values():
@@ -76,7 +76,7 @@ def _write(tensors: dict[str, Any], fd: int) -> None:
 
 
 def check_sealed(path: Path) -> None:
-    """Raises ExecutorError of shared memory that its owner may still change; files of a disk have no seals."""
+    """Raise ExecutorError for shared memory that its owner may still change; files on disk have no seals and pass."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)

@@ -1,8 +1,8 @@
-"""Small copies from the host to a device, which neither side waits for.
+"""Small asynchronous copies from the host to a device.
 
-A copy from ordinary memory may make the host wait for all that the device has still to do, and more so the busier it is.
-So what goes over passes through pinned memory. That is torch's, which keeps it for the next of its size and hands it
-out again when the event behind the copy has come: what `DeviceInputs` does by itself for its two large blocks.
+A copy from pageable memory may block the host until the device has finished its queued work, so these copies go through
+pinned memory. torch's caching allocator provides it, and reuses a buffer once the event recorded after its copy has
+completed; `DeviceInputs` does the same by itself for its two large blocks.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def send(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """A tensor of the device with these values; on a CPU the very same memory."""
+    """Return a tensor on the device with these values; on a CPU it shares the memory of `values`."""
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     if device.type == "cpu":
         return tensor

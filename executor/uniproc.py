@@ -1,4 +1,4 @@
-"""The executor of one device in this process: loads the model, allocates the KV cache, runs steps in order."""
+"""The executor for one device in this process: loads the model, allocates the KV cache, runs steps in order."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ from penstock.executor.step.runner import Launched, ModelRunner
 
 
 class UniprocExecutor:
-    """On the CPU `submit` computes at once. On a GPU it returns when the work is queued, and `collect` waits.
+    """Runs steps on one device. On a CPU `submit` computes; on a GPU it queues the work, and `collect` waits for it.
 
-    A step with masked rows is computed by `submit` up to its logits, and sampled by `set_masks`."""
+    For a step with masked rows, `submit` computes the logits and `set_masks` samples."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class UniprocExecutor:
         pass
 
     def close(self) -> None:
-        """Forget the model and the cache; their memory goes with the last reference."""
+        """Drop the model and the cache; their memory is freed with the last reference."""
         self._in_flight.clear()
         self._rank.close()
         del self._rank

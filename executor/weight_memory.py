@@ -1,6 +1,6 @@
-"""Memory for a CPU's weights, in huge pages where the kernel has them. A step reads all of it, and with pages of 4 KiB
-waits for as many addresses. Weights share regions, so that what rounding up to a huge page wastes is not paid by each; a
-region goes with the last weight in it. No torch here: weights are packed while it is imported.
+"""Allocates memory for weights on a CPU, in huge pages if the kernel supports them. A step reads all weights, and with
+pages of 4 KiB it would wait for many TLB misses. Weights share regions, so that each need not be rounded up to a huge
+page; a region is freed with its last weight. Imports no torch, because weights are packed while torch is imported.
 """
 
 import threading
@@ -18,7 +18,7 @@ _next = 0  # its first free byte
 
 
 def take(num_bytes: int) -> memoryview:
-    """Zeroed. Raises OSError if there is no memory."""
+    """Allocate `num_bytes` of zeroed memory; raise OSError if there is none left."""
     global _last, _next
     if num_bytes > REGION // 2:
         return huge_buffer(num_bytes)
