@@ -1,5 +1,5 @@
-"""All layers of a decoder without experts on a CPU in one call (csrc/cpu_layers.c). Around each of their nine kernels Python takes
-10 µs, which at a few tokens is as long as the kernels themselves. The same kernels in the same order, so the same bits."""
+"""Runs all layers of a decoder without experts in one C call on a CPU (csrc/cpu_layers.c). In Python, each of a layer's
+nine kernels costs 10 µs of overhead, as much as the kernel itself for few tokens. The results are bitwise the same."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,13 +25,13 @@ class DeltaLayer(NamedTuple):
 
 class DenseLayer(NamedTuple):
     linears: tuple[Linear, Linear, Linear, Linear]  # qkv, output, gate and up, down
-    num_adapted: int  # how many of them adapters may change: all, or the last
-    # Before attention, behind it, before the MLP, behind it.
+    num_adapted: int  # number of linears that LoRA adapters may change: all, or only the last ones
+    # Norms before attention, after attention, before the MLP, after the MLP.
     norms: tuple[Tensor, Tensor | None, Tensor, Tensor | None]
     head_norms: HeadNorms = NO_NORMS
     tables: tuple[Tensor, Tensor] | None = None  # cos and sin
-    extras: ScoreExtras = NO_EXTRAS  # with one cap for all layers
-    delta: DeltaLayer | None = None  # then the three before are of no use
+    extras: ScoreExtras = NO_EXTRAS  # the cap must be the same in all layers
+    delta: DeltaLayer | None = None  # set for a recurrent layer, where the previous three fields are unused
 
 
 class DenseSizes(NamedTuple):
@@ -46,12 +46,12 @@ class DenseSizes(NamedTuple):
 
 class CpuLayers:
     def __init__(self, ops: CpuOps, layers: Sequence[DenseLayer], sizes: DenseSizes) -> None:
-        self._cpu, self._dtype, self._given = ops.cpu, ops.dtype, layers  # the tensors stay where they are
+        self._cpu, self._dtype, self._given = ops.cpu, ops.dtype, layers  # keeps the tensors that C points to alive
         self._pages: KvPages | None = None
-        self._states: StatePages | None = None  # of one layer: all others' lie at the same distances
+        self._states: StatePages | None = None  # of one layer; only base and first_unit differ in others
         self._lib: Any = _csrc.lib
         self._layers = _csrc.ffi.new("struct penstock_layer[]", len(layers))
-        self._deltas: list[Any] = []  # structs that those of the layers point to
+        self._deltas: list[Any] = []  # keeps alive the structs that the layers' structs point to
         num_adapted = 0
         for layer, plan in zip(layers, self._layers, strict=True):
             num_adapted += layer.num_adapted
@@ -82,7 +82,7 @@ class CpuLayers:
         self._deltas.append(described)
 
     def __call__(self, residual: Tensor, batch: ForwardBatch, pages: KvPages, num: int) -> Tensor:
-        """Compute `num` layers over the residual stream [T, hidden] in place. Return what is still to be added to it."""
+        """Compute `num` layers over the residual stream [T, hidden] in place; return the update still to be added."""
         if pages is not self._pages:
             self._bind(pages, batch.group_of)
         assert residual.is_contiguous()
@@ -136,7 +136,7 @@ class CpuLayers:
 
 
 def join_layers(ops: Ops, layers: Sequence[DenseLayer], sizes: DenseSizes) -> CpuLayers | None:
-    """Return all layers as one; None if C does not compute every product of theirs, over inputs in their order."""
+    """Return all layers as one callable; None unless C computes all of their products, with inputs in stored order."""
     linears = [linear for layer in layers for linear in (*layer.linears, *(layer.delta or ())[:1])]
     are_in_c = all(linear.product is not None and linear.product.is_in_order for linear in linears)
     if not layers or not isinstance(ops, CpuOps) or not are_in_c:

@@ -1,7 +1,7 @@
-"""The kernels in C for CPU tensors (csrc/cpu_*.c), behind the signatures of `Ops`.
+"""Implements `Ops` for CPU tensors with C kernels (csrc/cpu_*.c).
 
-They run on torch's own OpenMP threads, on whatever vector instructions the CPU has. A token's result is the same
-bits whatever else is in the batch, however its prompt is cut into chunks, and with any number of threads.
+They run on torch's OpenMP threads and use the best vector instructions of the CPU. A token's result is bitwise the same
+for any batch, any chunking of its prompt, and any number of threads.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from penstock.executor.moe_spec import MoeSpec
 from penstock.executor.protocol import ExecutorError
 
 DTYPES = (torch.float32, torch.bfloat16)
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish", "sigmoid")  # as the C side counts them
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish", "sigmoid")  # the index is the number in C
 
 
 def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, level: str | None = None) -> Ops:
@@ -54,7 +54,7 @@ def levels() -> list[str]:
 
 
 def describe_cpu(dtype: torch.dtype, num_threads: int | None, level: str | None) -> Any:
-    """Return the struct that says how C runs, the first argument of its functions; None as in `make_ops`."""
+    """Return the struct of level, threads and dtype that C functions take first; None has the meaning of `make_ops`."""
     names = levels()
     if level is not None and level not in names:
         raise ValueError(f"level: {level!r} is not one of {names} on this CPU")
@@ -69,7 +69,7 @@ def describe_cpu(dtype: torch.dtype, num_threads: int | None, level: str | None)
 
 
 class CpuOps:
-    """Calls of C, 2 to 3 µs of Python each. They assert what callers here promise; sizes were checked at the start."""
+    """Calls the C kernels, at 2 to 3 µs of Python each. Only asserts its arguments; sizes were checked at startup."""
 
     expanded_attention: ExpandedAttention | None = None
     fused_experts: FusedExperts | None = None
@@ -122,12 +122,12 @@ class CpuOps:
     @staticmethod
     def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared: int = 0) -> tuple[Tensor, Tensor]:
         scores = logits[:, : moe.num_experts]
-        # torch's sigmoid computes the last numbers of a tensor otherwise than those before, so bits would depend on the batch.
+        # torch's sigmoid computes the last numbers of a tensor differently, so its bits would depend on the batch.
         scores = scores.softmax(-1) if moe.scoring == "softmax" else (1 + (-scores).exp()).reciprocal()
-        wanted = scores if bias is None else scores + bias  # the bias steers the choice, never the share
+        wanted = scores if bias is None else scores + bias  # the bias affects only the choice, not the weights
         if moe.num_groups > 1:
             grouped = wanted.unflatten(-1, (moe.num_groups, -1))
-            # A group is as good as its best expert, or (with a bias) its best two together.
+            # The score of a group is its best expert's, or with a bias the sum of its best two.
             best = grouped.amax(-1) if bias is None else grouped.topk(2, dim=-1).values.sum(-1)
             chosen = best.topk(moe.top_groups, dim=-1).indices
             outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
@@ -174,7 +174,7 @@ class CpuOps:
     def latent_rope_and_store(
         self, goal: Tensor, q: Tensor, down: Tensor, store: LatentStore, first: int, is_whole: bool
     ) -> None:
-        """Implement `Ops`; no attention on a CPU takes whole queries."""
+        """Implement `Ops`, but without `is_whole`: no attention on a CPU needs whole queries."""
         rope_dim = 2 * store.rotation.cos.shape[1]
         assert len(goal) == len(q) and first == 0 and not is_whole
         rotating, key = latent_parts(self.rms_norm, q, down, store)
@@ -233,7 +233,7 @@ def _rows(x: Tensor | None) -> tuple[int, int]:
 
 
 def _heads(x: Tensor | None) -> tuple[int, int]:
-    """Return the address of x [T, heads, D] and the stride of its tokens, whose heads must lie side by side."""
+    """Return the address of x [T, heads, D] and the stride of its tokens, whose heads must be contiguous."""
     if x is None:
         return 0, 0
     token, head, element = x.stride()
@@ -244,9 +244,9 @@ def _heads(x: Tensor | None) -> tuple[int, int]:
 def latent_parts(
     rms_norm: Callable[[Tensor, Tensor, float], Tensor], q: Tensor, down: Tensor, store: LatentStore
 ) -> tuple[Tensor, Tensor]:
-    """Return the part of the queries that rotates [T, H, rope], and the keys [T, 1, rope + rank], neither rotated yet.
+    """Return the rope part of the queries [T, H, rope] and the keys [T, 1, rope + rank], both before rotation.
 
-    The checkpoint rotates neighbours (2i, 2i + 1), our kernels (i, i + half): queries and keys move alike.
+    The checkpoint rotates pairs (2i, 2i + 1), our kernels pairs (i, i + half), so queries and keys are both permuted.
     """
     rope_dim = 2 * store.rotation.cos.shape[1]
     latent, rotating = down[:, :-rope_dim], down[:, -rope_dim:]

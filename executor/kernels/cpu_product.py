@@ -1,11 +1,11 @@
-"""Products with weights on a CPU, in C (csrc/cpu_linear.h and csrc/cpu_coded.h), over weights that are packed once.
+"""Matrix products on a CPU in C (csrc/cpu_linear.h and csrc/cpu_coded.h), with weights that are packed once.
 
-A row's result is the same bits whatever other rows there are and on any number of threads, in float32 and in
-bfloat16. Against oneDNN's prepacked product numbers were 1.0 to 1.3 times as fast at 1 and 16 rows of the default model's
-layers and 1.02 to 1.05 times at 512 (two cores of Zen 5, bfloat16), and they need none of
-torch's private operators. With codes of 2 to 8 bits an input is rounded to integers up to 32,512 with a scale for 32
-neighbours, which is nearer to it than bfloat16, and products are summed exactly: the result is that of the file's own
-numbers, to five digits.
+A row's result is bitwise the same whatever the other rows and the number of threads, in float32 and in bfloat16. With
+unquantized weights the kernels are 1.0 to 1.3 times as fast as oneDNN's prepacked product at 1 and 16 rows of the
+default model's layers and 1.02 to 1.05 times at 512 (two cores of Zen 5, bfloat16), and need no private operators of
+torch. With weights quantized to 2 to 8 bits, inputs are rounded to integers up to 32,512 with one scale per 32
+neighbours, which is more precise than bfloat16, and products are summed exactly: the result agrees with the dequantized
+weights' to five digits.
 """
 
 import math
@@ -23,13 +23,13 @@ from penstock.executor.kernels.weight import EIGHT_BITS, Format, Ggml, Groups, W
 from penstock.executor.weight_memory import take
 
 _lib: Any = _csrc.lib
-CHUNK = 32  # neighbours in depth that C computes with one scale
-Orders = list[tuple[Tensor | None, Any]]  # an order of the inputs, and what is a struct penstock_part[] of it
+CHUNK = 32  # neighbours along the depth that share one scale in C
+Orders = list[tuple[Tensor | None, Any]]  # an order of the inputs, and the struct penstock_part[] that uses it
 
 
 @dataclass(frozen=True, slots=True)
 class Panels(Format):
-    """A weight as C computes with it: codes of a type (csrc/codes.h), or blocks of transposed numbers if `type` is None."""
+    """A weight packed for C: codes of a type (csrc/codes.h), or blocks of transposed numbers if `type` is None."""
 
     type: CodeType | None
     width: int
@@ -40,7 +40,7 @@ class Panels(Format):
 
 
 class CpuProduct:
-    """[T, in] -> [T, out] by these weights, their outputs side by side, and bias [out]. The weights are copied."""
+    """A product [T, in] -> [T, out] with weights whose outputs are concatenated, and bias [out]. Copies the weights."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class CpuProduct:
         num_threads: int | None = None,
         level: str | None = None,
     ) -> None:
-        """Raises ExecutorError if a scale is not finite. The weights are ones that `code_type` or `is_repacked` accept."""
+        """Pack weights that `code_type` or `is_repacked` accepts; raise ExecutorError if a scale is not finite."""
         assert dtype in DTYPES
         self._dtype, self._depth = dtype, weights[0].shape[1]
         self._cpu = describe_cpu(dtype, num_threads, level)
@@ -64,10 +64,10 @@ class CpuProduct:
 
     @staticmethod
     def each(products: "Sequence[CpuProduct]", counts: Sequence[int], x: Tensor) -> Tensor:
-        """Multiply the first counts[0] rows by the first of these, the next by the second; return the same bits as one by
-        one. Unless inputs are reordered it is one call, whose threads share the work of all.
+        """Multiply the first counts[0] rows by products[0], the next counts[1] by products[1], and so on, with the same
+        bits as separate calls. Unless a product reorders its inputs, this is one C call over all threads.
 
-        The weights are described anew, as an expert that moved here may have taken their tensors' place.
+        The structs are built anew, because an expert that moved to this rank may have replaced the tensors.
         """
         starts = [sum(counts[:index]) for index in range(len(counts))]
         if all(product.is_in_order for product in products):
@@ -78,7 +78,7 @@ class CpuProduct:
         return torch.cat([product._multiply(rows, product._structs()) for product, rows in shared_out])
 
     def rows(self, indices: Tensor) -> Tensor:
-        """[T] -> [T, in]: these rows of the one weight there is, rounded to the dtype."""
+        """Return rows [T] of the single weight as [T, in], dequantized and rounded to the dtype."""
         ((form, panels, *_),) = self.weights
         assert isinstance(form, Panels)
         indices = indices.long().contiguous()
@@ -97,7 +97,7 @@ class CpuProduct:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether one call of C computes it, over inputs as they are."""
+        """True if one C call computes the product, because no weight reorders its inputs."""
         return all(order is None for order, _ in self._orders)
 
     def describe(self, projection: Any) -> None:
@@ -106,11 +106,11 @@ class CpuProduct:
         projection.num_parts, projection.depth, projection.width = len(self.weights), self._depth, self._width
 
     def _structs(self) -> Orders:
-        """Describe the weights for all rows of an input."""
+        """Return the structs of the weights, for all rows of an input."""
         return [(order, _csrc.ffi.new("struct penstock_part[]", parts)) for order, parts in self._describe(0, -1)]
 
     def _describe(self, first_row: int, num_rows: int) -> list[tuple[Tensor | None, list[tuple[int, ...]]]]:
-        """Return the fields of a struct penstock_part for each weight, those with the same order of inputs together."""
+        """Return the fields of a struct penstock_part for each weight, grouped by the order of the inputs."""
         column, found = 0, list[tuple[Tensor | None, list[tuple[int, ...]]]]()
         for weight in self.weights:
             assert isinstance(weight.format, Panels)
@@ -145,7 +145,7 @@ class CpuProduct:
 
 
 def is_repacked(weight: Tensor) -> bool:
-    """Tell whether C takes this weight of numbers and is the fastest for it: without AVX2, torch is."""
+    """Tell whether C supports this unquantized weight and is faster than torch, which wins without AVX2."""
     return (
         weight.device.type == "cpu"
         and weight.dtype in DTYPES
@@ -155,8 +155,8 @@ def is_repacked(weight: Tensor) -> bool:
 
 
 def code_type(weight: Weight) -> tuple[CodeType, Weight] | None:
-    """Return the type of codes that C computes this weight as, and the weight with scales of 16 bits. None if it has none:
-    if the weight is numbers, or if its groups or scales do not allow it."""
+    """Return the code type that C uses for this weight, and the weight with 16-bit scales. None if C has no code type
+    for it: if the weight is not quantized, or its group size, zeros or scales do not fit."""
     if isinstance(weight.format, Ggml):
         return weight.format.type, weight
     if not isinstance(weight.format, Groups) or weight.codes.dtype is EIGHT_BITS or group_of(weight) % CHUNK:
@@ -189,7 +189,7 @@ def _pack(weight: Weight, level: int) -> Weight:
 
 
 def pack_codes(kind: CodeType, weight: Weight, columns: int) -> Tensor:
-    """Return codes in panels of so many rows. Raises ExecutorError if a scale is not finite."""
+    """Pack codes into panels of `columns` rows of the weight; raise ExecutorError if a scale is not finite."""
     width, depth = weight.shape
     if weight.panels is not None and weight.panels[0] == columns:
         return torch.frombuffer(weight.panels[1], dtype=torch.uint8)
@@ -207,7 +207,7 @@ def pack_codes(kind: CodeType, weight: Weight, columns: int) -> Tensor:
 
 
 def _pack_numbers(weight: Tensor, columns: int) -> Tensor:
-    """[out, in] -> [out / columns, in, columns], zeros at the end; pairs of bfloat16 along `in` stay together."""
+    """Pack [out, in] as [out / columns, in, columns], zero-padded; pairs of bfloat16 along `in` stay together."""
     width, depth = weight.shape
     assert weight.dtype in DTYPES and depth % 2 == 0
     words = weight.contiguous()

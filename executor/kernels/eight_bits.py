@@ -1,6 +1,6 @@
-"""Activations of eight bits on their way into products with weights of `Blocks` (weight.py), and scales for cuBLAS.
+"""FP8 activations for products with weights of `Blocks` (weight.py), and the layout of scales for cuBLAS.
 
-They are float8_e4m3fn, quantized on the way, with one float32 scale per token and 128 numbers.
+Activations are quantized to float8_e4m3fn at run time, with one float32 scale per token and 128 numbers.
 """
 
 import torch
@@ -11,14 +11,14 @@ from penstock.executor.kernels import Quantized
 from penstock.executor.kernels.weight import BLOCK
 
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
-TINY = 1e-10  # a block of zeros has this largest magnitude
+TINY = 1e-10  # the largest magnitude assumed for a block of zeros, to avoid a scale of 0
 
-FEW_ENTRIES = 16  # of an expert
-ROW_MULTIPLE = 4  # of rows, for cuBLAS to take their scales
+FEW_ENTRIES = 16  # tokens per expert, up to which weights are not multiplied in FP8
+ROW_MULTIPLE = 4  # cuBLAS needs scales padded to a multiple of this many rows
 
 
 def make_quantized(rows: int, width: int, device: torch.device) -> Quantized:
-    """Return room for rows and their scales, which lie column by column; both are padded to a multiple of four rows."""
+    """Allocate rows and their column-major scales, both padded to a multiple of four rows; return unpadded views."""
     assert width % BLOCK == 0
     padded = _padded(rows)
     values = torch.empty((padded, width), dtype=torch.float8_e4m3fn, device=device)
@@ -27,7 +27,7 @@ def make_quantized(rows: int, width: int, device: torch.device) -> Quantized:
 
 
 def pad_rows(x: Quantized) -> Quantized:
-    """Return the rows with their padding, which nobody has written; its rows of the products are never read."""
+    """Return the rows with their padding, which is uninitialized: the products' rows for it are never read."""
     (values, scales), rows = x, _padded(len(x[0]))
     assert values.is_contiguous() and scales.stride() == (1, rows), "rows that `make_quantized` has not made"
     return values.as_strided((rows, values.shape[1]), values.stride()), scales.as_strided(
@@ -40,7 +40,7 @@ def _padded(rows: int) -> int:
 
 
 def are_quantized(entries: int, num_slots: int) -> bool:
-    """Tell whether experts multiply in eight bits: with few entries each they only wait for their weights."""
+    """Tell whether experts multiply in FP8. With few tokens per expert they are memory-bound, so FP8 gains nothing."""
     return entries > FEW_ENTRIES * num_slots
 
 

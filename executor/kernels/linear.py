@@ -1,6 +1,6 @@
-"""Linear layers: products with one or several weights whose outputs lie side by side, in the fastest form of the device.
+"""Linear layers: products with one or several weights whose outputs are concatenated, in the device's fastest format.
 
-`LinearMaker` chooses the form of each weight once, when it is loaded.
+`LinearMaker` chooses the format of each weight once, when it is loaded.
 """
 
 import threading
@@ -32,23 +32,23 @@ from penstock.executor.kernels.weight import (
     widen_mxfp4,
 )
 
-# Which codes stay codes beside those that `Ops.groups` computes: all, on a CPU; those of MXFP4, on a GPU; or none.
+# The quantized weights that are not dequantized, besides those for `Ops.groups`: on a CPU all, on a GPU MXFP4 or none.
 KeptCodes = Literal["all", "MXFP4"] | None
-HALVES = (64, 32, 16)  # how much of the depth a kernel dequantizes at a time
+HALVES = (64, 32, 16)  # numbers along the depth that a kernel dequantizes at a time
 
 
 class Narrow(NamedTuple):
-    """Rows that were quantized to eight bits as they were written, on their way into products of eight bits alone."""
+    """FP8 inputs of products that all use FP8; the previous kernel quantized them when it wrote them."""
 
     rows: tuple[Tensor, Tensor]  # [T, K] float8_e4m3fn, [T, K / 128] scales
-    dtype: torch.dtype  # that the rows had, and that the products have
+    dtype: torch.dtype  # the dtype before quantization, and that of the products' outputs
 
 
-Rows = Tensor | Narrow | NormedRows  # what a layer's first products take
+Rows = Tensor | Narrow | NormedRows  # the possible inputs of a layer's first products
 
 
 class Linear:
-    """[T, in] -> [T, out] with a bias [out]. C computes it where there is a `product`, else `ops`, weight by weight."""
+    """A linear layer [T, in] -> [T, out] with a bias [out]. C computes it if `product` is set, else `ops` by weight."""
 
     def __init__(
         self, weights: Sequence[Weight], bias: Tensor | None, ops: Ops, product: CpuProduct | None = None
@@ -87,7 +87,7 @@ class Linear:
         return F.linear(x, widen_mxfp4(codes, scales).to(x.dtype), bias)
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """[T] -> [T, in]: these rows of the one weight there is, as an embedding gives them."""
+        """Return rows [T] of the single weight as [T, in], dequantized: an embedding lookup."""
         if self.product is not None:
             return self.product.rows(indices)
         (weight,) = self.weights
@@ -101,32 +101,32 @@ class Linear:
 
     @property
     def plain(self) -> Tensor | None:
-        """The weight as numbers that `ops` multiply by; None if it is in another form."""
+        """The single weight if it is unquantized and computed by `ops`, else None."""
         is_plain = self.product is None and len(self.weights) == 1 and self.weights[0].is_numbers
         return self.weights[0].codes if is_plain else None
 
     @property
     def kind(self) -> tuple[object, ...] | None:
-        """What layers have in common that can be stacked; None if this one cannot."""
+        """A key that is equal for layers that can be stacked; None if this layer cannot be stacked."""
         if self.product is not None or len(self.weights) > 1:
             return None
         return *self.weights[0].kind, self.bias is None
 
     @property
     def takes_narrow(self) -> bool:
-        """Whether it computes in eight bits alone."""
+        """True if the layer multiplies in FP8, and so accepts `Narrow` inputs."""
         return len(self.weights) == 1 and isinstance(self.weights[0].format, Blocks)
 
     def tensors(self) -> list[Tensor]:
-        """Return all there is of the layer. With other tensors in their place it is another layer of the same shape."""
+        """Return all tensors of the layer. Replacing their contents makes it another layer of the same shape."""
         tensors = [tensor for weight in self.weights for tensor in weight.tensors()]
         return tensors if self.bias is None else [*tensors, self.bias]
 
 
 def multiply_each(linears: Sequence[Linear], counts: Sequence[int], x: Tensor) -> Tensor:
-    """[T, in] -> [T, out]: the first counts[0] rows through the first of these layers, the next through the second.
+    """Apply linears[0] to the first counts[0] rows, linears[1] to the next counts[1], and so on: [T, in] -> [T, out].
 
-    They are alike in shape, and none of the counts is 0.
+    All layers have the same shape, and no count is 0.
     """
     products = [linear.product for linear in linears if linear.product is not None]
     if len(products) == len(linears):
@@ -135,7 +135,7 @@ def multiply_each(linears: Sequence[Linear], counts: Sequence[int], x: Tensor) -
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, ops: Ops) -> Linear:
-    """Return a linear layer of weight [out, in] and bias [out]; on a CPU the weight is perhaps copied."""
+    """Return a linear layer with weight [out, in] and bias [out]; on a CPU the weight may be copied."""
     if is_repacked(weight):
         return _on_cpu(CpuProduct([numbers(weight)], weight.dtype, bias), ops)
     return Linear([numbers(weight)], bias, ops)
@@ -146,21 +146,21 @@ def _on_cpu(product: CpuProduct, ops: Ops) -> Linear:
 
 
 class LinearMaker:
-    """Makes layers of weights as they are stored, and counts the bytes that they take. Threads may call it together."""
+    """Builds linear layers from stored weights and counts their memory. Thread-safe."""
 
     def __init__(
         self, ops: Ops, kept_codes: KeptCodes, has_groups: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`kept_codes`, and `has_groups` for those of `ops.groups`: which codes are computed as they are."""
+        """`kept_codes` and, for weights of `ops.groups`, `has_groups` select the weights that are not dequantized."""
         self._ops, self._kept, self._has_groups = ops, kept_codes, has_groups
         self._dtype, self._device = dtype, device
-        self.num_bytes = 0  # in memory, without codes …
-        self.num_widened_bytes = 0  # … of which these were eight bits or codes, and are not here
-        self.num_code_bytes = 0  # of codes and their scales
+        self.num_bytes = 0  # memory of all tensors except codes and their scales
+        self.num_widened_bytes = 0  # the part of num_bytes that was dequantized at load time
+        self.num_code_bytes = 0  # memory of codes and their scales
         self._lock = threading.Lock()
 
     def __call__(self, parts: Sequence[Weight], bias: Tensor | None) -> Linear:
-        """Return a layer of these weights with their outputs side by side. Neighbours of one kind are joined."""
+        """Return a layer of these weights with concatenated outputs. Adjacent weights of one kind are joined."""
         if self._ops.blocks is not None and (blocks := join_blocks(parts, self._device)) is not None:
             for tensor in blocks.tensors():
                 self.count(tensor)
@@ -184,7 +184,7 @@ class LinearMaker:
         return Linear(weights, bias, self._ops)
 
     def table(self, part: Weight, is_head: bool) -> Linear:
-        """Return a layer whose rows are an embedding's. With `is_head` it is also multiplied by, and kept once for both."""
+        """Return a layer for embedding lookups. With `is_head` it is also the tied LM head, stored once for both."""
         codes = self._as_codes(part)
         if codes is not None and (self._kept == "all" or isinstance(codes.format, Groups)):
             return self([part], None)
@@ -196,7 +196,7 @@ class LinearMaker:
         return make_linear(values, None, self._ops)
 
     def dequantize(self, part: Weight, copy: bool = False) -> Tensor:
-        """Return the numbers of a weight in the model's dtype on its device."""
+        """Return a weight dequantized to the model's dtype on its device."""
         values = part.dequantize(self._device, self._dtype, copy)
         if not part.is_numbers:
             self.count_widened(values.nbytes)
@@ -217,7 +217,7 @@ class LinearMaker:
             self.num_code_bytes += num_bytes
 
     def _as_codes(self, part: Weight) -> Weight | None:
-        """Return the weight as codes that the device computes with. None: it becomes numbers."""
+        """Return the quantized weight in a format that the device computes with; None if it must be dequantized."""
         if part.is_numbers or isinstance(part.format, Blocks):
             return None
         if self._kept == "all":
@@ -227,13 +227,13 @@ class LinearMaker:
         if not self._has_groups:
             return None
         groups = as_groups(part) if isinstance(part.format, Ggml) else part
-        # GPUs whose registers have no floats of eight bits have no products of them either.
+        # GPUs without FP8 conversion in registers have no FP8 products either (`ops.blocks` is None).
         is_computed = groups.codes.dtype is not EIGHT_BITS or self._ops.blocks is not None
         return groups if is_computed and half_of(groups) is not None else None
 
 
 def half_of(weight: Weight) -> int | None:
-    """Return the `half` of `Packed` for a weight of `Groups`; None if the kernels do not take its shape."""
+    """Return the `half` of `Packed` for a weight of `Groups`; None if the kernels do not support its shape."""
     assert isinstance(weight.format, Groups)
     columns, group, per_byte = weight.shape[1], group_of(weight), 8 // weight.format.bits
     fits = (half for half in HALVES if not columns % (half * per_byte) and not (group % half and half % group))
@@ -241,7 +241,7 @@ def half_of(weight: Weight) -> int | None:
 
 
 def _kind_of(weight: Weight) -> tuple[object, ...]:
-    """Return what weights of codes have in common that are joined into one."""
+    """Return a key that is equal for quantized weights that can be joined into one."""
     if isinstance(weight.format, Ggml):
         return (Ggml,)
     dtypes = [None if part is None else part.dtype for part in weight[1:4]]
@@ -250,7 +250,7 @@ def _kind_of(weight: Weight) -> tuple[object, ...]:
 
 
 def pack(weights: Sequence[Weight], device: torch.device) -> Weight:
-    """Return weights of codes of one kind, on top of each other, in the format that a GPU's kernels read."""
+    """Concatenate the rows of quantized weights of one kind, in the format that the GPU kernels read."""
     if isinstance(weights[0].format, Ggml):
         return _pack_mxfp4(weights, device)
     first, half = weights[0], half_of(weights[0])
@@ -271,7 +271,7 @@ def pack(weights: Sequence[Weight], device: torch.device) -> Weight:
 
 
 def _pack_mxfp4(weights: Sequence[Weight], device: torch.device) -> Weight:
-    """Raises ExecutorError if a scale is not finite."""
+    """Concatenate MXFP4 weights as `Mxfp4`; raise ExecutorError if a scale is not finite."""
     size = MXFP4_BLOCK // 2 + 1
     for weight in weights:
         bad = (weight.codes[:, ::size] == 255).any(1).nonzero()
@@ -282,8 +282,8 @@ def _pack_mxfp4(weights: Sequence[Weight], device: torch.device) -> Weight:
 
 
 def join_blocks(parts: Sequence[Weight], device: torch.device) -> Weight | None:
-    """Return weights of `Blocks` on top of each other, with scales as cuBLAS reads them. None if they are of another format,
-    if one of them ends within a block, or if the kernels do not take the shape."""
+    """Concatenate the rows of `Blocks` weights, with scales in cuBLAS's layout. None if a weight has another format, if
+    any but the last ends within a block, or if the kernels do not support the shape."""
     rows = [part.shape[0] for part in parts]
     if not all(isinstance(part.format, Blocks) for part in parts) or any(size % BLOCK for size in rows[:-1]):
         return None

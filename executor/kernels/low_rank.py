@@ -1,7 +1,7 @@
-"""Adapters over the rows of products: y += (x down) up for each run of rows that have one, all of a product in one call.
+"""Applies LoRA adapters to products: y += (x down) up for each run of rows with an adapter, in one call per product.
 
-On the CPU in C (csrc/cpu_low_rank.h), straight from each adapter's own weights. On a GPU a Triton kernel
-(cuda/adapter_products.py) reads slots of one size, of which there are as many as a step may have adapters.
+On a CPU the C kernel (csrc/cpu_low_rank.h) reads each adapter's own weights. On a GPU a Triton kernel
+(cuda/adapter_products.py) reads places of equal size, as many as a step may have adapters.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,23 +18,23 @@ from penstock.executor.kernels.cpu_ops import addresses, describe_cpu
 from penstock.executor.kernels.select import cuda_kernels
 from penstock.executor.staging import send_list
 
-MOST_RANKS = 800  # of all parts of a product, as csrc/cpu_level.h has room for: three of 256, aligned
-ALIGNED = 16  # numbers of which a row of a weight has a multiple
-ROWS = 16  # of a tile on a GPU: what a product of tensor cores takes at least
-Shape = tuple[int, list[int]]  # of a product: inputs, and outputs of each part
+MOST_RANKS = 800  # maximum sum of the parts' ranks, the buffer size in csrc/cpu_level.h: three of 256, aligned
+ALIGNED = 16  # rows of a weight are padded to a multiple of this
+ROWS = 16  # rows of a tile on a GPU: the minimum for a tensor-core product
+Shape = tuple[int, list[int]]  # the shape of a product: number of inputs, and number of outputs of each part
 
 
 class LowRankPart(NamedTuple):
     up: Tensor  # [rank, width], scaled
     down: Tensor  # [rank, depth]
-    column: int  # of y, where it begins
+    column: int  # the first column of y that this part changes
 
 
-LowRank = Sequence[LowRankPart]  # of one adapter for one product; none: it changes nothing
+LowRank = Sequence[LowRankPart]  # one adapter's parts for one product; empty: the adapter does not change it
 
 
 def find_runs(numbers: np.ndarray) -> np.ndarray:
-    """Return the runs of neighbouring rows [T] with the same adapter (0: none): [runs, 3] of first row, count, adapter."""
+    """Return runs of adjacent rows with the same adapter: [T] numbers (0: none) -> [runs, 3] first, count, number."""
     bounds = np.flatnonzero(np.diff(numbers, prepend=-1, append=-1))
     first = bounds[:-1]
     runs: np.ndarray = np.stack((first, np.diff(bounds), numbers[first]), 1)[numbers[first] != 0]
@@ -42,10 +42,10 @@ def find_runs(numbers: np.ndarray) -> np.ndarray:
 
 
 class CpuAdapter:
-    """One adapter's weights for all of a model's products."""
+    """One adapter's weights for all products of a model, as C structs."""
 
     def __init__(self, products: Sequence[LowRank]) -> None:
-        self._kept: list[Any] = []  # what the structs point to
+        self._kept: list[Any] = []  # keeps alive the objects that the structs point to
         self.structs = _csrc.ffi.new("struct penstock_adapter[]", len(products))
         for struct, parts in zip(self.structs, products, strict=True):
             if parts:
@@ -53,7 +53,7 @@ class CpuAdapter:
 
     def _describe(self, struct: Any, parts: LowRank) -> None:
         dtype = torch.bfloat16 if all(map(_is_narrow, [t for p in parts for t in (p.up, p.down)])) else torch.float32
-        shared = {id(part.down): part.down for part in parts}  # parts of one joined module have the same
+        shared = {id(part.down): part.down for part in parts}  # parts of one joined module share it
         firsts = dict(zip(shared, accumulate((len(each) for each in shared.values()), initial=0), strict=False))
         down = _aligned(torch.cat([*shared.values()]).T, dtype)
         described = _csrc.ffi.new("struct penstock_adapter_part[]", len(parts))
@@ -71,9 +71,9 @@ class CpuAdapter:
 
 
 class CpuAdapters:
-    """The adapters that are held, by number."""
+    """The loaded adapters by number, for a CPU."""
 
-    num_bytes = 0  # on a device
+    num_bytes = 0  # device memory
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._held: dict[int, CpuAdapter] = {}
@@ -92,7 +92,7 @@ class CpuAdapters:
 
 
 class CpuRuns:
-    """The adapters of a step, as the C kernels read them."""
+    """The runs of a step's rows with adapters, as the C kernels read them."""
 
     def __init__(self, adapters: dict[int, CpuAdapter], cpu: Any, numbers: np.ndarray) -> None:
         self._adapters, self._cpu = adapters, cpu
@@ -106,7 +106,7 @@ class CpuRuns:
         return len(self.structs)
 
     def add(self, product: int, x: Tensor, y: Tensor) -> None:
-        """Add what the adapters make of x [T, depth] to y [T, width]."""
+        """Add the adapters' contribution for x [T, depth] to y [T, width]."""
         assert x.stride(1) == y.stride(1) == 1 and x.dtype is y.dtype
         strides = x.stride(0), y.stride(0)
         (at_x, at_y), depth = addresses(x, y), x.shape[1]
@@ -114,7 +114,7 @@ class CpuRuns:
 
 
 def _is_narrow(weight: Tensor) -> bool:
-    """Tell whether the weights are the same in bfloat16, of which half as much is read. Many adapters were trained in it."""
+    """Tell whether bfloat16, which halves the bytes to read, is exact. Many adapters were trained in it."""
     return torch.equal(weight.bfloat16().float(), weight)
 
 
@@ -123,10 +123,10 @@ def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class AdapterPlaces:
-    """Adapters on a device: as many places as a step may have adapters, all of one size.
+    """The loaded adapters, and as many places of equal size on the device as a step may have adapters.
 
-    An adapter that a step needs and that has no place is copied before the step runs, over the adapter that was unused
-    for longest. Work on a device is done in order, so no earlier step still reads there.
+    Before a step runs, each of its adapters without a place is copied to a free place, or over the least recently used
+    adapter. The device runs work in order, so no earlier step still reads that place.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class AdapterPlaces:
         self._down = [torch.zeros(most, len(widths), size, depth, **given) for depth, widths in shapes]
         self._up = [torch.zeros(most, sum(widths), size, **given) for _, widths in shapes]
         self._held: dict[int, Sequence[LowRank]] = {}
-        self._at: dict[int, int] = {}  # the place of each adapter that has one, the last used one last
+        self._at: dict[int, int] = {}  # adapter → its place, the most recently used last
         self._free = list(range(most))
 
     @property
@@ -157,7 +157,7 @@ class AdapterPlaces:
         """Return the runs of tokens with these numbers [T] of adapters."""
         runs = find_runs(numbers).tolist()
         needed = dict.fromkeys(number for _, _, number in runs)
-        for number in needed:  # first those that have one, so that none of the step's is taken
+        for number in needed:  # first mark those with a place as used, so that no place of this step is reused
             if number in self._at:
                 self._at[number] = self._at.pop(number)
         for number in needed:
@@ -190,7 +190,7 @@ class AdapterPlaces:
 
 
 class PlacedRuns:
-    """The tiles of one step."""
+    """The runs of a step's rows with adapters, cut into tiles for the GPU kernel."""
 
     def __init__(self, of: AdapterPlaces, tiles: Tensor) -> None:
         self._of, self._tiles = of, tiles

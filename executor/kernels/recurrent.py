@@ -14,7 +14,7 @@ MAX_HEAD = 256  # maximum size of a key or value head
 
 
 class DeltaHeads(NamedTuple):
-    """The sizes and float32 weights of one layer's heads. Value heads share key heads like grouped queries keys."""
+    """The sizes and float32 weights of one layer's heads. Several value heads share a key head, as in GQA."""
 
     key_heads: int
     value_heads: int
@@ -108,7 +108,7 @@ class CpuRecurrent:
 
 
 def describe_heads(heads: DeltaHeads) -> Any:
-    """Return a struct penstock_delta with everything that is the same in every step."""
+    """Return a struct penstock_delta with the fields that are the same in every step."""
     sizes = {name: getattr(heads, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "eps")}
     tensors = {"rate": heads.rate, "shift": heads.shift, "norm_weight": heads.norm, "skip": heads.skip}
     given = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}

@@ -1,6 +1,6 @@
-"""Chooses the kernels of a device: those in C for a CPU, those in Triton for a GPU.
+"""Chooses the kernels for a device: C for a CPU, Triton for a GPU.
 
-Triton is there only on machines with a GPU, so its kernels are imported when one is chosen.
+Triton is only installed on machines with a GPU, so its kernels are imported only when a GPU is chosen.
 """
 
 from types import ModuleType
@@ -27,7 +27,7 @@ def select_sampling_ops(device: torch.device) -> SamplingOps | None:
 
 
 def select_input_ops(device: torch.device) -> InputOps | None:
-    """Return the kernels that make a step's inputs on a GPU. None on a CPU, where they are made in numpy."""
+    """Return the kernels that compute a step's inputs on a GPU. None on a CPU, where numpy computes them."""
     return None if device.type == "cpu" else cuda_kernels().step_inputs
 
 
@@ -39,7 +39,7 @@ def cuda_kernels() -> ModuleType:
 
 
 def check_card(device: torch.device) -> Card:
-    """Return what the GPU is. Raise ExecutorError if it is too old for the kernels."""
+    """Return the GPU's properties. Raise ExecutorError if it is too old for the kernels."""
     card = card_of(torch.cuda.current_device() if device.index is None else device.index)
     if card.capability < (8, 0):
         raise ExecutorError(

@@ -1,4 +1,4 @@
-"""The GPU's state of the requests in its slots, in one flat tensor: tokens, block tables, sampling options.
+"""The per-slot state of requests on the GPU, in one flat tensor: tokens, block tables, state pages, sampling options.
 
 The host only sends changes, as *runs*: consecutive numbers and their offset. All runs of a step are sent in the step's
 one copy (executor/step/inputs.py) and applied by one kernel.
@@ -42,7 +42,7 @@ class DeviceState:
         layout: CacheLayout = CacheLayout(),  # noqa: B008  (immutable)
     ) -> None:
         blocks_at = (num_slots + 1) * width  # of the last slot's tokens only the first is used: the spare number
-        # A table of all slots for each attention group, then the pages that states are read from and written to.
+        # For each attention group the tables of all slots, then the pages that states are read from and written to.
         tables_at = range(
             blocks_at, blocks_at + (layout.attention_groups + 1) * num_slots * max_blocks, num_slots * max_blocks
         )

@@ -1,8 +1,8 @@
-"""The weight of a linear layer: the one form in which readers give it, ranks cut it and kernels read it.
+"""The weight of a linear layer, in the same type for checkpoint readers, for slicing by rank and for kernels.
 
-A `Weight` is numbers, or codes with what turns them into numbers; its `format` knows how they lie. A checkpoint stores
-`Numbers`, `Blocks`, `Groups` or `Ggml`, which can be cut and dequantized. For the device that computes with it, a weight is
-packed once into `Packed` or `Mxfp4` (linear.py) or `Panels` (cpu_product.py); numbers and blocks stay as they are.
+A `Weight` holds unquantized numbers, or codes with the scales and zeros that dequantize them; its `format` defines the
+layout. Checkpoints store `Numbers`, `Blocks`, `Groups` or `Ggml`, which can be sliced and dequantized. For kernels,
+weights are packed once as `Packed` or `Mxfp4` (linear.py) or `Panels` (cpu_product.py), except numbers and blocks.
 """
 
 import math
@@ -20,19 +20,19 @@ from penstock.executor.protocol import ExecutorError
 _lib: Any = _csrc.lib
 CPU = torch.device("cpu")
 EIGHT_BITS = torch.float8_e4m3fn
-BLOCK = 128  # rows and columns that have one scale in `Blocks`
+BLOCK = 128  # rows and columns that share one scale in `Blocks`
 LEAST_GROUP = 16
-VALUES_AT_ONCE = 1 << 22  # that are dequantized in float32 at a time
+VALUES_AT_ONCE = 1 << 22  # number of values that are dequantized in float32 at a time
 
 
 class Format:
-    """How the codes of a weight lie, and how they are cut and dequantized."""
+    """The layout of a weight's codes, with the operations to slice and dequantize them."""
 
     def shape(self, weight: "Weight") -> tuple[int, ...]:
         return tuple(weight.codes.shape)
 
     def covering(self, weight: "Weight", dim: int, start: int, end: int) -> tuple[int, int]:  # noqa: ARG002
-        """Return the smallest range around this one that can be cut out without dequantizing."""
+        """Return the smallest range that includes this one and can be sliced without dequantizing."""
         return start, end
 
     def cut(self, weight: "Weight", dim: int, start: int, size: int) -> "Weight":
@@ -48,9 +48,9 @@ class Weight(NamedTuple):
     codes: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None
-    order: Tensor | None = None  # int64 [columns]: the input that each column is for; None: they are in order
+    order: Tensor | None = None  # int64 [columns]: index of the input for each column; None: in order
     name: str = ""
-    panels: tuple[int, memoryview] | None = None  # packed while torch was imported: rows of a panel, and the panels
+    panels: tuple[int, memoryview] | None = None  # (rows per panel, panels) if packed while torch was imported
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class Weight(NamedTuple):
         return isinstance(self.format, Numbers)
 
     def narrow(self, dim: int, start: int, size: int) -> "Weight":
-        """Return a range of rows (0) or columns (1). Where the codes cannot be cut there, it is numbers in float32."""
+        """Return a range of rows (dim 0) or columns (1); dequantized to float32 if the codes cannot be sliced there."""
         low, high = self.format.covering(self, dim, start, start + size)
         part = self
         if (low, high) != (0, self.shape[dim]):
@@ -78,8 +78,8 @@ class Weight(NamedTuple):
         return self._replace(codes=_as_bytes(self.codes)[rows].view(self.codes.dtype), scales=scales, zeros=zeros)
 
     def dequantize(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
-        """Return the numbers, computed in float32 and rounded to `dtype`, a few rows at a time so that there is no float32
-        copy of all. Without `copy`, numbers that need no conversion are returned as they are."""
+        """Return the weight dequantized in float32 and rounded to `dtype`, a few rows at a time to avoid a float32 copy
+        of the whole. Without `copy`, numbers that need no conversion are returned as they are."""
         if self.is_numbers:
             return self.codes.to(device=device, dtype=dtype, copy=copy)
         rows, columns = self.shape
@@ -106,7 +106,7 @@ class Weight(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What weights that are stacked have in common."""
+        """A key that is equal for weights that can be stacked."""
         return self.format, *(None if part is None else (part.shape, part.dtype) for part in self[1:5])
 
     def error(self, row: int) -> ExecutorError:
@@ -115,12 +115,12 @@ class Weight(NamedTuple):
 
 
 def stack(weights: Sequence[Weight]) -> Weight:
-    """Return weights of one kind as one weight with a dimension in front. They become views of it."""
+    """Stack weights of one kind into one weight with a leading dimension; the originals become views of it."""
     return weights[0].like(stack_tensors(each) for each in zip(*(weight.tensors() for weight in weights), strict=True))
 
 
 def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack tensors and make them views of the result, so that they are kept once."""
+    """Stack tensors and make the originals views of the result, so that they are stored once."""
     stacked = torch.stack(list(tensors))
     for tensor, part in zip(tensors, stacked, strict=True):
         tensor.data = part
@@ -137,7 +137,7 @@ class Numbers(Format):
 
 @dataclass(frozen=True, slots=True)
 class Blocks(Format):
-    """float8_e4m3fn with one float32 scale per 128 × 128, as DeepSeek-V3 and the FP8 Qwen3 are stored."""
+    """float8_e4m3fn with one float32 scale per 128 × 128 block, the format of DeepSeek-V3 and the FP8 Qwen3."""
 
     def covering(self, weight: Weight, dim: int, start: int, end: int) -> tuple[int, int]:  # noqa: ARG002
         return start // BLOCK * BLOCK, end
@@ -149,7 +149,7 @@ class Blocks(Format):
 
     def rows(self, weight: Weight, first: int, end: int, device: torch.device) -> Tensor:
         assert weight.scales is not None
-        # Looked up: on a CPU torch converts eight bits at a quarter of this speed.
+        # A lookup table, because torch's conversion from FP8 on a CPU has a quarter of its speed.
         table = torch.arange(256, dtype=torch.uint8, device=device).view(EIGHT_BITS).float()
         codes = weight.codes[first:end].to(device).view(torch.uint8)
         values = table.index_select(0, codes.int().flatten()).view(codes.shape)
@@ -160,11 +160,11 @@ class Blocks(Format):
 
 @dataclass(frozen=True, slots=True)
 class Groups(Format):
-    """Codes of four or eight bits, a byte each, with a scale for each group of neighbours in a row: [rows, groups].
+    """Group-quantized codes of four or eight bits, one per byte, with a scale per group of neighbours: [rows, groups].
 
-    A number is (code - zero) · scale, with codes of zero in uint8, or code · scale - minimum, with float16 minima in their
-    place; without either, zero is the middle code. Codes of float8_e4m3fn are numbers and have no zero. AWQ, GPTQ and
-    compressed-tensors store such weights, and GGUF's types can be written so.
+    A number is (code - zero) · scale with uint8 zeros, or code · scale - minimum with float16 minima in place of the
+    zeros; without either, the zero is the middle code. float8_e4m3fn codes are numbers and have no zero. AWQ, GPTQ and
+    compressed-tensors store such weights, and GGUF weights can be converted to this format.
     """
 
     bits: int = 4
@@ -205,13 +205,13 @@ class Groups(Format):
 
 
 def group_of(weight: Weight) -> int:
-    """Return how many neighbours have one scale in a weight of `Groups`."""
+    """Return the group size of a weight of `Groups`: the number of neighbours that share one scale."""
     assert weight.scales is not None
     return weight.codes.shape[1] // weight.scales.shape[1]
 
 
 def scaled(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Tensor:
-    """Dequantize codes [rows, columns] with scales and zeros [rows, groups], as `Groups` says, to float32."""
+    """Dequantize codes [rows, columns] with scales and zeros [rows, groups] to float32, as `Groups` defines."""
     values = codes.float().unflatten(1, (scales.shape[1], -1))
     by, zero = scales.float()[..., None], 0.0 if codes.dtype is EIGHT_BITS else float(1 << bits - 1)
     if zeros is not None and zeros.is_floating_point():
@@ -223,7 +223,7 @@ def scaled(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Te
 
 @dataclass(frozen=True, slots=True)
 class Ggml(Format):
-    """The blocks of a GGUF file: uint8 [rows, bytes]. C reads them (csrc/codes.c)."""
+    """The quantized blocks of a GGUF file: uint8 [rows, bytes], which C decodes (csrc/codes.c)."""
 
     type: CodeType
 
@@ -250,8 +250,8 @@ class Ggml(Format):
 
 
 def as_groups(weight: Weight) -> Weight:
-    """Return a weight of GGUF's blocks as `Groups`. Scales of groups are multiplied out, in float16: they are off by at most
-    1/4096, where bfloat16 rounds every product to 1/512."""
+    """Convert a `Ggml` weight to `Groups`. Each group's scale is multiplied out and rounded to float16, a relative
+    error of at most 1/4096; bfloat16 rounds every product to 1/512."""
     assert isinstance(weight.format, Ggml)
     (rows, columns), number = weight.shape, weight.format.type.number
     stored, groups = weight.codes.contiguous(), columns // _lib.penstock_code_group_values(number)
@@ -272,9 +272,9 @@ def as_groups(weight: Weight) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class Packed(Format):
-    """`Groups` as Triton's kernels read them, [N, K] or for several experts [S, N, K]: uint8 [..., N, K · bits / 8], or
-    float8_e4m3fn, with scales and zeros [..., K / group, N] and the order int32 [..., K]. A byte of four-bit codes has those
-    of two inputs that are `half` apart, so that one read serves two products."""
+    """`Groups` in the layout of the Triton kernels, [N, K] or for several experts [S, N, K]: uint8 [..., N, K · bits /
+    8] or float8_e4m3fn, with scales and zeros [..., K / group, N] and the order int32 [..., K]. A byte holds two
+    four-bit codes whose inputs are `half` apart, so that one load serves two products."""
 
     bits: int
     half: int
@@ -295,8 +295,8 @@ class Packed(Format):
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4(Format):
-    """MXFP4 as Triton's kernels read it: two codes a byte, [..., N, K / 2], each 0 … 6 in eight steps with a sign, times 2 to
-    the power of a byte in `scales` [..., N, K / 32]. Byte i of a block of 16 has the codes i and i + 16."""
+    """MXFP4 in the layout of the Triton kernels: two 4-bit floats per byte, [..., N, K / 2], times 2 ** (scale - 127)
+    with uint8 `scales` [..., N, K / 32]. Byte i of a block of 16 bytes holds the codes i and i + 16."""
 
     def shape(self, weight: Weight) -> tuple[int, ...]:
         return (*weight.codes.shape[:-1], weight.codes.shape[-1] * 2)
@@ -307,7 +307,7 @@ _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def widen_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
-    """Dequantize codes [..., K / 2] with scales [..., K / 32], as `Mxfp4` has them, to float32 [..., K]."""
+    """Dequantize codes [..., K / 2] with scales [..., K / 32], in the layout of `Mxfp4`, to float32 [..., K]."""
     table = torch.tensor([*_MXFP4_VALUES, *(-value for value in _MXFP4_VALUES)], device=codes.device)
     pairs = codes.unflatten(-1, (-1, MXFP4_BLOCK // 2))
     numbers_of = torch.cat((pairs & 15, pairs >> 4), dim=-1)
@@ -319,7 +319,7 @@ NUMBERS, BLOCKS, MXFP4 = Numbers(), Blocks(), Mxfp4()
 
 
 def numbers(values: Tensor, name: str = "") -> Weight:
-    """Return numbers as a weight."""
+    """Wrap an unquantized tensor as a weight."""
     return Weight(NUMBERS, values, name=name)
 
 
