@@ -46,19 +46,19 @@ DTYPES = {
     "bf16": "bfloat16",
     "float": "float32",
     "fp32": "float32",
-}  # by nicknames
-EXECUTORS = {"mp": "multiproc", "uni": "uniproc"}  # as vLLM calls them
-MAX_PEERS = 16  # each takes a handful of threads and connections
+}  # short names → names
+EXECUTORS = {"mp": "multiproc", "uni": "uniproc"}  # vLLM's names → ours
+MAX_PEERS = 16  # each needs several threads and connections
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Speculative decoding with n-grams: draft tokens are those that followed the same text earlier."""
 
     method: str
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4  # most draft tokens of one request in a step
-    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 2  # shortest n-gram that has to repeat …
-    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 4  # … and the longest that is searched for
-    max_draft_rows: Annotated[int, Meta(ge=1)] = 64  # most draft tokens of all requests in a step
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4  # maximum draft tokens per request and step
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 2  # length of the shortest n-gram to search for
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 4  # length of the longest n-gram to search for
+    max_draft_rows: Annotated[int, Meta(ge=1)] = 64  # maximum draft tokens of all requests per step
 
     def __post_init__(self) -> None:
         if self.method != "ngram":
@@ -77,12 +77,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     max_queued_requests: int = 4096
-    patience_s: float = 30.0  # a request that has waited longer runs before those of any priority
+    patience_s: float = 30.0  # a request that has waited longer runs before requests of any priority
     speculative_config: SpeculativeConfig | None = None  # None: no speculative decoding
 
     @property
     def max_sequences(self) -> int:
-        """Most sequences that run or wait; one more is refused. The front uses the same limit, so it refuses first."""
+        """The maximum number of running and waiting sequences. The front has the same limit, so it refuses first."""
         return self.max_num_seqs + self.max_queued_requests
 
 
@@ -204,7 +204,7 @@ class ConfigError(ValueError):
 
 
 def chosen(args: argparse.Namespace, kind: type[D]) -> D:
-    """Build a command's own options from its command line and check them; raise ConfigError where one cannot be used."""
+    """Build a command's own options from its command line and check them; raise ConfigError if one is invalid."""
     config = built(args, kind)
     try:
         check(config)
@@ -224,7 +224,7 @@ def option_names() -> set[str]:
 
 
 def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
-    """Split flat options (of `LLM(...)` or the command line) into the configuration of each room; None means the default."""
+    """Build the configurations of executor and scheduler from flat options; an option that is None gets its default."""
     given, remarks = split_ignored({name: value for name, value in options.items() if value is not None})
     for remark in remarks:
         warnings.warn(remark, stacklevel=3)
@@ -251,7 +251,7 @@ def _those_of(kind: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, A
 
 
 def _check_together(said: EngineOptions, config: EngineConfig) -> None:
-    """Check options against each other. An option that has no effect without another is refused without it."""
+    """Check options against each other. An option is refused if it has no effect without another that is missing."""
     executor, scheduler = config.executor, config.scheduler
     if executor.kv_disk_path and not executor.kv_disk_bytes:
         raise ValueError(f"kv_disk_bytes: not given; it is required with kv_disk_path ({executor.kv_disk_path!r})")
@@ -290,7 +290,7 @@ def _check_together(said: EngineOptions, config: EngineConfig) -> None:
 
 
 def _check_peers(config: ExecutorConfig) -> None:
-    """Check the addresses of peers, and require a secret for those beyond this machine, before anything is loaded."""
+    """Check peer addresses before anything is loaded, and require a secret for addresses beyond this machine."""
     peers, listen, num_ranks = config.kv_peers, config.kv_peer_listen, config.tensor_parallel_size
     if not peers and not listen:
         return

@@ -21,11 +21,11 @@ from penstock.executor.protocol import (
 )
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PauseMode = Literal["abort", "wait", "keep"]  # what happens to running requests, in vLLM's words
+PauseMode = Literal["abort", "wait", "keep"]  # what happens to running requests, under vLLM's names
 
 
 class CoreStart(msgspec.Struct, frozen=True, array_like=True):
-    directory: str  # of the sockets
+    directory: str  # where the sockets are
     config: EngineConfig
 
 
@@ -35,13 +35,13 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     request_id: str
     tokens: bytes  # int32 little-endian, inside the vocabulary, not empty, shorter than max_model_len
     sampling: Sampling
-    max_tokens: int  # the front has limited it to the context
+    max_tokens: int  # already limited to the context by the front
     priority: int = 0  # smaller runs first
     cache_salt: str | None = None
     adapter: str | None = None  # the key of a loaded adapter
     pooling: Pooled | None = None
     grammar: str | None = None  # the answer must match it; written by engine/grammar/source.py
-    peer: str | None = None  # the store that has the blocks of the prompt …
+    peer: str | None = None  # the peer store that has the prompt's KV blocks …
     peer_wait_s: float = 0.0  # … or will have them within this many seconds
 
 
@@ -62,14 +62,14 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", array_lik
 
 
 class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
-    """Do something between two steps. The core answers with a `Controlled` of the same number when it is done.
+    """Run a control operation between two steps. The core then answers with a `Controlled` of the same number.
 
-    Pauses, sleep and weight updates are in engine/core/rest.py.
+    Pauses, sleep and weight updates are implemented in engine/core/rest.py.
     """
 
     number: int
     what: Literal["load_adapter", "reset_prefix_cache", "pause", "resume", "update_weights", "sleep", "wake_up"]
-    path: str = ""  # of the folder of an adapter, or of weights
+    path: str = ""  # the adapter folder or the weights to load
     mode: PauseMode = "abort"
     level: SleepLevel = 1
     parts: tuple[Part, ...] = ()
@@ -97,7 +97,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     queued_s: float | None = None  # with the first tokens: from arrival in the core to the first step
     num_preemptions: int = 0
     is_refusal: bool = False  # with an error: the request itself is invalid
-    weights_version: int = 0  # of the weights that computed `tokens`
+    weights_version: int = 0  # version of the weights that computed `tokens`
 
 
 class Stats(msgspec.Struct, array_like=True):
@@ -120,7 +120,7 @@ class Stats(msgspec.Struct, array_like=True):
     draft_tokens: int = 0  # … draft tokens in all …
     accepted_tokens: int = 0  # … and draft tokens that were accepted
     tiers: dict[str, dict[str, float]] = {}  # gauges and counters of "host", "disk", …; not with every step
-    experts: ExpertUpdate | None = None  # with rebalancing of experts
+    experts: ExpertUpdate | None = None  # set if experts are rebalanced
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
@@ -130,7 +130,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
 
 
 class CacheUpdate(msgspec.Struct, frozen=True, tag="cache", array_like=True):
-    """Changes of a tier since the last update: the first 8 bytes of each key, concatenated. No key is in both."""
+    """Changes of a cache tier since the last update: the first 8 bytes of each key, concatenated. No key is in both."""
 
     tier: str
     stored: bytes
@@ -143,17 +143,17 @@ class Connected(msgspec.Struct, frozen=True, tag="connected", array_like=True):
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
-    """A line about the progress of the start."""
+    """A progress line to print during the start."""
 
     line: str
 
 
 class StartCost(msgspec.Struct, frozen=True, array_like=True):
-    """The one-time costs in the start of the core."""
+    """One-time costs of the core's start."""
 
-    num_compiled: int = 0  # Python files whose bytecode is kept for the next start
+    num_compiled: int = 0  # Python files whose bytecode was compiled and is cached for the next start
     compile_s: float = 0.0
-    read_bytes: int = 0  # that came from a disk and not from memory
+    read_bytes: int = 0  # bytes read from a disk, not from the page cache
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
@@ -162,8 +162,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", array_like=True):
-    """Sent once a second by a thread of its own. `overdue_s` > 0: what the core's thread does, a step or the named job,
-    is that far beyond its deadline."""
+    """Sent once a second by a separate thread. If `overdue_s` is positive, the core's current step or named `job` is
+    that many seconds past its deadline."""
 
     overdue_s: float
     job: str = "a step"
@@ -179,7 +179,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
     """State that may change while the engine runs."""
 
     weights_version: int = 0
-    fingerprint: bytes = b""  # of the current weights
+    fingerprint: bytes = b""  # identifies the current weights
     is_paused: bool = False
     asleep: tuple[Part, ...] = ()  # the parts whose memory was released
 
@@ -187,7 +187,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
 class Controlled(msgspec.Struct, frozen=True, tag="controlled", array_like=True):
     number: int
     state: EngineState
-    error: str = ""  # not empty: it was refused, and nothing has changed
+    error: str = ""  # if not empty, the operation was refused and nothing has changed
     adapter: AdapterInfo | None = None  # the adapter that was loaded
 
 

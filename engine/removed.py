@@ -1,6 +1,6 @@
-"""Commands and options that earlier versions had, and what to use instead.
+"""Commands and options of earlier versions, with their replacements.
 
-The command line and `LLM(...)` refuse them with this text; nothing else knows them.
+The command line and `LLM(...)` refuse them with these texts; no other code refers to them.
 """
 
 _STORE = "it was removed; responses are stored in memory, at most 10,000 of them and 64 MiB (docs/agents.md)"
@@ -15,7 +15,7 @@ REMOVED_COMMANDS = {
 _RESULT = "it was removed; write the result of penstock bench serve with --output-json FILE"
 _REQUEST = "a field of each request: SamplingParams, or --extra-body '{\"temperature\": 0}' of penstock bench serve"
 
-# By the name of the keyword; the flag has dashes.
+# Keyed by the name of the keyword; the flag has dashes.
 REMOVED = {
     "append_result": _RESULT,
     "custom_output_len": "it was removed; write the prompts as conversations and use --dataset-name sharegpt",

@@ -1,6 +1,6 @@
-"""Sampling parameters of a request, and the checks that make them safe to run.
+"""The sampling parameters of a request and their validation.
 
-The limits are annotations of the fields, so the server and the offline API answer the same way: `check` raises
+The limits are annotations of the fields, so the server and the offline API behave the same: `check` raises
 `InvalidRequest`, which names the field, the value and the limit. The engine core does not check again.
 """
 
@@ -13,22 +13,22 @@ import msgspec
 
 from penstock.executor.protocol import Sampling
 
-MAX_N = 128  # choices of one request; each is a sequence of its own
+MAX_N = 128  # choices of one request; each is a separate sequence
 MAX_LOGPROBS = 20  # like OpenAI's top_logprobs
 MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 1024  # characters; the detokenizer holds this much text back
-MAX_LISTED_IDS = 4096  # per list of token ids or biases; each becomes work in every step
+MAX_STOP_LENGTH = 1024  # characters; up to this much text is held back
+MAX_LISTED_IDS = 4096  # per list of token ids or biases; each id costs time in every step
 MAX_LOGIT_BIAS = 100.0
-MAX_GRAMMAR_CHARS = 256 * 1024  # of a schema, expression or grammar
-MAX_GRAMMAR_DEPTH = 64  # objects and lists within each other in a schema
+MAX_GRAMMAR_CHARS = 256 * 1024  # length of a schema, expression or grammar
+MAX_GRAMMAR_DEPTH = 64  # nesting of objects and lists in a schema
 MAX_CHOICES = 1024
-# What a model's generation_config.json may set a default for.
+# Parameters whose defaults a model's generation_config.json may set.
 DEFAULTABLE = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"})
-MAX_COUNT = 2**31 - 1  # of anything counted in tokens: the executor holds it in 32 bits
+MAX_COUNT = 2**31 - 1  # largest number of tokens: the executor stores it in 32 bits
 
 
 class Limit(NamedTuple):
-    """The range of a number, as an annotation of its field."""
+    """The valid range of a number, used as an annotation of its field."""
 
     low: float
     high: float
@@ -36,7 +36,7 @@ class Limit(NamedTuple):
 
 
 class InvalidRequest(ValueError):
-    """The request cannot be run. `field` is the name that the user wrote."""
+    """Raised for a request that cannot be run. `field` is the name that the user wrote."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -52,7 +52,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     choice: list[str] | None = None  # one of these texts
     grammar: str | None = None  # Lark, as llguidance has it
     structural_tag: str | dict[str, Any] | None = None  # free text with constrained pieces between tags
-    coerce_one_of: bool = False  # beside a form: a schema's oneOf that cannot be held exactly is taken for anyOf
+    coerce_one_of: bool = False  # treat a oneOf that cannot be enforced exactly as anyOf
 
     @property
     def kind(self) -> str:
@@ -66,10 +66,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return f"structured_outputs.{self.kind}"
 
     def check(self, field: str | None = None) -> None:
-        """Raise InvalidRequest unless exactly one form is given and its size is bearable. `field` is what the user
-        called the value, if not by its name here.
+        """Raise InvalidRequest unless exactly one form is given and its size is within the limits.
 
-        Whether it can be compiled is found out by engine/grammar/compiler.py, which takes longer.
+        `field` is the user's name for the value if it differs from the one here. Only engine/grammar/compiler.py, which
+        takes longer, checks that the value can be compiled.
         """
         given = self._given()
         if len(given) != 1:
@@ -90,7 +90,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def has_schema(self) -> bool:
-        """Whether the value is a JSON schema or contains some."""
+        """True if the value is a JSON schema or contains schemas."""
         return self.kind in ("json", "structural_tag")
 
     @property
@@ -114,7 +114,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: Annotated[float, Limit(-2.0, 2.0)] = 0.0
     frequency_penalty: Annotated[float, Limit(-2.0, 2.0)] = 0.0
     seed: Annotated[int, Limit(-(2**63), 2**64 - 1)] | None = None
-    # None: as many as the context allows; 0: only the prompt is computed.
+    # None: limited by the context only; 0: only compute the prompt.
     max_tokens: Annotated[int, Limit(0, MAX_COUNT)] | None = 16
     min_tokens: Annotated[int, Limit(0, MAX_COUNT)] = 0
     stop: str | list[str] | None = None
@@ -148,7 +148,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def check(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
-        """Raise InvalidRequest for the first field that cannot be run on a model with this vocabulary."""
+        """Raise InvalidRequest for the first field that is invalid for a model with this vocabulary size."""
         for field, (check, limit) in _LIMITS.items():
             if (value := getattr(self, field)) is not None or field not in _OPTIONAL:
                 check(field, value, limit)
@@ -184,14 +184,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             self.structured_outputs.check()
 
     def seed_of(self, index: int) -> int:
-        """Return the seed of choice `index` of `n`; draw one where none is given."""
+        """Return the seed of choice `index` of `n`; without a given seed, draw a random one."""
         return secrets.randbits(64) if self.seed is None else (self.seed + index) % 2**64
 
     def sampling(self, eos_ids: Iterable[int]) -> Sampling:
-        """Return what the executor needs to sample the first choice."""
+        """Return the executor's sampling parameters for the first choice."""
         stop_ids = set(self.stop_token_ids or ()) | (set() if self.ignore_eos else set(eos_ids))
         return Sampling(
-            temperature=0.0 if self.temperature < 1e-5 else float(self.temperature),  # numpy's are floats too
+            temperature=0.0 if self.temperature < 1e-5 else float(self.temperature),  # also converts numpy floats
             top_k=max(self.top_k, 0),
             top_p=float(self.top_p),
             min_p=float(self.min_p),
@@ -247,7 +247,7 @@ def _grammar_size(field: str, num_chars: int) -> None:
 
 
 def check_depth(field: str, schema: dict[str, Any] | list[Any]) -> None:
-    """Refuse deep nesting. The walk goes level by level, so that no depth can exhaust the stack."""
+    """Raise InvalidRequest for deep nesting. Traverses level by level, so that no depth can exhaust the stack."""
     level: list[Any] = [schema]
     depth = 0
     while level := [

@@ -1,7 +1,7 @@
-"""vLLM's flags that ask for what happens here anyway: accepted without effect, each with one line that says why.
+"""vLLM's flags that change nothing in Penstock: accepted without effect, each with one line that explains why.
 
-Flags with the same meaning under another name are further names of an option (engine/config.py and
-engine/server/server_config.py). Every other flag of vLLM is refused like any unknown one, with the nearest name.
+Flags with the same meaning under another name are additional names of an option (engine/config.py and
+engine/server/server_config.py). All other flags of vLLM are refused like any unknown flag, with the most similar name.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-# Only flags that change nothing here whatever their value is. In Python the same names are keywords of `LLM(...)`.
+# Only flags that change nothing with any value. In Python, the same names are keywords of `LLM(...)`.
 IGNORED = {
     "async_scheduling": "it is always on",
     "disable_cascade_attn": "there is none here",
@@ -43,7 +43,7 @@ def add_ignored_options(parser: argparse.ArgumentParser) -> None:
 
 
 def split_ignored(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the options that have an effect, and a remark about each of the others."""
+    """Return the options that have an effect, and a remark about each ignored option."""
     kept = {name: value for name, value in options.items() if name not in IGNORED}
     return kept, [remark(name) for name in options if name in IGNORED]
 
@@ -53,13 +53,13 @@ def remark(name: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message: the known name that may have been meant."""
+    """Return the end of an error message that suggests the most similar known name; empty if there is none."""
     found = difflib.get_close_matches(name, list(known), 1, 0.75)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 class _Ignore(argparse.Action):
-    """Says that the flag has no effect. argparse calls it with the parser, the namespace, the values and the flag."""
+    """Prints that the flag has no effect. argparse calls it with the parser, the namespace, the values and the flag."""
 
     def __call__(self, *given: Any, **_: Any) -> None:
         print(f"penstock: {given[-1]}: without effect: {IGNORED[self.dest]}", file=sys.stderr)

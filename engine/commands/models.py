@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(tools: Container[str], reasoning: Container[str]) -> list[dict[str, object]]:
-    """Return a row for each family; it names only tool-call and reasoning formats in `tools` and `reasoning`."""
+    """Return a row per family, with only those tool-call and reasoning formats that are in `tools` and `reasoning`."""
     rows: list[dict[str, object]] = []
     for family in FAMILIES:
         row: dict[str, object] = family._asdict()
@@ -37,7 +37,7 @@ def table(tools: Container[str], reasoning: Container[str]) -> list[dict[str, ob
 
 
 def as_text(rows: list[dict[str, object]]) -> str:
-    """Return the rows as a Markdown table, which is readable in a terminal too."""
+    """Return the rows as a Markdown table, which is also readable in a terminal."""
     columns = {"name": "family", "architectures": "architecture", "features": "", "gguf": "GGUF", "tools": "tool calls"}
     columns["reasoning"] = "reasoning"
     lines = [tuple(columns.values())]

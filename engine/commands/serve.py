@@ -97,7 +97,7 @@ def server_config(args: argparse.Namespace, name: str, recommended: dict[str, An
 
 
 async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, args: argparse.Namespace) -> int:
-    # starlette and uvicorn take long to import, so they are imported after the core process has begun to load the model.
+    # starlette and uvicorn are slow to import, so they are imported while the core process loads the model.
     started_s = time.monotonic()
     try:
         sockets = bind_sockets(server.host, server.port)  # reports a port that is in use before the model is loaded
@@ -106,7 +106,7 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
     task = asyncio.current_task()
     assert task is not None
     engine = AsyncEngine(config, max_logprobs=server.max_logprobs, progress=_say)
-    with stop_signals(task.cancel):  # until the server handles signals itself, by draining
+    with stop_signals(task.cancel):  # until the server itself handles signals, by draining
         try:
             _say(f"Starting {files.name}")
             engine.spawn()  # the core loads the model while a thread reads the tokenizer, so that signals are handled

@@ -1,4 +1,4 @@
-"""Penstock's public names, each imported when it is first used: `import penstock` costs milliseconds and no torch."""
+"""Penstock's public names, each imported on first use, so that `import penstock` is fast and does not import torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ _HOMES = {
     "SamplingParams": ("penstock.engine.sampling_params", "SamplingParams"),
     "StructuredOutputs": ("penstock.engine.sampling_params", "StructuredOutputs"),
     "StructuredOutputsParams": ("penstock.engine.sampling_params", "StructuredOutputs"),  # vLLM's name for it
-    "TextPrompt": ("builtins", "dict"),  # of vLLM: prompts in dictionaries
+    "TextPrompt": ("builtins", "dict"),  # vLLM's types of prompts, which are dictionaries
     "TokensPrompt": ("builtins", "dict"),
     "open_forward": ("penstock.engine.front.forward", "open_forward"),
 }
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     module, attribute = _HOMES[name]
     value = getattr(import_module(module), attribute)
-    globals()[name] = value  # the next use finds it without coming here
+    globals()[name] = value  # later uses do not call this function
     return value
 
 

@@ -89,7 +89,7 @@ class CallReader:
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """Return the pieces held back at the end of the answer, without a complete call's unfinished closing mark."""
+        """Return the pieces held back so far; an unfinished closing mark of a complete call is dropped."""
         self._reading.close()
         self._content("".join(self._raw) + ("" if self._is_closing else self._source.text[self._at :]))
         if self._blanks and not self.num_calls:
@@ -164,7 +164,7 @@ class CallReader:
                 mark = ""  # a mark without a closer opens only one call
 
     def _read_head(self, mark: str, is_first: bool) -> Wait[Head]:
-        """Read a call up to its arguments. `is_first`: the call directly follows `mark`, which is "" if there is none."""
+        """Read a call up to its arguments. `is_first`: it directly follows `mark`, which is "" if there is none."""
         source, form, at = self._source, self._form, self._at
         place = at
         if is_first and mark in form.fences:
@@ -180,7 +180,7 @@ class CallReader:
         elif form.has_args and brace == place and is_first:
             head = yield from self._read_bare_head(place)
         else:
-            raise Malformed(place if mark else brace)  # a mark may begin at `place`; else skip a bracket
+            raise Malformed(place if mark else brace)  # a mark may begin at `place`; else skip "["
         if (head.name is not None or head.kind == "none") and head.name not in self._functions:
             raise Malformed(head.end)
         return head

@@ -200,8 +200,8 @@ class Incoming:
         return (yield from self._members(start, sign.end(), name, may_have_arguments=False))
 
     def _members(self, start: int, at: int, name: str | None, *, may_have_arguments: bool) -> Wait[Head]:
-        """Read the members of a call in any order, up to its arguments or its closing brace. Duplicate names or
-        arguments are malformed, since the call would be ambiguous; ids and types, which some models add, are skipped."""
+        """Read the members of a call in any order, up to its arguments or its closing brace. Duplicate names and
+        arguments are refused, since the call would be ambiguous; ids and types, which some models add, are skipped."""
         is_plain = True
         while True:
             key = yield from self._next(_WORD, start, at)
