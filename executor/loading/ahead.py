@@ -1,7 +1,7 @@
-"""What goes on while torch is imported, which takes one core most of a second. No torch here.
+"""Packs weights while torch is imported, which keeps one core busy for most of a second. Imports no torch.
 
-The largest weights of a GGUF file are packed for a CPU, in C, without the interpreter's lock. What is packed by the time
-that torch is there is found by the loader (executor/kernels/cpu_product.py), which packs the rest: the same bytes.
+The largest weights of a GGUF file are packed for a CPU in C without the GIL. The loader
+(executor/kernels/cpu_product.py) uses those that are packed by then, and packs the rest itself, with the same result.
 """
 
 import os
@@ -20,13 +20,13 @@ from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.weight_memory import take
 
 _lib: Any = _csrc.lib
-GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # only torch knows whether it can use one
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # without torch it is unknown whether the GPU is usable
 MAX_CORES = 8
 
 
 @contextmanager
 def packing(config: ExecutorConfig) -> Iterator[GgufFile | None]:
-    """Pack weights in threads during the context. Yields None if the config has no file that a CPU computes as codes."""
+    """Pack weights in threads within the context. Yield None if the model is no GGUF file that a CPU runs quantized."""
     path = Path(config.model)
     is_cpu = config.device == "cpu" or (config.device == "auto" and not any(map(os.path.exists, GPU_FILES)))
     is_kept = config.dtype == "auto" and config.load_format != "dummy" and is_computed()
@@ -36,7 +36,7 @@ def packing(config: ExecutorConfig) -> Iterator[GgufFile | None]:
     file, is_over = open_gguf(config.model), threading.Event()
     largest = sorted(file.tensors.items(), key=lambda each: -each[1].size_bytes)
     turns = iter([each for each in largest if _is_stored_as_computed(*each)])
-    count = max(min(usable_cores(), MAX_CORES) - 1, 1)  # the import has a core
+    count = max(min(usable_cores(), MAX_CORES) - 1, 1)  # one core is left for the import
     threads = [threading.Thread(target=_pack, args=(file, turns, is_over), name="ahead") for _ in range(count)]
     for thread in threads:
         thread.start()
@@ -49,8 +49,8 @@ def packing(config: ExecutorConfig) -> Iterator[GgufFile | None]:
 
 
 def _is_stored_as_computed(name: str, entry: TensorEntry) -> bool:
-    """Tell whether C computes the tensor as it is stored. A layer's experts lie in one tensor, and llama.cpp has changed the
-    order of the rows of queries and keys."""
+    """Tell whether C computes the tensor as it is stored: not the joined experts of a layer, nor query and key weights,
+    whose rows llama.cpp may have permuted."""
     return bool(entry.type.codes and len(entry.shape) == 2 and not name.endswith(("attn_q.weight", "attn_k.weight")))
 
 
@@ -62,8 +62,8 @@ def _pack(file: GgufFile, turns: Iterator[tuple[str, TensorEntry]], is_over: thr
         kind, (rows, depth) = entry.type.codes.number, entry.shape
         try:
             panels = take(_lib.penstock_code_bytes(kind, rows, depth, columns))
-        except OSError:  # the loader says for what the memory does not suffice
+        except OSError:  # the loader will report what the memory does not suffice for
             return
         addresses = address_of(file.data) + entry.offset, rows, depth, columns, address_of(panels)
-        if _lib.penstock_code_pack(kind, *addresses) < 0:  # otherwise the loader says what is wrong
+        if _lib.penstock_code_pack(kind, *addresses) < 0:  # otherwise the loader reports the error
             file.packed[name] = columns, panels

@@ -1,11 +1,11 @@
-"""How the checkpoints of a family name and arrange tensors, where it is not as the decoder asks for them.
+"""Converts the names and layout of a family's tensors to those that the decoder reads.
 
-The decoder knows one arrangement, that of Llama: one tensor for each projection of each expert, rotated pairs (i, i +
-half). `Arranged` shows a checkpoint so, and reads nothing before it is asked for.
+The decoder knows one layout, that of Llama: one tensor for each projection of each expert, rotated pairs (i, i + half).
+`Arranged` presents a checkpoint in this layout, and reads a tensor only when it is requested.
 
-Joined tensors of MXFP4 are two, as gpt-oss has them: `x_blocks` [experts, rows, depth / 32, 16] of two codes a byte and
-`x_scales` [experts, rows, depth / 32], powers of two. Such rows become those of GGUF, where a byte has the codes i and
-i + 16 of 32 neighbours and not 2 i and 2 i + 1.
+A joined MXFP4 weight consists of two tensors, as in gpt-oss: `x_blocks` [experts, rows, depth / 32, 16] with two codes
+per byte and `x_scales` [experts, rows, depth / 32] with exponents of two. They are converted to the rows of GGUF, where
+a byte has the codes i and i + 16 of 32 neighbours instead of 2 i and 2 i + 1.
 """
 
 import math
@@ -21,7 +21,7 @@ from penstock.executor.kernels.weight import BLOCK, EIGHT_BITS, Ggml, Weight
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.protocol import ExecutorError
 
-# The text part of multimodal checkpoints, since transformers 5 and before, and their other parts.
+# Prefixes of the text part of multimodal checkpoints (transformers 5 and earlier), with their replacements.
 _PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.lm_", "lm_"))
 _ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 _BLOCKS = "_blocks"
@@ -30,24 +30,24 @@ _OTHER_SENSES = ("vision_tower.", "multi_modal_projector.")
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    renames: tuple[tuple[str, str], ...] = ()  # parts of names and what we say, one after the other
-    # Part of a name, and what lies in such a tensor on top of each other: part of our name, and rows in any unit. With
-    # a # in our names the tensor has as much for each expert, whose number takes the place of it.
+    renames: tuple[tuple[str, str], ...] = ()  # (part of a stored name, replacement), applied in order
+    # (part of a stored name, weights whose rows the tensor concatenates), each weight as (part of our name, relative
+    # number of rows). A # in our names stands for the expert's number; the tensor then has a leading expert dimension.
     joined: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
-    alternating: tuple[str, ...] = ()  # parts of names of joined tensors whose parts' rows take turns, one each
-    turned: tuple[str, ...] = ()  # ends of names of joined tensors whose experts' matrices are transposed
-    # Head size, and how much of it rotates: in queries and keys rotated pairs are neighbours, (2i, 2i + 1).
+    alternating: tuple[str, ...] = ()  # parts of names of joined tensors whose weights' rows alternate
+    turned: tuple[str, ...] = ()  # name suffixes of joined tensors whose experts' matrices are transposed
+    # (head size, rotated dimensions) if rotated pairs of queries and keys are stored as neighbours, (2i, 2i + 1).
     neighbours: tuple[int, int] | None = None
-    single: tuple[str, ...] = ()  # parts of names of tensors [1, n] that are to be [n]
-    ignored: tuple[str, ...] = ()  # prefixes of what is not computed here
+    single: tuple[str, ...] = ()  # parts of names of tensors [1, n] that are read as [n]
+    ignored: tuple[str, ...] = ()  # name prefixes of tensors that are not used
 
 
 AS_LLAMA = Arrangement()
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies: the tensor of the file, the expert, and the rows of its matrix, transposed if it `is_turned`. Without
-    a shape it is the whole tensor."""
+    """The location of a tensor: the stored tensor, the expert, and the rows of its matrix, which is transposed if
+    `is_turned`. Without a shape it is the whole stored tensor."""
 
     name: str
     shape: tuple[int, ...] | None = None
@@ -58,7 +58,7 @@ class _Place(NamedTuple):
 
 
 class Arranged:
-    """A checkpoint whose tensors have the names and shapes of Llama's, over another checkpoint."""
+    """A view of another checkpoint with the tensor names and shapes of Llama."""
 
     def __init__(self, checkpoint: Checkpoint, arrangement: Arrangement) -> None:
         self._inner, self._given = checkpoint, arrangement
@@ -82,7 +82,7 @@ class Arranged:
         return self._inner.shape(place.name) if place.shape is None else place.shape
 
     def origin(self, name: str) -> str:
-        """Return the name of the file's tensor that contains this one."""
+        """Return the name of the stored tensor that contains this one."""
         return self._places[name].name
 
     def read(self, name: str) -> Tensor | Weight:
@@ -95,7 +95,7 @@ class Arranged:
         return self._apart(name, stored)
 
     def _parts(self, name: str) -> Iterator[tuple[str, _Place]]:
-        """Yield the names that the decoder reads from a tensor of the file, and where each lies in it."""
+        """Yield the decoder's names for the parts of a stored tensor, with the location of each part."""
         ours = name
         for old, new in (*_PREFIXES, *self._given.renames):
             ours = ours.replace(old, new)
@@ -108,7 +108,7 @@ class Arranged:
 
     def _split(self, name: str, parts: tuple[tuple[str, int], ...]) -> Iterator[tuple[str, _Place]]:
         shape = self._inner.shape(name)
-        if math.prod(shape) == 1:  # a scale of all
+        if math.prod(shape) == 1:  # one scale for all parts
             yield from ((part, _Place(name)) for part, _ in parts)
             return
         if name.endswith(_BLOCKS):
@@ -139,7 +139,7 @@ class Arranged:
         return (*shape[:-2], 32 * shape[-2])
 
     def _apart(self, name: str, stored: Tensor | Weight) -> Tensor | Weight:
-        """Move rotated neighbours apart, in queries and keys alike, so that their products stay the same."""
+        """Reorder rotated pairs from (2i, 2i + 1) to (i, i + half), in queries and keys alike, which keeps q · k."""
         if self._given.neighbours is None or not name.endswith(_ROTATED):
             return stored
         dim, rotated = self._given.neighbours
@@ -168,7 +168,7 @@ def _scales_of(name: str) -> str:
 
 
 def _as_gguf(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return blocks [rows, depth / 32, 16] and scales [rows, depth / 32] as GGUF stores them: [rows, depth / 32 * 17]."""
+    """Join blocks [rows, depth / 32, 16] and scales [rows, depth / 32] in GGUF's layout: [rows, depth / 32 * 17]."""
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     packed = codes[..., :16] | codes[..., 16:] << 4
     return torch.cat((scales[..., None], packed), dim=-1).flatten(1)

@@ -1,7 +1,7 @@
-"""Opens the file or folder that weights are read from, behind one protocol.
+"""Opens the file or folder that weights are read from, as a `Checkpoint`.
 
-Nothing that came with the weights is ever executed: no pickle, no Python beside the model. A folder holds
-safetensors and config.json; a .gguf file holds both.
+No code that comes with the weights is ever executed: no pickle, no Python files of the model. A folder contains
+safetensors files and config.json; a .gguf file contains both weights and configuration.
 """
 
 from pathlib import Path
@@ -23,8 +23,8 @@ from penstock.executor.shared_tensors import check_sealed
 class Checkpoint(Protocol):
     """Tensors by their Hugging Face names. `read` may be called from several threads at once."""
 
-    config: dict[str, Any]  # config.json's content
-    has_codes: bool  # some weights are read as codes
+    config: dict[str, Any]  # the content of config.json
+    has_codes: bool  # True if `read` returns quantized codes for some weights
 
     def names(self) -> list[str]: ...
 
@@ -34,7 +34,7 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None, file: GgufFile | None = None) -> Checkpoint:
-    """Open the checkpoint in a folder or in a .gguf file. Weights are looked for when their names are first read.
+    """Open the checkpoint in a folder or in a .gguf file. A folder's weight files are opened when first needed.
 
     The config's `hf_overrides` replace fields of the model's own configuration.
     """
@@ -45,8 +45,8 @@ def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None, file
 
 
 def open_tensors(path: Path, model: Path, config: ExecutorConfig) -> Checkpoint:
-    """Open named tensors in one safetensors file: numbers for the model at `model`, whatever format its own are stored in.
-    A file in shared memory must be sealed (executor/shared_tensors.py), so that it does not change between two readings."""
+    """Open a safetensors file of unquantized tensors for the model at `model`, which itself may be stored quantized. A
+    file in shared memory must be sealed (executor/shared_tensors.py), so that it does not change while it is read."""
     if not path.is_file():
         raise ExecutorError(f"{path}: no folder of weights, and no file")
     check_sealed(path)
@@ -75,6 +75,6 @@ def _open(path: Path, file: GgufFile | None) -> Checkpoint:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json. An `auto_map` is ignored: code that came with weights is never run, and an architecture that is not
-    built in is refused by its name."""
+    """Read config.json. An `auto_map` is ignored, because code that comes with weights is never run; an architecture
+    that is not built in is refused by name."""
     return read_json(folder / "config.json")

@@ -1,8 +1,8 @@
-"""Made-up weights that need no file: the same for a seed on every device, and quick to make.
+"""Random weights that need no file: equal for the same seed on every device, and fast to generate.
 
-One buffer of pseudo-random normal numbers serves all tensors. Each starts somewhere else in it and goes round;
-the length is prime, so no two rows of a matrix are equal. That is bound by memory, not by a random generator
-(0.6 B weights in well under a second). Scales keep activations near one through any depth.
+All tensors are filled from one buffer of pseudo-random normal numbers. Each starts at another offset and wraps around;
+the length is prime, so no two rows of a matrix are equal. The speed is limited by memory, not by a random generator
+(0.6 B weights in well under a second). Scales keep activations near one at any depth.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ from torch import Tensor
 from penstock.executor.kernels.weight import BLOCK, EIGHT_BITS
 from penstock.executor.loading.quantization import SUFFIX
 
-PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight")  # and not embeddings, heads, norms and routers
+PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight")  # not embeddings, heads, norms and routers
 PERIOD = 1_048_573  # the largest prime below 2**20
 
 
 class DummyWeights:
-    """Returns a made-up tensor for a name and a shape, on the CPU and in `dtype`. With `has_blocks`, projections are of eight
-    bits and have scales, as in a checkpoint of that kind."""
+    """Generates a tensor for a name and a shape, on the CPU in `dtype`. With `has_blocks`, projections are FP8 with
+    scales, as in a block-quantized checkpoint."""
 
     def __init__(self, seed: int, dtype: torch.dtype, has_blocks: bool = False) -> None:
         self._seed, self._dtype, self._has_blocks = seed, dtype, has_blocks

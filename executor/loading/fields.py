@@ -1,6 +1,6 @@
-"""Reads a model's config.json with suspicion: the file may come from anyone, and its numbers become allocations.
+"""Reads a model's config.json as untrusted input: its numbers determine the sizes of allocations.
 
-Every getter raises an ExecutorError with the field, the value and the limit for a wrong type or an absurd value.
+Every getter raises an ExecutorError with the field, the value and the limit for a wrong type or an excessive value.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 from penstock.executor.protocol import ExecutorError
 from penstock.executor.regular_files import read_regular
 
-MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a trillion weights has 10 MB
+MAX_JSON_BYTES = 64 * 2**20  # the index of a model with a trillion weights takes 10 MB
 _MISSING = object()
 _LIMITS = {
     "vocab_size": 2**22,
@@ -27,12 +27,12 @@ _LIMITS = {
 
 
 class Fields:
-    """Typed access to a (sub-)dictionary of config.json, or to a GGUF file's metadata, where `prefix` goes before each
-    name. A field that is null counts as absent."""
+    """Typed access to a (sub-)dictionary of config.json, or to a GGUF file's metadata, where `prefix` is prepended to
+    each name. A field that is null counts as absent."""
 
     def __init__(self, values: dict[str, Any], where: str = "config.json", prefix: str = "") -> None:
         self._values, self.where, self._prefix = values, where, prefix
-        self._asked: dict[str, None] = {}  # in their order
+        self._asked: dict[str, None] = {}  # names that were read, in order
         self._passed: set[str] = set()
 
     def integer(self, name: str, default: Any = _MISSING, low: int = 1, high: int | None = None) -> int:
@@ -101,11 +101,11 @@ class Fields:
         return list(self._values)
 
     def pass_over(self, names: str) -> None:
-        """Ignore these fields, separated by blanks: they do not change what is computed."""
+        """Allow these fields, separated by blanks, without reading them: they do not affect the computation."""
         self._passed.update(names.split())
 
     def with_defaults(self, **values: Any) -> "Fields":
-        """Return these fields, with a family's own values for those that are absent."""
+        """Return a copy in which absent fields have the given default values."""
         given = {name: value for name, value in self._values.items() if value is not None}
         return Fields(values | given, self.where, self._prefix)
 
@@ -113,14 +113,14 @@ class Fields:
         return self._find(name) is not None
 
     def only(self, name: str, *allowed: object, default: object = None) -> None:
-        """Refuse a feature this implementation does not have, instead of computing something else."""
+        """Raise ExecutorError unless the field has an allowed value: an unsupported feature must not be ignored."""
         value = self._find(name)
         value = default if value is None else value
         if value not in allowed:
             raise self.error(name, value, " or ".join(repr(choice) for choice in allowed))
 
     def no_others(self) -> None:
-        """Refuse every field with a value that nothing has read."""
+        """Raise ExecutorError if a field has a value and was neither read nor passed over."""
         for name, value in self._values.items():
             if name not in self._asked and name not in self._passed and value is not None:
                 raise self.error(name, value, f"no field but {', '.join(self._asked)}")
@@ -148,7 +148,7 @@ def _is_positive(value: object) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of bounded size."""
+    """Read a JSON object from a regular file of at most MAX_JSON_BYTES."""
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:

@@ -1,7 +1,7 @@
-"""A GGUF file seen as a Hugging Face checkpoint: its config, its tensors' names, and their values.
+"""Presents a GGUF file as a Hugging Face checkpoint: its config, tensor names and tensor values.
 
-llama.cpp's converter renames every tensor, reorders the rows of Llama's q and k for its own RoPE, and adds
-one to Gemma's norms. All of it is undone here, so that what loads a model knows one layout.
+llama.cpp's converter renames every tensor, permutes the rows of Llama's q and k for its own RoPE, and adds one to
+Gemma's norms. This module reverts all of it, so that the model loader has to support only one layout.
 """
 
 import math
@@ -19,14 +19,14 @@ from penstock.executor.protocol import ExecutorError
 
 
 class _Source(NamedTuple):
-    """Which tensor of the file an HF tensor comes from, and how the converter changed it."""
+    """The tensor of the file that contains an HF tensor, and how the converter changed it."""
 
     name: str
     shape: tuple[int, ...]
-    permuted_heads: int = 0  # the rows of each of so many heads are interleaved
+    permuted_heads: int = 0  # number of heads whose rows are interleaved; 0: the rows are not permuted
     plus_one: bool = False
-    expert: tuple[int, int] | None = None  # which of how many of this shape, that lie one behind the other
-    parts: "tuple[_Source, ...]" = ()  # for each head: keys, transposed, and values; the file has no tensor `name`
+    expert: tuple[int, int] | None = None  # (index, count): the file's tensor stacks `count` tensors of this shape
+    parts: "tuple[_Source, ...]" = ()  # the tensors of transposed keys and of values per head; then `name` is unused
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -35,9 +35,9 @@ class _Source(NamedTuple):
 
 
 class GgufCheckpoint:
-    """The Checkpoint protocol over one GGUF file. Quantized matrices are read as codes.
+    """Implements `Checkpoint` for a GGUF file. Quantized matrices are read without dequantizing them.
 
-    Raises ExecutorError when a tensor is missing, unknown, or of another shape than the metadata says.
+    Raises ExecutorError if a tensor is missing or unknown, or has another shape than the metadata requires.
     """
 
     def __init__(self, path: str | Path, file: GgufFile | None = None) -> None:
@@ -66,7 +66,7 @@ class GgufCheckpoint:
         offset = entry.offset + index * size
         raw = torch.frombuffer(self._file.data, dtype=torch.uint8, count=size, offset=offset)
         if source.permuted_heads:
-            # Stored: pairs (i, i + dim/2) side by side.
+            # The file stores the rows i and i + dim/2 of a head next to each other.
             rows = raw.view(source.permuted_heads, -1, 2, raw.numel() // source.shape[0])
             raw = rows.transpose(1, 2).reshape(-1)
         codes, is_matrix = entry.type.codes, len(source.shape) > 1
@@ -96,7 +96,7 @@ _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _sources(config: dict[str, Any], tensors: Container[str]) -> dict[str, _Source]:
-    """Return the source of every tensor that a model of this config has, by its HF name."""
+    """Return HF name → source for every tensor of a model with this config."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     plus_one = BY_TYPE[config["model_type"]].plus_one
     sources = {
@@ -177,7 +177,7 @@ def _mlp(
     expert: tuple[int, int] | None = None,
     projections: Sequence[str] = PROJECTIONS,
 ) -> dict[str, _Source]:
-    """Return the sources of an MLP; `stored` is the end of the file's names."""
+    """Return the sources of an MLP; `stored` is the suffix of the names in the file."""
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     return {
         f"{prefix}{name}.weight": _Source(f"ffn_{part}{stored}.weight", shape, expert=expert)
@@ -215,7 +215,7 @@ def _experts(config: dict[str, Any], num: int) -> dict[str, _Source]:
 
 
 def _check(file: GgufFile, sources: dict[str, _Source]) -> None:
-    """Raise ExecutorError unless the file has exactly the tensors that its metadata calls for."""
+    """Raise ExecutorError unless the file has exactly the tensors that its metadata requires."""
     stored = [part for source in sources.values() for part in source.parts or (source,)]
     for source in stored:
         entry = file.tensors.get(source.name)

@@ -1,7 +1,7 @@
-"""From a GGUF file's metadata to the config.json that the same model has on the hub, and how architectures name tensors.
+"""Converts a GGUF file's metadata to the config.json of the same model on the hub, and lists families' tensor names.
 
-RoPE is written in the older spelling (`rope_theta`, `rope_scaling`), which every reader of such files knows.
-What would change the numbers and cannot be expressed is refused, never ignored.
+RoPE settings use the older fields (`rope_theta`, `rope_scaling`), which all readers of config.json support.
+Metadata that changes the computation and cannot be expressed is refused, never ignored.
 """
 
 import math
@@ -18,9 +18,9 @@ from penstock.executor.protocol import ExecutorError
 SIGMOID = 2  # expert_gating_func; 1 is the softmax
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096
-MAX_CONTEXT = 1 << 24  # tables of this length are built from it
+MAX_CONTEXT = 1 << 24  # it is the length of tables
 
-# Keys that change the computation in a way these architectures do not have; 0 or absent is fine.
+# Keys whose features are not supported for these architectures; they must be 0 or absent.
 _UNSUPPORTED = (
     "logit_scale",
     "embedding_scale",
@@ -33,17 +33,17 @@ _UNSUPPORTED = (
 
 
 class GgufFamily(NamedTuple):
-    """`renamed`: names of a layer's tensors that are not Llama's, and which of the file's they are; "" where there is
-    none. A name that is the hub's alone is a norm, or several projections on top of each other."""
+    """A GGUF architecture. `renamed` maps HF names of a layer's tensors that differ from Llama's to names in the file;
+    "" means that there is no such tensor. Tensors that Llama lacks are norms or several joined projections."""
 
     model_type: str
     class_name: str
     renamed: Mapping[str, str] = MappingProxyType({})
-    own_keys: tuple[str, ...] = ()  # that other architectures do not have
-    is_permuted: bool = False  # rows of queries and keys, as in Llama
-    has_output_bias: bool = True  # where the others have biases
+    own_keys: tuple[str, ...] = ()  # metadata keys that are supported only for this architecture
+    is_permuted: bool = False  # the rows of queries and keys are permuted, as in Llama
+    has_output_bias: bool = True  # o_proj has a bias if q, k and v have one
     plus_one: bool = False  # norms are stored with one added
-    has_windows: bool = False  # in some layers, as the architecture says
+    has_windows: bool = False  # some layers have a window, by the architecture's fixed pattern
 
 
 _GATE_UP = {"mlp.gate_proj.weight": "", "mlp.up_proj.weight": "", "mlp.gate_up_proj.weight": "ffn_up.weight"}
@@ -98,7 +98,7 @@ FAMILIES = {
     "deepseek2": GgufFamily("deepseek_v2", "DeepseekV2ForCausalLM"),
     "gpt-oss": GgufFamily("gpt_oss", "GptOssForCausalLM", _GPT_OSS, has_windows=True),
 }
-# Stored under the name of another architecture: Llama with experts, and DeepSeek V2 with another choice of experts.
+# Files of these models name another architecture: Llama (with experts) and DeepSeek V2 (with another expert choice).
 MIXTRAL = GgufFamily("mixtral", "MixtralForCausalLM", is_permuted=True)
 DEEPSEEK_V3 = GgufFamily("deepseek_v3", "DeepseekV3ForCausalLM")
 BY_TYPE = {family.model_type: family for family in (*FAMILIES.values(), MIXTRAL, DEEPSEEK_V3)}
@@ -106,7 +106,7 @@ FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """The config of the model in `file`, sizes checked only against absolute limits."""
+    """Return the config of the model in `file`; its sizes are checked only against absolute limits."""
     metadata = Fields(file.metadata, str(file.path))
     architecture = metadata.text("general.architecture")
     if architecture not in FAMILIES:
@@ -165,7 +165,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def layer_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]] | None]:
-    """Return what a layer has otherwise than Llama's: name on the hub → name and shape in the file; None: no such tensor."""
+    """Return the differences from a Llama layer: HF name → name and shape in the file; None: there is no tensor."""
     hidden, inner, dim = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -181,7 +181,7 @@ def layer_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]
 
 
 def family_config(architecture: str, keys: Fields, file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """Return the settings that a config has beyond those of a Llama."""
+    """Return the settings of an architecture's config that Llama's does not have."""
     if architecture == "granite":
         return {
             "attention_multiplier": keys.number("attention.scale", head_dim**-0.5),
@@ -228,7 +228,7 @@ def _family(architecture: str, keys: Fields) -> GgufFamily:
 
 
 def _experts(keys: Fields, kind: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Of Mixtral, gpt-oss and Qwen. Files do not say whether shares are made to sum to one; each architecture has its way."""
+    """Return the expert settings of Mixtral, gpt-oss and Qwen. The family determines norm_topk_prob, not the file."""
     top_k, inner = keys.integer("expert_used_count"), config["intermediate_size"]
     experts = {"num_experts_per_tok": top_k, "num_local_experts": keys.integer("expert_count", high=MAX_EXPERTS)}
     if kind in ("mixtral", "gpt_oss"):
@@ -241,7 +241,7 @@ def _experts(keys: Fields, kind: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek(keys: Fields, kind: str) -> dict[str, Any]:
-    """Files of before latents were attended to have the length of a head where later ones have a latent's."""
+    """Return DeepSeek's settings. Files from before llama.cpp's MLA have head sizes in the keys without `_mla`."""
     rope_dim, is_old = keys.integer("rope.dimension_count"), "attention.key_length_mla" not in keys
     key_length, value_length = (
         keys.integer(f"attention.{part}_length{'' if is_old else '_mla'}") for part in ("key", "value")
@@ -270,12 +270,12 @@ def _deepseek(keys: Fields, kind: str) -> dict[str, Any]:
 
 
 def _uniform(value: Any) -> Any:
-    """The one number of a list that has it for every layer."""
+    """Return the common value of a per-layer list if all layers have the same, else the value unchanged."""
     return value[0] if isinstance(value, list) and value and value.count(value[0]) == len(value) else value
 
 
 def _token_ids(metadata: Fields, vocab_size: int) -> dict[str, Any]:
-    """bos_token_id, and eos_token_id with every id that ends a turn or a message."""
+    """Return bos_token_id, and eos_token_id with all ids that end the text, a turn or a message."""
 
     def token(name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
@@ -299,14 +299,14 @@ def _rope_scaling(keys: Fields) -> dict[str, Any] | None:
         for name in ("beta_fast", "beta_slow"):
             if (key := f"rope.scaling.yarn_{name}") in keys:
                 scaling[name] = _shortest(keys.number(key))
-        if growth := keys.number_or_zero("rope.scaling.yarn_log_multiplier"):  # DeepSeek's, a tenth of it
+        if growth := keys.number_or_zero("rope.scaling.yarn_log_multiplier"):  # DeepSeek's mscale, stored divided by 10
             scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), _shortest(10 * growth))
     return scaling
 
 
 def _refuse_unsupported(keys: Fields, head_dim: int | None, context: int | None, known: tuple[str, ...]) -> None:
-    """`head_dim`: what all of a head's lengths must be; None: they may differ. `context`: what a window must be no
-    shorter than; None: any window will do. `known`: what is read elsewhere."""
+    """Raise ExecutorError for unsupported settings. All head sizes must be `head_dim`, if given; a window must be at
+    least `context`, if given. The keys in `known` are read elsewhere."""
     for key in set(_UNSUPPORTED).difference(known):
         keys.only(key, None, 0)
     for key in {"attention.value_length", "rope.dimension_count"}.difference(known) if head_dim else ():
@@ -317,9 +317,9 @@ def _refuse_unsupported(keys: Fields, head_dim: int | None, context: int | None,
 
 
 def _gemma(keys: Fields, config: dict[str, Any]) -> dict[str, Any]:
-    """What the other architectures do not have. Every second or sixth layer attends to everything."""
+    """Return the settings specific to Gemma 2 and 3. Every second or sixth layer has full attention."""
     is_second, head_dim = config["model_type"] == "gemma2", config["head_dim"]
-    # The 27B models alone scale by hidden/heads; the file does not say so.
+    # Only the 27B models scale by hidden/heads; the file does not contain this.
     is_largest = config["num_hidden_layers"] == (46 if is_second else 62)
     gemma = {
         "hidden_activation": config["hidden_act"],
@@ -335,7 +335,7 @@ def _gemma(keys: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _windows(keys: Fields, config: dict[str, Any], every: int) -> dict[str, Any]:
-    """Every so many layers one attends to everything, the others to a window."""
+    """Return the window settings: every `every`-th layer has full attention, the others a sliding window."""
     layers = range(1, config["num_hidden_layers"] + 1)
     return {
         "sliding_window": keys.integer("attention.sliding_window", high=MAX_CONTEXT),
@@ -344,10 +344,10 @@ def _windows(keys: Fields, config: dict[str, Any], every: int) -> dict[str, Any]
 
 
 def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Llama 3.1's RoPE scaling, which GGUF stores only as its effect: one divisor per frequency.
+    """Return Llama 3.1's RoPE scaling, which GGUF stores only as one divisor per frequency.
 
-    The largest divisor is the factor; the other parameters have had one value in every release. The divisors
-    they give must be those of the file, or the file holds a scaling that the config cannot express.
+    The largest divisor is the factor; the other parameters have been the same in every release. If they do not yield
+    the divisors in the file, the file has a scaling that the config cannot express: raise ExecutorError.
     """
     entry, head_dim = file.tensors["rope_freqs.weight"], config["head_dim"]
     if entry.type.name != "F32" or entry.shape != (head_dim // 2,):
@@ -372,7 +372,7 @@ def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """The dtype that most values have; bfloat16, which all these models were trained in, when they are quantized."""
+    """Return the dtype of most values; quantized ones count as bfloat16, in which all these models were trained."""
     names = {"F32": "float32", "F16": "float16"}
     sizes: dict[str, int] = {}
     for entry in file.tensors.values():
@@ -382,5 +382,5 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal for the same float32: 1e-05, not 9.999999747378752e-06."""
+    """Return the number with the shortest decimal form for the same float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))

@@ -1,14 +1,14 @@
-"""A model folder whose linear layers are stored as codes: several tensors for each `x.weight`, seen as that one weight.
+"""A model folder with quantized linear layers: presents the several tensors of each `x.weight` as that one weight.
 
-Which layers these are the tensors' names say, and every tensor's shape and dtype is checked against its weight's and the
-schemes that config.json allows. Layouts:
+The tensor names determine which layers are quantized. The shape and dtype of every tensor are checked against those of
+its weight and the schemes that config.json allows. Layouts:
 
   awq      qweight int32 [in, out / 8], qzeros [groups, out / 8]: eight codes of a word are of outputs 0 2 4 6 1 3 5 7
-  gptq     qweight int32 [in · bits / 32, out], qzeros [groups, out · bits / 32] (less one, but for gptq_v2)
+  gptq     qweight int32 [in · bits / 32, out], qzeros [groups, out · bits / 32] (minus one, except in gptq_v2)
   packed   weight_packed int32 [out, in · bits / 32], weight_zero_point [out · bits / 32, groups] or int8 [out, groups]
   bytes    weight int8 [out, in], weight_zero_point int8;  floats: weight float8_e4m3fn
 
-Scales are [groups, out] for the first two, [out, groups] for the others. `g_idx` [in] names each input's group.
+Scales are [groups, out] for the first two, [out, groups] for the others. `g_idx` [in] is the group of each input.
 """
 
 from functools import cached_property
@@ -26,11 +26,11 @@ MAIN = {"awq": "qweight", "gptq": "qweight", "gptq_v2": "qweight", "packed": "we
 MAIN |= {"bytes": "weight", "floats": "weight"}
 _BESIDE = "qzeros scales g_idx weight_scale weight_zero_point weight_shape weight_g_idx input_scale input_zero_point"
 _SCALES = ("F16", "BF16", "F32")
-_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0, 1, … in a word
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # the positions in a word of outputs 0, 1, …
 
 
 class PackedCheckpoint:
-    """A checkpoint of codes. Raises ExecutorError with tensor and shape if tensors do not fit together."""
+    """A checkpoint with quantized weights. Raises ExecutorError with tensor and shape if tensors do not match."""
 
     def __init__(self, folder: SafetensorsFolder, schemes: list[Scheme], where: str) -> None:
         self.config: dict[str, Any] = folder.config
@@ -40,7 +40,7 @@ class PackedCheckpoint:
 
     @cached_property
     def _stored(self) -> dict[str, bool]:
-        """Map the names of weights and of other tensors to whether they are codes."""
+        """Map the names of weights and of other tensors to True if they are quantized."""
         names = self._folder.names()
         end = f".{self._main}"
         packed = [name.removesuffix(end) for name in names if name.endswith(end) and self._is_packed(name)]
@@ -116,7 +116,7 @@ class PackedCheckpoint:
             raise self._error(f"{module}.qweight", "outputs", rows, f"a multiple of {32 // bits}")
         stored = self._get(f"{module}.qweight", ("I32",), (columns * bits // 32, rows))
         zeros = self._get(f"{module}.qzeros", ("I32",), (groups, rows * bits // 32))
-        if self._layout == "gptq":  # one less each, in whole words: what was borrowed is given back
+        if self._layout == "gptq":  # stored minus one; adding ones to whole words restores them, borrows included
             zeros = zeros + (0x11111111 if bits == 4 else 0x01010101)
         scales = self._get(f"{module}.scales", _SCALES, (groups, rows))
         parts = _unpacked(_turned(stored), bits), _turned(scales), _turned(_unpacked(zeros, bits))
@@ -152,7 +152,7 @@ class PackedCheckpoint:
         return (stored.short() + middle).to(torch.uint8).expand(rows, groups).contiguous()
 
     def _scheme(self, module: str, columns: int, groups: int) -> tuple[Scheme, int]:
-        """Return the scheme that this module follows, by its scales, and how many groups it has."""
+        """Return the scheme that the number of the module's scales matches, and its number of groups."""
         packed = self._folder.shape(f"{module}.{self._main}")[1]
         for scheme in self._schemes:
             fits = self._layout != "packed" or packed * 32 == columns * scheme.bits
@@ -171,12 +171,12 @@ class PackedCheckpoint:
         return 1 if size == -1 else columns // size
 
     def _ordered(self, part: Weight, name: str) -> Weight:
-        """Sort the columns by their groups, so that neighbours share a scale again."""
+        """Sort the columns by group, so that the columns of a group are neighbours."""
         columns, group = part.shape[1], group_of(part)
         groups = columns // group
         g_idx = self._get(name, ("I32", "I64"), (columns,)).long()
         if (g_idx == -1).all():
-            return part  # as compressed-tensors has them where there is no order
+            return part  # compressed-tensors writes -1 if the columns are in order
         low, high = int(g_idx.min()), int(g_idx.max())
         if low < 0 or high >= groups:
             raise self._error(name, "group", low if low < 0 else high, f"one of 0 to {groups - 1}")

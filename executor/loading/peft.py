@@ -1,8 +1,7 @@
-"""A LoRA adapter as PEFT writes it: adapter_config.json beside adapter_model.safetensors.
+"""Reads a LoRA adapter in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-What the file adds to a weight W of a module is scale · B A. Everything that would make it something else is refused by
-name: other parts of a model that were trained along, DoRA, biases, changed bases. Which modules there are, the model
-knows (executor/models/adapters.py).
+The adapter adds scale · B A to the weight W of a module. Adapters that compute anything else are refused by name: fully
+trained modules, DoRA, biases, changed base weights. executor/models/adapters.py checks the modules against the model.
 """
 
 import hashlib
@@ -22,14 +21,14 @@ from penstock.executor.protocol import ExecutorError
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _DTYPES = ("F32", "BF16", "F16")
-_ANYWHERE = r".*\."  # PEFT writes it before names of its own; what is behind it is how a module's name ends
-# Variants of LoRA that compute something else, off or absent in plain ones.
+_ANYWHERE = r".*\."  # the prefix of PEFT's own patterns; the rest is the suffix of a module's name
+# LoRA variants that compute something else; a supported adapter has them off or absent.
 _OFF = (
     *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication", "trainable_token_indices"),
     *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config"),
     "target_parameters",  # a stack of experts as one parameter
 )
-# How training began; the others change the base as well.
+# The supported initializations; all others also change the base weights.
 _BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 _BESIDE = (
     "task_type base_model_name_or_path revision inference_mode auto_mapping target_modules exclude_modules "
@@ -39,12 +38,12 @@ _BESIDE = (
 
 
 class PeftFolder:
-    """The Checkpoint protocol over the scaled B of each module [out, rank], as if it were the module's weight."""
+    """Implements `Checkpoint` for an adapter: the weight of each module is its scaled B [out, rank]."""
 
     has_codes = False
 
     def __init__(self, folder: Path, max_rank: int) -> None:
-        """Checks all that can be checked without the model and without reading a tensor."""
+        """Open the adapter, and check all that can be checked without the model and without reading tensors."""
         self.config: dict[str, Any] = {}
         self._path = folder / WEIGHTS
         if not self._path.is_file() and (folder / "adapter_model.bin").is_file():
@@ -52,7 +51,7 @@ class PeftFolder:
         fields = Fields(read_json(folder / CONFIG), str(folder / CONFIG))
         self._said = _read_config(fields)
         self._file = open_safetensors(self._path)
-        self.modules: dict[str, dict[str, str]] = {}  # of each the names of its tensors, by A and B
+        self.modules: dict[str, dict[str, str]] = {}  # module → "A" or "B" → tensor name
         for name in sorted(self._file.keys()):
             self._add(name)
         if not self.modules:
@@ -78,11 +77,11 @@ class PeftFolder:
 
     @property
     def rank(self) -> int:
-        """The largest"""
+        """The largest rank among the modules."""
         return max(map(self._said.rank_of, self.modules))
 
     def down(self, module: str) -> Tensor:
-        """A [rank, in], float32"""
+        """Return A [rank, in] in float32."""
         return self._tensor(module, "A")
 
     def scale(self, module: str) -> float:
@@ -94,7 +93,7 @@ class PeftFolder:
         return sum(tensor.nbytes for tensor in self._stored.values())
 
     def digest(self) -> str:
-        """Of all that reaches the numbers."""
+        """Return a digest of everything that affects the results: modules, tensors and scales."""
         content = hashlib.sha256()
         for module, names in self.modules.items():
             for name in names.values():
@@ -110,7 +109,7 @@ class PeftFolder:
 
     @cached_property
     def _stored(self) -> dict[str, Tensor]:
-        """Read once: the digest is that of the numbers that are used, and the file may change meanwhile."""
+        """All tensors, read only once, because the digest must match them even if the file changes meanwhile."""
         stored = {
             name: self._file.get_tensor(name).clone() for names in self.modules.values() for name in names.values()
         }
@@ -157,7 +156,7 @@ class PeftFolder:
 
 
 class _Said(NamedTuple):
-    """Of adapter_config.json; the patterns are names of modules, or how they end."""
+    """The settings in adapter_config.json; the patterns are module names or their suffixes."""
 
     rank: int
     alpha: float
@@ -196,6 +195,6 @@ def _patterns(fields: Fields, name: str) -> Fields:
     for pattern in patterns.names():
         if not re.fullmatch(
             r"[\w.]+", pattern.removeprefix(_ANYWHERE)
-        ):  # a regular expression of a file's may take for ever
+        ):  # an untrusted regular expression may take forever
             raise fields.error(name, pattern, "a module's name, no regular expression,")
     return patterns

@@ -1,8 +1,8 @@
-"""Reads from config.json which quantized weights a checkpoint may have, and refuses by field what is not computed here.
+"""Reads a checkpoint's quantization schemes from config.json, and refuses unsupported ones with the name of the field.
 
-The files say which tensors are codes: those of AWQ, GPTQ or compressed-tensors, MXFP4, or `x.weight` of float8_e4m3fn with
-a scale for 128 × 128 in `x.weight_scale_inv`. Fields about how the weights were quantized do not change their numbers, and
-are passed over. Inputs are never quantized as such a checkpoint says: the products are nearer to the weights' own.
+The tensor names show which weights are quantized: by AWQ, GPTQ, compressed-tensors or MXFP4, or as float8_e4m3fn
+`x.weight` with a scale per 128 × 128 block in `x.weight_scale_inv`. Fields that only describe the quantization process
+are ignored. The config's quantization of inputs is not applied, which makes the products more exact.
 """
 
 from pathlib import Path
@@ -12,19 +12,19 @@ from penstock.executor.kernels.weight import BLOCK
 from penstock.executor.loading.fields import Fields
 
 GROUPS = (32, 64, 128, -1)
-SUFFIX = "_scale_inv"  # of the name of scales of eight bits, by which the weight is multiplied
-OLD_FILE = "quantize_config.json"  # AutoGPTQ's, beside a config.json that says nothing
+SUFFIX = "_scale_inv"  # name suffix of the scales by which an FP8 weight is multiplied
+OLD_FILE = "quantize_config.json"  # written by AutoGPTQ, with no quantization settings in config.json
 Layout = Literal["awq", "gptq", "gptq_v2", "packed", "bytes", "floats"]
 
 
 class Scheme(NamedTuple):
     layout: Layout
     bits: int
-    group: int  # neighbours in depth with one scale; -1: all
+    group: int  # number of neighbours along the depth that share one scale; -1: all
     is_symmetric: bool
 
 
-# About the search for good codes, the kernels that other programs choose, and names.
+# Ignored fields: the search for good codes, the kernel choice of other programs, and names.
 _GPTQ_PASSED = (
     "damp_percent damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name meta "
     "dataset tokenizer batch_size block_name_to_quantize module_name_preceding_first_block cache_block_outputs "
@@ -39,7 +39,7 @@ _COMPRESSED_PASSED = "quantization_status global_compression_ratio version"
 
 
 def read_schemes(config: dict[str, Any], where: str) -> list[Scheme]:
-    """Return the schemes of codes that tensors may follow; none for numbers, and for eight bits with scales of blocks."""
+    """Return the group-quantization schemes that weights may use; [] for unquantized, block-scaled FP8 and MXFP4."""
     fields = Fields(config, where).section("quantization_config")
     if fields is None:
         return []
@@ -55,15 +55,15 @@ def read_schemes(config: dict[str, Any], where: str) -> list[Scheme]:
 
 
 def old_config(folder: Path, read_json: Any) -> dict[str, Any] | None:
-    """Return what AutoGPTQ wrote beside config.json, as a quantization_config."""
+    """Return the content of AutoGPTQ's own file as a quantization_config; None if there is no such file."""
     path = folder / OLD_FILE
     return {"quant_method": "gptq"} | read_json(path) if path.is_file() else None
 
 
 def _check_blocks(fields: Fields) -> None:
-    """Refuse eight bits with scales, or MXFP4, in a form that is not computed here."""
+    """Raise ExecutorError for unsupported variants of block-scaled FP8 or of MXFP4."""
     fields.only("quant_method", "fp8", "mxfp4")
-    if fields.text("quant_method") == "mxfp4":  # of experts, whose tensors' names say so
+    if fields.text("quant_method") == "mxfp4":  # only experts, which their tensors' names identify
         fields.only("dequantize", False, default=False)
         fields.texts("modules_to_not_convert")
         fields.no_others()
@@ -71,7 +71,7 @@ def _check_blocks(fields: Fields) -> None:
     fields.only("fmt", "e4m3", default="e4m3")
     fields.only("weight_block_size", [BLOCK, BLOCK])
     fields.only("activation_scheme", "dynamic", default="dynamic")
-    fields.only("scale_fmt", "float", "ue8m0", default="float")  # either way stored as floats: their dtype is checked
+    fields.only("scale_fmt", "float", "ue8m0", default="float")  # both are stored as floats, whose dtype is checked
     fields.only("expert_dtype", "fp8", default="fp8")
     fields.only("dequantize", False, default=False)
     for name in ("modules_to_not_convert", "modules_to_convert", "ignored_layers"):
@@ -80,7 +80,7 @@ def _check_blocks(fields: Fields) -> None:
 
 
 def scales_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Return the shape of the scales of a weight of eight bits."""
+    """Return the shape of the scales of an FP8 weight."""
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
@@ -108,7 +108,7 @@ def _gptq(fields: Fields) -> list[Scheme]:
         fields.only(name, *formats, default="gptq")
     fields.only("is_marlin_format", False, default=False)
     fields.only("pack_dtype", "int32", default="int32")
-    fields.only("dynamic", None, {})  # other bits for some layers
+    fields.only("dynamic", None, {})  # different bits for some layers
     fields.pass_over(_GPTQ_PASSED)
     layout = fields.text("checkpoint_format", fields.text("format", "gptq"))
     is_v2 = layout == "gptq_v2"

@@ -1,7 +1,7 @@
-"""A model folder of the Hugging Face layout: config.json beside one safetensors file or a sharded set.
+"""A model folder in the Hugging Face layout: config.json and one safetensors file or a sharded set.
 
-The safetensors library checks a file's header (size, offsets, overlaps, truncation) before anything is read;
-its tensors are views of the mapped file, so reading is done by the thread that copies them.
+The safetensors library checks a file's header (size, offsets, overlaps, truncation) before reading tensors. Tensors are
+views of the mapped file, so the disk is read by the thread that copies them.
 """
 
 import math
@@ -48,7 +48,7 @@ class SafetensorsFolder:
         return self.stored(name)
 
     def stored(self, name: str) -> Tensor:
-        """Return the tensor as it is stored, of any dtype."""
+        """Return the tensor in its stored dtype, without checking that dtype."""
         path, file = self._files[name]
         try:
             tensor: Tensor = file.get_tensor(name)
@@ -61,7 +61,7 @@ class SafetensorsFolder:
         return dtype
 
     def float_dtype(self) -> str:
-        """Return the dtype that most of the stored floating-point numbers have: float32, bfloat16 or float16."""
+        """Return the dtype of most of the stored floating-point numbers: float32, bfloat16 or float16."""
         counts = Counter[str]()
         for name in self._files:
             counts[_FLOATS.get(self.dtype(name), "")] += math.prod(self.shape(name))
@@ -74,7 +74,7 @@ class SafetensorsFolder:
 
     @cached_property
     def _quantized(self) -> set[str]:
-        """The dtypes that config.json allows besides floats."""
+        """The dtypes of quantized tensors that config.json allows."""
         return set() if self._method is None else {_BYTES} if self.has_codes else {_EIGHT_BITS}
 
     def _slice(self, name: str) -> Any:
@@ -100,7 +100,7 @@ class SafetensorsFolder:
         return {name: (path, files[path]) for name, path in paths.items()}
 
     def _single_file(self) -> Path | None:
-        """Return the one file that has all tensors; None if there is an index of several."""
+        """Return the single file with all tensors; None if there is an index of several files."""
         if self._folder.is_file():
             return self._folder
         if (self._folder / SINGLE).is_file():
