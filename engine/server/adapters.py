@@ -1,7 +1,7 @@
-"""Adapters by the names that clients use for them, which stand beside the model's own.
+"""The LoRA adapters that are served, by the model names that clients use for them.
 
-A name is for one content, whose digest is in the keys of its blocks: the same name with other weights finds none of the
-old ones. A request takes what its name stands for when it is handed to the engine, and keeps it to its end.
+The digest of an adapter's weights is part of the keys of its KV blocks, so a name that gets other weights never hits
+blocks of the old ones. A request resolves its name when it is submitted to the engine, and keeps that adapter.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
 
     lora_name: Name
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]  # a folder that the server can read
-    load_inplace: bool | None = None  # under a name that is in use: in place of what it stood for
+    load_inplace: bool | None = None  # if the name is in use, replace its adapter
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
@@ -37,10 +37,10 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
 
 class Adapters:
     def __init__(self, engine: AsyncEngine, taken: Iterable[str]) -> None:
-        """`taken`: names that no adapter may have."""
+        """Create an empty set of adapters. `taken`: names that no adapter may have."""
         self._engine, self._taken = engine, frozenset(taken)
         self.served: dict[str, AdapterInfo] = {}
-        self._lock = asyncio.Lock()  # one is loaded at a time, so that a name is not given twice
+        self._lock = asyncio.Lock()  # loads one adapter at a time, so that no name is assigned twice
 
     async def load(self, name: str, path: str, in_place: bool = False) -> None:
         async with self._lock:
@@ -62,7 +62,7 @@ class Adapters:
         self._engine.unload_adapter(self.served.pop(name).key)
 
     async def load_all(self, modules: Iterable[LoraModule]) -> None:
-        """Load the adapters of the command line; AdapterError names one that cannot be used."""
+        """Load the adapters given on the command line; raise AdapterError naming the first that cannot be used."""
         for module in modules:
             try:
                 await self.load(module.name, module.path)

@@ -1,6 +1,6 @@
-"""The part that completions and chats share: sampling parameters, the whole answer, its stream and its usage.
+"""Shared code of completions and chats: sampling parameters, whole and streamed answers, and usage.
 
-The endpoint's `Reply` writes the choices.
+The `Reply` of each endpoint formats the choices.
 """
 
 import asyncio
@@ -20,27 +20,27 @@ from penstock.engine.server.responses import CachedTokens, Chat, ChatChunk, Comp
 from penstock.engine.server.service import Service
 
 DONE = b"data: [DONE]\n\n"
-LONG_ANSWER = 2048  # positions with log-probabilities; formatting more of them would hold up the event loop
-TOKENS_PER_LOGPROB = 16  # whose text is read for calls and reasoning in the time of one such position
+LONG_ANSWER = 2048  # positions with log-probabilities; formatting more of them would block the event loop
+TOKENS_PER_LOGPROB = 16  # tokens whose text is parsed in the time of formatting one such position
 
 _ENCODER = msgspec.json.Encoder()
 
 
 class Reply(Protocol):
-    """Writes the answers of one call in the form of its endpoint."""
+    """Formats the answers of one call for its endpoint."""
 
     def whole(self, choices: list[list[Update]], /) -> Completion | Chat:
-        """Return the whole answer. `choices`: for every prompt its choices, each as one update."""
+        """Return the whole answer. `choices`: for each prompt a list of its choices, each as one update."""
 
     def chunks(self, place: int, update: Update, /) -> Sequence[Completion | ChatChunk]:
         """Return the events of a stream for an update of one choice of the prompt at `place`."""
 
     def empty(self) -> Completion | ChatChunk:
-        """Return an event without a choice, to carry the usage."""
+        """Return an event without choices, for the usage."""
 
 
 def sampling_params(service: Service, request: GenerateRequest, **special: Any) -> SamplingParams:
-    """Return the sampling parameters, checked: the model's defaults, the request's own, and `special` ones of the endpoint."""
+    """Merge the model's defaults, the request's parameters and the endpoint's `special` ones; return them validated."""
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "cannot be streamed")
     if request.stream_options is not None and not request.stream:
@@ -54,7 +54,7 @@ def sampling_params(service: Service, request: GenerateRequest, **special: Any) 
 async def respond(
     service: Service, call: Call, request: GenerateRequest, reply: Reply
 ) -> msgspec.Struct | AsyncGenerator[bytes, None]:
-    """Return the reply, or the server-sent events that add up to it."""
+    """Return the whole reply, or its server-sent events if the request asks for a stream."""
     if request.stream:
         return _stream(service, call, request.stream_options, reply)
     choices = [await gather(service, answer) for answer in call.answers]
@@ -69,7 +69,7 @@ async def respond(
 async def _stream(
     service: Service, call: Call, options: StreamOptions | None, reply: Reply
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the chunks of every update, the usage if the client wants it, and the end mark."""
+    """Yield the chunks of every update, the usage if the client requested it, and the end mark."""
     with_usage = options is not None and options.include_usage
     continuously = options is not None and options.continuous_usage_stats
     counts = [0] * len(call.answers)
@@ -94,7 +94,7 @@ async def _stream(
 
 
 def usage(answers: Sequence[Answer], num_tokens: int | UnsetType = UNSET) -> Usage:
-    """Return the tokens read and written. `num_tokens` is left out where nothing is written."""
+    """Return the numbers of prompt and generated tokens; `num_tokens` is UNSET if the endpoint generates nothing."""
     num_prompt = sum(answer.num_prompt_tokens for answer in answers)
     cached = [count for answer in answers if (count := answer.num_cached_tokens) is not None]
     return Usage(
@@ -115,7 +115,7 @@ async def gather(service: Service, answer: Answer) -> list[Update]:
 
 
 async def _interleave(service: Service, answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, list[Update]], None]:
-    """Yield the updates of several prompts as they come, each with the prompt's place."""
+    """Yield the updates of several prompts as they arrive, each with the index of its prompt."""
     if len(answers) == 1:
         async for updates in answers[0]:
             yield 0, service.seen(answers[0], updates)

@@ -1,7 +1,6 @@
-"""The ASGI application: the middleware around the routes, and the answers to what goes wrong.
+"""The ASGI application: the middleware around the routes, and the error responses.
 
-From the outside in: the log and the request counters, the API key, then the routes. A request that fails
-anywhere below is answered in the one error format.
+From outside to inside: access log and request counters, CORS, API key, routes. All errors below have the same format.
 """
 
 import time
@@ -27,7 +26,7 @@ QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed e
 
 
 class ServerApp:
-    """The whole application. `service` is what the server's life and the tests need to see."""
+    """The whole ASGI application. `service` is public for the server's lifetime code and the tests."""
 
     def __init__(self, service: Service) -> None:
         config = service.config
@@ -43,7 +42,7 @@ class ServerApp:
         starlette = Starlette(routes=table, exception_handlers=handlers)
         starlette.router.redirect_slashes = False
         self._inner: ASGIApp = Authentication(starlette, self._keys, _error(NO_KEY))
-        if config.allowed_origins:  # a browser asks beforehand, without the key
+        if config.allowed_origins:  # outside authentication, because a browser's preflight request has no key
             self._inner = CORSMiddleware(
                 self._inner,
                 allow_origins=config.allowed_origins,
@@ -54,7 +53,7 @@ class ServerApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = scope["penstock.call"] = Call(client_id(scope["headers"]))
-        status = 500  # unless something better is sent
+        status = 500  # if no response is sent
         if (spans := self.service.spans) is not None:
             spans.begin(call, scope)
 
@@ -80,7 +79,7 @@ class ServerApp:
                 self._lines.write(level, _line(call, route, status, self._keys.number(scope["headers"])))
 
     def _template(self, path: str) -> str:
-        """Return the route as it is written in the table: a client cannot make up values of the label."""
+        """Return the route template of a path, so that clients cannot create new values of the metric label."""
         if path in self.templates:
             return path
         return next((route.path for route in self._patterns if route.path_regex.match(path)), "unmatched")
@@ -95,7 +94,7 @@ async def _refuse(_request: Request, error: Exception) -> Response:
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
-    """Answer for an unknown path, or a method that the path does not have."""
+    """Return the error response for an unknown path, or for a method that the path does not support."""
     assert isinstance(error, HTTPException)
     message = f"{request.method[:16]} {clip(request.scope['path'])}: there is no such route"
     if error.status_code == 405:
@@ -104,7 +103,7 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
 
 
 async def _fail(_request: Request, _error_of_ours: Exception) -> Response:
-    """Answer for a bug of ours. The traceback goes to the log only."""
+    """Return the error response for an internal error. Only the log has the traceback."""
     return _error(HttpError(500, "internal error"))
 
 

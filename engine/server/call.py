@@ -1,7 +1,7 @@
-"""One HTTP request as its handler and the log see it, with the answers that belong to it.
+"""The state of one HTTP request for its handler and the access log, including its answers.
 
-No text of the conversation and no key is kept here. An id that the client chose is only echoed and logged, and never
-becomes a key of ours: two clients that send the same one would meet.
+It contains neither text of the conversation nor an API key. An id chosen by the client is only echoed and logged, never
+used as a key, because two clients may send the same id.
 """
 
 import secrets
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """One HTTP request. `id` is fresh; `client_id` is what the client sent, cleaned, and is only echoed and logged."""
+    """One HTTP request. `id` is random; `client_id` is the client's sanitized request id, only echoed and logged."""
 
     def __init__(self, client_id: str | None) -> None:
         self.id = secrets.token_hex(16)
         self.client_id = client_id
         self.created = int(time.time())
         self.begun_s = time.monotonic()
-        self.model = ""  # by the name that the client used
-        self.prompt_ids: list[int] | None = None  # given by a router in place of the text
-        self.ignored: list[str] = []  # what was left out of the request, for the log and a header
-        self.reports = False  # a router wants to know how much was cached
-        self.scope: Mapping[str, Any] = {}  # of ASGI
-        self.is_gone = False  # the client left before the answer was complete
+        self.model = ""  # the name that the client used
+        self.prompt_ids: list[int] | None = None  # sent by a router instead of the text
+        self.ignored: list[str] = []  # names of ignored request fields, for the log and a header
+        self.reports = False  # a router asked for the number of cached tokens
+        self.scope: Mapping[str, Any] = {}  # the ASGI scope
+        self.is_gone = False  # the client disconnected before the answer was complete
         self.is_stream = False
-        self.is_cancelled = False  # by a request on another connection: the failure that follows is none
-        self.trace: Trace | None = None  # where requests are traced
+        self.is_cancelled = False  # by a request on another connection, so the following failure is no error
+        self.trace: Trace | None = None  # set if requests are traced
         self.answers: list[Answer] = []  # one for each prompt
 
     @property
@@ -41,12 +41,12 @@ class Call:
 
     @property
     def num_cached_tokens(self) -> int:
-        """How many tokens of the prompts were cached, as far as it is known."""
+        """The number of cached prompt tokens, as far as it is known yet."""
         return sum(answer.num_cached_tokens or 0 for answer in self.answers)
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why each choice ended, as far as it was read. A choice that has not ended counts as aborted."""
+        """The finish reason of each choice; a choice whose end was not read counts as aborted."""
         found: list[str] = []
         for answer in self.answers:
             found += answer.finish_reasons
@@ -55,10 +55,10 @@ class Call:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens were generated so far."""
+        """The number of tokens generated so far."""
         return sum(answer.num_tokens for answer in self.answers)
 
 
 def client_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Return the client's X-Request-Id, cut and cleaned so that it can stand in a header and in a line of the log."""
+    """Return the client's X-Request-Id, truncated and sanitized for use in a header and in a log line, or None."""
     return next((clean_id(value.decode("latin-1")) for name, value in headers if name == b"x-request-id"), None)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: answers one conversation, whole or streamed. The agents' APIs ask through `ask` as well."""
+"""POST /v1/chat/completions: answers a conversation, whole or streamed. The agents' APIs also submit through `ask`."""
 
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -37,7 +37,7 @@ from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Pie
 async def chat(service: Service, call: Call, body: bytes) -> msgspec.Struct | AsyncGenerator[bytes, None]:
     """Answer the conversation, n times."""
     request = service.accept(call, body, ChatRequest)
-    # The engine's name of a field is not always the one that the client gave.
+    # For error messages: the engine's name of a field may differ from the client's name.
     names = (("max_tokens", "max_completion_tokens"), ("logprobs", "top_logprobs"))
     conversation = Conversation(
         len(body), {name: other for name, other in names if getattr(request, other) is not None}
@@ -56,7 +56,7 @@ async def ask(
     conversation: Conversation,
     prompt_ids: list[int] | None = None,
 ) -> ReadingPlan:
-    """Check the request and hand it to the engine; return how its answers are read. `prompt_ids` stand in place of the
+    """Check the request and submit it to the engine; return the plan for parsing its answers. `prompt_ids` replace the
     conversation's messages."""
     with conversation.named_by_client():
         return await _ask(service, call, request, conversation, prompt_ids)
@@ -78,7 +78,7 @@ async def _ask(
     special: dict[str, Any] = {"structured_outputs": wanted.outputs}
     special["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     if max_tokens is not None or "max_tokens" not in service.config.default_sampling:
-        special["max_tokens"] = max_tokens  # None: as many as the context allows
+        special["max_tokens"] = max_tokens  # None: limited by the context only
     params = sampling_params(service, request, **special)
     with service.admit(params.n):
         given = prompt_ids if prompt_ids is not None else await render(request, conversation, service)
@@ -105,7 +105,7 @@ async def _ask(
 
     if calls is None or calls.must or wanted.outputs is not None or any(each.is_strict for each in calls.functions):
         return await begin(holds_optional=True)
-    # The client asked for no grammar here: where it is refused, optional calls are held to nothing.
+    # The client did not request a grammar, so if the grammar is refused, optional calls are not constrained.
     key = tools.key(calls)
     if key not in tools.unheld:
         try:
@@ -120,13 +120,13 @@ async def _ask(
 
 
 class ChatReply:
-    """Writes the answer to a chat. The first chunk of every choice of a stream has the role."""
+    """Formats the answer to a chat. In a stream, the first chunk of each choice has the role."""
 
     def __init__(self, service: Service, call: Call, request: ChatRequest, plan: ReadingPlan) -> None:
         self._tokenizer = service.tokenizer
         self._call, self._request, self._plan = call, request, plan
-        self._is_plain = plan.is_plain  # as most are: their chunks are made without a reader
-        self._begun: dict[int, Reading] = {}  # by choice
+        self._is_plain = plan.is_plain  # the common case, whose chunks need no parser
+        self._begun: dict[int, Reading] = {}  # choice → its parser
 
     def whole(self, choices: list[list[Update]]) -> Chat:
         call, request, (answer,) = self._call, self._request, self._call.answers
@@ -167,13 +167,13 @@ class ChatReply:
         if not deltas and (is_first or reason or (shows_tokens and update.token_ids)):
             deltas = [Delta(content="") if self._is_plain else Delta()]
         if not deltas:
-            return []  # held back: half a character, or what may become a stop string, a call or a mark
+            return []  # text is held back: part of a character, or of a possible stop string, call or mark
         chunks = [self._chunk([ChatChunkChoice(update.index, delta)]) for delta in deltas]
         if is_first:
             deltas[0].role = "assistant"
             if request.return_token_ids:
                 chunks[0].prompt_token_ids = self._call.answers[0].prompt_token_ids
-        # What an update says beside its text stands in its last chunk.
+        # The last chunk of an update carries its other fields.
         last = chunks[-1].choices[0]
         if request.logprobs:
             last.logprobs = self._logprobs(update)

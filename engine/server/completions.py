@@ -1,4 +1,4 @@
-"""POST /v1/completions: one or many prompts, whole or streamed."""
+"""POST /v1/completions: completes one or more prompts, whole or streamed."""
 
 from collections.abc import AsyncGenerator, Sequence
 
@@ -20,7 +20,7 @@ from penstock.engine.server.service import MAX_SEQUENCES, Service
 async def completions(service: Service, call: Call, body: bytes) -> msgspec.Struct | AsyncGenerator[bytes, None]:
     """Complete the prompt or prompts, n times each."""
     request = service.accept(call, body, CompletionRequest)
-    # The echoed prompt shows its log-probabilities as well.
+    # An echoed prompt includes its log-probabilities.
     asked = [request.prompt_logprobs, request.logprobs if request.echo else None]
     wanted = wanted_outputs(request, service.config.coerce_one_of)
     params = sampling_params(
@@ -60,14 +60,14 @@ async def completions(service: Service, call: Call, body: bytes) -> msgspec.Stru
 
 
 class CompletionReply:
-    """Knows for each choice of a stream whether it has begun and how far its text is."""
+    """Formats the completions; tracks for each streamed choice whether it has begun and its text offset."""
 
     def __init__(
         self, service: Service, call: Call, request: CompletionRequest, inputs: Sequence[str | list[int]]
     ) -> None:
         self._tokenizer = service.tokenizer
         self._call, self._request, self._inputs = call, request, inputs
-        self._offsets: dict[int, int] = {}  # choice → where its next token's text begins
+        self._offsets: dict[int, int] = {}  # choice → offset of its next token's text
 
     def whole(self, choices: list[list[Update]]) -> Completion:
         return self._completion([self._whole(place, update) for place, each in enumerate(choices) for update in each])
@@ -77,7 +77,7 @@ class CompletionReply:
         is_first = index not in self._offsets
         shows_tokens = self._request.return_token_ids or self._request.logprobs is not None
         if not (is_first or update.text or update.finish_reason or (shows_tokens and update.token_ids)):
-            return []  # held back: half a character, or what may become a stop string
+            return []  # text is held back: part of a character or of a possible stop string
         return [self._completion([self._choice(place, update, is_first)])]
 
     def empty(self) -> Completion:
@@ -94,7 +94,7 @@ class CompletionReply:
         return choice
 
     def _choice(self, place: int, update: Update, is_first: bool) -> CompletionChoice:
-        """Return an update as a choice. The first one begins with the prompt if `echo` is set."""
+        """Return an update as a choice. With `echo`, the first one begins with the prompt."""
         request, index = self._request, self._index(place, update)
         logprobs = self._logprobs(place, update, index, is_first)
         choice = CompletionChoice(index, update.text, logprobs, update.finish_reason, update.stop_reason)
@@ -122,7 +122,7 @@ class CompletionReply:
         return reply
 
     def _echo(self, place: int) -> str:
-        """Return the prompt as the client wrote it if that is what the model reads, else the decoded prompt."""
+        """Return the client's prompt text if it is the model's input unchanged, else the decoded prompt."""
         given = self._inputs[place]
         if isinstance(given, str) and self._request.truncate_prompt_tokens is None:
             return given

@@ -1,6 +1,6 @@
 """Routes for trainers, under vLLM's names: pause, sleep and update the weights.
 
-Only served where the operator allows it. What is asked for may stand in the query or in a JSON body.
+The operator must enable these routes. Parameters may be in the query string or in a JSON body.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ Asked = TypeVar("Asked", bound=msgspec.Struct)
 class PauseRequest(msgspec.Struct, kw_only=True):
     """POST /pause"""
 
-    mode: PauseMode = "abort"  # what becomes of the requests that run
-    # The cache needs no clearing: no block of other weights is ever hit. True is taken, for it is vLLM's own default.
+    mode: PauseMode = "abort"  # what happens to running requests
+    # Clearing is not needed, because blocks of other weights are never hit. True is accepted, as vLLM's default.
     clear_cache: Literal[True] | None = None
 
 
@@ -121,7 +121,7 @@ GETS: dict[str, Callable[[Service], dict[str, Any]]] = {
     "/is_sleeping": lambda service: {"is_sleeping": bool(service.engine.state.asleep)},
     "/weights_version": lambda service: {"weights_version": service.engine.state.weights_version},
     "/get_world_size": lambda service: {"world_size": service.engine.config.executor.tensor_parallel_size},
-    # As much of it as trainers ask for, to learn that there is no NCCL group to join.
+    # Contains only the fields that show trainers that there is no NCCL group to join.
     "/server_info": lambda service: {
         "vllm_config": {"model": service.model_name, "weight_transfer_config": None},
     },
@@ -136,7 +136,7 @@ async def _control(service: Service, what: str, **fields: Any) -> None:
 
 
 def _asked(kind: type[Asked], call: Call, body: bytes) -> Asked:
-    """Decode the request from the body, or from the query, where an unknown name is refused."""
+    """Decode the request from the body, or else from the query string, where unknown names are refused."""
     if body:
         return parse(body, kind, call.ignored)
     query = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True)

@@ -1,5 +1,5 @@
-"""A conversation as the server handles it, whichever API it came by: the messages that the chat template is given, and the
-client's own names for the parts of the request, for errors."""
+"""A conversation, in the same form for all APIs: the messages for the chat template, and the client's names of request
+fields for error messages."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,15 +16,15 @@ from penstock.engine.text.template_messages import check_messages
 from penstock.executor.protocol import ModelInfo
 
 MAX_MESSAGES = 2048
-MAX_PAST_CALLS = 128  # in one message
+MAX_PAST_CALLS = 128  # calls in one message
 
 
 class Conversation:
-    """`messages` are plain dictionaries in the form of OpenAI's chats. `paths` maps the chat API's name of a field to the client's
-    name, where the two differ; a name stands for everything beneath it."""
+    """The messages of one request, as dictionaries in the form of OpenAI's chat API. `paths` maps the chat API's names
+    of fields to the client's names if they differ; an entry also applies to all nested fields."""
 
     def __init__(self, size_bytes: int, paths: Mapping[str, str] | None = None) -> None:
-        """Begin an empty conversation. `size_bytes`: of the request, with the stored turns that belong to it."""
+        """Create an empty conversation. `size_bytes`: size of the request and of the stored turns that it continues."""
         self.messages: list[dict[str, Any]] = []
         self.paths = dict(paths or {})
         self.size_bytes = size_bytes
@@ -37,11 +37,11 @@ class Conversation:
             for place, message in enumerate(decode(list[Message], raw, "messages"))
         ]
 
-    # The other APIs add one part after the other, each with its place in the client's request. An assistant's reasoning,
-    # text and calls in a row become one message.
+    # The other APIs add one part after the other, each with its path in the client's request. Consecutive reasoning,
+    # text and calls of an assistant become one message.
 
     def say(self, place: str, role: str, content: str | list[dict[str, str]], field: str = ".content") -> None:
-        """Add the text of a message. `field`: where it stands in `place`."""
+        """Add the text of a message. `field`: its path relative to `place`."""
         at = self._assistants(place, "content", "tool_calls") if role == "assistant" else self._add(place, role)
         self.messages[-1]["content"] = content
         self.paths[f"{at}.content"] = place + field
@@ -55,11 +55,11 @@ class Conversation:
         at = self._assistants(place)
         calls = self.messages[-1].setdefault("tool_calls", [])
         self.paths[f"{at}.tool_calls[{len(calls)}].function"] = place
-        self.paths[f"{at}.tool_calls"] = place  # what is said of all of them concerns the last one
+        self.paths[f"{at}.tool_calls"] = place  # errors about all calls name the last one
         calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
     def result(self, place: str, call_id: str, content: str | list[dict[str, str]], id_field: str) -> None:
-        """Add the result of a call. `id_field`: the client's name of `tool_call_id`."""
+        """Add a message with the result of a call. `id_field`: the client's name of `tool_call_id`."""
         at = self._add(place, "tool")
         self.messages[-1] |= {"tool_call_id": call_id, "content": content}
         self.paths[f"{at}.tool_call_id"] = f"{place}.{id_field}"
@@ -71,18 +71,18 @@ class Conversation:
         return at
 
     def _assistants(self, place: str, *without: str) -> str:
-        """Return the name of the assistant's message at the end, if it has none of these fields yet; else add one."""
+        """Return the path of the last message if it is the assistant's and has none of these fields; else add one."""
         if not self.messages or self.messages[-1]["role"] != "assistant" or self.messages[-1].keys() & set(without):
             return self._add(place, "assistant")
         return f"messages[{len(self.messages) - 1}]"
 
     @property
     def last_text(self) -> str:
-        """The text of the last message, for an answer that goes on from it."""
+        """The text of the last message, which the answer may continue."""
         return str(check_messages(self.messages[-1:])[0]["content"]) if self.messages else ""
 
     def check(self) -> None:
-        """Raise InvalidRequest unless calls stand in the assistant's messages and every tool's message answers an earlier call."""
+        """Raise InvalidRequest unless only assistant messages have calls and tool messages answer earlier calls."""
         if not 1 <= len(self.messages) <= MAX_MESSAGES:
             raise InvalidRequest("messages", f"{len(self.messages)} given; 1 to {MAX_MESSAGES} are allowed")
         called: set[str] = set()
@@ -100,14 +100,14 @@ class Conversation:
 
     @contextmanager
     def named_by_client(self) -> Iterator[None]:
-        """Give the fields in what is refused the client's names."""
+        """Replace the field in an InvalidRequest with the client's name of it."""
         try:
             yield
         except InvalidRequest as error:
             raise InvalidRequest(self._client_path(error.field), error.message) from None
 
     def _client_path(self, field: str) -> str:
-        """Replace the longest beginning of `field` that has another name."""
+        """Return the path with its longest known prefix replaced by the client's name."""
         end = len(field)
         while end > 0:
             if (found := self.paths.get(field[:end])) is not None:
@@ -117,9 +117,9 @@ class Conversation:
 
 
 def check_braces(field: str, raw: Raw, info: ModelInfo) -> None:
-    """Raise InvalidRequest for more objects than the context has room for: building half a million of them holds up all other
-    requests. A brace is the start of a message or of one of its parts, or it is text, of which hardly any tokenizer takes more
-    than four braces for a token."""
+    """Raise InvalidRequest for more objects than can fit the context, since building half a million of them would block
+    all other requests. A brace either starts a message or one of its parts, or it is text, and hardly any tokenizer has
+    tokens with more than four braces."""
     limit = 4 * (MAX_MESSAGES + info.max_model_len)
     if bytes(raw).count(b"{") > limit:
         raise InvalidRequest(field, f"more than {limit} objects or braces cannot fit the context")
@@ -136,7 +136,7 @@ def _check_result(field: str, role: str, call_id: str | None, called: set[str]) 
 
 
 def _plain(place: str, message: Message) -> dict[str, Any]:
-    """Return a message as the template takes it, without the fields that were not set."""
+    """Return a message as a dictionary for the template, without unset fields."""
     if message.role == "function":
         raise InvalidRequest(f"{place}.role", "the older form of 'tool', which is served")
     for field, what in (("function_call", "use tool_calls"), ("audio", "only text is understood")):

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: one vector for each input."""
+"""POST /v1/embeddings: returns one vector per input."""
 
 import base64
 from array import array
@@ -14,8 +14,8 @@ from penstock.engine.server.responses import Embedding, Embeddings
 from penstock.engine.server.service import Service
 from penstock.executor.protocol import Pooled
 
-MAX_INPUTS = 2048  # as at OpenAI
-INLINE_FLOATS = 16 * 1024  # a millisecond's; 2048 vectors of 4096 would hold up the event loop for a second
+MAX_INPUTS = 2048  # as in OpenAI's API
+INLINE_FLOATS = 16 * 1024  # takes a millisecond; 2048 vectors of 4096 would block the event loop for a second
 
 _PARAMS = SamplingParams(max_tokens=1, detokenize=False)
 
@@ -50,13 +50,13 @@ async def pooled(
     params: SamplingParams,
     pooling: Pooled,
 ) -> list[bytes]:
-    """Return the model's vector for every input, as little-endian float32."""
+    """Run the model on every input and return its vector, as little-endian float32."""
     with service.admit(len(inputs)):
         prompts = await to_ids(field, inputs, service, request.add_special_tokens, request.truncate_prompt_tokens, 0)
         service.generate(call, request, prompts, params, pooling=pooling)
     for answer in call.answers:
         await gather(service, answer)
-    return [answer.embedding or b"" for answer in call.answers]  # there is one, or an error would have been raised
+    return [answer.embedding or b"" for answer in call.answers]  # never empty: a failure would have been raised
 
 
 def _shown(embedding: bytes, request: EmbeddingRequest) -> list[float] | str:

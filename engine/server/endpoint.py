@@ -1,7 +1,7 @@
-"""Connects ASGI and a handler: reads the body, watches for the client leaving, writes the reply or the stream.
+"""Connects ASGI to a handler: reads the body, watches for the client's disconnect, writes the reply or the stream.
 
-A handler gets the body's bytes and returns either a reply object or an iterator of server-sent events. It is
-cancelled as soon as the client disconnects, streaming or not, and what it started in the engine is freed.
+A handler gets the body as bytes and returns either a reply object or an iterator of server-sent events. It is cancelled
+as soon as the client disconnects, streaming or not, and its requests in the engine are aborted.
 """
 
 import asyncio
@@ -25,22 +25,22 @@ Handler = Callable[[Service, Call, bytes], Awaitable[Reply]]
 
 
 class PostRoute(NamedTuple):
-    """A POST route, and the schemas of what goes in and comes out."""
+    """A POST route with the schemas of its request and its replies."""
 
     path: str
     handler: Handler
     takes: type[msgspec.Struct]
     gives: type[msgspec.Struct]
     streams: type[msgspec.Struct] | None = None
-    takes_ids: bool = False  # the prompt may be in the form of token_form.py
-    takes_none: bool = False  # the body may be missing, and with it the content type
+    takes_ids: bool = False  # accepts the prompt as token ids (token_form.py)
+    takes_none: bool = False  # accepts requests without body and content type
 
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class Endpoint:
-    """The ASGI application of one route. `takes_ids`: the prompt may be in the form of token_form.py."""
+    """The ASGI application of one route. For `takes_ids` and `takes_none`, see PostRoute."""
 
     def __init__(self, service: Service, handler: Handler, takes_ids: bool = False, takes_none: bool = False) -> None:
         self._service = service
@@ -60,17 +60,17 @@ class Endpoint:
                 body, call.prompt_ids = token_form.unpack(body)
             await unless_gone(receive, self._answer(call, body, scope, receive, send))
         except ClientGone:
-            call.is_gone = True  # for the log; perhaps half an answer is out
+            call.is_gone = True  # for the log; part of the answer may have been sent
         finally:
             service.release(call)
-            call.scope = {}  # which holds the call: together they would wait for the garbage collector
+            call.scope = {}  # breaks the reference cycle between scope and call
             service.num_open_requests -= 1
 
     def _content_type(self, scope: Scope) -> bytes:
-        """Return the content type; refuse all but JSON, since a web page can make a browser post plain text anywhere."""
+        """Return the content type; refuse all but JSON, since any web page can make a browser post plain text."""
         given: bytes = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
         if self._takes_none and not given and all(name != b"origin" for name, _ in scope["headers"]):
-            return b""  # no web page's: that has the one or the other
+            return b""  # not from a web page, whose requests have a content type or an origin
         kind = given.split(b";")[0].strip().lower()
         if kind == b"application/json" or (self._takes_ids and kind == token_form.CONTENT_TYPE):
             return kind
@@ -87,17 +87,17 @@ class Endpoint:
 
 
 def _report(call: Call) -> dict[str, str]:
-    """Return the header that tells a router how much of the prompt was cached, if it asked."""
+    """Return the header with the number of cached prompt tokens if a router asked for it."""
     if not call.reports or not call.answers:
         return {}
     return {token_form.CACHED_HEADER: str(call.num_cached_tokens)}
 
 
 async def _send_events(send: Send, events: AsyncGenerator[bytes, None], call: Call) -> None:
-    """Send a stream. Its status is sent before the first token, so a later failure is an event, with the end mark behind it.
+    """Send a stream. The status is sent before the first token, so a later failure is sent as an event and the end mark.
 
-    A router gets the status with the first token: only then it is known what was cached, and for an earlier failure, which is
-    a status, it asks another engine.
+    For a router, the status is sent with the first token: only then the number of cached tokens is known, and an
+    earlier failure gets an error status, after which the router retries on another engine.
     """
     async with aclosing(events):
         first = await anext(events, b"") if call.reports else b""

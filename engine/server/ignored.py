@@ -1,5 +1,5 @@
-"""Tells client and operator which parts of a request were ignored: once per name in the log, and in each response in the
-header `X-Penstock-Ignored`. server/requests.py and the agents' APIs collect the names in `HttpCall.ignored`."""
+"""Reports ignored parts of requests: once per name in the log, and in the header `X-Penstock-Ignored` of each response.
+server/requests.py and the agents' APIs collect the names in `Call.ignored`."""
 
 import logging
 import re
@@ -9,7 +9,7 @@ from penstock.engine.http.errors import clip
 
 HEADER = b"x-penstock-ignored"
 MAX_HEADER_CHARS = 1024
-MAX_LOGGED = 256  # names, which clients make up
+MAX_LOGGED = 256  # bounded, because clients choose the names
 
 log = logging.getLogger("penstock.engine")
 
@@ -21,7 +21,7 @@ class IgnoredNames:
         self._logged: set[str] = set()
 
     def header(self, names: Sequence[str]) -> tuple[bytes, bytes]:
-        """Log the names that are new, and return the header that lists all of them."""
+        """Log the names that have not been logged yet, and return the header with all names."""
         shown = [clip(_UNSAFE.sub("?", name)).replace("…", "...") for name in names]
         for name in shown:
             if name not in self._logged and len(self._logged) < MAX_LOGGED:

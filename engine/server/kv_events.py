@@ -1,8 +1,8 @@
-"""`GET /kv_events`: tells any number of listeners what is cached here, and how that changes.
+"""`GET /kv_events`: streams the keys of all cached KV blocks, and every change, to any number of listeners.
 
-The core is asked for updates when the first listener comes, and to stop when the last has left. In between the
-keys are mirrored here, so that a snapshot costs the core nothing. Each listener has a bounded backlog: one that falls
-behind loses it and gets a new snapshot instead. engine/http/kv_stream.py has the frames.
+The core sends updates from when the first listener connects until the last one disconnects. Meanwhile the keys are
+mirrored here, so that a snapshot costs the core nothing. Each listener has a bounded backlog; if it falls behind, the
+backlog is replaced with a new snapshot. engine/http/kv_stream.py defines the frames.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from penstock.engine.server.endpoint import unless_gone
 from penstock.engine.server.service import Service
 from penstock.executor.protocol import ModelInfo
 
-MAX_BACKLOG_BYTES = 2**22  # more than a snapshot of half a million blocks: from there on a snapshot is cheaper
+MAX_BACKLOG_BYTES = 2**22  # the size of a snapshot of half a million blocks, which is cheaper from there on
 _HEADERS = [(b"content-type", b"application/octet-stream"), (b"cache-control", b"no-store")]
 
 
 class KvEvents:
-    """The route, as an ASGI application; one per server."""
+    """The ASGI application of the route; one per server."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -61,11 +61,11 @@ class KvEvents:
             info = self._service.info
             numbers = info.block_size, info.num_blocks - 1, info.hits_at_ends
             yield Hello(self._engine_id, "sha256", info.fingerprint, *numbers)
-            # Other weights have other keys: a listener connects again.
+            # Other weights have other keys, so the stream ends and the listener has to reconnect.
             while self._service.info is info and not self._service.is_draining and self._service.engine.health().alive:
                 if listener.is_behind and self._mirror is not None:
                     listener.is_behind = False
-                    # What changes while they are sent waits in the backlog.
+                    # Changes during the snapshot go to the backlog.
                     for frame in snapshot(self._seq, {tier: b"".join(keys) for tier, keys in self._mirror.items()}):
                         yield frame
                 while listener.backlog and not listener.is_behind:
@@ -89,14 +89,14 @@ class KvEvents:
             self._mirror[update.tier] = set(keys_in(update.stored))
             for listener in self._listeners:
                 listener.fall_behind()
-        elif self._mirror is not None:  # else an update from before the last listener left
+        elif self._mirror is not None:  # otherwise the update was sent before the last listener disconnected
             keys = self._mirror.setdefault(update.tier, set())
             keys.difference_update(keys_in(update.removed))
             keys.update(keys_in(update.stored))
             self._seq += 1
             frame = Changes(self._seq, update.tier, update.stored, update.removed)
             for listener in self._listeners:
-                listener.put(frame)  # one that is too long for a frame is too long for a backlog
+                listener.put(frame)  # an update too long for a frame is also too long for a backlog
 
 
 class _Listener:
@@ -127,7 +127,7 @@ class _Listener:
         return frame
 
     async def wait(self, timeout_s: float) -> bool:
-        """Return False if nothing came in that time."""
+        """Wait for a frame or a state change; return False if the timeout passes first."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._arrived.wait()

@@ -1,8 +1,8 @@
-"""`--kv-events-config`: what is cached here, published over ZMQ as vLLM does it, for routers that read that.
+"""`--kv-events-config`: publishes KV cache events over ZMQ in vLLM's format, for routers that read it.
 
-A listener of our own stream (kv_events.py) that adds what vLLM's events have beside: the blocks' tokens and the block
-before each. The core does not say them. But every token passes through this process, in a prompt or an answer, so the keys
-are made here once more as they pass, and remembered for as long as the block may be cached.
+It listens to our own stream (kv_events.py) and adds the additional data of vLLM's events: the tokens of each block and
+its parent block. The core does not send these, but every token of a prompt or an answer passes through this process. So
+the block keys are computed here again, and remembered for as long as the block may be cached.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ log = logging.getLogger("penstock.server")
 
 MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 END = (-1).to_bytes(8, "big", signed=True)
-SPARE = 2**14  # blocks remembered beyond those that are cached: of requests in flight
+SPARE = 2**14  # blocks remembered in addition to the cached ones, for requests in flight
 
 
 class Event(msgspec.Struct, omit_defaults=True, tag=True):
@@ -59,7 +59,7 @@ class AllBlocksCleared(Event):
 
 
 class KnownBlock(NamedTuple):
-    """The block behind a key. `parent`: the key before it, b"" for the first block; only that one has a salt."""
+    """The content of a block. `parent`: key of the previous block, b"" for the first, which alone has a salt."""
 
     parent: bytes
     tokens: bytes
@@ -71,22 +71,22 @@ class OpenRequest:
     def __init__(self, message: Submit, root: bytes) -> None:
         self.message = message
         self.tokens = array("i", message.tokens)
-        self.last_key = root  # of its whole blocks; before the first its namespace
-        self.num_keyed = 0  # tokens in them
+        self.last_key = root  # key of the last full block; before the first, the root key of the namespace
+        self.num_keyed = 0  # tokens in full blocks
 
 
 class Known:
-    """Remembers the tokens of the blocks that pass in prompts and answers."""
+    """Remembers the tokens of all blocks of prompts and answers."""
 
     def __init__(self, fingerprint: bytes, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
         self.blocks: dict[bytes, KnownBlock] = {}
-        self._fingerprint, self._num_new = fingerprint, 2 * num_blocks  # between two sweeps
+        self._fingerprint, self._num_new = fingerprint, 2 * num_blocks  # new blocks between two sweeps
         self._most = self._num_new + SPARE
         self._open: dict[str, OpenRequest] = {}
 
     def change_model(self, fingerprint: bytes) -> None:
-        """Compute the keys of open requests again, under the fingerprint of other weights."""
+        """Recompute the keys of open requests with the fingerprint of the new weights."""
         if fingerprint != self._fingerprint:
             self._fingerprint = fingerprint
             for before in [*self._open.values()]:
@@ -110,7 +110,7 @@ class Known:
                     del self._open[output.request_id]
 
     def forget(self, tiers: Iterable[set[bytes]]) -> None:
-        """Forget all blocks but the cached ones and the newest. It looks at every block, so it does so only now and then."""
+        """Drop all blocks except cached and recent ones. A sweep visits every block, so it runs only now and then."""
         if len(self.blocks) > self._most:
             cached = set().union(*tiers)
             newest = dict(list(self.blocks.items())[-SPARE:])
@@ -128,27 +128,27 @@ class Known:
         for at, key in zip(range(first, full, size), keys, strict=True):
             tokens = request.tokens[at : at + size].tobytes()
             short = key[:KEY_BYTES]
-            self.blocks.pop(short, None)  # or it would keep its place, and not be among the newest
+            self.blocks.pop(short, None)  # so that the block moves to the end, among the newest
             self.blocks[short] = KnownBlock(parent, tokens, message.adapter, None if at else message.cache_salt)
             parent = short
         request.last_key, request.num_keyed = keys[-1], full
 
 
 class KvPublisher:
-    """One per server, from before its first request until its end."""
+    """Publishes the events; one per server, from before its first request until it stops."""
 
     def __init__(self, service: Service, events: KvEvents, config: KvEventsConfig) -> None:
         self._service, self._events, self._config = service, events, config
         info = service.info
         self._known = Known(info.fingerprint, info.block_size, info.num_blocks)
-        self._cached: dict[str, set[bytes]] = {}  # by tier, what was published and not taken back
+        self._cached: dict[str, set[bytes]] = {}  # tier → keys published as stored and not yet as removed
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._number = 0
         self._context = zmq.Context()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Bind the sockets and begin to publish; raise ConfigError for an endpoint that cannot be bound."""
+        """Bind the sockets and start publishing; raise ConfigError if an endpoint cannot be bound."""
         if self._service.info.hits_at_ends:
             raise ConfigError(
                 "kv_events_config: this model's recurrent states are cached at some ends of prompts alone, which vLLM's "
@@ -156,7 +156,7 @@ class KvPublisher:
             )
         self._socket = self._bind(zmq.PUB, "endpoint", self._config.endpoint, self._config.hwm)
         if self._config.replay_endpoint is not None:
-            # No limit of its own: what is repeated is bounded by the buffer.
+            # No high-water mark: the buffer already limits the number of replayed messages.
             self._replay = self._bind(zmq.ROUTER, "replay_endpoint", self._config.replay_endpoint, 0)
             asyncio.get_running_loop().add_reader(self._replay.fileno(), self._repeat)
         engine = self._service.engine
@@ -180,7 +180,7 @@ class KvPublisher:
         self._context.destroy(linger=0)
 
     async def _follow(self) -> None:
-        """Follow the stream of changes until the server drains or the engine is dead; begin again with other weights."""
+        """Publish the stream of changes until the server drains or the engine is dead; restart it with new weights."""
         info = None
         while info is not self._service.info:
             info = self._service.info
@@ -202,7 +202,7 @@ class KvPublisher:
             self._publish(events)
 
     def _in_order(self, keys: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the keys of a snapshot, which has no order, each behind its parent."""
+        """Yield the keys of a snapshot, which is unordered, so that each key follows its parent."""
         left = dict.fromkeys(keys)
         while left:
             key = next(iter(left))
@@ -215,13 +215,13 @@ class KvPublisher:
             yield from reversed(chain)
 
     def _stored(self, tier: str, keys: Iterable[bytes]) -> Iterator[Event]:
-        """Yield one event for each run of blocks that follow each other."""
+        """Yield one event per run of consecutive blocks."""
         cached = self._cached.setdefault(tier, set())
         run: list[bytes] = []
         for key in keys:
             block = self._known.blocks.get(key)
             if block is None:
-                continue  # of a request that was before we listened: nothing can be said of it
+                continue  # from a request before the publisher started, so its tokens are unknown
             if run and block.parent != run[-1]:
                 yield self._stored_run(tier, run)
                 run = []
@@ -262,7 +262,7 @@ class KvPublisher:
         self._socket.send_multipart([self._config.topic.encode(), number.to_bytes(8, "big"), payload], zmq.NOBLOCK)
 
     def _repeat(self) -> None:
-        """Answer all waiting requests for a replay: the descriptor signals a change, not a state."""
+        """Answer all pending replay requests, since the descriptor is edge-triggered."""
         topic = self._config.topic.encode()
         while self._replay.poll(0):
             who, *rest = self._replay.recv_multipart(zmq.NOBLOCK)

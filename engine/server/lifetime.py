@@ -1,7 +1,7 @@
-"""The life of the server process: listen, drain on the first signal, stop on the second, leave when the engine is dead.
+"""The lifetime of the server: listens, drains on the first signal, stops on the second, exits when the engine is dead.
 
-A drain keeps the listener open: new requests are answered 503 while those in flight finish, so a load balancer sees
-an answer and not a refused connection.
+During a drain the listener stays open: new requests get a 503 while requests in flight finish, so a load balancer gets
+a response instead of a refused connection.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from penstock.executor.process_life import Stopping, stop_signals, wait_for
 
 log = logging.getLogger("penstock.engine")
 
-LAST_WORDS_S = 2.0  # for answers that were just aborted, or have failed, to say so
+LAST_WORDS_S = 2.0  # time to send the ends of aborted or failed answers
 
 
 async def serve(
@@ -34,9 +34,9 @@ async def serve(
     sockets: list[socket.socket] | None = None,
     on_listening: Callable[[str], None] = lambda _url: None,
 ) -> int:
-    """Serve a started engine until a signal or its death; the process's exit code. The caller closes the engine.
+    """Serve a started engine until a signal or the engine's death; return the exit code. The caller closes the engine.
 
-    `config` is a resolved one. `sockets`: from `bind_sockets`, where the port was taken before the model loaded.
+    `config` must be resolved. `sockets`: from `bind_sockets`, if the port was bound before the model was loaded.
     """
     app = ServerApp(Service(engine, tokenizer, template, config))
     await app.service.adapters.load_all(config.lora_modules)
@@ -44,7 +44,7 @@ async def serve(
     stopping = Stopping()
     with stop_signals(stopping.take), contextlib.ExitStack() as at_the_end:
         if app.service.spans is not None:
-            at_the_end.callback(app.service.spans.close)  # no request is left that would wait for it
+            at_the_end.callback(app.service.spans.close)  # runs after the last request has ended
         listener = Listener(app, sockets, config.limits, app.service.metrics.refused)
         async with published(app, config), listener:
             on_listening(url_of(sockets[0]))
@@ -57,7 +57,7 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def published(app: ServerApp, config: ServerConfig) -> AsyncIterator[None]:
-    """Publish cache events over ZMQ while entered, if that is configured."""
+    """Publish cache events over ZMQ within the context, if that is configured."""
     if config.kv_events_config is None or not config.kv_events_config.is_on:
         yield
         return
@@ -72,7 +72,7 @@ async def published(app: ServerApp, config: ServerConfig) -> AsyncIterator[None]
 
 
 async def _drain(service: Service, timeout_s: float, stop: asyncio.Event) -> None:
-    """Let the requests in flight finish; when the time is over, let them end with what they have."""
+    """Wait for requests in flight; after the timeout, abort them so that they end with their output so far."""
     service.is_draining = True
     log.info(
         "shutting down: waiting up to %g s for %d requests; a second signal (Ctrl-C) ends them at once",
@@ -87,7 +87,7 @@ async def _drain(service: Service, timeout_s: float, stop: asyncio.Event) -> Non
 
 
 async def _leave_dead(engine: AsyncEngine, service: Service) -> int:
-    """Close an engine that is dead or hangs. Every request ends with an error, which the clients still get."""
+    """Close an engine that is dead or hangs. Every request ends with an error that is still sent to its client."""
     log.error("the engine has failed: %s", engine.health().reason)
     service.is_draining = True
     await engine.close()

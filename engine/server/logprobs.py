@@ -1,4 +1,4 @@
-"""Log-probabilities as clients know them: three formats over the engine's one."""
+"""Converts the engine's log-probabilities to the three formats of the API."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from penstock.engine.server.responses import ChatLogprobs, CompletionLogprobs, P
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import TokenLogprobs
 
-FLOOR = -9999.0  # stands for minus infinity, which JSON cannot say
+FLOOR = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 
 def id_text(id_: int) -> str:
-    """Return a token by its number, for `return_tokens_as_token_ids`."""
+    """Return the text for a token id with `return_tokens_as_token_ids`."""
     return f"token_id:{id_}"
 
 
@@ -31,8 +31,8 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], as_ids:
 def completion_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], offset: int, first_id: int | None, as_ids: bool | None
 ) -> tuple[CompletionLogprobs, int]:
-    """Return the old format, parallel lists, and the offset behind them. `first_id` is a token before the others that has no
-    probability. A character of several tokens has one place, where each of them stands."""
+    """Return the completions format (parallel lists) and the text offset after it. `first_id` is a first token without
+    a probability. All tokens of one character have the same offset."""
     reply = CompletionLogprobs([], [], [], [])
     read = id_text if as_ids else tokenizer.token_text
 
@@ -41,14 +41,14 @@ def completion_logprobs(
         reply.tokens.append(read(id_))
         reply.token_logprobs.append(value)
         reply.top_logprobs.append(top)
-        begins = [byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(id_)]  # a character, in UTF-8
+        begins = [byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(id_)]  # whether a byte begins a UTF-8 character
         reply.text_offset.append(max(offset - (begins[:1] == [False]), 0))
         offset += sum(begins)
 
     if first_id is not None:
         add(first_id, None, None)
     for token in map(_bounded, tokens):
-        # Two ids may read the same; the likelier one comes first and keeps the place.
+        # Two ids may have the same text; the likelier one comes first and is kept.
         top: dict[str, float] = {}
         for id_, value in (*zip(token.ids[1:], token.values[1:], strict=True), (token.ids[0], token.values[0])):
             top.setdefault(read(id_), value)
@@ -57,7 +57,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs] | None) -> PromptLogprobs:
-    """Return one entry per prompt position, by token id; the first position has none."""
+    """Return one entry per prompt position, by token id; the entry of the first position is None."""
     return [None, *(candidates(_bounded(token), tokenizer.token_text) for token in tokens or ())]
 
 

@@ -1,9 +1,8 @@
-"""Counters and histograms under vLLM's names, so that existing dashboards and autoscalers read them.
+"""Counters and histograms under vLLM's names, so that existing dashboards and autoscalers can read them.
 
-Tables say what each figure of the engine's `Stats` is called there. Everything labelled by what a client can choose has
-a bounded set of values: route templates and statuses; which tiers there are is decided at the start. Observing costs a
-fraction of a microsecond (a bisection), once per update and not per token; the text of /metrics is put together on
-request.
+The tables map fields of the engine's `Stats` to metric names. Labels that clients can influence have a bounded set of
+values (route templates and statuses); the set of tiers is fixed at the start. An observation costs a fraction of a
+microsecond (a bisection), once per update and not per token; the text of /metrics is generated on request.
 """
 
 import time
@@ -27,7 +26,7 @@ from penstock.engine.messages import Outputs, Stats
 from penstock.executor.protocol import ExpertUpdate
 
 _VLLM_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
-# vLLM's begin at 0.3: those before them show whether there is a queue. All of its bounds are there.
+# All of vLLM's bounds, which begin at 0.3, plus smaller ones that show whether there is a queue.
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, *_VLLM_S)
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0)
 _NEXT_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
@@ -57,15 +56,15 @@ EXPERT_COUNTERS = {
     "plan_s": ("plan_seconds", "Time spent planning, beside the steps."),
     "stall_s": ("stall_seconds", "Time that steps waited at their boundaries."),
 }
-# Of a tier, what goes down again. Everything else only grows.
+# Tier figures that can decrease; all others are counters.
 TIER_GAUGES = frozenset(
     {
         *("used_blocks", "capacity_blocks", "pinned_blocks", "queued_blocks", "loading_blocks", "storing_blocks"),
         "bytes_per_s",
-        # of the disk itself
+        # figures of the disk tier
         *("capacity_bytes", "entries", "is_direct", "is_open", "is_picky", "loading", "pinned", "queue_bytes"),
         *("recovery_s", "retention_s", "scan_left", "slots", "workers", "used_bytes"),
-        # of peers
+        # figures of the peer tier
         "served_clients",
     }
 )
@@ -95,7 +94,7 @@ class ServerMetrics(Collector):
         engine.on_step = self._see_step
 
     def see(self, answer: Answer, updates: list[Update]) -> None:
-        """Count what has just been read of an answer."""
+        """Count the updates that have just been read from an answer."""
         num_tokens = 0
         for update in updates:
             num_tokens += len(update.token_ids)
@@ -103,18 +102,18 @@ class ServerMetrics(Collector):
                 self.finished[update.finish_reason] += 1
         if num_tokens == 0:
             return
-        # All times are those of arrival: a reader that is slow is not the engine's delay.
+        # All times are arrival times, so that a slow reader does not count as the engine's latency.
         arrived_s, first_s = max(update.arrived_s for update in updates), answer.metrics.first_token_s
         if answer.read_s is None:
             self.first_token.observe(arrived_s if first_s is None else first_s)
         else:
-            # Choices of one request advance side by side, so the gap is that of the longest new piece.
+            # The choices of a request advance in parallel, so divide by the length of the longest new piece.
             longest = max(len(update.token_ids) for update in updates)
             self.next_token.observe((arrived_s - answer.read_s) / longest)
         answer.read_s = arrived_s
 
     def end(self, answer: Answer) -> None:
-        """Count an answer whose reader is done or gone. Choices whose end it has not read were aborted."""
+        """Count an answer whose reader has finished or disconnected; unfinished choices count as aborted."""
         self.finished["abort"] += len(answer.choices) - len(answer.finish_reasons)
         self.prompt.observe(answer.num_prompt_tokens)
         self.generated.observe(answer.num_tokens)
@@ -143,7 +142,7 @@ class ServerMetrics(Collector):
         yield family(CounterMetricFamily, "penstock:http_refused", text, ["status"], refused)
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # registering must not collect: the engine may not have said anything yet
+        return ()  # registering must not collect, since the engine may not have sent stats yet
 
     def _see_step(self, outputs: Outputs) -> None:
         if outputs.step_tokens:
@@ -178,7 +177,7 @@ def _tier_families(tiers: Mapping[str, Mapping[str, float]], model: str) -> Iter
 
 
 def _expert_families(update: ExpertUpdate, model: str) -> Iterator[Metric]:
-    """Yield how evenly experts' work is spread over the ranks, and what moving them took."""
+    """Yield the balance of expert load over the ranks, and the costs of moving experts."""
     text = "Mean load of a rank over the load of the fullest, mean over the layers."
     yield family(GaugeMetricFamily, "penstock:expert_balance", text, ["model_name"], [((model,), update.balance)])
     for name, of, shares in (("rank_load", "rank", update.rank_load), ("load", "expert", update.expert_load)):

@@ -1,6 +1,6 @@
-"""Describes the API: an OpenAPI document made of the structs, and a page made of that document.
+"""Describes the API: generates an OpenAPI document from the structs, and an HTML page from that document.
 
-The page has no scripts and loads nothing, so it works without a network and its policy forbids everything else.
+The page has no scripts and loads nothing, so it works offline, and its content security policy forbids all loading.
 """
 
 import re
@@ -31,7 +31,7 @@ _TEXT = {"type": "string"}
 def openapi(
     posts: Sequence[PostRoute], others: Iterable[tuple[str, str]], error: type[msgspec.Struct]
 ) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of all routes. `others`: method and path of the routes without a schema."""
+    """Return the OpenAPI 3.1 document of all routes. `others`: methods and paths of the routes without a schema."""
     types = [kind for post in posts for kind in (post.takes, post.gives, post.streams) if kind] + [Message, error]
     _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     refused = {"description": "An error", "content": _content(error)}
@@ -65,7 +65,7 @@ def openapi(
 
 
 def docs(document: dict[str, Any]) -> str:
-    """Return the document as a page: every route, with a table of the fields of its body."""
+    """Return the document as an HTML page that lists each route with a table of its request's fields."""
     schemas = document["components"]["schemas"]
     parts = [f"<h1>Penstock {escape(document['info']['version'])}</h1>"]
     for path, methods in document["paths"].items():
@@ -96,7 +96,7 @@ def _fields(schema: dict[str, Any]) -> str:
 
 
 def _type(field: dict[str, Any]) -> str:
-    """Describe a schema in a few words. Null is left out, since every optional field takes it."""
+    """Describe a schema in a few words, without null, which every optional field accepts."""
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if "anyOf" in field:

@@ -1,7 +1,7 @@
-"""Turns what a request carries (text, ids, messages) into token ids, and checks every size before the work that it causes.
+"""Converts the input of a request (text, ids, messages) to token ids. Sizes are checked before they cause work.
 
-Tokenizing half a megabyte takes tens of milliseconds, so long inputs go to a thread: the tokenizer releases
-the interpreter's lock, and the streams of others keep flowing.
+Tokenizing half a megabyte takes tens of milliseconds, so long inputs are tokenized in a thread: the tokenizer releases
+the GIL, so other requests' streams continue.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 
 def decode_inputs(field: str, raw: Raw, max_inputs: int, info: ModelInfo) -> list[str] | list[list[int]]:
-    """Decode the one or many texts or id lists that `prompt` and `input` may be.
+    """Decode a field like `prompt` or `input`: one or many texts or lists of token ids.
 
-    Brackets and commas are counted in the undecoded JSON first: three million ids are refused in 10 ms.
+    Brackets and commas are counted in the raw JSON first, so that three million ids are refused in 10 ms.
     """
     value = bytes(raw)
     inside = value[1:].lstrip(b" \t\r\n")[:1] if value[:1] == b"[" else b""
     if value[:1] == b'"':
         return [decode(str, raw, field)]
     if inside == b'"':
-        # Every text begins with a quote that has no backslash before it, and at most two of its quotes have none.
+        # Only the quotes around a text can have no backslash before them, so each text counts for at most two.
         if value.count(b'"') - value.count(b'\\"') > 2 * max_inputs:
             raise InvalidRequest(field, f"more than {max_inputs} inputs; 1 to {max_inputs} are allowed")
         texts = decode(list[str], raw, field)
@@ -44,7 +44,7 @@ def decode_inputs(field: str, raw: Raw, max_inputs: int, info: ModelInfo) -> lis
         num_lists, num_ids = value.count(b"[") - 1, value.count(b",") + 1
         _check_count(field, num_lists, max_inputs)
         if num_ids > num_lists * info.max_model_len:
-            check_length(-(-num_ids // num_lists), info, field)  # the longest list has at least so many
+            check_length(-(-num_ids // num_lists), info, field)  # the longest list has at least this many
         return decode(list[list[int]], raw, field)
     if inside and inside in b"-0123456789":
         return [decode_ids(field, raw, info)]
@@ -52,9 +52,9 @@ def decode_inputs(field: str, raw: Raw, max_inputs: int, info: ModelInfo) -> lis
 
 
 def decode_ids(field: str, raw: Raw, info: ModelInfo) -> list[int]:
-    """Decode a list of token ids, unless it is too long for a prompt."""
+    """Decode a list of token ids; raise InvalidRequest if it is too long for a prompt."""
     num_ids = bytes(raw).count(b",") + 1
-    if num_ids > info.max_model_len:  # exactly as many are allowed where nothing is generated
+    if num_ids > info.max_model_len:  # the full length is allowed if nothing is generated
         check_length(num_ids, info, field)
     return decode(list[int], raw, field)
 
@@ -67,17 +67,17 @@ async def to_ids(
     truncate_to: int | None = None,
     num_answered: int = 1,
 ) -> list[list[int]]:
-    """Return the token ids of every input, checked to fit the context together with `num_answered` tokens."""
+    """Return the token ids of every input; check that they fit the context together with `num_answered` tokens."""
     info, tokenizer = service.info, service.tokenizer
     texts = [text for text in inputs if isinstance(text, str)]
     limit = MAX_CHARS_PER_TOKEN * info.max_model_len
-    if (longest := max(map(len, texts), default=0)) > limit:  # it cannot fit, whatever its tokens are
+    if (longest := max(map(len, texts), default=0)) > limit:  # cannot fit with any tokenization
         what = f"{longest} characters; a context of {info.max_model_len} tokens takes at most {limit}"
         raise InvalidRequest(field, what)
     keep = _kept_tokens(truncate_to, info, num_answered)
     prompts = [ids for ids in inputs if isinstance(ids, list)]
     if texts:
-        # The chat template has written the special tokens into messages.
+        # For messages, the chat template has already added the special tokens.
         adds = bool(add_special_tokens) if field == "messages" else add_special_tokens is not False
         prompts = await in_thread_if(sum(map(len, texts)) > INLINE_CHARS, lambda: tokenizer.encode_batch(texts, adds))
     if keep:
@@ -89,7 +89,7 @@ async def to_ids(
 
 
 def given_ids(call: Call, field: str, raw: Raw) -> list[int] | None:
-    """Return the ids that came with a body in place of `field`."""
+    """Return the token ids that a router sent after the body instead of `field`, or None."""
     if call.prompt_ids is not None and bytes(raw) != b"null":
         raise InvalidRequest(field, "token ids follow the body, so it has to be null")
     return call.prompt_ids
@@ -100,7 +100,7 @@ async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
 
 
 async def render(request: ChatRequest | TokenizeRequest, conversation: Conversation, service: Service) -> str:
-    """Return the prompt that the model's chat template makes of the conversation."""
+    """Render the conversation with the model's chat template and return the prompt."""
     template = service.template
     if template is None:
         raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
@@ -114,7 +114,7 @@ async def render(request: ChatRequest | TokenizeRequest, conversation: Conversat
 
 
 def _kept_tokens(truncate_to: int | None, info: ModelInfo, num_answered: int) -> int:
-    """Return how many of the last tokens to keep; 0 means all. A truncation of -1 means as many as fit."""
+    """Return how many tokens to keep at the end of a prompt, or 0 for all. A `truncate_to` of -1 keeps what fits."""
     field = "truncate_prompt_tokens"
     if truncate_to is None:
         return 0

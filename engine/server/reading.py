@@ -1,4 +1,4 @@
-"""Splits an answer into pieces (text, reasoning, calls) for the writers of all chat APIs."""
+"""Parses an answer into pieces (text, reasoning, calls) for the writers of all chat APIs."""
 
 import secrets
 
@@ -8,11 +8,11 @@ from penstock.engine.text.tools.answer_reader import AnswerReader
 from penstock.engine.text.tools.harmony_reader import HarmonyReader
 from penstock.engine.text.tools.reader import CallStart, Content, Piece, Reasoning
 
-SHORT_ID = 9  # an id of this length has no prefix: Mistral's templates allow nothing but letters and digits
+SHORT_ID = 9  # an id of this length has no prefix: Mistral's templates only allow letters and digits
 
 
 class Reading:
-    """Reads one choice. A ReadingPlan (tool_choice.py) makes it. Without a reader all of the answer is text."""
+    """Parses one choice; created by a ReadingPlan (tool_choice.py). Without a reader, the whole answer is text."""
 
     def __init__(
         self, reader: AnswerReader | HarmonyReader | None, id_length: int = 0, shows_reasoning: bool = True
@@ -22,7 +22,7 @@ class Reading:
         self._shows_reasoning = shows_reasoning
 
     def pieces(self, text: str, *, is_last: bool) -> list[Piece]:
-        """Return the pieces that the next text of the answer completes. Every call gets an id."""
+        """Return the pieces that the next text of the answer completes, with an id for every call."""
         if self._reader is None:
             return [Content(text)] if text else []
         found = self._reader.feed(text)
@@ -35,7 +35,7 @@ class Reading:
         ]
 
     def finish_reason(self, reason: FinishReason | None) -> ChatFinish | None:
-        """Return why the answer ended: "tool_calls" for one with calls that stopped by itself. Call it after the last piece."""
+        """Return the finish reason, with "tool_calls" instead of "stop" after calls. Call it after the last piece."""
         has_called = self._reader is not None and self._reader.has_called
         return "tool_calls" if reason == "stop" and has_called else reason
 

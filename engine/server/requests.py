@@ -1,9 +1,8 @@
-"""The requests that clients may send: one struct per endpoint, and the fields of OpenAI and vLLM that are known but not served.
+"""The request schemas: one struct per endpoint, and the known but unsupported fields of OpenAI's and vLLM's APIs.
 
-A known field that cannot be served is refused by name where it would change the answer. A top-level field that is in
-none of these lists is ignored, so that a new field of a client's library is no outage: `parse` collects its name for
-the log and for the response header (ignored.py). Values are checked by SamplingParams and the engine; here are only
-types.
+An unsupported field is refused by name if it would change the answer. A top-level field that is in none of these lists
+is ignored, so that a new field of a client library causes no outage: `parse` collects its name for the log and for the
+response header (ignored.py). The structs only define types; SamplingParams and the engine validate the values.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,9 +15,9 @@ from penstock.engine.front.submit import KvTransfer, Pooling
 from penstock.engine.http.body import decode, split_object
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
 
-MAX_FIELD_BYTES = 256 * 1024  # of JSON in any one field, those that carry the text aside
+MAX_FIELD_BYTES = 256 * 1024  # JSON size of a single field, except fields that carry the text
 TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens", "query", "queries", "documents", "text_1", "text_2"})
-# Fields of SamplingParams that a request has under the same name, with the same meaning.
+# Fields of SamplingParams that requests have under the same name and with the same meaning.
 SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in ("logprobs", "detokenize")]
 
 Request = TypeVar("Request", bound=msgspec.Struct)
@@ -33,7 +32,7 @@ _TEXTS_OR_IDS = Meta(
         ]
     }
 )
-# prompts.py and conversation.py decode fields with text after they have checked their size.
+# Decoded by prompts.py and conversation.py after they have checked the size.
 Inputs = Annotated[Raw, _TEXTS_OR_IDS]
 Messages = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"$ref": "#/components/schemas/Message"}})]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -44,7 +43,7 @@ Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # never added; accepted, since padding does not change the answer
+    include_obfuscation: bool = False  # accepted, but no padding is ever added; it would not change the answer
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,7 +81,7 @@ class GenerateRequest(PromptRequest, kw_only=True):
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # among log-probabilities
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities
     kv_transfer_params: KvTransfer | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -120,7 +119,7 @@ class PastCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: Annotated[str, Meta(min_length=1, max_length=256)]
     function: PastFunction
     type: Literal["function"] = "function"
-    index: int | None = None  # its place, which clients keep that gather a stream
+    index: int | None = None  # sent back by clients that assemble a call from a stream
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,8 +128,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(max_length=256)] | None = None
     reasoning_content: str | None = None
     tool_calls: list[PastCall] | None = None
-    tool_call_id: str | None = None  # of a tool's message: which call it answers
-    # What our own answers, sent back as history, may hold beside these.
+    tool_call_id: str | None = None  # in a tool message: the call that it answers
+    # Further fields of our own answers, which clients send back as history.
     refusal: str | None = None
     annotations: Any = None
     audio: Any = None
@@ -140,8 +139,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema of an object; left out: there are none
-    strict: bool | None = None  # calls always keep to the schema
+    parameters: dict[str, Any] | None = None  # a JSON schema of an object; None: the function has no parameters
+    strict: bool | None = None  # refuse a schema that a grammar cannot enforce exactly
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -181,7 +180,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
     top_logprobs: int | None = None
 
 
-# Fields that agents' APIs have under the same name, with the same meaning, where they have them.
+# Fields that the agents' APIs, if they have them, share under the same name and with the same meaning.
 CHAT_FIELDS = frozenset(ChatRequest.__struct_fields__) - {"messages", "tools", "tool_choice"}
 
 
@@ -223,7 +222,7 @@ class ResetRequest(msgspec.Struct, kw_only=True):
     """POST /reset_prefix_cache"""
 
 
-# Accepted and not used, where no struct has them: who asks, what for and how to bill it do not change the answer.
+# Accepted and ignored if a struct does not declare them: metadata and billing fields do not change the answer.
 HARMLESS = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "session_id", "stream_interval"),
@@ -233,7 +232,7 @@ HARMLESS = frozenset(
 
 
 class Unserved(NamedTuple):
-    """The reason why a known field is refused, and the values that change nothing and are accepted."""
+    """Why a known field is refused, and its values that have no effect and are therefore accepted."""
 
     reason: str
     neutral: tuple[Any, ...] = ()
@@ -275,7 +274,7 @@ UNSERVED: dict[str, Unserved] = {
     "prompt_embeds": Unserved("embeddings cannot be given as a prompt"),
     "kv_transfer_params": Unserved("the cache finds blocks by content; no transfer is asked for", ({},)),
     "vllm_xargs": Unserved("there are no extra arguments", ({},)),
-    # SGLang's; the gateways of vLLM and SGLang write bodies anew and put these into each.
+    # SGLang's fields; the gateways of vLLM and SGLang rewrite bodies and add these to every request.
     "no_stop_trim": Unserved("a stop string is cut off", (False,)),
     "return_hidden_states": Unserved("only text is answered", (False,)),
     "separate_reasoning": Unserved("how reasoning is marked is the server's --reasoning-parser", (True,)),
@@ -283,7 +282,7 @@ UNSERVED: dict[str, Unserved] = {
 }
 
 
-# Fields of our own endpoints. Where an endpoint does not have one of them, it is refused and not ignored.
+# Fields of our own endpoints. An endpoint that lacks one of them refuses it instead of ignoring it.
 OWN_FIELDS = frozenset(
     name
     for kind in (CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest)
@@ -299,7 +298,7 @@ def parse(
 ) -> Request:
     """Decode the request in `body` and append the names of unknown fields to `ignored`.
 
-    Raises HttpError or InvalidRequest, naming the field, where a known one cannot be served as it stands.
+    Raise HttpError or InvalidRequest, naming the field, if a field is invalid or its value is not supported.
     """
     known = kind.__struct_fields__
     for name, raw in split_object(body).items():

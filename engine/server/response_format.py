@@ -1,4 +1,4 @@
-"""Reads the wanted form of an answer from OpenAI's `response_format` or vLLM's `structured_outputs`."""
+"""Reads the requested output format from OpenAI's `response_format` or vLLM's `structured_outputs`."""
 
 from typing import NamedTuple
 
@@ -9,15 +9,15 @@ from penstock.engine.server.requests import GenerateRequest, ResponseFormat
 
 
 class Wanted(NamedTuple):
-    """The wanted form of an answer. `field`: where the client wrote it, for errors."""
+    """The requested output format. `field`: the client's field that specifies it, for error messages."""
 
     outputs: StructuredOutputs | None
     field: str | None = None
 
 
 def wanted_outputs(request: GenerateRequest, coerce_one_of: bool) -> Wanted:
-    """Return the form that the request wants, checked as far as possible without compiling. `coerce_one_of`: the server's
-    setting for all requests."""
+    """Return the requested output format, validated as far as possible without compiling it. `coerce_one_of`: the
+    server's setting for all requests."""
     wanted = Wanted(request.structured_outputs)
     if request.response_format is not None:
         _check_parts(request.response_format)
@@ -45,7 +45,7 @@ def _of_format(given: ResponseFormat) -> Wanted:
 
 
 def _check_parts(given: ResponseFormat) -> None:
-    """Refuse fields that belong to another type; they would be ignored."""
+    """Refuse fields that belong to another type, since they would be ignored silently."""
     for name, owner in (
         ("json_schema", "json_schema"),
         ("structures", "structural_tag"),

@@ -1,6 +1,6 @@
-"""The server's answers: the objects of the OpenAI API, with vLLM's additions where clients know them.
+"""The response schemas: the objects of the OpenAI API, with vLLM's additions that clients use.
 
-An UNSET field is left out of the JSON; None is sent as null.
+An UNSET field is omitted from the JSON; None is sent as null.
 """
 
 from typing import Literal
@@ -12,7 +12,7 @@ from penstock.engine.front.results import Candidates
 from penstock.engine.messages import FinishReason
 
 ChatFinish = FinishReason | Literal["tool_calls"]
-PromptLogprobs = list[Candidates | None]  # as vLLM shows them; the first position has none
+PromptLogprobs = list[Candidates | None]  # vLLM's format; the entry of the first position is None
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class ChatLogprobs(msgspec.Struct):
 
 class CalledFunction(msgspec.Struct):
     name: str
-    arguments: str  # JSON, as the model wrote it
+    arguments: str  # JSON text as written by the model
 
 
 class ToolCall(msgspec.Struct):
@@ -181,13 +181,13 @@ class Model(msgspec.Struct):
     created: int
     max_model_len: int
     root: str  # the first of the served names
-    block_size: int  # with `fingerprint`: what a router needs to compute the keys of cached blocks
+    block_size: int  # a router needs it and `fingerprint` to compute the keys of cached blocks
     fingerprint: str
     num_blocks: int
     max_num_batched_tokens: int
-    text_digest: str  # of tokenizer and template: a router with the same one may send token ids in place of text
-    parent: str | None = None  # of an adapter: the model …
-    adapter: str | None = None  # … and the digest that is in the keys of its blocks
+    text_digest: str  # digest of tokenizer and template; a router with the same digest may send ids instead of text
+    parent: str | None = None  # for an adapter: its base model …
+    adapter: str | None = None  # … and the digest that is part of the keys of its blocks
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
 

@@ -1,4 +1,4 @@
-"""The table of routes, and the handlers of those that only show something."""
+"""The table of all routes, and the handlers of the GET routes."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ WITHOUT_SCHEMA: tuple[tuple[str, str, Handler], ...] = (
     ("DELETE", RESPONSE, stored_api.delete),
     ("POST", f"{RESPONSE}/cancel", stored_api.cancel),
 )
-REMOVED = (f"{RESPONSE}/input_items", "/v1/conversations", "/v1/conversations/{rest:path}")  # a 400 says what to use
+REMOVED = (f"{RESPONSE}/input_items", "/v1/conversations", "/v1/conversations/{rest:path}")  # answered with a 400 that names the replacement
 ADAPTER_POSTS = (
     PostRoute("/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, reply.Status),
     PostRoute("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest, reply.Status),
@@ -77,7 +77,7 @@ def routes(service: Service, kv_events: KvEvents) -> list[Route]:
 
 
 class Gets:
-    """The GET routes: a function or an ASGI application (a response is one) by its path."""
+    """The GET routes: `table` maps each path to a function or an ASGI application, such as a constant response."""
 
     def __init__(
         self, service: Service, kv_events: KvEvents, posts: Sequence[PostRoute], shown: dict[str, Shown]
@@ -124,7 +124,7 @@ class Gets:
             adapter=adapter,
             block_size=info.block_size,
             fingerprint=info.fingerprint.hex(),
-            num_blocks=info.num_blocks - 1,  # block 0 holds nothing
+            num_blocks=info.num_blocks - 1,  # block 0 is never used
             max_num_batched_tokens=service.engine.config.scheduler.max_num_batched_tokens,
             text_digest=service.text_digest,
         )
@@ -140,7 +140,7 @@ class Gets:
         return _json(reply.Status(state.reason), 200 if state.alive and state.ready else 503)
 
     async def tokenizer_info(self, _request: Request) -> Response:
-        """Return the special tokens and the template, under the names of tokenizer_config.json, for clients that render prompts."""
+        """Return special tokens and template under tokenizer_config.json's names, for clients that render prompts."""
         service = self._service
         sources = {} if service.template is None else service.template.sources
         return _json({**service.tokenizer.special_tokens, "chat_template": sources.get("default")})
@@ -152,7 +152,7 @@ class Gets:
         return self._page(request.scope["path"])
 
     def _make_page(self, path: str) -> Response:
-        """Make a page at its first request."""
+        """Build a constant page when it is first requested."""
         if path == "/":
             found = document()
             return HTMLResponse(found.body, headers=found.headers)

@@ -1,4 +1,4 @@
-"""POST /classify, /score and /rerank: what a model with labels says of texts, or of pairs of them."""
+"""POST /classify, /score and /rerank: run a classification model on texts or pairs of texts."""
 
 from collections.abc import Sequence
 from typing import Annotated, Generic, Literal, TypeVar
@@ -19,7 +19,7 @@ from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.executor.protocol import LabelInfo
 
-MAX_CHARS = 1 << 24  # of all pairs: a text that stands in each of them grows by their number
+MAX_CHARS = 1 << 24  # total length of all pairs; a text that is in every pair counts once per pair
 
 Each = TypeVar("Each")
 
@@ -32,7 +32,7 @@ Texts = str | TextObject | list[str | TextObject]
 
 
 class LabelRequest(PromptRequest, kw_only=True):
-    use_activation: bool | None = None  # false: the model's numbers as they are, not probabilities
+    use_activation: bool | None = None  # false: return the model's logits instead of probabilities
 
 
 class ClassifyRequest(LabelRequest, kw_only=True):
@@ -81,7 +81,7 @@ class Labelled(NamedAnswer, Generic[Each]):
 
 
 class Ranked(msgspec.Struct):
-    index: int  # among the documents given
+    index: int  # position among the request's documents
     relevance_score: float
     document: TextObject | UnsetType = UNSET
 

@@ -1,4 +1,4 @@
-"""Options of the HTTP server. `resolve` checks them and adds what the environment says."""
+"""Options of the HTTP server. `resolve` validates them and adds the API key from the environment."""
 
 import re
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def _origins(text: str) -> list[str]:
 class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     path: Annotated[str, Meta(min_length=1)]
-    base_model_name: str | None = None  # vLLM's; there is one model here
+    base_model_name: str | None = None  # accepted for vLLM's clients; a server has only one model
 
 
 def _lora_module(text: str) -> LoraModule:
@@ -50,7 +50,7 @@ def _lora_module(text: str) -> LoraModule:
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's, by its names."""
+    """vLLM's configuration of KV cache events, with its field names."""
 
     enable_kv_cache_events: bool = False
     publisher: Literal["zmq", "null"] = "zmq"
@@ -58,7 +58,7 @@ class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replay_endpoint: Annotated[str, Meta(pattern="^(tcp|ipc)://.+")] | None = None
     buffer_steps: Count = 10_000
     hwm: Count = 100_000
-    max_queue_size: Count = 100_000  # nothing queues here
+    max_queue_size: Count = 100_000  # without effect: there is no queue
     topic: str = ""
 
     def __post_init__(self) -> None:
@@ -79,16 +79,16 @@ class ServerConfig:
     )
     port: Port = flag("0 takes any free port (default: %(default)s)", default=8000)
     api_keys: tuple[str, ...] = flag("ask for this key; repeat for more than one", "KEY", default=())
-    # The first one stands in answers and metrics.
+    # Answers and metrics use the first name.
     served_model_names: tuple[str, ...] = flag(
         "what the API calls the model (default: its own name)",
         "NAME",
         takes_several=True,
         default=("default",),
     )
-    # From generation_config.json: used where a request says nothing.
+    # Defaults of requests, from generation_config.json.
     default_sampling: dict[str, Any] = field(default_factory=dict)
-    seed: int | None = None  # for requests without one of their own
+    seed: int | None = None  # seeds requests that have no seed
     allowed_origins: tuple[str, ...] = flag(
         "web pages from there may ask (CORS), like https://app.example, or * for all; repeat, or give a JSON list "
         "(default: none)",
@@ -150,16 +150,16 @@ class ServerConfig:
 
 
 def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
-    """Add the key from the environment and refuse what cannot run; ValueError names the option."""
+    """Add the API key from the environment and validate; raise ValueError naming an invalid option."""
     check(config)
     check_telemetry(config.telemetry, environment)
     keys = config.api_keys
     if API_KEY_VARIABLE in environment:
-        # Set but empty is a mistake in a deployment, and must not open the server.
+        # An empty variable is a deployment mistake, and must not disable authentication.
         if not environment[API_KEY_VARIABLE]:
             raise ValueError(f"{API_KEY_VARIABLE} is set but empty; unset it to serve without a key")
         keys = (*keys, environment[API_KEY_VARIABLE])
-    Keys(keys)  # refuses what cannot be one
+    Keys(keys)  # raises ValueError for an invalid key
     if config.allow_weight_updates and not keys and config.host not in LOOPBACK:
         raise ValueError(
             f"allow_weight_updates: given, and any client that reaches {config.host} could use it; give api_keys as well"

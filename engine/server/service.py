@@ -1,7 +1,7 @@
-"""Gives every endpoint the engine, the tokenizer and template, the limits, and the calls in flight.
+"""The state that all endpoints share: engine, tokenizer, template, limits, and the answers in flight.
 
-A request is admitted before it is tokenized, so that a full server says so at once; those that are being
-tokenized count as if they were in the queue already.
+A request is admitted before it is tokenized, so that a full server refuses it at once; requests that are being
+tokenized count as if they were queued already.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo
 
-if TYPE_CHECKING:  # it needs the extra `otel`
+if TYPE_CHECKING:  # needs the extra `otel`
     from penstock.engine.server.spans import RequestSpans
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
 Asked = TypeVar("Asked", bound=PromptRequest)
-REFUSALS = (HttpError, InvalidRequest, QueueFull, EngineDead)  # what as_http_error knows
+REFUSALS = (HttpError, InvalidRequest, QueueFull, EngineDead)  # the errors that as_http_error converts
 
 
 class Service:
@@ -49,7 +49,7 @@ class Service:
         self.adapters = Adapters(engine, config.served_model_names)
         self.tools = Tools(config, template, tokenizer)
         self.spans: RequestSpans | None = None
-        if config.telemetry.otlp_traces_endpoint is not None:  # else nothing of it is even imported
+        if config.telemetry.otlp_traces_endpoint is not None:  # otherwise OpenTelemetry is not imported
             from penstock.engine.server import spans
 
             self.spans = spans.RequestSpans(config.telemetry)
@@ -57,14 +57,14 @@ class Service:
         self.responses = ResponseStore()
         self.is_draining = False
         self.text_digest = ""  # see know_text_digest
-        self.num_open_requests = 0  # being read, worked on or answered; probes and pages do not count
+        self.num_open_requests = 0  # from reading to the end of the answer; probes and pages do not count
         self._seeds = None if config.seed is None else random.Random(config.seed)
         self._num_preparing = 0  # sequences admitted but not yet with the engine
         self._answers: set[Answer] = set()
 
     @property
     def info(self) -> ModelInfo:
-        """The model that is served; it changes with the weights."""
+        """The description of the served model; it changes with the weights."""
         return self.engine.info
 
     @property
@@ -72,20 +72,20 @@ class Service:
         return self.config.served_model_names[0]
 
     async def know_text_digest(self) -> None:
-        """Compute the digest of the tokenizer and the template, unless it is known. It is not done at the start, because
-        writing out a large vocabulary takes a tenth of a second."""
+        """Compute the digest of the tokenizer and the template on first use. It is not computed at the start, because
+        serializing a large vocabulary takes a tenth of a second."""
         if not self.text_digest:
             self.text_digest = await asyncio.to_thread(text_digest, self.tokenizer, self.template)
 
     def check_model(self, name: str | None) -> str:
-        """Return the name to answer with; a name that is not served is a 404."""
+        """Return the model name for the answer; raise a 404 if the name is not served."""
         if name is None:
             return self.model_name
         self.adapter_of(name)
         return name
 
     def adapter_of(self, name: str) -> str | None:
-        """Return the key of the adapter that this name of a model stands for; None for the model itself."""
+        """Return the key of the adapter with this model name, or None for the base model; else raise a 404."""
         if name in self.config.served_model_names:
             return None
         if (found := self.adapters.served.get(name)) is not None:
@@ -100,23 +100,23 @@ class Service:
         kind: type[Asked],
         unserved: Mapping[str, Unserved] = UNSERVED,
     ) -> Asked:
-        """Decode the request in `body`, which must be for a model that is served."""
+        """Decode the request in `body`; raise an error if it is invalid or its model is not served."""
         request = parse(body, kind, call.ignored, unserved)
         call.model = self.check_model(request.model)
-        # An id in the body counts if there is none in the headers.
+        # An id in the body is used only if the headers have none.
         if request.request_id is not None and call.client_id is None:
             call.client_id = clean_id(request.request_id)
         return request
 
     def grammar(self, wanted: Wanted) -> str | None:
-        """Return the grammar of what a request wants, for `generate`. The core compiles it: see `compiled`."""
+        """Return the grammar for the requested format, for `generate`. The core compiles it later; see `compiled`."""
         if wanted.outputs is None:
             return None
         return grammar_source(wanted.outputs, self.tokenizer.special_texts, wanted.field)
 
     async def compiled(self, call: Call, wanted: Wanted) -> None:
-        """Wait for the first tokens of a call with a grammar. The core may refuse the grammar, which is a 400 only as long
-        as nothing is sent."""
+        """Wait for the first tokens of a call with a grammar. The core may refuse the grammar, and a 400 is only
+        possible before anything is sent."""
         for answer in call.answers if wanted.outputs is not None else ():
             await answer.begun()
             if answer.is_refused:
@@ -125,7 +125,7 @@ class Service:
 
     @contextlib.contextmanager
     def admit(self, num_sequences: int) -> Iterator[None]:
-        """Refuse sequences that could not be queued; reserve their places until the engine has them."""
+        """Reserve queue places for the sequences until they are submitted; raise an error if they cannot be queued."""
         if self.is_draining:
             raise HttpError(503, "the server is shutting down", headers={"connection": "close", "retry-after": "1"})
         health = self.engine.health()
@@ -148,9 +148,9 @@ class Service:
         is_length_asked: bool = True,
         **options: Any,
     ) -> None:
-        """Hand every prompt to the engine. The answers belong to the call, which is released at its end.
+        """Submit every prompt to the engine and add the answers to the call, which is released at its end.
 
-        A default length of the answer is cut to what the context leaves.
+        A default `max_tokens` is limited to the rest of the context.
         """
         like, adapter = None, self.adapter_of(call.model)
         options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt, "adapter": adapter}
@@ -166,7 +166,7 @@ class Service:
             self._answers.add(answer)
 
     def seen(self, answer: Answer, updates: list[Update]) -> list[Update]:
-        """Count what is about to be sent to the client; raise HttpError if a choice has failed."""
+        """Count updates in the metrics before they are sent; raise HttpError if a choice has failed."""
         self.metrics.see(answer, updates)
         for update in updates:
             if update.finish_reason == "error":
@@ -177,13 +177,13 @@ class Service:
         return updates
 
     def release(self, call: Call) -> None:
-        """Record the spans of a call and end its answers. Answers that have ended are not affected."""
+        """Record the spans of a call and abort its answers. Finished answers are not affected."""
         if self.spans is not None:
             self.spans.phases(call)
         self.forget(call)
 
     def forget(self, call: Call) -> None:
-        """Abort the call's answers."""
+        """Abort the call's answers and count them in the metrics."""
         for answer in call.answers:
             answer.abort()
             self.metrics.end(answer)
@@ -196,7 +196,7 @@ class Service:
 
 
 def as_http_error(error: Exception) -> HttpError:
-    """Return the HTTP error for what the engine, or a check before it, refused."""
+    """Convert one of REFUSALS, raised by the engine or a check before it, to an HTTP error."""
     if isinstance(error, InvalidRequest):
         return HttpError(400, str(error), param=error.field)
     if isinstance(error, QueueFull):

@@ -1,6 +1,6 @@
-"""The spans of a request: its own, and within it for every prompt queue, prefill and decode, as the engine timed them.
+"""The trace spans of a request: one for the request, with child spans queue, prefill and decode for every prompt.
 
-Attributes are named as OpenTelemetry's conventions for GenAI and HTTP do; none holds text of the conversation.
+Attributes follow OpenTelemetry's conventions for GenAI and HTTP; none contains text of the conversation.
 """
 
 import time
@@ -12,8 +12,8 @@ from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.http.tracing import Trace, Tracing, Value
 from penstock.engine.server.call import Call
 
-MAX_PROMPTS = 16  # of one request that have spans of their own
-# By route: what is done, and what stands before our id in the answer's.
+MAX_PROMPTS = 16  # prompts of one request that get child spans
+# Route → name of the operation, and prefix of the answer's id.
 OPERATIONS = {
     "/v1/chat/completions": ("chat", "chatcmpl-"),
     "/v1/responses": ("chat", "resp_"),
@@ -29,18 +29,18 @@ class RequestSpans:
         self.close = self._tracing.close
 
     def begin(self, call: Call, scope: Scope) -> None:
-        """Begin the span of a request to the engine; probes and streams that last as long as the server have none."""
+        """Begin the span of a POST request; GET requests, such as probes and endless streams, have none."""
         if scope["method"] == "POST":
             call.trace = self._tracing.begin(scope["headers"], "POST", call.begun_s)
 
     def phases(self, call: Call) -> None:
-        """Record the phases of every prompt, when the answers are released."""
+        """Record the phases of every prompt; called when the answers are released."""
         if call.trace is not None and call.trace.is_recorded:
             for place, answer in enumerate(call.answers[:MAX_PROMPTS]):
                 self._phases(call.trace, answer, place if len(call.answers) > 1 else None)
 
     def _phases(self, trace: Trace, answer: Answer, place: int | None) -> None:
-        """Record queue, prefill and decode; without a first token nothing, as what kept the request is not known."""
+        """Record queue, prefill and decode; nothing without a first token, since the phase reached is not known."""
         times, begun_s = answer.metrics, answer.started_s
         if times.first_token_s is None and answer.embedding is None:
             return
@@ -62,7 +62,7 @@ class RequestSpans:
             trace.record("decode", first_s, ended_s, of | written)
 
     def end(self, call: Call, route: str, status: int) -> None:
-        """End the request's span, when all is sent or the client is gone."""
+        """End the request's span; called when the response is complete or the client has disconnected."""
         trace = call.trace
         if trace is None or not trace.is_recorded:
             return

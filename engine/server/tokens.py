@@ -1,4 +1,4 @@
-"""The POST routes that run no model: /tokenize, /detokenize, /reset_prefix_cache, and loading and unloading of adapters."""
+"""POST routes that do not run the model: /tokenize, /detokenize, /reset_prefix_cache, and loading of adapters."""
 
 from penstock.engine.front.submit import token_bytes
 from penstock.engine.http.errors import HttpError
@@ -23,7 +23,7 @@ async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
     for name in () if has_messages else (*RENDERING, "tools", "tool_choice"):
         if getattr(request, name) is not None:
             raise InvalidRequest(name, "only messages have a template; prompt is given")
-    # Tokenizing costs the same here as on the way to the engine, and nothing else bounds it.
+    # Tokenizing costs as much here as for a completion, so it is subject to the same admission.
     with service.admit(1):
         text = request.prompt
         if text is None:

@@ -1,7 +1,7 @@
-"""Checks what a chat request says about tools, and plans how its answers are read and held to a grammar.
+"""Validates the tools of a chat request, and plans how its answers are parsed and constrained by a grammar.
 
-Which format of calls and which marks of reasoning the model uses is found once, from its chat template, unless
-the operator names them.
+The model's tool call format and reasoning marks are detected once, from its chat template, unless the operator names
+them.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.harmony_reader import HarmonyReader
 from penstock.engine.text.tools.thinking import Thinking
 
-# Types that a tool's arguments may not have; the compiler refuses what is no type at all with the schema.
+# Types that a tool's arguments must not have; the grammar compiler refuses unknown types.
 NOT_OBJECTS = ("null", "boolean", "integer", "number", "string", "array")
 log = logging.getLogger("penstock.engine")
 
 MAX_TOOLS = 128
-MAX_SCHEMA_BYTES = 64 * 1024  # of one function's parameters, as JSON
+MAX_SCHEMA_BYTES = 64 * 1024  # JSON size of one function's parameters
 MAX_UNHELD = 256
-END_TOKENS = 16  # of a prompt: enough for a mark and the blanks behind it
+END_TOKENS = 16  # tokens at the end of a prompt: enough for a mark and whitespace after it
 
 _OFF = "the server was started without them (--tool-call-parser none)"
 _UNKNOWN = "how this model's chat template writes calls is not known here; --tool-call-parser can name a format"
@@ -43,7 +43,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True)
 class ReadingPlan:
-    """Says how the answers of one request are read."""
+    """How the answers of one request are parsed."""
 
     calls: Calls | None
     thinking: Thinking | None
@@ -55,7 +55,7 @@ class ReadingPlan:
         return self.calls is None and self.thinking is None
 
     def begin(self) -> Reading:
-        """Return the reader of one choice."""
+        """Return a new parser for one choice."""
         if self.is_plain:
             return Reading(None)
         kind = HarmonyReader if is_harmony(self.calls, self.thinking) else AnswerReader
@@ -64,7 +64,7 @@ class ReadingPlan:
 
 
 class Tools:
-    """The way in which the served model calls and reasons."""
+    """The served model's tool call format and reasoning marks."""
 
     def __init__(self, config: ServerConfig, template: ChatTemplate | None, tokenizer: Tokenizer) -> None:
         source = template.source if template is not None else ""
@@ -91,10 +91,10 @@ class Tools:
         texts += harmony.TOKENS if self.marks is thinking.HARMONY else ()
         ids = {text: tokenizer.backend.token_to_id(text) for text in texts}
         self._special_ids = {text: id_ for text, id_ in ids.items() if id_ in tokenizer.special_ids}
-        self.shown_ids = frozenset(self._special_ids.values())  # the readers must see them
+        self.shown_ids = frozenset(self._special_ids.values())  # the parsers need their text
 
     def calls(self, request: ChatRequest) -> Calls | None:
-        """Return what the answer may call, or None."""
+        """Return the calls that the answer may have, or None; raise InvalidRequest for invalid tools."""
         tools, choice = request.tools or [], request.tool_choice or "auto"
         if not tools:
             if choice not in ("none", "auto"):
@@ -127,8 +127,8 @@ class Tools:
         *,
         holds_optional: bool = True,
     ) -> tuple[ReadingPlan, Wanted]:
-        """Return how the answers are read, and the grammar for `wanted` together with these calls and the reasoning. `begun`: the
-        text that the answer continues. With `holds_optional` false, optional calls are read, but no grammar holds them."""
+        """Return the parsing plan, and the constraint for `wanted`, the calls and the reasoning together. `begun`: the
+        text that the answer continues. If `holds_optional` is false, optional calls are parsed but not constrained."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
         holds = self._constrains_auto and holds_optional
         is_held = calls is not None and (calls.must or wanted.outputs is not None or holds)
@@ -141,7 +141,7 @@ class Tools:
         return hashlib.sha256(msgspec.json.encode([calls.form.name, calls.many, calls.functions])).digest()
 
     def remember_unheld(self, key: bytes, calls: Calls, refusal: InvalidRequest) -> None:
-        """Remember that no grammar holds these calls, so that it is tried and logged once."""
+        """Remember that the grammar of these calls was refused, so that it is tried and logged only once."""
         self.unheld[key] = None
         if len(self.unheld) > MAX_UNHELD:
             del self.unheld[next(iter(self.unheld))]
@@ -162,11 +162,11 @@ class Tools:
     def _constraint(
         self, calls: Calls | None, answer: StructuredOutputs | None, thought: Thinking | None
     ) -> StructuredOutputs | None:
-        """Return one grammar for calls or the wanted answer, behind the reasoning; None if nothing is constrained."""
+        """Return one grammar for reasoning followed by calls or the requested format; None without a constraint."""
         if calls is not None and calls.must:
-            answer = None  # a forced call follows the tool's schema; a format holds for text
+            answer = None  # a required call follows the tool's schema; the format only applies to text
         thought = None if thought is None or thought.is_over else thought
-        # The text before a structural tag is free anyway, so reasoning fits into it.
+        # The text before a structural tag is free, so it may contain reasoning.
         if calls is None and (answer is None or thought is None or answer.kind == "structural_tag"):
             return answer
         if is_harmony(calls, thought):
@@ -181,7 +181,7 @@ def is_harmony(calls: Calls | None, thought: Thinking | None) -> bool:
 
 
 def for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """Return the tools as chat templates take them, without the fields that were not set."""
+    """Return the tools in the form that chat templates expect, without unset fields."""
     return None if not tools else [
         {"type": "function", "function": {
             name: value for name in ("name", "description", "parameters")
