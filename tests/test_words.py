@@ -12,8 +12,7 @@ ROOMS = ("engine", "executor", "cache", "eplb", "router")
 KERNELS = ("kernels/cuda", "kernels/card.py", "kernels/recurrent.py", "kernels/state.py")
 EXECUTOR = (*KERNELS, "ranks", "ring", "sampling", "step", "tiers")
 # Folders that are rewritten in plain technical English; the rest follows.
-ENGINE = ("engine/commands/bench", "engine/commands/prove", "engine/core", "engine/front", "engine/http")
-PLAIN = ("benchmarks", "cache", "eplb", *ENGINE, *(f"executor/{part}" for part in EXECUTOR), "router", "src")
+PLAIN = ("benchmarks", "cache", "engine", "eplb", *(f"executor/{part}" for part in EXECUTOR), "router", "src")
 RIDDLE = re.compile(r'(^\s*(""")?|# |// |/\*+ )(Of|What|Who|Whose|Whether|Those|As|None of)\b')
 
 

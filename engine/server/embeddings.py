@@ -60,7 +60,7 @@ async def pooled(
 
 
 def _shown(embedding: bytes, request: EmbeddingRequest) -> list[float] | str:
-    """Return the vector as numbers or as base64 of little-endian float32, at unit length unless `normalize` is false."""
+    """Return the vector as numbers or as base64 of little-endian float32, normalized unless `normalize` is false."""
     vector = array("f", embedding)
     if request.normalize is not False:
         vector = unit_length(vector)

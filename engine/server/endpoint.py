@@ -94,7 +94,7 @@ def _report(call: Call) -> dict[str, str]:
 
 
 async def _send_events(send: Send, events: AsyncGenerator[bytes, None], call: Call) -> None:
-    """Send a stream. The status is sent before the first token, so a later failure is sent as an event and the end mark.
+    """Send a stream. Its status is sent before the first token, so a later failure is sent as an event and an end mark.
 
     For a router, the status is sent with the first token: only then the number of cached tokens is known, and an
     earlier failure gets an error status, after which the router retries on another engine.

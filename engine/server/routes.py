@@ -54,7 +54,7 @@ WITHOUT_SCHEMA: tuple[tuple[str, str, Handler], ...] = (
     ("DELETE", RESPONSE, stored_api.delete),
     ("POST", f"{RESPONSE}/cancel", stored_api.cancel),
 )
-REMOVED = (f"{RESPONSE}/input_items", "/v1/conversations", "/v1/conversations/{rest:path}")  # answered with a 400 that names the replacement
+REMOVED = (f"{RESPONSE}/input_items", "/v1/conversations", "/v1/conversations/{rest:path}")  # a 400 says what to use
 ADAPTER_POSTS = (
     PostRoute("/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, reply.Status),
     PostRoute("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest, reply.Status),

@@ -1,4 +1,4 @@
-"""Writes an answer for Anthropic's Messages API: blocks of thinking, text and calls, and the events of each as it grows."""
+"""Writes an answer for Anthropic's Messages API: blocks of thinking, text and calls, with their stream events."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from penstock.engine.server.call import Call
 from penstock.engine.server.responses import ChatFinish
 from penstock.engine.text.tools.reader import CallStart, object_in
 
-UNSIGNED = "unsigned"  # in the place of a signature, which some clients insist on
-FIELDS = {"reasoning": "thinking", "text": "text"}  # of each kind of part the type of its block, and its field
+UNSIGNED = "unsigned"  # placeholder for the signature, which some clients require
+FIELDS = {"reasoning": "thinking", "text": "text"}  # kind of part → type of its block, which is also its field
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -32,7 +32,7 @@ class BlockWriter(Writer):
     def __init__(self, call: Call, *, is_stream: bool) -> None:
         super().__init__(call, is_stream=is_stream)
         self.reply = MessageReply(id=f"msg_{call.id}", model=call.model)
-        self._index = -1  # of the last block in the stream, which also has calls that are cut off
+        self._index = -1  # index of the last block in the stream, where truncated calls count too
 
     def begin(self) -> None:
         self.reply.usage = self._usage()
@@ -71,7 +71,7 @@ class BlockWriter(Writer):
         self._event("error", error=found["error"])
 
     def _close(self, kind: Kind, text: str, _status: str) -> None:
-        """Complete a block. The whole answer leaves out a call that was cut off in its middle."""
+        """Complete a block. A truncated call is removed from the whole answer."""
         block = self.reply.content[-1]
         if kind == "reasoning":
             block["signature"] = UNSIGNED
@@ -80,7 +80,7 @@ class BlockWriter(Writer):
         if kind != "call":
             block[FIELDS[kind]] = text
         elif (given := object_in(text or "{}")) is not None:
-            block["input"] = msgspec.Raw(given.encode())  # as it is: a number may be beyond a float
+            block["input"] = msgspec.Raw(given.encode())  # not decoded: a number may be too large for a float
         else:
             self.reply.content.pop()
 

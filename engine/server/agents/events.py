@@ -1,6 +1,6 @@
-"""Hands the pieces of an answer to the Writer of an agents' API, which turns them into parts (reasoning, text, calls).
+"""Passes the pieces of an answer to the Writer of an agents' API, which builds parts (reasoning, text, calls).
 
-An answer begins with its first token, since only then it is known how much of the prompt was cached.
+An answer begins with its first token, since only then the number of cached prompt tokens is known.
 """
 
 from abc import ABC, abstractmethod
@@ -28,17 +28,17 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Writer(ABC):
-    """Writes one answer as parts (reasoning, text, calls): the events of a stream, and the whole answer. It is given all pieces in
-    a stream and otherwise, so that both carry the same."""
+    """Writes one answer as parts (reasoning, text, calls): the events of a stream, and the whole answer. It receives
+    the same pieces with and without streaming, so that both have the same content."""
 
     def __init__(self, call: Call, *, is_stream: bool) -> None:
         self._call, self._is_stream = call, is_stream
-        self._kind: Kind | None = None  # of the last part, while it grows
-        self._text: list[str] = []  # of that part
-        self._events: list[bytes] = []  # not sent yet
+        self._kind: Kind | None = None  # kind of the open part
+        self._text: list[str] = []  # text of the open part
+        self._events: list[bytes] = []  # events that were not sent yet
 
     def take(self, piece: Piece) -> None:
-        """Add a piece to the part that grows, or begin a new part with it."""
+        """Add a piece to the open part, or begin a new part with it."""
         start = piece if isinstance(piece, CallStart) else None
         if KINDS[type(piece)] != self._kind or start is not None:
             self._begin_part(KINDS[type(piece)], start)
@@ -47,25 +47,25 @@ class Writer(ABC):
             self._grow(piece.text)
 
     def taken(self) -> bytes:
-        """Return the events that are to be sent."""
+        """Return the events that were not sent yet."""
         events, self._events = self._events, []
         return b"".join(events)
 
     @abstractmethod
     def begin(self) -> None:
-        """Begin the answer. It is known how much of the prompt was cached."""
+        """Begin the answer; the number of cached prompt tokens is known by then."""
 
     def tokens(self, _logprobs: ChatLogprobs, /) -> None:
-        """Take the log-probabilities of what comes next."""
+        """Add the log-probabilities of the text that follows."""
         raise AssertionError("log-probabilities cannot be asked for")
 
     @abstractmethod
     async def end(self, reason: ChatFinish, stop: int | str | None) -> None:
-        """End the answer, which is complete or was cut at its length."""
+        """End the answer, which is complete or has reached its maximum length."""
 
     @abstractmethod
     async def fail(self, error: HttpError) -> None:
-        """End the answer, at any time."""
+        """End the answer with an error; possible at any time."""
 
     def _begin_part(self, kind: Kind, call: CallStart | None) -> None:
         self._end_part("completed")
@@ -79,7 +79,7 @@ class Writer(ABC):
     def _grow(self, text: str) -> None: ...
 
     def _end_part(self, status: str) -> None:
-        """Complete the part that grows, if there is one. `status`: "completed", or "incomplete" where the answer is cut off."""
+        """Close the open part, if any. `status`: "completed", or "incomplete" if the answer is truncated."""
         if self._kind is not None:
             self._close(self._kind, "".join(self._text), status)
             self._kind = None
@@ -96,7 +96,7 @@ class Writer(ABC):
 async def write(
     service: Service, call: Call, plan: ReadingPlan, writer: Writer, *, raises: bool = False
 ) -> AsyncGenerator[bytes, None]:
-    """Write the whole answer and yield its events. With `raises`, a failure is left to the caller."""
+    """Write the whole answer and yield its events. With `raises`, failures are raised instead of written."""
     has_begun = False
     reading, (answer,) = plan.begin(), call.answers
     try:
@@ -117,14 +117,14 @@ async def write(
             if written := writer.taken():
                 yield written
     except REFUSALS as error:
-        if raises or (call.reports and not has_begun):  # a router asks another engine
+        if raises or (call.reports and not has_begun):  # the router retries on another engine
             raise
         await writer.fail(as_http_error(error))
         yield writer.taken()
 
 
 async def num_prompt_tokens(service: Service, request: ChatRequest, conversation: Conversation) -> int:
-    """Count the tokens of a chat's prompt, however long it is."""
+    """Return the number of tokens of a chat's prompt, without a limit on its length."""
     with conversation.named_by_client():
         text = await render(request, conversation, service)
     adds = bool(request.add_special_tokens)
@@ -132,5 +132,5 @@ async def num_prompt_tokens(service: Service, request: ChatRequest, conversation
 
 
 def thinking_switch(is_on: bool) -> dict[str, bool]:
-    """Return the variables by which templates learn whether the model shall think."""
+    """Return the template variables that turn thinking on or off."""
     return {"enable_thinking": is_on, "thinking": is_on}

@@ -1,4 +1,4 @@
-"""Writes an answer for the Responses API: items of reasoning, text and calls, and the events of each as it grows."""
+"""Writes an answer for the Responses API: items of reasoning, text and calls, with their stream events."""
 
 import time
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.reader import CallStart, object_in
 
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of the ids of items
-# For each kind of part: the type of its item, and the type of its text and of the text's events.
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # type of item → prefix of its id
+# Kind of part → type of its item, and type of its text and of the text's events.
 TYPES = {
     "reasoning": ("reasoning", "reasoning_text"),
     "text": ("message", "output_text"),
@@ -62,8 +62,8 @@ class ItemsReply(msgspec.Struct, kw_only=True):
 
 
 class ItemWriter(Writer):
-    """Writes one response. `keep` is called with it when it has ended, before the last event, and returns whether the
-    response was stored."""
+    """Writes one response. When it has ended, before the last event, `keep` is called with it and returns whether it
+    was stored."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class ItemWriter(Writer):
         self.reply = reply
         self._tokenizer, self._keep = tokenizer, keep
         self._num_events = 0
-        self._waiting: list[Any] = []  # log-probabilities that go with the next text
-        self._logprobs: list[Any] = []  # and those of the text that grows
+        self._waiting: list[Any] = []  # log-probabilities to send with the next text
+        self._logprobs: list[Any] = []  # log-probabilities of the open text
 
     def begin(self) -> None:
         self._event("response.created", response=self.reply)
@@ -126,7 +126,7 @@ class ItemWriter(Writer):
         self._end_part("completed" if status == "completed" else "incomplete")
         self.reply.status, self.reply.usage = status, await self._usage()
         self.reply.store = self._keep(self.reply)
-        # There is no event of its own for a cancelled response.
+        # The API has no separate event for a cancelled response.
         self._event(f"response.{'incomplete' if status == 'cancelled' else status}", response=self.reply)
 
     def _close(self, kind: Kind, text: str, status: str) -> None:
@@ -137,7 +137,7 @@ class ItemWriter(Writer):
             item["status"] = "incomplete" if object_in(text or "{}") is None else status
             self._about(f"response.{what}.done", arguments=text, name=item["name"])
         else:
-            self._place()  # with the log-probabilities that came without a text
+            self._place()  # adds the log-probabilities that arrived without text
             item["content"] = [self._part()]
             more = {"logprobs": self._logprobs} if kind == "text" else {}
             self._about(f"response.{what}.done", content_index=0, text=text, **more)
@@ -145,7 +145,7 @@ class ItemWriter(Writer):
         self._event("response.output_item.done", output_index=len(self.reply.output) - 1, item=item)
 
     def _place(self) -> dict[str, Any]:
-        """Return what an event of a text has beside the text."""
+        """Return the additional fields of a text's event."""
         if self._kind != "text":
             return {} if self._kind == "call" else {"content_index": 0}
         shown, self._waiting = self._waiting, []
@@ -158,7 +158,7 @@ class ItemWriter(Writer):
         return {"type": TYPES[self._kind][1], "text": "".join(self._text), **more}
 
     def _about(self, kind: str, **fields: Any) -> None:
-        """Add an event of the last item."""
+        """Add an event about the last item."""
         output = self.reply.output
         self._event(kind, item_id=output[-1]["id"], output_index=len(output) - 1, **fields)
 

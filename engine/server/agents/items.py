@@ -1,4 +1,4 @@
-"""Checks the items of the Responses API and adds them to a conversation; reads the tools of both agents' APIs."""
+"""Validates the items of the Responses API and adds them to a conversation; decodes the tools of both agents' APIs."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ INPUT: Any = str | list[Item]
 
 
 def given_items(raw: Raw, info: ModelInfo) -> list[Item]:
-    """Decode `input`, which may be a text or missing, into items that are not yet checked."""
+    """Decode `input`, which may be missing, a text or a list, into unvalidated items."""
     if bytes(raw) in (b"", b"null"):
         return []
     check_braces("input", raw, info)
@@ -41,7 +41,7 @@ def given_items(raw: Raw, info: ModelInfo) -> list[Item]:
 
 
 def checked_items(given: list[Item], field: str) -> list[AnyItem]:
-    """Convert the client's items, filling in the type of messages that have none."""
+    """Validate and convert the client's items; an item without a type is a message."""
     if len(given) > MAX_MESSAGES:
         raise InvalidRequest(field, f"{len(given)} given; at most {MAX_MESSAGES} are allowed")
     for place, item in enumerate(given):
@@ -55,7 +55,7 @@ def checked_items(given: list[Item], field: str) -> list[AnyItem]:
 
 
 def _check_parts(item: Item, field: str) -> None:
-    """Refuse images and files by name."""
+    """Raise InvalidRequest for images, audio and files, naming the part."""
     for name in ("content", "output"):
         parts = item.get(name)
         for place, part in enumerate(parts if isinstance(parts, list) else ()):
@@ -66,14 +66,14 @@ def _check_parts(item: Item, field: str) -> None:
 
 
 def add_items(conversation: Conversation, items: Iterable[tuple[str, AnyItem]], instructions: str | None) -> None:
-    """Add items, each with its place in the request, to the messages of a chat."""
+    """Add items, each with its path in the request, to a conversation."""
     if instructions:
         conversation.say("instructions", "system", instructions, "")
     for place, item in items:
         if isinstance(item, MessageItem):
             conversation.say(place, item.role, chat_text(item.content))
         elif isinstance(item, CallItem):
-            if item.status != "incomplete":  # else its arguments were cut off
+            if item.status != "incomplete":  # an incomplete call has truncated arguments
                 conversation.call(place, item.call_id, item.name, item.arguments)
         elif isinstance(item, ResultItem):
             conversation.result(place, item.call_id, chat_text(item.output), "call_id")
@@ -82,14 +82,14 @@ def add_items(conversation: Conversation, items: Iterable[tuple[str, AnyItem]], 
 
 
 class _ToolType(msgspec.Struct):
-    """The fields of a tool that are read first."""
+    """The type of a tool, which is decoded first."""
 
     type: Any = None
 
 
 def own_tools(given: Sequence[Raw] | None, kind: type[T], vendors: re.Pattern[str], ignored: list[str]) -> dict[int, T]:
-    """Decode the tools that the client runs, by their places. Those whose type matches `vendors` run in a vendor's cloud only:
-    they are left out, and named in `ignored`."""
+    """Decode the tools that the client runs, by position. Tools whose type matches `vendors` run only in a vendor's
+    cloud: they are skipped, and their types are added to `ignored`."""
     tools: dict[int, T] = {}
     if given is not None and len(given) > MAX_TOOLS:
         raise InvalidRequest("tools", f"{len(given)} given; at most {MAX_TOOLS} are allowed")
@@ -103,7 +103,7 @@ def own_tools(given: Sequence[Raw] | None, kind: type[T], vendors: re.Pattern[st
 
 
 def chat_tools(tools: Mapping[int, FlatTool | BlockTool], paths: dict[str, str], schema_field: str) -> list[Tool]:
-    """Return a chat's tools, and add the client's names of their parts to `paths`."""
+    """Return the tools in the chat API's form, and add the client's names of their fields to `paths`."""
     for index, place in enumerate(tools):
         paths[f"tools[{index}].function"] = f"tools[{place}]"
         paths[f"tools[{index}].function.parameters"] = f"tools[{place}].{schema_field}"
@@ -117,7 +117,7 @@ def chat_text(content: str | list[TextPart]) -> str | list[dict[str, str]]:
 
 
 def of_kind(value: object, kind: Any, field: str) -> Any:
-    """Convert a plain object to a struct; raise InvalidRequest if it does not fit."""
+    """Convert plain data to the type `kind`; raise InvalidRequest if it does not match."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -1,6 +1,6 @@
-"""POST /v1/responses and /v1/responses/input_tokens: a conversation of items, answered by the one chat path.
+"""POST /v1/responses and /v1/responses/input_tokens: converts a conversation of items to a chat request and answers it.
 
-A response that is stored (response_store.py) can be the beginning of the next one.
+A stored response (response_store.py) can be continued by the next one.
 """
 
 from collections.abc import AsyncGenerator
@@ -41,8 +41,8 @@ from penstock.engine.server.chat import ask
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.service import Service
 
-MAX_CHAIN = 1000  # responses, each with its previous one
-PATHS = {  # of the chat's fields, in this API
+MAX_CHAIN = 1000  # length of a chain of previous responses
+PATHS = {  # the chat API's field → the field in this API
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
@@ -84,7 +84,7 @@ async def input_tokens(service: Service, call: Call, body: bytes) -> InputTokens
 
 
 def owner_of(call: Call) -> bytes:
-    """Return the digest of the API key that the request came with. Without keys all clients are one."""
+    """Return the digest of the request's API key. Without API keys, all clients count as the same owner."""
     return key_digest(call.scope["headers"]) or b""
 
 
@@ -95,7 +95,7 @@ def not_stored(field: str, response_id: str, status: int = 404) -> HttpError:
 async def _cancellable(
     service: Service, response_id: str, running: RunningResponse, pieces: AsyncGenerator[bytes, None]
 ) -> AsyncGenerator[bytes, None]:
-    """Pass the stream on, and let other connections find it by its id while it lasts."""
+    """Pass the stream on, and register it while it runs, so that another connection can cancel it."""
     service.responses.running[response_id] = running
     try:
         async with aclosing(pieces):
@@ -107,7 +107,7 @@ async def _cancellable(
 
 
 def _past(service: Service, call: Call, previous_id: str | None) -> list[StoredResponse]:
-    """Return the previous response and all those before it, the first one first."""
+    """Return the chain of previous responses, oldest first."""
     turns: list[StoredResponse] = []
     while previous_id is not None:
         stored = service.responses.get(owner_of(call), previous_id) if len(turns) < MAX_CHAIN else None
@@ -121,7 +121,7 @@ def _past(service: Service, call: Call, previous_id: str | None) -> list[StoredR
 def _chat(
     service: Service, call: Call, request: ItemsRequest, size_bytes: int
 ) -> tuple[schema.ChatRequest, Conversation, list[FlatTool], list[AnyItem]]:
-    """Return the chat that the request stands for, with its tools and its items. `size_bytes`: of its body."""
+    """Convert the request to a chat; return it with its tools and its items. `size_bytes`: size of the body."""
     conversation = Conversation(size_bytes, PATHS)
     tools = own_tools(request.tools, FlatTool, VENDOR_TOOLS, call.ignored)
     fields = _fields(request, tools, conversation)
@@ -139,7 +139,7 @@ def _chat(
 
 
 def _fields(request: ItemsRequest, tools: dict[int, FlatTool], conversation: Conversation) -> dict[str, Any]:
-    """Return all fields of the chat but its messages."""
+    """Return all fields of the chat request except its messages."""
     choice = request.tool_choice
     fields: dict[str, Any] = {name: getattr(request, name, None) for name in SAME} | {"tool_choice": choice}
     if isinstance(choice, ChosenTool):
@@ -165,7 +165,7 @@ def _fields(request: ItemsRequest, tools: dict[int, FlatTool], conversation: Con
 
 
 def _reply(service: Service, call: Call, request: ResponsesRequest, tools: list[FlatTool]) -> ItemsReply:
-    """Return the response without an answer yet: the request's options as they were understood."""
+    """Return the response without an answer yet, with the effective options of the request."""
     names = {*ItemsReply.__struct_fields__} & {*ResponsesRequest.__struct_fields__} - {"model", "text", "tools"}
     asked = {name: value for name in names if (value := getattr(request, name)) is not None}
     defaults = {name: service.config.default_sampling.get(name, 1.0) for name in ("temperature", "top_p")}
@@ -178,7 +178,7 @@ def _reply(service: Service, call: Call, request: ResponsesRequest, tools: list[
 
 
 def _keep(service: Service, call: Call, request: ResponsesRequest, given: list[AnyItem], reply: ItemsReply) -> bool:
-    """Store the response unless the client does not want it; return whether it is stored."""
+    """Store the response unless the client has disabled it; return whether it is stored."""
     if request.store is False:
         return False
     items = msgspec.json.encode([*given, *reply.output])

@@ -1,4 +1,4 @@
-"""The requests of the Responses API: one struct per request, item and tool, and the fields that are not served."""
+"""The request schemas of the Responses API: one struct per request, item and tool, and the unsupported fields."""
 
 import re
 from functools import partial
@@ -13,7 +13,7 @@ Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
-# Many clients ask for the second: reasoning stands openly in the content of its item, so that nothing is encrypted.
+# Many clients include the second. It has no effect: reasoning is plain text in its item's content, never encrypted.
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
@@ -25,7 +25,7 @@ class TextPart(Strict, frozen=True):
     type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
     text: str = ""
     refusal: str = ""
-    # These do not reach the prompt.
+    # These fields are not part of the prompt.
     annotations: Any = None
     logprobs: Any = None
     prompt_cache_breakpoint: Any = None
@@ -60,7 +60,7 @@ class ResultItem(AnyItem, frozen=True, tag="function_call_output"):
 class ReasoningItem(AnyItem, frozen=True, tag="reasoning"):
     summary: list[TextPart] = []
     content: list[TextPart] | None = None
-    encrypted_content: Literal[""] | None = None  # what another server encrypted cannot be read here
+    encrypted_content: Literal[""] | None = None  # content encrypted by another server cannot be decrypted
 
 
 ITEM = MessageItem | CallItem | ResultItem | ReasoningItem
@@ -83,7 +83,7 @@ class Effort(Strict, frozen=True):
     generate_summary: Literal["auto"] | None = None
 
 
-# Types of tools that run in OpenAI's cloud, or that only its models know: items.own_tools leaves them out.
+# Types of tools that run in OpenAI's cloud or only work with its models; items.own_tools skips them.
 VENDOR_TOOLS = re.compile(
     r"web_search(_preview)?(_\d{4}_\d\d_\d\d)?|file_search|code_interpreter|image_generation|mcp|namespace|tool_search"
     r"|programmatic_tool_calling"
@@ -99,7 +99,7 @@ class FlatTool(Strict, frozen=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    output_schema: dict[str, Any] | None = None  # says nothing about how it is called
+    output_schema: dict[str, Any] | None = None  # ignored, since it does not affect calls
 
 
 class ChosenTool(Strict, frozen=True, tag_field="type", tag="function"):
@@ -134,7 +134,7 @@ class ResponsesRequest(ItemsRequest, kw_only=True):
     """POST /v1/responses"""
 
     stream: bool | None = None
-    stream_options: dict[Literal["include_obfuscation"], bool] | None = None  # none is ever added
+    stream_options: dict[Literal["include_obfuscation"], bool] | None = None  # without effect: no obfuscation is added
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
     include: list[Included] | None = None
@@ -143,8 +143,8 @@ class ResponsesRequest(ItemsRequest, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    max_tool_calls: int | None = None  # of tools that OpenAI runs
-    prompt_cache_options: Any = None  # every prompt's blocks are cached, as long as they fit
+    max_tool_calls: int | None = None  # without effect: it limits tools that OpenAI runs
+    prompt_cache_options: Any = None  # without effect: all KV blocks are cached as long as they fit
 
 
 NOT_SERVED = {

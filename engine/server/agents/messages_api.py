@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages, answered by the one chat path."""
+"""POST /v1/messages and /v1/messages/count_tokens: converts Anthropic's Messages to a chat request and answers it."""
 
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -29,8 +29,8 @@ from penstock.engine.server.chat import ask
 from penstock.engine.server.conversation import Conversation, check_braces
 from penstock.engine.server.service import Service
 
-VERSIONS = ("2023-06-01", "2026-10-21")  # what is taken and given is the same under both
-PATHS = {  # of the chat's fields, in this API
+VERSIONS = ("2023-06-01", "2026-10-21")  # requests and responses are the same in both
+PATHS = {  # the chat API's field → the field in this API
     "stop": "stop_sequences",
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
@@ -77,20 +77,20 @@ def _accepted(service: Service, call: Call, body: bytes, kind: Any) -> Any:
 def _chat(
     service: Service, call: Call, request: CountRequest, size_bytes: int
 ) -> tuple[schema.ChatRequest, Conversation]:
-    """Return the chat that the request stands for; `size_bytes`: of its body."""
+    """Convert the request to a chat. `size_bytes`: size of the body."""
     check_braces("messages", request.messages, service.info)
     given = decode(list[BlockMessage], request.messages, "messages")
     if not given:
         raise InvalidRequest("messages", "at least one is needed")
     if given[-1].role == "assistant" and not given[-1].content and len(given) > 1:
-        given.pop()  # nothing is begun
+        given.pop()  # an empty assistant message begins no answer
     conversation = Conversation(size_bytes, PATHS)
     if request.system:
         conversation.say("system", "system", _text(request.system), "")
     for index, message in enumerate(given):
         _add(conversation, f"messages[{index}]", message)
     fields: dict[str, Any] = {name: getattr(request, name, None) for name in SAME}
-    if given[-1].role == "assistant":  # its beginning is given: the model goes on from there
+    if given[-1].role == "assistant":  # the beginning of the answer, which the model continues
         begun = given[-1].content
         if not isinstance(begun, str) and not (begun and isinstance(begun[-1], TextBlock)):
             what = "a turn of the assistant that ends the messages is gone on with, so its last block has to be a text"
@@ -102,7 +102,7 @@ def _chat(
 
 
 def _add(chat: Conversation, place: str, message: BlockMessage) -> None:
-    """Add an assistant's blocks as one message, and the results of tools each as a message between the texts around them."""
+    """Add an assistant's blocks as one message, and each tool result as a separate message between the texts."""
     blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
     texts: list[dict[str, str]] | None = None
     for index, block in enumerate(blocks):
@@ -117,7 +117,7 @@ def _add(chat: Conversation, place: str, message: BlockMessage) -> None:
         elif isinstance(block, ToolUseBlock):
             chat.call(at, block.id, block.name, block.input)
         else:
-            error = "Error: " if block.is_error else ""  # templates have no other word for it
+            error = "Error: " if block.is_error else ""  # templates cannot mark errors in any other way
             chat.result(at, block.tool_use_id, error + _text(block.content), "tool_use_id")
             texts = None
 
@@ -127,7 +127,7 @@ def _text(content: str | list[TextBlock]) -> str:
 
 
 def _options(request: CountRequest) -> dict[str, Any]:
-    """Return the fields that a chat has under another name or in another form."""
+    """Return the chat fields that have another name or form in this API."""
     fields: dict[str, Any] = {"stop": getattr(request, "stop_sequences", None)}
     if (thinking := request.thinking) is not None:
         fields["chat_template_kwargs"] = thinking_switch(thinking.type != "disabled")

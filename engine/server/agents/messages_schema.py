@@ -1,4 +1,4 @@
-"""The requests of Anthropic's Messages API: one struct per request, block and tool, and the fields that are not served."""
+"""The request schemas of Anthropic's Messages API: one struct per request, block and tool, and unsupported fields."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -10,7 +10,7 @@ from penstock.engine.server.requests import UNSERVED, PromptRequest, Unserved
 
 
 class ContentBlock(Strict, frozen=True, tag_field="type", kw_only=True):
-    cache_control: Any = None  # every prompt's blocks are cached, as long as they fit
+    cache_control: Any = None  # without effect: all KV blocks are cached as long as they fit
 
 
 class TextBlock(ContentBlock, frozen=True, tag="text"):
@@ -20,7 +20,7 @@ class TextBlock(ContentBlock, frozen=True, tag="text"):
 
 class ThinkingBlock(ContentBlock, frozen=True, tag="thinking"):
     thinking: str
-    signature: str | None = None  # is not looked at
+    signature: str | None = None  # ignored
 
 
 class ToolUseBlock(ContentBlock, frozen=True, tag="tool_use"):
@@ -48,7 +48,7 @@ class ThinkingConfig(Strict, frozen=True):
     display: Literal["summarized", "omitted"] | None = None
 
 
-# Types of tools that run in Anthropic's cloud: items.own_tools leaves them out.
+# Types of tools that run in Anthropic's cloud; items.own_tools skips them.
 VENDOR_TOOLS = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_(regex|bm25))(_\d{8})?|mcp_toolset")
 
 
@@ -62,7 +62,7 @@ class BlockTool(Strict, frozen=True, kw_only=True):
     strict: bool | None = None
     input_examples: list[dict[str, Any]] | None = None  # not shown to the model
     cache_control: Any = None
-    eager_input_streaming: bool | None = None  # it always is
+    eager_input_streaming: bool | None = None  # without effect: input is always streamed eagerly
 
 
 class BlockChoice(Strict, frozen=True):
@@ -91,7 +91,7 @@ class CountRequest(PromptRequest, kw_only=True):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     cache_control: Any = None
-    user_profile_id: str | None = None  # these two say for whom
+    user_profile_id: str | None = None  # these two identify the user; ignored
     workspace_id: str | None = None
 
 
@@ -115,7 +115,7 @@ NOT_SERVED = {
     "container": Unserved("nothing is run here"),
     "mcp_servers": Unserved("nothing is run here; give their tools as functions", ([],)),
     "diagnostics": Unserved("there is no such report; usage says what was cached"),
-    # What many agents send and that changes nothing: to keep all reasoning.
+    # Many agents send the last value, which keeps all reasoning and so changes nothing.
     "context_management": Unserved(
         "messages are not edited here",
         ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),

@@ -1,8 +1,8 @@
-"""The responses that clients come back to, in this process's memory: finished ones, which `previous_response_id` goes on
-from, and those that are still being written, which another connection can cancel.
+"""Stores responses in memory: finished ones, which `previous_response_id` can continue, and running ones, which another
+connection can cancel.
 
-Finished responses are bounded in number, bytes and age; the least recently used goes first. A response exists only for
-the API key that it was made with.
+Finished responses are limited in number, bytes and age; the least recently used is evicted first. A response is visible
+only to the API key that created it.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ import msgspec
 from penstock.engine.server.call import Call
 
 MAX_RESPONSES = 10_000
-MAX_BYTES = 64 << 20  # of JSON, all responses together
+MAX_BYTES = 64 << 20  # JSON size of all responses together
 MAX_AGE_S = 24 * 3600.0  # since the last use
 
 
 class StoredResponse(NamedTuple):
-    owner: bytes  # digest of the API key; empty where the server has none
+    owner: bytes  # digest of the API key; empty if the server has no keys
     reply: bytes  # the response as JSON
     items: bytes  # its input and output items, as JSON
     previous_id: str | None
@@ -36,7 +36,7 @@ class StoredResponse(NamedTuple):
 class RunningResponse:
     owner: bytes
     call: Call
-    reply: msgspec.Struct  # as far as it is written
+    reply: msgspec.Struct  # the response as written so far
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 

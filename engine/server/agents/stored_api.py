@@ -1,4 +1,4 @@
-"""Serves GET, DELETE and cancel for stored responses. Says of removed routes that they are."""
+"""Handlers of GET, DELETE and cancel for stored responses, and of removed routes."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ from penstock.engine.server.call import Call
 from penstock.engine.server.endpoint import Reply
 from penstock.engine.server.service import Service
 
-CANCEL_WAIT_S = 5.0  # for the other connection, which may be stuck with a client that does not read
+CANCEL_WAIT_S = 5.0  # limits the wait for the other connection, whose client may not be reading
 
 
 class Deleted(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class Deleted(msgspec.Struct, frozen=True):
 
 
 async def get(service: Service, call: Call, _body: bytes) -> Reply:
-    """Return a response as it stands."""
+    """Return a response; a running one is returned as written so far."""
     query = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True)
     if query.get("stream", ["false"])[-1] != "false":
         raise InvalidRequest("stream", "a response is streamed once, while it is made; only 'false' is served")
@@ -35,7 +35,7 @@ async def get(service: Service, call: Call, _body: bytes) -> Reply:
 
 
 async def delete(service: Service, call: Call, _body: bytes) -> Deleted:
-    """Forget a response. Those that followed it cannot be gone on with either."""
+    """Delete a response. Responses that continue it cannot be continued any more either."""
     response_id = _id(call)
     if _running(service, call) is not None:
         raise HttpError(409, f"response_id: {response_id!r} is still running; cancel it first", param="response_id")
@@ -45,7 +45,7 @@ async def delete(service: Service, call: Call, _body: bytes) -> Deleted:
 
 
 async def cancel(service: Service, call: Call, _body: bytes) -> Reply:
-    """End a response that is still being streamed on another connection."""
+    """Cancel a response that is still being streamed on another connection."""
     if (running := _running(service, call)) is None:
         stored = _stored(service, call)
         status = msgspec.json.decode(stored.reply)["status"]
@@ -65,7 +65,7 @@ async def cancel(service: Service, call: Call, _body: bytes) -> Reply:
 
 
 async def removed(_service: Service, call: Call, _body: bytes) -> Any:
-    """Say what to use in place of a route that is not served any more."""
+    """Raise an error that names the replacement of a removed route."""
     path = call.scope["path"]
     raise HttpError(
         400, f"{clip(path)}: conversations and items are not kept here; send items, or use previous_response_id"
