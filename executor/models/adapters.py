@@ -1,7 +1,7 @@
-"""The adapters that a rank holds, and what a step's rows take of them.
+"""The LoRA adapters that a rank holds, and their use by the rows of a step.
 
-All lie in the host's memory. What is asked of a step: which rows, next to each other, have which adapter. On a GPU the
-step's own are copied to places on the device before it runs, over those that no row of it needs.
+All adapters are kept in host memory. For each step, adjacent rows with the same adapter form a run. On a GPU the step's
+adapters are copied to places on the device before it runs, over adapters that none of its rows needs.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ from penstock.executor.models.weights import Product
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import AdapterError, AdapterInfo, ExecutorConfig, ExecutorError
 
-ZEROS = "zeros"  # a key that no adapter of a file has, which is a digest
+ZEROS = "zeros"  # differs from the key of every loaded adapter, which is a digest
 
 
 class Runs(Protocol):
@@ -29,19 +29,19 @@ class Runs(Protocol):
 
 
 class Adapted:
-    """`ForwardBatch.adapters`: what a step's adapters add to products."""
+    """Implements `AdaptedRows` for `ForwardBatch.adapters`: adds a step's adapters to products."""
 
     def __init__(self, numbers: dict[Linear, int], runs: Runs, wanted: "Runs | None") -> None:
         self._numbers, self.runs, self._wanted = numbers, runs, wanted
 
     def add(self, linear: Linear, x: Tensor, y: Tensor) -> None:
-        """To y [T, out], what `linear` made of x [T, in]."""
+        """Add the adapters' contribution for x [T, in] to y [T, out], the output of `linear` for x."""
         if (number := self._numbers.get(linear)) is not None:
             self.runs.add(number, x, y)
 
     @property
     def wanted(self) -> "Adapted":
-        """Of the tokens `ForwardBatch.wanted` alone."""
+        """The same adapters, restricted to the tokens in `ForwardBatch.wanted`."""
         return self if self._wanted is None else Adapted(self._numbers, self._wanted, None)
 
 
@@ -60,7 +60,7 @@ class AdapterStore:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`products`: the layers that adapters may change. They are numbered in this order."""
+        """`products` are the layers that adapters may change; they are numbered in this order."""
         self._config, self._arrangement, self._group = config, arrangement, group
         self._numbers = _numbered(products)
         self._products = [*products.values()]
@@ -72,11 +72,11 @@ class AdapterStore:
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """The device memory that the adapters' places take."""
         return self._weights.num_bytes
 
     def over(self, products: Iterable[Linear]) -> "AdapterStore":
-        """Return the same adapters, in the same places, over other weights of the same model.
+        """Return a store with the same adapters and places for other weights of the same model.
 
         `products` is empty while the model has no weights.
         """
@@ -85,7 +85,7 @@ class AdapterStore:
         return other
 
     def load(self, path: str) -> AdapterInfo:
-        """AdapterError says why it cannot be used; then nothing has changed."""
+        """Load an adapter. Raise AdapterError if it cannot be used; then nothing has changed."""
         try:
             folder = PeftFolder(Path(path), self._config.max_lora_rank)
             products = self._read(folder)
@@ -113,25 +113,25 @@ class AdapterStore:
         return ZEROS
 
     def unload(self, key: str) -> None:
-        """After the last step that needs it was submitted. Another rank may have failed to load it, or this one."""
+        """Unload an adapter after the last step that uses it was submitted. It may be absent if loading it failed."""
         if (held := self._held.pop(key, None)) is not None:
             self._weights.forget(held.number)
 
     def number(self, key: str | None) -> int:
-        """0: none"""
+        """Return the number of a loaded adapter; 0 if `key` is None."""
         return 0 if key is None else self._held[key].number
 
     def of_step(self, numbers: np.ndarray, starts: np.ndarray, wanted: np.ndarray) -> Adapted:
-        """numbers [R] of the rows' adapters, starts [R + 1] of their tokens, wanted [W] tokens in ascending order."""
+        """Return a step's adapters from the rows' numbers [R], token starts [R + 1] and ascending wanted tokens [W]."""
         of_tokens = np.repeat(numbers, np.diff(starts))
         runs = self._weights.runs(of_tokens)
         late = None if len(wanted) == starts[-1] else self._weights.runs(of_tokens[wanted])
         return Adapted(self._numbers, runs, late)
 
     def _read(self, folder: PeftFolder) -> list[LowRank]:
-        """Of each product what the adapter adds to it. Shapes and names are checked before anything is read."""
+        """Read the adapter's matrices for each product. Shapes and names are checked before anything is read."""
         ups = Arranged(folder, self._arrangement)
-        # The file's module of each of our matrices.
+        # Our name of each matrix → the module in the file.
         origins = {name.removesuffix(".weight"): ups.origin(name).removesuffix(".weight") for name in ups.names()}
         unused = set(folder.modules)
         for product in self._products:
@@ -151,7 +151,7 @@ class AdapterStore:
         return [self._cut(product, ups, folder, origins) for product in self._products]
 
     def _cut(self, product: Product, ups: Arranged, folder: PeftFolder, origins: dict[str, str]) -> LowRank:
-        """The rank's part: its rows of B where the ranks share out outputs, its columns of A where inputs."""
+        """Return this rank's part: its rows of B if the product is split by outputs, its columns of A if by inputs."""
         parts: list[LowRankPart] = []
         column = 0
         widths = product.shape(self._group)[1]
@@ -160,7 +160,7 @@ class AdapterStore:
                 up = ups.read(f"{name}.weight")
                 assert isinstance(up, Tensor)
                 up, down = product.cut(index, up, folder.down(origins[name]), self._group)
-                if parts and torch.equal(parts[-1].down, down):  # one module when the adapter was trained
+                if parts and torch.equal(parts[-1].down, down):  # parts of one module share A
                     down = parts[-1].down
                 parts.append(LowRankPart(up, down, column))
             column += width

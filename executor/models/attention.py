@@ -1,4 +1,4 @@
-"""Attention with grouped query heads: rotated, perhaps normalized per head, over the pages of keys and values."""
+"""Grouped-query attention over paged keys and values, with RoPE and optional norms of queries and keys."""
 
 from collections.abc import Sequence
 
@@ -19,13 +19,13 @@ class GroupedAttention:
     def __init__(self, spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> None:
         self._spec, self._ops = spec, ops
         self.tables = tables[spec.layers[index].rope]
-        self._no_turns = self.tables[0][:, :0].contiguous()  # a table for heads that are not rotated
+        self._no_turns = self.tables[0][:, :0].contiguous()  # empty tables, for heads that must not be rotated
         prefix = f"model.layers.{index}.self_attn."
         own, self._has_own = spec.heads_of(index), spec.layers[index].heads is not None
         self._dim, parts = own.dim, "q" if own.reads_only else "qkv" if own.has_values else "qk"
         num_heads, num_kv_heads = heads_of(spec.num_heads, own.num_kv, weights.group)
         self._head_split: tuple[int, ...] = (num_heads, num_kv_heads, num_kv_heads)[: len(parts)]
-        self._width = num_kv_heads * self._dim  # of a position in the pages
+        self._width = num_kv_heads * self._dim  # numbers per position in the pages
         self.norms = NO_NORMS
         self._wide_norms = WideNorms(spec, prefix, weights, ops) if spec.is_qk_norm_wide else None
         if spec.qk_norm:
@@ -40,7 +40,7 @@ class GroupedAttention:
         heads = (spec.num_heads, own.num_kv, own.num_kv)[: len(parts)]
         names, rows = tuple(f"{prefix}{part}_proj" for part in parts), tuple(each * self._dim for each in heads)
         pieces = None
-        if spec.output_gate:  # stored head by head, a query and its gate; here all gates are behind all queries
+        if spec.output_gate:  # stored as a query and its gate for each head; the layer has all queries, then all gates
             self._head_split = (num_heads, num_heads, num_kv_heads, num_kv_heads)
             rows, pieces = (2 * rows[0], *rows[1:]), ((spec.head_dim, spec.head_dim), None, None)
         self.qkv = weights.linear(
@@ -53,12 +53,12 @@ class GroupedAttention:
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether it is a product, `rope_and_store`, `paged_attention`, perhaps a gate, and a product."""
+        """True if the layer is just a product, `rope_and_store`, `paged_attention`, an optional gate, and a product."""
         has_more = self._spec.rotates_first or self._spec.query_growth
         return self._wide_norms is None and not self._has_own and not has_more
 
     def attend(self, hidden: Rows, batch: ForwardBatch, pages: Pages) -> Tensor:
-        """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
+        """[T, hidden] -> [T, heads * dim]; new keys and values are written to their pages before any are read."""
         projected = self.qkv(hidden)
         if batch.adapters is not None:
             assert isinstance(hidden, Tensor)
@@ -70,7 +70,7 @@ class GroupedAttention:
         rotation = Rotation(*self.tables, batch.positions)
         if self._wide_norms is not None:
             q, k = self._wide_norms(q, k)
-        if self._spec.rotates_first:  # what this stores is stored over
+        if self._spec.rotates_first:  # the keys stored here are overwritten below
             both = heads[:, : q.shape[1] + k.shape[1]]
             both = self._ops.rope_and_store(both, k, None, KeyStore(rotation, pages, batch.kv_slots))
             q, k = torch.split_with_sizes(both, self._head_split[:2], dim=1)
@@ -82,10 +82,10 @@ class GroupedAttention:
         return self._ops.apply_gate(out, gates[0].flatten(1)) if gates else out
 
     def _attend_own(self, parts: Sequence[Tensor], batch: ForwardBatch, pages: Pages) -> Tensor:
-        """Attend with the heads of this layer, whose pages may be another layer's, and wider."""
+        """Attend with layer-specific heads (`LayerHeads`); the pages may belong to an earlier layer, and be wider."""
         (q, *kv), dim, ops = parts, self._dim, self._ops
         seen = pages[0][..., : self._width], pages[1][..., : self._width]
-        k, v, written = q[:, :0], None, (seen[0][..., :0], seen[1][..., :0])  # nothing to store
+        k, v, written = q[:, :0], None, (seen[0][..., :0], seen[1][..., :0])  # the default: nothing to store
         if kv:
             values = ops.rms_norm(kv[-1].reshape(-1, dim), self._value_norm, self._spec.norm_eps)
             k, v, written = kv[0], values.view(len(q), -1, dim), seen
@@ -95,7 +95,7 @@ class GroupedAttention:
 
 
 def _growth(batch: ForwardBatch, slope: float, length: int) -> Tensor:
-    """Return the factors of the tokens' queries [T, 1, 1], the same in all layers."""
+    """Return the factors of the tokens' queries [T, 1, 1], computed once per batch for all layers."""
     found: Tensor | None = batch.memo.get(_growth)
     if found is None:
         lengths = torch.div(batch.positions, length, rounding_mode="floor")
@@ -104,7 +104,7 @@ def _growth(batch: ForwardBatch, slope: float, length: int) -> Tensor:
 
 
 class WideNorms:
-    """Norms of queries and keys, over all heads of a token together. The ranks add up the squares of their heads."""
+    """Norms of queries and keys over all heads of a token. The ranks sum the squares of their heads with all-reduce."""
 
     def __init__(self, spec: DecoderSpec, prefix: str, weights: Weights, ops: Ops) -> None:
         self._ops, self._eps, self._group = ops, spec.norm_eps, weights.group
@@ -113,7 +113,7 @@ class WideNorms:
             first, end = self._group.share(heads)
             whole = weights.norm(f"{prefix}{part}_norm.weight", heads * spec.head_dim)
             self._weights.append(whole[first * spec.head_dim : end * spec.head_dim].clone())
-            # Of the mean over all; a head that several ranks have counts as often.
+            # The factor from the rank's sum of squares to its share of the mean; replicated heads count repeatedly.
             self._shares.append(1 / (self._group.world * len(self._weights[-1])))
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ class WideNorms:
 
 
 def heads_of(heads: int, kv_heads: int, group: RankGroup) -> tuple[int, int]:
-    """Return the numbers of the rank's query heads and key-value heads. Several ranks may have the same key-value head."""
+    """Return the rank's number of query heads and of key-value heads. Ranks may share a key-value head."""
     world = group.world
     if heads % world:
         raise ExecutorError(f"tensor_parallel_size: {world} given; it must divide the model's {heads} attention heads")

@@ -1,7 +1,7 @@
-"""The families of models that run, a row for each, and the models that are refused by name. `penstock models` lists them.
+"""Tables of the supported model families, and of known models that are refused by name. `penstock models` lists them.
 
-Plain data without torch: registry.py finds the functions that are named here. tests/executor/test_catalogue.py checks the
-rows against the specs that the families make and the GGUF architectures that are read.
+Plain data without torch: registry.py looks up the functions named here. tests/executor/test_catalogue.py checks the
+rows against the families' specs and the supported GGUF architectures.
 """
 
 from typing import NamedTuple
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 class Family(NamedTuple):
     name: str
-    architectures: dict[str, str]  # name in config.json, without ForCausalLM at its end → what reads the settings
-    # window: layers that see only the last positions; experts; MLA: latent attention; unrotated: layers without
-    # positions; caps: scores and logits are bounded; sinks: a part of attention goes nowhere; longrope: one rotation for short
-    # contexts and another for long ones; recurrent: layers that keep a state; text of: what is left of them.
+    architectures: dict[str, str]  # name in config.json without ForCausalLM → function that reads the settings
+    # window: sliding-window layers; experts: MoE; MLA: multi-head latent attention; unrotated: layers without RoPE;
+    # caps: soft-capped scores and logits; sinks: attention sinks; longrope: different rotations for short and long
+    # contexts; recurrent: layers with a state; text of images: only the text part of a multimodal model.
     features: tuple[str, ...] = ()
     gguf: tuple[str, ...] = ()  # architectures of GGUF files
-    tools: tuple[str, ...] = ()  # formats in which its models' templates write calls
+    tools: tuple[str, ...] = ()  # tool-call formats of the models' chat templates
     reasoning: str = ""
 
 
@@ -82,7 +82,7 @@ FAMILIES = (
     Family("SmolLM3", {"SmolLM3": "smollm3"}, ("window", "unrotated"), ("smollm3",), ("hermes",), "think"),
 )
 
-# Multimodal models whose text part runs alone: the class by the `model_type` of their `text_config`.
+# Multimodal models of which only the text part runs: `model_type` of their `text_config` → class of the text part.
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
@@ -91,7 +91,7 @@ TEXT_PARTS = {
     "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
 }
 
-# Known, and what would be missing, by how the architecture's name begins.
+# Prefix of the name of a known, unsupported architecture → the missing features.
 REFUSED = {
     "Bamba": "Mamba layers",
     "Bloom": "attention by distance (ALiBi) and layer norms",
@@ -115,13 +115,13 @@ REFUSED = {
 
 
 def runs(architecture: str) -> bool:
-    """Tell whether the executor has a class of this name, as config.json gives it, or runs its text part alone."""
+    """Tell whether the executor supports this architecture of config.json, or at least its text part."""
     return architecture in TEXT_PARTS or any(
         architecture == f"{name}ForCausalLM" for family in FAMILIES for name in family.architectures
     )
 
 
 def missing(architecture: str) -> str | None:
-    """Return what an architecture that is known but not computed would need."""
+    """Return the features that a known, unsupported architecture would need; None for other names."""
     found = [name for name in REFUSED if architecture.startswith(name)]
     return REFUSED[max(found, key=len)] if found else None

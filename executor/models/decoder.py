@@ -1,7 +1,7 @@
-"""The decoder that most families are settings of (`registry`): norms, attention, an MLP.
+"""The decoder shared by most families, which differ only in its settings (`DecoderSpec`): norms, attention, an MLP.
 
-Sizes are the rank's own: heads and MLP columns are shared out between ranks. There is no state here besides
-weights and tables; keys and values live in the pages that `forward` is given.
+Sizes are those of one rank: heads and MLP columns are split over the ranks. The decoder's only state is weights and
+tables; keys and values are stored in the pages that `forward` receives.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self._spec, self._ops = spec, ops
         heads = [spec.heads_of(index) for index in range(len(spec.layers))]
-        self.num_layers = sum(not each.reads_only for each in heads)  # that have pages or a state: the first ones
+        self.num_layers = sum(not each.reads_only for each in heads)  # the first ones: with own pages or a state
         own = spec.layers[: self.num_layers]
         self.caches, self.unit_bytes = _caches_of(spec, own, weights.dtype, weights.group.world)
         self.kv_parts = 2 if spec.latent is None else 1
@@ -41,7 +41,7 @@ class Decoder:
         rounded = weights.dtype if spec.rounds_scale else torch.float64
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=rounded).item()
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
-        is_plain = all(layer.heads is None for layer in spec.layers)  # adapters are not computed for other layers
+        is_plain = all(layer.heads is None for layer in spec.layers)  # LoRA is not supported for layer-specific heads
         self.adapted = tuple(linear for layer in self._layers for linear in layer.adapted() if is_plain)
         self._joined = self._join(weights.group)
         self._inputs = LayerInputs(spec, spec.input_width, weights, ops) if spec.input_width else None
@@ -50,16 +50,16 @@ class Decoder:
 
     @property
     def experts(self) -> list[Experts]:
-        """The experts of every layer that has any."""
+        """The experts of each MoE layer."""
         return [layer.experts for layer in self._layers if layer.experts is not None]
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
-        """Return the hidden states after the last norm of the tokens `batch.wanted`: [W, hidden]."""
+        """Return the hidden states of the tokens `batch.wanted` after the final norm: [W, hidden]."""
         residual = self._vocabulary.embed(batch.tokens)
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
         inputs = None if self._inputs is None else self._inputs(batch.tokens, residual)  # [T, layers, width]
-        update: Tensor | None = None  # what the previous layer adds to the residual stream
+        update: Tensor | None = None  # the previous layer's output, not yet added to the residual stream
         first, last = 0, len(self._layers) - 1
         if self._joined is not None:
             first = len(self._layers) if batch.wanted is None else last
@@ -74,8 +74,8 @@ class Decoder:
         return self._ops.add_rms_norm(update, residual, self._norm, self._spec.norm_eps)[0]
 
     def _join(self, group: RankGroup) -> CpuLayers | None:
-        """Return all layers as one call if C can compute them so. The last one is left out of it where only some tokens are
-        wanted."""
+        """Return all layers as one C call, or None if C cannot compute them all. If only some tokens are wanted, the
+        last layer is called separately."""
         spec = self._spec
         dense = [each for layer in self._layers if (each := layer.dense()) is not None]
         if group.world > 1 or len(dense) < self.num_layers:
@@ -96,8 +96,8 @@ class Decoder:
 
 
 class Vocabulary:
-    """The two ends of a model: an embedding [size, width] by `name`, and a head, which is the same table if `is_tied`, else
-    `lm_head`. The ranks share out the vocabulary."""
+    """The embedding [size, width] by `name` and the LM head, which is the same table if `is_tied`, else `lm_head`. Both
+    are split over the ranks by vocabulary."""
 
     def __init__(self, weights: Weights, name: str, size: int, width: int, is_tied: bool) -> None:
         self._group, self._size, self._dtype = weights.group, size, weights.dtype
@@ -123,7 +123,7 @@ class Vocabulary:
 def _caches_of(
     spec: DecoderSpec, own: Sequence[LayerSpec], dtype: torch.dtype, world: int
 ) -> tuple[tuple[LayerCache, ...], int]:
-    """Return what each of these layers keeps of a request, and the bytes of the largest unit of a state."""
+    """Return the cache that each of these layers needs, and the bytes of the largest state unit."""
     if not any(layer.recurrent for layer in own):
         return tuple(LayerCache(layer.window) for layer in own), 0
     kinds = [layer.recurrent for layer in own]
@@ -136,7 +136,7 @@ def _caches_of(
 
 
 class _Mixer(Protocol):
-    """The part of a layer in which tokens see each other: attention, or a recurrent state."""
+    """The token mixer of a layer: attention, or a recurrent layer."""
 
     output: Linear
     takes_narrow: bool
@@ -189,13 +189,13 @@ class _Layer:
         self._end = None if spec.input_width is None else LayerEnd(spec, spec.input_width, prefix, weights, ops)
 
     def adapted(self) -> list[Linear]:
-        """Return the products that adapters may change: four in a plain layer, as in the one call of `_join`."""
+        """Return the products that LoRA adapters may change: four in a plain layer, in the order of `_join`."""
         attention = self._attention
         first = [attention.qkv] if isinstance(attention, GroupedAttention) else []
         return [*first, attention.output, *self.mlp.adapted()]
 
     def dense(self) -> DenseLayer | None:
-        """Return the parts of the layer for the one call of `_join`; None if it has experts, latents or others that C lacks."""
+        """Return the layer's parts for `_join`; None if it has experts, MLA or other features that C lacks."""
         mixer, mlp = self._attention, self.mlp
         if self._input_norm is None or self._mlp_norm is None or not isinstance(mlp, Mlp):
             return None
@@ -216,10 +216,10 @@ class _Layer:
         wanted: Tensor | None,
         inputs: Tensor | None,
     ) -> tuple[Tensor | None, Tensor]:
-        """Compute one layer over the residual stream [T, hidden], to which `update` is still to be added.
+        """Compute one layer over the residual stream [T, hidden], to which `update` must still be added.
 
-        Return this layer's own update, if it is not in the stream yet, and the stream. Both are cut to the `wanted` tokens
-        if given: what the last layer's MLP computes for other tokens is never read. inputs [T, width]: the layer's own.
+        Return this layer's update (None if already added) and the stream. With `wanted`, both contain only these
+        tokens, because the last layer's MLP output for other tokens is never read. `inputs` [T, width] are per layer.
         """
         ops, eps = self._ops, self._spec.norm_eps
         hidden: Rows
@@ -257,8 +257,8 @@ class _Layer:
         weight: Tensor | None,
         adapters: AdaptedRows | None,
     ) -> tuple[Rows, Tensor]:
-        """Return the input of `part`, and the sum of update and stream. The input is normed rows, quantized to eight bits if
-        `part` reads nothing else, or a few rows that the product of `part` norms itself."""
+        """Return the input of `part`, and the sum of update and stream. The input is normed rows, quantized to FP8 if
+        `part` reads only that, or a few rows to which the product of `part` applies the norm itself."""
         if weight is None:
             residual = residual + update
             return residual, residual
@@ -267,7 +267,7 @@ class _Layer:
         if norming is not None and part.takes_normed and 0 < len(update) <= norming.MAX_ROWS and adapters is None:
             rows = NormedRows(update, residual, torch.empty_like(residual), weight, eps)
             return rows, rows.total
-        if blocks is None or not part.takes_narrow or adapters is not None:  # they read all of it
+        if blocks is None or not part.takes_narrow or adapters is not None:  # adapters read unquantized rows
             return self._ops.add_rms_norm(update, residual, weight, eps)
         narrow, residual = blocks.add_rms_norm_quantize(update, residual, weight, eps)
         return Narrow(narrow, residual.dtype), residual

@@ -1,8 +1,8 @@
-"""Digests of a checkpoint's tensors, shared out over the ranks, and the fingerprint that they make.
+"""Digests of a checkpoint's tensors, computed by all ranks together, and the fingerprint made from them.
 
-Each tensor is digested by one rank, or, where ranks hold whole experts, by the ranks that hold it; so no rank reads a
-checkpoint from end to end. The fingerprint covers every tensor under its name and does not depend on the number of ranks,
-nor on how a checkpoint is cut into files.
+Each tensor is digested by one rank, or, for experts with expert parallelism, by the ranks that hold it, so that no rank
+reads the whole checkpoint. The fingerprint covers the name and content of every tensor, and does not depend on the
+number of ranks or on how the checkpoint is split into files.
 """
 
 import hashlib
@@ -29,30 +29,30 @@ class Report(msgspec.Struct, frozen=True):
     """A report from one rank to the others about the tensors that it has read."""
 
     digests: dict[str, bytes] = {}
-    samples: dict[str, bytes] = {}  # of the first bytes of every tensor: ranks that read other files differ in some
+    samples: dict[str, bytes] = {}  # digests of every tensor's first bytes, to detect that ranks read different files
     error: str = ""
 
 
 class Digests:
-    """Collects the digests of one load. As a context it tells the other ranks if this one fails before the exchange,
-    so that they do not wait for it."""
+    """Collects the digests of one load. If this rank fails within the context, before the exchange, the context manager
+    reports it to the other ranks, so that they do not wait for it."""
 
     def __init__(self, group: RankGroup, has_whole_experts: bool) -> None:
-        """`has_whole_experts`: a rank reads only the experts that it holds."""
+        """`has_whole_experts` means that a rank reads only the experts that it holds."""
         self._group, self._has_whole_experts = group, has_whole_experts
         self._own, self._samples = dict[str, bytes](), dict[str, bytes]()
         self._is_exchanged = False
         self._lock = threading.Lock()
 
     def is_own(self, name: str) -> bool:
-        """Whether this rank digests and checks the tensor, if it reads it."""
+        """Return whether this rank must digest and check the tensor if it reads it."""
         group = self._group
         if self._has_whole_experts and _EXPERT.search(name):
             return True
         return xxhash.xxh32_intdigest(name.encode()) % group.world == group.rank
 
     def add(self, name: str, shape: tuple[int, ...], stored: Stored) -> None:
-        """Take note of a tensor as it is stored. Threads may call this at the same time."""
+        """Digest a tensor as it is stored. Thread-safe."""
         kind, parts = _parts(stored)
         label = f"{kind}{list(shape)}".encode()
         digest = label + _digest(parts) if self.is_own(name) else None
@@ -64,9 +64,9 @@ class Digests:
                 self._samples[name] = sample
 
     def fingerprint(self, *others: str) -> bytes:
-        """Exchange digests with the other ranks; return a digest of all tensors and of what else changes the numbers.
+        """Exchange digests with the other ranks; return a digest of all tensors and of `others`.
 
-        All ranks call this together. Raises ExecutorError if another rank failed or read something else.
+        All ranks must call this. Raises ExecutorError if another rank failed or read different content.
         """
         digests = self._exchange(Report(self._own, self._samples))
         total = hashlib.sha256()
@@ -108,7 +108,7 @@ class Digests:
 
 
 def _parts(stored: Stored) -> tuple[str, list[memoryview]]:
-    """Return how a tensor is stored, and the bytes of its parts."""
+    """Return a tensor's storage format as text, and the bytes of its parts."""
     if isinstance(stored, Tensor):
         return str(stored.dtype), [_bytes(stored)]
     assert isinstance(stored.format, Groups | Ggml)

@@ -1,7 +1,7 @@
-"""A checkpoint of any kind written as the folder that vLLM and transformers load: config.json and safetensors.
+"""Exports any checkpoint as a folder that vLLM and transformers load: config.json and safetensors.
 
-The tokenizer's files are not written here: text is the engine's. config.json is written last, so a folder
-that an interrupted export left behind does not pass for a model.
+The engine writes the tokenizer's files, not this module. config.json is written last, so that the folder of an
+interrupted export is not mistaken for a model.
 """
 
 import json
@@ -21,7 +21,7 @@ from penstock.executor.loading.quantization import SUFFIX, scales_shape
 from penstock.executor.models.weights import DTYPES, CheckpointReader
 from penstock.executor.protocol import DType, ExecutorError
 
-SHARD_BYTES = 4 * 2**30  # also what an export holds in memory
+SHARD_BYTES = 4 * 2**30  # also the memory that an export needs
 
 
 def export(
@@ -33,8 +33,8 @@ def export(
     progress: Callable[[str], None] = lambda _: None,
     beside: Callable[[Path], None] = lambda _: None,
 ) -> None:
-    """Write `checkpoint` into `out_dir` (made if absent; it must not hold a model). "auto" is the config's dtype. `beside`
-    writes what else belongs there, before the config: without that the folder passes for no model."""
+    """Write `checkpoint` to `out_dir`, which is created if absent and must not contain a model. The dtype "auto" is
+    that of the config. `beside` is called before config.json is written, to write additional files."""
     folder = Path(out_dir)
     name = _dtype_name(checkpoint.config, dtype)
     try:
@@ -61,7 +61,7 @@ def _write_weights(
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {name: _numbers(checkpoint, name, dtype) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o644)  # it is made for its owner alone
+        (folder / file).chmod(0o644)  # save_file makes it readable only for its owner
         weight_map |= dict.fromkeys(names, file)
         progress(f"Wrote {file}, {number} of {len(shards)}")
     if len(shards) > 1:
@@ -77,12 +77,12 @@ def _numbers(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
         scales = read(f"{name}{SUFFIX}", scales_shape(*stored.shape))
         assert isinstance(scales, Tensor)
         weight = Weight(BLOCKS, stored, scales)
-    # A copy: what the checkpoint gives may be a view of its own file.
+    # Copied, because the checkpoint may return a view of its mapped file.
     return weight.dequantize(CPU, dtype, copy=True).contiguous()
 
 
 def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """The names in order, cut so that no shard is larger than `limit` unless one tensor alone is."""
+    """Split the names, in order, into shards of at most `limit` bytes; a larger tensor gets its own shard."""
     shards: list[list[str]] = [[]]
     room = limit
     for name, size in sizes.items():
@@ -104,7 +104,7 @@ def _dtype_name(config: dict[str, Any], dtype: DType) -> str:
 
 def _config(config: dict[str, Any], dtype_name: str) -> dict[str, Any]:
     # transformers 4 and vLLM read torch_dtype; transformers 5 reads both and prefers dtype.
-    left_out = ("dtype", "quantization_config")  # the tensors are written as numbers
+    left_out = ("dtype", "quantization_config")  # the tensors are written unquantized
     return {key: value for key, value in config.items() if key not in left_out} | {"torch_dtype": dtype_name}
 
 

@@ -1,7 +1,7 @@
-"""From a config.json to a `DecoderSpec`, one small function per family of dense models.
+"""Converts a config.json to a `DecoderSpec`, with one function per family of dense models.
 
-Where a family's configs leave out a field, the field has the family's own default. A feature of the config that the
-decoder does not compute is refused by name, never ignored.
+A field that the config omits has the family's own default. A feature of the config that the decoder does not support is
+refused by name, never ignored.
 """
 
 from dataclasses import replace
@@ -85,7 +85,7 @@ def olmo2(fields: Fields) -> DecoderSpec:
 
 
 def olmo3(fields: Fields) -> DecoderSpec:
-    """Three layers slide, the fourth does not; a scaled rotation is that of the layers that do not."""
+    """Read OLMo 3: every fourth layer has full attention; only these layers use the config's RoPE scaling."""
     own = fields.with_defaults(rope_theta=5e5, rope_local_base_freq=5e5)
     return _olmo(fields, _layers_with_two_ropes(own, pattern=4))
 
@@ -119,8 +119,8 @@ def granite(fields: Fields) -> DecoderSpec:
 
 
 def multiplied(fields: Fields, spec: DecoderSpec) -> DecoderSpec:
-    """With Granite's multipliers. That of what a layer adds to the residual stream is taken out of it: the stream is
-    so many times larger instead, which norms do not see if their eps grows along."""
+    """Apply Granite's multipliers. Instead of multiplying each layer's update by residual_multiplier, divide the whole
+    residual stream by it, which norms cancel if their eps is divided by its square."""
     residual = fields.number("residual_multiplier", 1.0)
     return replace(
         spec,
@@ -166,7 +166,7 @@ def ernie4_5(fields: Fields) -> DecoderSpec:
 
 
 def with_neighbours(spec: DecoderSpec) -> DecoderSpec:
-    """Read a family whose checkpoints store the numbers of a rotated pair side by side."""
+    """Return the spec for a family whose checkpoints store rotated pairs as neighbours, (2i, 2i + 1)."""
     return replace(spec, arrangement=replace(spec.arrangement, neighbours=(spec.head_dim, spec.layers[0].rope.dim)))
 
 
@@ -193,7 +193,7 @@ def glm4(fields: Fields) -> DecoderSpec:
 def hunyuan_dense(fields: Fields) -> DecoderSpec:
     own = fields.with_defaults(rms_norm_eps=1e-5)
     section, dim = rope_section(own), head_dim_of(own)
-    if kind_of(section) == "dynamic" and "alpha" in section:  # despite its name the same for every length
+    if kind_of(section) == "dynamic" and "alpha" in section:  # despite its name, it does not depend on the length
         theta = section.number("rope_theta", own.number("rope_theta", 10000.0))
         rope = Rope(dim, theta * section.number("alpha") ** (dim / max(dim - 2, 1)))
         layers: tuple[LayerSpec, ...] = (LayerSpec(rope),) * own.integer("num_hidden_layers")
@@ -206,7 +206,7 @@ def hunyuan_dense(fields: Fields) -> DecoderSpec:
 
 
 def attention_biases(fields: Fields) -> dict[str, Any]:
-    """Of the families that have them all or none."""
+    """Return the biases of families in which all attention projections have a bias, or none."""
     return dict.fromkeys(("qkv_bias", "output_bias"), fields.flag("attention_bias", False))
 
 
@@ -219,7 +219,7 @@ def spec_of(
     activation: Activation = "silu",
     **features: Any,  # the rest of DecoderSpec's fields
 ) -> DecoderSpec:
-    """What all families read alike, and the checks that hold for all."""
+    """Build a spec from the fields that all families share, and check them."""
     names = _ACTIVATIONS[activation]
     fields.only(activation_field, *names, default=names[0])
     num_heads = fields.integer("num_attention_heads")
@@ -262,7 +262,7 @@ def uniform_layers(fields: Fields, window: int | None = None) -> tuple[LayerSpec
 
 
 def _qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
-    """Qwen slides only when asked to, and then from layer `max_window_layers` on (or as `layer_types` lists)."""
+    """Return Qwen's layers; if use_sliding_window, layer_types or else max_window_layers tells which have windows."""
     if not fields.flag("use_sliding_window", False):
         return uniform_layers(fields)
     window = fields.integer("sliding_window", 4096)
@@ -272,7 +272,7 @@ def _qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
 
 
 def _layers_with_two_ropes(fields: Fields, pattern: int) -> tuple[LayerSpec, ...]:
-    """Every `pattern`-th layer attends to everything; the others have a window and a rotation of their own."""
+    """Return layers of which every `pattern`-th has full attention; the others have a window and their own RoPE."""
     head_dim = head_dim_of(fields)
     local, overall = two_ropes(fields, head_dim, head_dim)
     num_layers = fields.integer("num_hidden_layers")
@@ -282,8 +282,8 @@ def _layers_with_two_ropes(fields: Fields, pattern: int) -> tuple[LayerSpec, ...
 
 
 def two_ropes(fields: Fields, local_dim: int, overall_dim: int) -> tuple[Rope, Rope]:
-    """Return the rotations of sliding and of full layers, by the dimensions of their heads. transformers 5 nests them; before,
-    the sliding layers' theta had a name of its own."""
+    """Return the RoPE of sliding and of full layers, for the given head sizes. transformers 5 nests the settings;
+    earlier versions have a separate field for the sliding layers' theta."""
     nested = fields.section("rope_parameters")
     local = overall = None
     if nested is not None:
@@ -299,13 +299,13 @@ def two_ropes(fields: Fields, local_dim: int, overall_dim: int) -> tuple[Rope, R
 def pick_layers(
     fields: Fields, full: tuple[LayerSpec, ...], sliding: tuple[LayerSpec, ...], slides: list[bool]
 ) -> tuple[LayerSpec, ...]:
-    """Return the full or the sliding kind of each layer; `layer_types` in the config wins over the family's rule."""
+    """Return each layer's full or sliding variant; `layer_types` in the config overrides the family's rule."""
     are_full = full_layers(fields, "sliding_attention", [not slide for slide in slides])
     return tuple(f if is_full else s for f, s, is_full in zip(full, sliding, are_full, strict=True))
 
 
 def full_layers(fields: Fields, other: str, rule: list[bool]) -> list[bool]:
-    """Return whether each layer attends to everything: by `layer_types` if the config has it, else by the family's rule."""
+    """Return whether each layer has full attention: by `layer_types` if present, else by the family's rule."""
     kinds = fields.texts("layer_types")
     if kinds is None:
         return rule

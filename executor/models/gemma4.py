@@ -1,7 +1,7 @@
-"""From Gemma 4's config.json to a `DecoderSpec` for text.
+"""Converts Gemma 4's config.json to a `DecoderSpec` for text.
 
-Full layers have other heads than sliding ones, the last layers read the keys and values of earlier ones, every layer gets
-a vector of its own for each token, and experts stand beside the dense MLP.
+Full-attention layers have different heads than sliding ones, the last layers reuse the keys and values of earlier ones,
+every layer has its own embedding per token, and experts run in addition to the dense MLP.
 """
 
 from dataclasses import replace
@@ -61,7 +61,7 @@ def gemma4(fields: Fields) -> DecoderSpec:
 def _heads(fields: Fields, index: int, are_full: list[bool], num_own: int) -> LayerHeads:
     is_full, has_equal = are_full[index], fields.flag("attention_k_eq_v", False)
     dim, num_kv = fields.integer("head_dim", 256), fields.integer("num_key_value_heads", 4)
-    if is_full:  # as transformers writes it, or as the published files have it
+    if is_full:  # per_layer_config is written by transformers; published files have the global_ fields
         whole = fields.section("per_layer_config")
         own = None if whole is None else whole.section(str(index))
         dim = fields.integer("global_head_dim", 512) if whole is None else dim
@@ -88,7 +88,7 @@ def _moe(fields: Fields) -> MoeSpec | None:
 
 
 def _arrangement(num_own: int, num_layers: int) -> Arrangement:
-    """Layers that read others' keys and values may have some of their own in the file: they are never used."""
+    """Return the layout. Unused keys and values that the file may have for layers that reuse others' are ignored."""
     unused = tuple(
         f"{model}layers.{index}.self_attn.{part}_"
         for model in ("model.", "model.language_model.")

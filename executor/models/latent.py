@@ -1,11 +1,11 @@
-"""Multi-head latent attention (DeepSeek): what is cached of a position is one short vector for all heads.
+"""Multi-head latent attention (MLA, DeepSeek): the cache has one short vector per position for all heads.
 
-A position's keys and values are linear in its latent. So a query is taken to the latent's space before it meets the
-keys, and what it attends to is taken to the values' space afterwards ("absorbed"): the cache holds, per position, the
-part that all heads rotate and the latent, once, and every head reads the same. Each rank caches all of it.
+A position's keys and values are linear functions of its latent. So queries are projected to the latent space before
+attention, and its outputs to the value space afterwards ("absorbed" projections). The cache holds the rotated part and
+the latent of each position once, and every head reads the same vector. Each rank caches all of it.
 
-Many tokens of one prompt make it cheaper to expand the latents they see into each head's keys and values, less than a
-third as wide. Where the device has a kernel for it, `LatentSpec.is_expanded` decides by the chunk's length alone.
+For long prompt chunks it is cheaper to expand the latents to each head's keys and values, which are less than a third
+as wide. If the device has a kernel for this, `LatentSpec.is_expanded` decides by the length of the chunk alone.
 """
 
 from bisect import bisect_left
@@ -23,7 +23,7 @@ from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
 
-NORM_EPS = 1e-6  # of the two inner norms, whatever the config says of the outer ones
+NORM_EPS = 1e-6  # the eps of the two inner norms, independent of the config's eps for the outer norms
 
 
 class LatentAttention:
@@ -36,7 +36,7 @@ class LatentAttention:
         prefix = f"model.layers.{index}.self_attn."
         q_width, kv_rows = heads * (sizes.nope_dim + sizes.rope_dim), sizes.kv_rank + sizes.rope_dim
         names = (f"{prefix}q_proj", f"{prefix}kv_a_proj_with_mqa")
-        # One product for all that reads the layer's input: the latents, and the queries or what these are made of.
+        # One product computes all projections of the layer's input: the latents, and the queries or their latents.
         self._q: Linear | None = None
         if sizes.q_rank is None:
             biases = (False, spec.qkv_bias)
@@ -53,7 +53,7 @@ class LatentAttention:
         expand = weights.tensor(f"{prefix}kv_b_proj.weight", expand_shape, split="rows", units=heads)
         self._expand = expand.view(self._num_heads, -1, sizes.kv_rank)  # [heads, nope + value, rank]
         to_latent, from_latent = self._expand[:, : sizes.nope_dim], self._expand[:, sizes.nope_dim :].transpose(1, 2)
-        if ops.expanded_attention is None:  # then the whole is not needed, and one token's product is 8 times as fast
+        if ops.expanded_attention is None:  # the whole is not needed; products of one token are 8 times as fast
             to_latent, from_latent = to_latent.contiguous(), from_latent.contiguous()
             del self._expand
         self._to_latent, self._from_latent = _ByHead(to_latent, ops), _ByHead(from_latent, ops)
@@ -62,7 +62,7 @@ class LatentAttention:
         )
 
     def attend(self, hidden: Rows, batch: ForwardBatch, pages: Pages) -> Tensor:
-        """[T, hidden] -> [T, heads * value]; the new latents are in their pages before any is read."""
+        """[T, hidden] -> [T, heads * value]; new latents are written to their pages before any are read."""
         sizes, heads = self._sizes, self._num_heads
         rope_dim, width = sizes.rope_dim, sizes.kv_rank + sizes.rope_dim
         made = self._down(hidden)
@@ -95,7 +95,7 @@ class LatentAttention:
         return out.flatten(1)
 
     def _absorbed(self, batch: ForwardBatch) -> tuple[int, int]:
-        """How many rows, and tokens of theirs, stay with the latents: the first, as rows with more tokens come later."""
+        """Return the number of rows, and of their tokens, for absorbed attention; these come first, being shorter."""
         if self._ops.expanded_attention is None or not batch.query_lens:
             return len(batch.context_lens), len(batch.positions)
         several = bisect_left(batch.query_lens, True, key=self._sizes.is_expanded)
@@ -103,8 +103,8 @@ class LatentAttention:
 
 
 class _ByHead:
-    """x [T, heads, in] by weight [heads, in, out], into out [T, heads, out]. On a CPU in C, for torch's product of few
-    rows sums in another order than that of many."""
+    """Multiplies x [T, heads, in] by weight [heads, in, out] into out [T, heads, out]. On a CPU it uses C, because
+    torch's summation order depends on the number of rows."""
 
     def __init__(self, weight: Tensor, ops: Ops) -> None:
         rows = weight.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The end of a Gemma 4 layer: add a vector of their own for each token, and scale the residual stream."""
+"""The end of a Gemma 4 layer: adds the token's per-layer embedding to the residual stream and scales it."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from penstock.executor.models.weights import Weights
 
 
 class LayerInputs:
-    """Makes the vectors of all layers from the tokens' numbers and their embeddings."""
+    """Computes the per-layer embeddings of all layers from the token ids and the tokens' embeddings."""
 
     def __init__(self, spec: DecoderSpec, width: int, weights: Weights, ops: Ops) -> None:
         self._ops, self._eps, self._width, self._hidden_size = ops, spec.norm_eps, width, spec.hidden_size
@@ -28,7 +28,7 @@ class LayerInputs:
 
 
 class LayerEnd:
-    """The end of one layer."""
+    """The end of one layer: a gated projection of its inputs, if any, and a scale."""
 
     def __init__(self, spec: DecoderSpec, width: int, prefix: str, weights: Weights, ops: Ops) -> None:
         self._ops, self._eps = ops, spec.norm_eps

@@ -1,4 +1,4 @@
-"""From a path to a model ready to run: config, dtype, architecture, weights, fingerprint."""
+"""Loads a model from a path: chooses dtype and architecture, loads the weights, computes the fingerprint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
@@ -38,12 +38,12 @@ class LoadedModel:
     model: CausalModel
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    num_positions: int  # the tables' length: no position beyond can be computed
+    num_positions: int  # the length of the RoPE tables, and so the maximum number of positions
     fingerprint: bytes
-    memory: dict[str, int]  # what the weights take
-    placement: Plan | None  # of experts, where ranks share out whole ones
-    labels: LabelInfo | None  # of a model that classifies …
-    label_head: torch.Tensor | None  # … [labels, hidden], float32
+    memory: dict[str, int]  # kind of weights → bytes
+    placement: Plan | None  # the placement of experts, with expert parallelism
+    labels: LabelInfo | None  # the labels of a classification model
+    label_head: torch.Tensor | None  # [labels, hidden], float32; None if the labels are tokens
     adapters: AdapterStore | None
 
     @property
@@ -51,7 +51,7 @@ class LoadedModel:
         return self.model is not None
 
     def without_model(self) -> "LoadedModel":
-        """Return the model without its weights, for the time until others take their place."""
+        """Return a copy without the weights, until new weights are loaded."""
         adapters = self.adapters and self.adapters.over(())
         return replace(self, model=cast("CausalModel", None), adapters=adapters)
 
@@ -61,7 +61,7 @@ def load_update(
 ) -> LoadedModel:
     """Load other weights of the same model from a folder, a .gguf file, or a safetensors file of named tensors.
 
-    The source has all tensors, and every number is finite. They are computed as those before.
+    The source must have all tensors, and every number must be finite. The dtype is that of the current model.
     """
     with Digests(group, before.placement is not None) as digests:
         path = Path(source)
@@ -80,7 +80,7 @@ def load_update(
 
 
 def _difference(name: str, old: Any, new: Any) -> str:
-    """The first field in which two settings differ."""
+    """Describe the first field in which two settings differ."""
     if is_dataclass(old) and type(old) is type(new):
         different = [field.name for field in fields_of(old) if getattr(old, field.name) != getattr(new, field.name)]
         return _difference(different[0], getattr(old, different[0]), getattr(new, different[0]))
@@ -100,7 +100,7 @@ def load_model(
     before: LoadedModel | None = None,
     digests: Digests | None = None,
 ) -> LoadedModel:
-    """Load a model from `checkpoint`. With `before`, its weights may take the place of that model's."""
+    """Load a model from `checkpoint`. With `before`, the new weights can replace those of that model."""
     path = Path(config.model)
     is_packed = isinstance(checkpoint, PackedCheckpoint)
     where = str(path / "config.json" if path.is_dir() else path)
@@ -113,7 +113,7 @@ def load_model(
     spec = architecture.read_spec(fields)
     is_gguf = path.suffix == ".gguf"
     kept_codes = _kept_codes(checkpoint, config, device)
-    # Between products that lose nothing, bfloat16 would be what loses most.
+    # Quantized products are more exact than bfloat16, so the rest is computed in float32 then.
     stored = "bfloat16" if is_gguf else _stored_dtype(fields, checkpoint if config.load_format != "dummy" else None)
     if kept_codes == "all" and (is_gguf or is_packed):
         stored = "float32"
@@ -157,12 +157,12 @@ def load_model(
     if labels is not None and labels.tokens is None:
         head = weights.float32(HEAD, (len(labels.names), spec.hidden_size))
     if isinstance(read, CheckpointReader):
-        # Layers after the last, which guess tokens ahead (DeepSeek-V3 has one), are not computed.
+        # Additional layers for multi-token prediction (DeepSeek-V3 has one) are not used.
         ahead = range(model.num_layers, model.num_layers + fields.integer("num_nextn_predict_layers", 0, low=0))
         read.check_all_read(
             ("lm_head.weight",) if spec.tied_head else (), tuple(f"model.layers.{index}." for index in ahead)
         )
-    # The spec has everything of the config that reaches the numbers: sizes, RoPE, windows, scales.
+    # The spec contains all settings of the config that affect the numbers: sizes, RoPE, windows, scales.
     computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
     computed += ["codes"] if weights.made.num_code_bytes else []
     if fixed and not all(experts.is_fused for experts in model.experts):
@@ -180,7 +180,7 @@ def load_model(
 
 
 def _check_fixed(spec: Spec, world: int) -> None:
-    """What a GPU has no kernels for whose sums have one order."""
+    """Raise ExecutorError if a GPU has no batch-invariant kernels for this model."""
     what = ""
     if isinstance(spec, DecoderSpec) and spec.latent is not None:
         what = "multi-head latent attention"
@@ -200,7 +200,7 @@ def _open_adapters(
 
 
 def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> KeptCodes:
-    """Return which weights stored as codes are computed as codes. An explicit dtype dequantizes them when they are loaded."""
+    """Return which quantized weights stay quantized. An explicit dtype dequantizes all of them at load time."""
     if config.dtype != "auto" or config.load_format == "dummy" or not checkpoint.has_codes:
         return None
     if device.type == "cpu":
@@ -218,8 +218,8 @@ def _memory(weights: Weights, dtype: torch.dtype, narrow: str) -> dict[str, int]
 
 
 def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> Plan | None:
-    """Where experts lie before anything is known of the load. Every rank has as many slots; what is left over, and
-    what is asked for beyond, holds second copies."""
+    """Return the initial placement of experts, for an even load. All ranks have the same number of slots; surplus
+    slots, and the redundant ones of the EPLB configuration, hold second copies."""
     if not config.enable_expert_parallel:
         return None
     sparse = [layer.moe for layer in spec.layers if layer.moe] if isinstance(spec, DecoderSpec) else []
@@ -239,9 +239,9 @@ def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> Plan | No
 def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
     """Return the requested dtype if the device computes in it; for "auto", the stored one or the nearest suitable one.
 
-    A GPU computes float32 weights in bfloat16: most float32 checkpoints were trained in it, and its matrix units are
-    many times as fast. A CPU computes in bfloat16 where our kernels have vector instructions for it (AVX2 suffices:
-    weights are half as long to read), in float16 never: float16 weights run as bfloat16 there. float32 weights stay
+    A GPU computes float32 weights in bfloat16: most float32 checkpoints were trained in it, and tensor cores are many
+    times as fast. A CPU computes in bfloat16 if our kernels have vector instructions for it (AVX2 suffices), because
+    that halves the bytes to read, but never in float16: float16 weights run as bfloat16 there. float32 weights stay
     float32 on a CPU.
     """
     if device.type != "cpu":
@@ -257,7 +257,7 @@ def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
 
 
 def choose_kv_dtype(asked: KvDType, dtype: torch.dtype, ops: Ops, device: torch.device) -> torch.dtype:
-    """What pages hold. Eight bits have no scale: keys and values are kept as they are, up to ±448."""
+    """Return the dtype of the KV cache. FP8 pages have no scale: keys and values are stored as they are, up to ±448."""
     if asked == "auto":
         return dtype
     if ops.blocks is None:
@@ -276,10 +276,10 @@ def _describe(device: torch.device) -> str:
 
 
 def _stored_dtype(fields: Fields, checkpoint: Checkpoint | None) -> str:
-    """Return the dtype of the weights by config.json (transformers 5 calls the field `dtype`).
+    """Return the dtype of the weights according to config.json (transformers 5 calls the field `dtype`).
 
-    If config.json has none, or float32, which transformers also writes for a model of unknown dtype, the tensors'
-    own dtype decides.
+    If config.json has no dtype, or float32, which transformers also writes if the dtype is unknown, the dtype of the
+    stored tensors is used.
     """
     name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
     if name not in DTYPES:

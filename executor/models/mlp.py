@@ -1,4 +1,4 @@
-"""The gated MLP of a layer, or of one expert. Each rank has some of its columns; the results are still to be summed."""
+"""The gated MLP of a layer or of one expert. Each rank computes some of its columns; the caller sums the results."""
 
 from collections.abc import Sequence
 
@@ -55,7 +55,7 @@ class Mlp:
 
     @staticmethod
     def each(mlps: "Sequence[Mlp]", counts: Sequence[int], hidden: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]: the first counts[0] rows through the first of these, the next through the second."""
+        """[T, hidden] -> [T, hidden]: mlps[0] on the first counts[0] rows, mlps[1] on the next counts[1], and so on."""
         one = mlps[0]
         gate_up = multiply_each([mlp.gate_up for mlp in mlps], counts, hidden)
         gated = one._ops.gate(gate_up, one._activation)

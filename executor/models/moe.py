@@ -1,8 +1,8 @@
-"""The mixture of experts: a router picks some experts per token, each computes, their outputs are weighed and added.
+"""The mixture of experts: a router chooses experts for each token, and their weighted outputs are added.
 
-Ranks share the work in one of two ways. By columns, as in any MLP: every rank has a slice of every expert. Or by
-experts (`--enable-expert-parallel`): every rank has some experts whole, and computes the tokens that picked those.
-Either way every rank sees all tokens, and the layer's one sum over ranks puts the parts together.
+Ranks split the work in one of two ways. By columns, as in any MLP: every rank has a slice of every expert. Or by
+experts (`--enable-expert-parallel`): every rank has some whole experts, and computes the tokens routed to them.
+Either way every rank receives all tokens, and the layer's one all-reduce sums the partial results.
 """
 
 from typing import NamedTuple
@@ -28,13 +28,13 @@ U32 = 0xFFFF_FFFF
 
 
 class MoeMlp:
-    takes_narrow = False  # the router reads the tokens in full
+    takes_narrow = False  # the router needs unquantized inputs
     takes_normed = False
 
     def __init__(self, spec: DecoderSpec, moe: MoeSpec, index: int, weights: Weights, ops: Ops) -> None:
         prefix = f"model.layers.{index}.{moe.block}."
         self._moe = moe
-        # The choice of experts is made in float32: a near tie decided by rounding would change the layer's output.
+        # The router computes in float32: if rounding decided a near tie, the layer's output would change.
         name = f"{prefix}{moe.router}"
         router = weights.float32(f"{name}.weight", (moe.num_experts, spec.hidden_size))
         bias = weights.float32(f"{name}.bias", (moe.num_experts,)) if moe.has_router_bias else None
@@ -54,11 +54,11 @@ class MoeMlp:
         self._shared = None if self.experts.num_shared else shared
 
     def adapted(self) -> list[Linear]:
-        """Return the layers that adapters may change: those of the shared experts."""
+        """Return the layers that LoRA adapters may change: those of the shared experts."""
         return [] if self._shared is None else self._shared.adapted()
 
     def __call__(self, hidden: Rows, adapters: AdaptedRows | None = None) -> Tensor:
-        """[T, hidden] -> [T, hidden]; a rank's part of the sum."""
+        """[T, hidden] -> [T, hidden]: this rank's part of the sum over the ranks."""
         assert isinstance(hidden, Tensor)
         logits = self._router(hidden.float())
         ids, shares = self._choose(logits, self._bias, self._moe, self.experts.num_shared)
@@ -71,8 +71,8 @@ class MoeMlp:
 
 
 class ExpertsBeside:
-    """Experts beside the dense MLP. The router reads the residual stream, normalized in its own way, and each expert has a
-    factor for its share."""
+    """Experts in addition to the dense MLP (Gemma 4). The router reads the residual stream with a norm of its own, and
+    each expert has a factor for its routing weight."""
 
     def __init__(self, spec: DecoderSpec, moe: MoeSpec, index: int, weights: Weights, ops: Ops) -> None:
         prefix = f"model.layers.{index}."
@@ -89,7 +89,7 @@ class ExpertsBeside:
         self.experts = Experts(spec, moe, prefix, index, weights, ops)
 
     def __call__(self, update: Tensor, stream: Tensor) -> Tensor:
-        """update [T, hidden], the MLP's sum over the ranks, and stream [T, hidden] -> the sum with the experts'."""
+        """update [T, hidden], the all-reduced MLP output, and stream [T, hidden] -> update plus the experts' output."""
         ops, eps = self._ops, self._eps
         logits = self._router(ops.rms_norm(stream, self._no_scale, eps).float())
         ids, shares = ops.choose_experts(logits, None, self._moe)
@@ -99,10 +99,10 @@ class ExpertsBeside:
 
 
 class Experts:
-    """The rank's experts. Tokens are sorted by expert, so that each one's weights are read once for all its tokens.
+    """The rank's experts. Tokens are sorted by expert, so that an expert's weights are read once for all its tokens.
 
-    With a plan, experts lie in slots, some in several, and a rank holds a run of slots; otherwise a slot is an expert.
-    What every token goes through is cut into as many more experts as it is wide, where all are computed in one call.
+    With a plan, experts are placed in slots, some in several, and a rank holds consecutive slots; otherwise each expert
+    is a slot. If one call computes all experts, the shared MLP is split into experts of the common width.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class Experts:
         ops: Ops,
         shared: Mlp | None = None,
     ) -> None:
-        """`layer` counts the layers with experts; a plan knows no others."""
+        """`layer` counts only the layers with experts, as plans do."""
         self.num_experts = moe.num_experts
-        self.counter: ExpertCounter | None = None  # set where experts move by their load
+        self.counter: ExpertCounter | None = None  # set if experts move by their load (EPLB)
         self._table: SlotTable | None = None
         self._first, self._num_slots = 0, moe.num_experts
         held = list(range(moe.num_experts))  # the expert in each of this rank's slots
@@ -129,11 +129,11 @@ class Experts:
             self.replace(weights.placement, layer)
         self.slots = [self._load(spec, moe, prefix, expert, weights, ops) for expert in held]
         self._activation = spec.activation
-        # Another rank's plan could not place what all tokens go through, and adapters change it by itself.
+        # The shared MLP stays separate if there is a plan, which cannot place it, or if adapters change it.
         always = None if weights.placement is not None or weights.has_adapters else shared
         self._fused, self.num_shared = _fuse(self.slots, always, ops)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
-            # Part of the model, but read by the ranks that hold it.
+            # These experts are part of the checkpoint, but only the ranks that hold them read them.
             shape = (moe.intermediate_size, spec.hidden_size)
             names = moe.names(f"{prefix}experts.{expert}.")
             for name, of in zip(names, (shape, shape, shape[::-1]), strict=True):
@@ -143,7 +143,7 @@ class Experts:
 
     @property
     def is_fused(self) -> bool:
-        """Whether one call computes all experts. If not, the host waits to learn how many tokens each expert gets."""
+        """True if one call computes all experts. If not, the host waits for the number of tokens of each expert."""
         return self._fused is not None
 
     def _load(self, spec: DecoderSpec, moe: MoeSpec, prefix: str, expert: int, weights: Weights, ops: Ops) -> Mlp:
@@ -151,14 +151,14 @@ class Experts:
         return Mlp(spec, moe.intermediate_size, names, weights, ops, is_split=weights.placement is None)
 
     def replace(self, plan: Plan, layer: int) -> None:
-        """Follow another plan from the next step on. Its experts are in the slots already."""
+        """Use another plan from the next step on. Its experts must already be in the slots."""
         if self._table is None:
             self._table = SlotTable(plan, layer)
         else:
             self._table.replace(plan, layer)
 
     def __call__(self, hidden: Tensor, ids: Tensor, shares: Tensor, added: Tensor | None = None) -> Tensor:
-        """hidden [T, hidden], ids and shares [T, k] -> [T, hidden]: the weighted sum of this rank's experts, plus `added`."""
+        """hidden [T, hidden], ids and shares [T, k] -> [T, hidden]: weighted sum of the rank's experts plus `added`."""
         num_tokens, top_k = ids.shape
         if self.counter is not None:
             self.counter.add(ids)
@@ -176,13 +176,13 @@ class Experts:
             before = sum(counts[:start])
             places = order[before : before + sum(ours)]
             out.index_copy_(0, places, Mlp.each(experts, ours, hidden.index_select(0, places // top_k)))
-        # A token's experts are added in the order of its choice, so the sum does not depend on the batch.
+        # A token's experts are summed in the order of the router's choice, so the sum does not depend on the batch.
         total = (out.view(num_tokens, top_k, hidden.shape[1]) * shares[..., None]).sum(1).to(hidden.dtype)
         return total if added is None else total + added
 
 
 class Fused(NamedTuple):
-    """A kernel for all slots at once, and their stacked weights, of which the slots' own are views."""
+    """A kernel for all slots at once, with the stacked weights; the weights of the slots are views of these."""
 
     kernel: FusedExperts
     weights: tuple[Weight, Weight]
@@ -190,7 +190,7 @@ class Fused(NamedTuple):
 
 
 def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Fused | None, int]:
-    """Return what computes all slots at once, None if nothing does, and how many slots of `shared` come behind them."""
+    """Return the kernel for all slots at once, or None, and the number of slots that `shared` adds after them."""
     layers = [mlp.gate_up for mlp in slots], [mlp.down for mlp in slots]
     kinds = [{linear.kind for linear in each} for each in layers]
     if any(len(each) != 1 or None in each for each in kinds):
@@ -214,7 +214,7 @@ def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Fused | None,
 
 
 def _cut(shared: Mlp, expert: Mlp) -> list[tuple[Weight, Weight]]:
-    """Return weights of experts as wide as `expert` that add up to `shared`; none if its width or formats do not allow it."""
+    """Split `shared` into experts as wide as `expert` that sum to it; [] if its width or formats do not allow it."""
     layers = shared.gate_up, shared.down, expert.gate_up, expert.down
     formats = {linear.weights[0].format for linear in layers}
     if any(linear.kind is None or linear.bias is not None for linear in layers) or len(formats) > 1:
@@ -226,7 +226,7 @@ def _cut(shared: Mlp, expert: Mlp) -> list[tuple[Weight, Weight]]:
     size = whole.shape[1] // num
 
     def rows(tensor: Tensor, index: int) -> Tensor:
-        """Return one of `num` parts of a gate's rows, then of up's."""
+        """Return part `index` of `num` of the gate's rows, followed by that of up's rows."""
         parts: Tensor = tensor.unflatten(0, (2, num, -1))[:, index].flatten(0, 1)
         return parts
 
@@ -240,11 +240,11 @@ def _cut(shared: Mlp, expert: Mlp) -> list[tuple[Weight, Weight]]:
 
 
 class ExpertCounter(NamedTuple):
-    """Counts on the device how often a layer's tokens choose each expert. The host never waits for it, so a graph can
-    hold it."""
+    """Counts on the device how often a layer's tokens choose each expert. The host never waits for it, so a CUDA graph
+    can contain it."""
 
     counts: Tensor  # [experts] int64
-    num_tokens: Tensor  # [1] int64: tokens of the step; the rows that pad a graph's batch come after them
+    num_tokens: Tensor  # [1] int64: number of the step's tokens; the padding of a graph's batch follows them
 
     def add(self, ids: Tensor) -> None:
         """Count the experts that each token chose, ids [T, k]."""
@@ -253,14 +253,14 @@ class ExpertCounter(NamedTuple):
 
 
 class SlotTable:
-    """One layer of a plan as tensors: which of an expert's slots serves a token, the same on every rank.
+    """One layer of a plan as tensors, which map a token and its expert to a slot, identically on every rank.
 
-    `eplb.choose` is the same rule in numpy and explains it. The tensors are wide enough for any plan with as many slots
-    and stay where they are when the plan changes: captured graphs read them.
+    `eplb.choose` is the same rule in numpy and explains it. The tensors are wide enough for any plan with this number
+    of slots, and are updated in place when the plan changes, because captured CUDA graphs read them.
     """
 
     def __init__(self, plan: Plan, layer: int) -> None:
-        width = plan.slots - plan.experts + 1  # the most copies that one expert can have
+        width = plan.slots - plan.experts + 1  # the maximum number of copies of one expert
         self._cdf = torch.empty(plan.experts, width, dtype=torch.int64)
         self._slots = torch.empty_like(self._cdf)
         self.replace(plan, layer)
@@ -274,7 +274,7 @@ class SlotTable:
     def slots(self, ids: Tensor) -> Tensor:
         """Map experts [T, k] of token 0, 1, … to slots [T, k]."""
         ids = ids.long()
-        if self._cdf.device != ids.device:  # only in the first step, which is one of the warm-up
+        if self._cdf.device != ids.device:  # only in the first step, which belongs to the warm-up
             self._cdf, self._slots = self._cdf.to(ids.device), self._slots.to(ids.device)
         token = torch.arange(len(ids), device=ids.device)[:, None]
         mixed = ((token * TOKEN_STEP & U32) + ids * EXPERT_STEP) & U32

@@ -1,4 +1,4 @@
-"""From a config.json to a `DecoderSpec`, for models with a mixture of experts."""
+"""Converts a config.json to a `DecoderSpec`, for models with a mixture of experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -74,7 +74,7 @@ def deepseek_v3(fields: Fields) -> DecoderSpec:
 
 
 def glm4_moe(fields: Fields) -> DecoderSpec:
-    """DeepSeek-V3's experts behind grouped attention."""
+    """Read GLM-4.5: DeepSeek-V3's experts with grouped-query attention."""
     own = fields.with_defaults(
         partial_rotary_factor=0.5,
         rms_norm_eps=1e-5,
@@ -88,7 +88,7 @@ def glm4_moe(fields: Fields) -> DecoderSpec:
 
 
 def glm4_moe_lite(fields: Fields) -> DecoderSpec:
-    """DeepSeek-V3 but for what is left out."""
+    """Read GLM-4.7 Flash: DeepSeek-V3 with other defaults for absent fields."""
     own = fields.with_defaults(
         rms_norm_eps=1e-5,
         max_position_embeddings=202752,
@@ -128,7 +128,7 @@ def ernie4_5_moe(fields: Fields) -> DecoderSpec:
     heads = fields.integer("num_attention_heads")
     own = fields.with_defaults(head_dim=fields.integer("hidden_size") // heads, moe_num_shared_experts=2)
     own.only("use_bias", False, default=False)
-    if (least := own.number("moe_norm_min", 1e-12)) > 1e-6:  # of the sum that shares are divided by
+    if (least := own.number("moe_norm_min", 1e-12)) > 1e-6:  # minimum of the sum that normalizes the weights
         raise own.error("moe_norm_min", least, "at most 1e-6")
     size = own.integer("moe_intermediate_size")
     moe = MoeSpec(
@@ -156,7 +156,7 @@ def ernie4_5_moe(fields: Fields) -> DecoderSpec:
 
 
 def gpt_oss(fields: Fields) -> DecoderSpec:
-    """Every other layer has a window, each head a sink, and experts are stored as MXFP4."""
+    """Read gpt-oss: every other layer has a window, each head has a sink, and experts are stored as MXFP4."""
     fields.only("swiglu_alpha", 1.702, default=1.702)
     fields.only("swiglu_limit", 7.0, default=7.0)
     if "rope_parameters" not in fields and "rope_scaling" not in fields:
@@ -196,7 +196,7 @@ def granite_moe_shared(fields: Fields) -> DecoderSpec:
 
 
 def _granite_moe(fields: Fields, shared: int) -> DecoderSpec:
-    """`shared`: the size of what every token goes through, beside experts or, in Granite 4, without any."""
+    """Read Granite; `shared` is the size of the shared MLP, with experts or, in Granite 4, also without any."""
     size = fields.integer("intermediate_size")
     num_experts = fields.integer("num_local_experts", 8, low=0)
     spec = multiplied(fields, llama(fields.with_defaults(mlp_bias=False)))
@@ -215,7 +215,7 @@ def _granite_moe(fields: Fields, shared: int) -> DecoderSpec:
     arrangement = Arrangement(names, (experts, out, always, after))
     if not num_experts:
         return replace(spec, intermediate_size=shared, arrangement=arrangement)
-    top_k = fields.integer("num_experts_per_tok", 2)  # 0 where there are none
+    top_k = fields.integer("num_experts_per_tok", 2)  # 0 in models without experts
     moe = MoeSpec(num_experts, top_k, size, renormalize=True, shared_size=shared, block="block_sparse_moe")
     return replace(spec, layers=_sparse(fields, spec.layers, moe), arrangement=arrangement)
 
@@ -257,7 +257,7 @@ def _first_dense(fields: Fields, layers: tuple[LayerSpec, ...], moe: MoeSpec) ->
 
 
 def _latent_scale(fields: Fields, latent: LatentSpec) -> float:
-    """With YaRN the scores grow with the factor; `mscale_all_dim` says how much of that is meant."""
+    """Return the attention scale; with YaRN it grows with the factor as `mscale_all_dim` determines."""
     scale: float = (latent.nope_dim + latent.rope_dim) ** -0.5
     section = rope_section(fields)
     grows = section.number_or_zero("mscale_all_dim")
@@ -305,7 +305,7 @@ def qwen_moe(fields: Fields, renormalize: bool = False) -> MoeSpec:
 
 
 def qwen_sparse(fields: Fields, spec: DecoderSpec, moe: MoeSpec) -> DecoderSpec:
-    """Sparse is every `decoder_sparse_step`-th layer, but for those that `mlp_only_layers` lists."""
+    """Add experts to every `decoder_sparse_step`-th layer, except those that `mlp_only_layers` lists."""
     dense_only = fields.integers("mlp_only_layers")
     every = fields.integer("decoder_sparse_step", 1)
     sparse = _sparse(fields, spec.layers, moe)
@@ -323,5 +323,5 @@ def _sparse(fields: Fields, layers: tuple[LayerSpec, ...], moe: MoeSpec) -> tupl
 
 
 def _count(fields: Fields, name: str) -> int:
-    """The number of experts; transformers 5 may write it under the name that all families share."""
+    """Return the number of experts; transformers 5 may use the field name that all families share."""
     return fields.integer(name if name in fields else "num_local_experts")

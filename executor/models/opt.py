@@ -1,7 +1,7 @@
-"""OPT: learned positions, LayerNorm before or after, biases everywhere, an ungated ReLU MLP.
+"""The OPT model: learned positions, LayerNorm before or after, biases everywhere, an ungated ReLU MLP.
 
-The residual shape differs from the shared decoder's, hence a file of its own. Kept because small OPT models
-are what many test-suites and papers use.
+Its residual structure differs from the shared decoder's, so it has a file of its own. It is kept because many test
+suites and papers use small OPT models.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from penstock.executor.models.decoder import Vocabulary
 from penstock.executor.models.moe import Experts
 from penstock.executor.models.weights import Weights
 
-POSITION_OFFSET = 2  # the first two rows of the position table are padding's
+POSITION_OFFSET = 2  # the first two rows of the position table are for padding
 NORM_EPS = 1e-5  # LayerNorm's own default; the config has no field for it
 
 
@@ -33,7 +33,7 @@ class OptSpec:
     num_heads: int
     head_dim: int
     max_positions: int
-    embedding_size: int  # projected to hidden_size and back where they differ
+    embedding_size: int  # if it differs from hidden_size, there are projections between them
     norm_first: bool
     final_norm: bool
     bias: bool
@@ -87,7 +87,7 @@ class Opt:
         self._norm = _LayerNorm(weights, f"{prefix}final_layer_norm", spec.hidden_size) if spec.final_norm else None
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
-        """Return the hidden states of the tokens `batch.wanted`, as the head reads them: [W, embedding_size]."""
+        """Return the hidden states of the tokens `batch.wanted`, projected for the head: [W, embedding_size]."""
         hidden = self._vocabulary.embed(batch.tokens)
         if self._project_in is not None:
             hidden = self._project_in(hidden)

@@ -1,4 +1,4 @@
-"""From a config.json to a `DecoderSpec`, for models in which layers that attend and layers with a state take turns."""
+"""Converts a config.json to a `DecoderSpec`, for models that mix attention layers and recurrent layers."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ _EXPERTS = (
     ("mlp.experts.gate_up_proj", (("mlp.experts.#.gate_proj.weight", 1), ("mlp.experts.#.up_proj.weight", 1))),
     ("mlp.experts.down_proj", (("mlp.experts.#.down_proj.weight", 1),)),
 )
-_QWEN = Arrangement(joined=_EXPERTS, ignored=("mtp.", "model.visual.", "visual."))  # tokens ahead, and images
+_QWEN = Arrangement(joined=_EXPERTS, ignored=("mtp.", "model.visual.", "visual."))  # multi-token prediction, and images
 _LFM2 = Arrangement(
     renames=(
         ("model.embedding_norm.", "model.norm."),
@@ -82,7 +82,7 @@ def lfm2(fields: Fields) -> DecoderSpec:
 
 
 def _lfm2_mlp(fields: Fields) -> int:
-    """Two thirds of what the config says, times a factor, rounded up."""
+    """Return the MLP size: two thirds of the config's, times a factor, rounded up, unless the config disables that."""
     size = fields.integer("block_ff_dim", fields.integer("intermediate_size"))
     if not fields.flag("block_auto_adjust_ff_dim", True):
         return size
@@ -93,7 +93,7 @@ def _lfm2_mlp(fields: Fields) -> int:
 
 def granite_hybrid(fields: Fields) -> DecoderSpec:
     kinds, num_layers = fields.texts("layer_types"), fields.integer("num_hidden_layers")
-    # As published, and as transformers 5 writes it.
+    # The names in published files, and those that transformers 5 writes.
     names = {"attention": False, "full_attention": False, "mamba": True, "linear_attention": True}
     if kinds is None or len(kinds) != num_layers or not set(kinds) <= set(names):
         raise fields.error("layer_types", kinds, f"{num_layers} times 'attention' or 'mamba', one per layer")
@@ -122,7 +122,7 @@ def granite_hybrid(fields: Fields) -> DecoderSpec:
 
 
 def _mamba(fields: Fields) -> MambaSpec:
-    # As JSON has it, and as transformers 5 writes it.
+    # Infinity in plain JSON, and in the form that transformers 5 writes.
     fields.only("time_step_limit", None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
     values = fields.integer("mamba_expand", 2, high=16) * fields.integer("hidden_size")
     heads, groups = fields.integer("mamba_n_heads", 128), fields.integer("mamba_n_groups", 1)

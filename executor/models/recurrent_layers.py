@@ -1,5 +1,5 @@
-"""Layers that carry a state along where others attend: the gated delta rule (Qwen3-Next, Qwen3.5), Mamba 2 (Granite 4), the
-short convolution (LFM2). What is kept of a request does not grow with it.
+"""Recurrent layers, which replace attention: the gated delta rule (Qwen3-Next, Qwen3.5), Mamba 2 (Granite 4) and the
+short convolution (LFM2). Their state has a fixed size, whatever the length of the request.
 """
 
 import torch
@@ -22,7 +22,7 @@ class DeltaNet:
         norm = weights.norm(f"{prefix}norm.weight", delta.value_dim)
         heads = _read_heads(prefix, delta, weights, norm, spec.norm_eps)
         self._channels = 2 * heads.keys + heads.values
-        # Of all ranks:
+        # These sizes are sums over all ranks.
         keys, values, group = delta.key_heads * delta.key_dim, num * delta.value_dim, num // delta.key_heads
         channels, sections = 2 * keys + values, (keys, keys, values)
         if delta.is_grouped:
@@ -76,7 +76,7 @@ class Mamba:
 
 
 class _GroupNorm:
-    """A norm over the heads of each group together. Ranks that share a group add up the squares of their heads."""
+    """A norm over all heads of a group. Ranks that share a group sum the squares of their heads."""
 
     def __init__(self, name: str, mamba: MambaSpec, weights: Weights, ops: Ops) -> None:
         self._ops, self._group, self._eps, self._groups = ops, weights.group, mamba.norm_eps, mamba.key_heads
@@ -116,7 +116,7 @@ class ShortConv:
 def state_of(
     spec: DecoderSpec, recurrent: DeltaSpec | MambaSpec | ConvSpec, dtype: torch.dtype, world: int
 ) -> tuple[int, int]:
-    """Return what one layer keeps of a request on each rank: the number of units, and the bytes of the largest."""
+    """Return the size of one layer's state per request and rank: number of units, and bytes of the largest unit."""
     heads, matrix = 0, 0
     if not isinstance(recurrent, ConvSpec):
         key_heads, heads = _heads_of(recurrent, world)
@@ -141,10 +141,10 @@ def _read_heads(
 
 
 def _heads_of(delta: DeltaSpec | MambaSpec, world: int) -> tuple[int, int]:
-    """Return the numbers of a rank's key heads and value heads; every key head has as many value heads."""
+    """Return a rank's number of key heads and of value heads; all key heads have the same number of value heads."""
     if isinstance(delta, MambaSpec):
         groups, heads = delta.key_heads, _shared_out(delta.value_heads, world, "Mamba heads (mamba_n_heads)")
-        if world % groups:  # else several ranks have one
+        if world % groups:  # otherwise several ranks share a group
             _shared_out(groups, world, "groups of Mamba heads (mamba_n_groups), or be a multiple of them")
         return max(1, groups // world), heads
     key_heads = _shared_out(delta.key_heads, world, "key heads of recurrent layers (linear_num_key_heads)")
@@ -158,5 +158,5 @@ def _shared_out(count: int, world: int, what: str) -> int:
 
 
 def _taps(weights: Weights, name: str, channels: int, taps: int, units: Units) -> Tensor:
-    """Return the taps [taps, channels], as the kernels read them."""
+    """Return the convolution weights [taps, channels] in the layout of the kernels."""
     return weights.float32(name, (channels, 1, taps), "rows", units)[:, 0].T.contiguous()

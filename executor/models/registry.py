@@ -1,5 +1,5 @@
-"""Finds how to build the architecture that config.json names: a model that writes text, the text part of a model of
-images, or what lies beneath a classifier's head. The architectures are those of catalogue.py."""
+"""Finds the code for the architecture in config.json: a text model, the text part of a multimodal model, or the model
+beneath a classification head. catalogue.py lists the architectures."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +22,7 @@ from penstock.executor.protocol import Activation, LabelInfo
 
 
 class Spec(Protocol):
-    """The settings that every model has, as they are read before it is built."""
+    """The settings that every model has; they are read from the config before the model is built."""
 
     vocab_size: int
     hidden_size: int
@@ -33,12 +33,11 @@ class Spec(Protocol):
 
 class CausalModel(Protocol):
     num_layers: int
-    caches: tuple[LayerCache, ...]  # what each layer keeps
-    unit_bytes: int  # of a state's largest unit; 0: no layer has a state
+    caches: tuple[LayerCache, ...]  # the cache that each layer needs
+    unit_bytes: int  # size of the largest state unit; 0: no layer has a state
     kv_parts: int  # 2: keys and values; 1: one vector that is both
-    kv_width: int  # of each part, of one position in one layer
-    # What adapters may change, the layers of all slots of experts in one; with any, `forward` heeds
-    # `ForwardBatch.adapters`.
+    kv_width: int  # numbers per position and layer in each part
+    # The layers that LoRA adapters may change. If there are any, `forward` applies `ForwardBatch.adapters`.
     adapted: tuple[Linear, ...]
 
     @property
@@ -74,11 +73,11 @@ _ACTIVATIONS: dict[str, Activation] = {
     "single_label_classification": "softmax",
     "multi_label_classification": "sigmoid",
 }
-_OF_ALL = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")  # what the outer config may say
+_OF_ALL = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")  # allowed in the outer config
 
 
 def text_of(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the config of a multimodal model's text part; of any other model its own."""
+    """Return the config of a multimodal model's text part; for any other model, its config."""
     fields = Fields(config, where)
     parts = TEXT_PARTS.get((fields.texts("architectures") or [""])[0])
     if parts is None:
@@ -93,9 +92,9 @@ def text_of(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def without_head(config: dict[str, Any], where: str) -> tuple[dict[str, Any], LabelInfo | None]:
-    """Return the config of the model beneath a classifier's head and what the head says; for another model its own config
-    and None. A classifier is a model that writes text, with a head of a row for each label in place of the vocabulary's
-    (transformers' …ForSequenceClassification), or with two tokens of the vocabulary that stand for no and yes."""
+    """Return the config of the model beneath a classification head and the head's labels; for other models, their
+    config and None. A classifier is a text model that has a head with one row per label instead of the LM head
+    (transformers' …ForSequenceClassification), or two tokens of its vocabulary that mean no and yes."""
     fields = Fields(config, where)
     name, tokens = (fields.texts("architectures") or [""])[0], fields.texts("classifier_from_token")
     if tokens is not None and len(tokens) != 2:
@@ -127,7 +126,7 @@ def _names(fields: Fields) -> tuple[str, ...]:
 
 
 def find_architecture(fields: Fields) -> tuple[str, Architecture]:
-    """Return the first entry of `architectures` and how to build it."""
+    """Return the first entry of `architectures`, and the functions that read and build it."""
     names = fields.texts("architectures") or []
     if not names or names[0] not in ARCHITECTURES:
         if names and (needed := missing(names[0])):

@@ -1,9 +1,9 @@
-"""Rotary position embedding: the settings a config may carry, and the cos and sin tables they give.
+"""Rotary position embedding (RoPE): reads the settings of a config, and computes the cos and sin tables.
 
 transformers 4 wrote `rope_theta` and `rope_scaling`, transformers 5 writes `rope_parameters`; both are read.
-Scalings that change with the length of the running sequence are refused: keys already in the cache would be
-wrong the moment the length changed. "longrope", which has one set of divisors for short sequences and one for long
-ones, goes by the longest sequence that there may be (`max_model_len`).
+Scalings that depend on the current length of the sequence are refused, because keys that are already in the cache would
+become wrong when the length changes. "longrope" has one set of divisors for short sequences and one for long ones; the
+maximum length (`max_model_len`) determines which is used.
 """
 
 import math
@@ -22,28 +22,28 @@ SUPPORTED = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """One kind of rotation. `dim` dimensions of a head are rotated; the numbers after `kind` are the kind's own."""
+    """One rotation. `dim` dimensions of a head are rotated; the meaning of the fields after `kind` depends on it."""
 
     dim: int
     theta: float
     kind: Literal["default", "linear", "llama3", "longrope", "proportional", "yarn"] = "default"
     factor: float = 1.0
     original_length: int = 0
-    low: float = 1.0  # llama3: low_freq_factor; yarn: beta_slow; proportional: the share of pairs that turn
+    low: float = 1.0  # llama3: low_freq_factor; yarn: beta_slow; proportional: fraction of pairs that are rotated
     high: float = 4.0  # llama3: high_freq_factor; yarn: beta_fast
     amplitude: float = 1.0  # yarn and longrope multiply cos and sin with it
     truncate: bool = True  # yarn
-    divisors: tuple[float, ...] = ()  # longrope: of each frequency
-    long_divisors: tuple[float, ...] = ()  # … of sequences beyond the original length
+    divisors: tuple[float, ...] = ()  # longrope: a divisor for each frequency
+    long_divisors: tuple[float, ...] = ()  # longrope: the divisors for sequences beyond the original length
 
     def for_positions(self, count: int) -> "Rope":
-        """That of a model that is to compute so many."""
+        """Return the rotation for a maximum of `count` positions."""
         chosen = self.long_divisors if count > self.original_length and self.long_divisors else self.divisors
         return replace(self, divisors=chosen, long_divisors=())
 
 
 def read_rope(fields: Fields, head_dim: int, max_positions: int, default_theta: float = 10000.0) -> Rope:
-    """The rotation of a model with one kind for all layers."""
+    """Read the rotation of a model in which all layers have the same."""
     section = rope_section(fields)
     theta = section.number("rope_theta", fields.number("rope_theta", default_theta))
     partial = fields.number("partial_rotary_factor", 1.0)
@@ -68,12 +68,12 @@ def rope_of(
     partial: float = 1.0,
     original: int | None = None,
 ) -> Rope:
-    """The rotation that one `rope_parameters` or `rope_scaling` object describes."""
+    """Return the rotation that a `rope_parameters` or `rope_scaling` object describes."""
     kind = kind_of(section)
     if kind not in SUPPORTED:
         raise section.error("rope_type", kind, f"one of {', '.join(SUPPORTED)}")
     partial = section.number("partial_rotary_factor", partial)
-    if kind == "proportional":  # pairs lie half a head apart, whether they turn or not
+    if kind == "proportional":  # pairs are half a head apart, including those that are not rotated
         return Rope(head_dim, theta, "proportional", section.number("factor", 1.0), low=partial)
     dim = int(head_dim * partial)
     if dim % 2 or not 0 < dim <= head_dim:
@@ -126,13 +126,13 @@ def yarn_growth(factor: float, scale: float) -> float:
 
 
 def rope_tables(rope: Rope, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [num_positions, dim / 2] float32."""
+    """Return cos and sin, each [num_positions, dim / 2] float32."""
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * _frequencies(rope)
     return (angles.cos() * rope.amplitude).to(device), (angles.sin() * rope.amplitude).to(device)
 
 
 def _frequencies(rope: Rope) -> Tensor:
-    """Radians per position, [dim / 2], computed on the CPU so that every device gets the same."""
+    """Return radians per position [dim / 2], computed on the CPU so that all devices have the same values."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "default":
@@ -144,8 +144,8 @@ def _frequencies(rope: Rope) -> Tensor:
     if rope.kind == "longrope":
         return 1.0 / (torch.tensor(rope.divisors) * rope.theta**exponents)
     if rope.kind == "llama3":
-        # Wavelengths the pre-training saw many times stay, those it never saw whole are stretched by `factor`.
-        turns = rope.original_length * plain / (2 * math.pi)  # of each pair within the original length
+        # Wavelengths much shorter than the original length are kept, longer ones are stretched by `factor`.
+        turns = rope.original_length * plain / (2 * math.pi)  # turns of each pair within the original length
         keep = ((turns - rope.low) / (rope.high - rope.low)).clamp(0, 1)
     else:
         fast, slow = _yarn_dimension(rope, rope.high), _yarn_dimension(rope, rope.low)
@@ -158,5 +158,5 @@ def _frequencies(rope: Rope) -> Tensor:
 
 
 def _yarn_dimension(rope: Rope, turns: float) -> float:
-    """The (fractional) pair that turns this often within the original length."""
+    """Return the (fractional) index of the pair that turns `turns` times within the original length."""
     return rope.dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

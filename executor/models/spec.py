@@ -1,4 +1,4 @@
-"""What distinguishes one decoder-only model from another: a family turns its config.json into this, `Decoder` runs it."""
+"""The settings of a decoder-only model: a family's function makes them from config.json, `Decoder` runs them."""
 
 from dataclasses import dataclass, replace
 
@@ -14,15 +14,15 @@ class LatentSpec:
 
     kv_rank: int
     q_rank: int | None
-    nope_dim: int  # of a query head's part without rotation
+    nope_dim: int  # size of the part of a query head that is not rotated
     rope_dim: int
     value_dim: int
 
     def is_expanded(self, count: int) -> bool:
-        """Whether a chunk of `count` tokens takes less arithmetic if the latents of all it sees are expanded.
+        """Return whether a chunk of `count` tokens takes less arithmetic with the latents of its context expanded.
 
-        Multiplications per head and position it sees: each of its tokens meets a key and a value, made of the latent
-        for all of them, or the latent itself twice.
+        The comparison counts multiplications per head and position of the context: each token multiplies with a key and
+        a value, which are expanded once for all tokens, or twice with the latent itself.
         """
         expanded = count * (self.nope_dim + self.rope_dim + self.value_dim)
         expansion = (self.nope_dim + self.value_dim) * self.kv_rank
@@ -32,28 +32,28 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeltaSpec:
-    """Heads of the gated delta rule, each with a state [key_dim, value_dim], behind a convolution of so many taps."""
+    """Heads of the gated delta rule, each with a state [key_dim, value_dim], after a convolution with `taps` taps."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     taps: int
-    is_grouped: bool  # the projections have what belongs to one key head side by side
+    is_grouped: bool  # the rows of the projections are grouped by key head
 
 
 @dataclass(frozen=True, slots=True)
 class MambaSpec:
-    """Mamba 2, named as the delta rule's heads are: B are keys, C queries, x values."""
+    """Mamba 2 in the delta rule's terms: B are keys, C are queries, x are values."""
 
-    key_heads: int  # groups, over each of which there is one norm
+    key_heads: int  # number of groups; each group has one norm
     value_heads: int
     key_dim: int
     value_dim: int
     taps: int
     conv_bias: bool
     bias: bool
-    norm_eps: float  # the config's own, whatever becomes of the stream's
+    norm_eps: float  # the config's eps, even if that of the stream's norms is scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +66,21 @@ class ConvSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerHeads:
-    """The heads of one layer, if they are not the model's. Their values are normalized. Pages are as wide as the widest
-    layer's keys; narrower layers use their beginning."""
+    """Layer-specific heads, whose values are normalized. Pages are as wide as the widest layer's keys; narrower layers
+    use the first numbers of each position."""
 
     dim: int
     num_kv: int
     pages: int  # the layer whose pages it uses: its own, or those of an earlier layer
-    reads_only: bool = False  # it has no keys and values of its own
-    has_values: bool = True  # else the keys, before norm and rotation, are the values
+    reads_only: bool = False  # the layer has no keys and values of its own
+    has_values: bool = True  # if False, the keys before norm and rotation are also the values
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     rope: Rope
-    window: int | None = None  # attend to this many positions, the own one included; None: to all
-    moe: MoeSpec | None = None  # instead of the dense MLP
+    window: int | None = None  # number of positions attended to, the token's own included; None: all
+    moe: MoeSpec | None = None  # experts instead of the dense MLP, or in addition to it (`is_beside`)
     recurrent: DeltaSpec | MambaSpec | ConvSpec | None = None  # instead of attention
     heads: LayerHeads | None = None  # None: the model's
     mlp_size: int | None = None  # None: the model's
@@ -104,34 +104,34 @@ class DecoderSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    output_gate: bool = False  # what attention gives is multiplied by a sigmoid; the query projection has the gate too
-    is_qk_norm_wide: bool = False  # over all heads together, not over each
-    rotates_first: bool = False  # queries and keys are normalized behind the rotation
-    # Gemma: norms also after attention and MLP, stored as the distance from one, and scaled embeddings.
+    output_gate: bool = False  # attention's output is multiplied by sigmoid(gate), part of the query projection
+    is_qk_norm_wide: bool = False  # queries and keys are normalized over all heads together, not per head
+    rotates_first: bool = False  # queries and keys are normalized after the rotation
+    # Gemma: norms also after attention and MLP, norm weights stored minus one, and scaled embeddings.
     sandwich_norms: bool = False
-    has_pre_norms: bool = True  # OLMo 2 has only those after
+    has_pre_norms: bool = True  # OLMo 2 has norms only after attention and MLP
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
-    rounds_scale: bool = True  # `embedding_scale` to the model's dtype, as in Gemma's training
+    rounds_scale: bool = True  # round `embedding_scale` to the model's dtype, as in Gemma's training
     logit_scale: float = 1.0
-    # Queries grow by 1 + this * log(1 + length) for as many whole lengths (the second) as lie before them.
+    # (slope, length): the query at position p is multiplied by 1 + slope * log(1 + p // length).
     query_growth: tuple[float, int] | None = None
     arrangement: Arrangement = AS_LLAMA
     has_sinks: bool = False
-    # A score of attention, or a logit, x becomes cap * tanh(x / cap).
+    # With a cap, an attention score or a logit x becomes cap * tanh(x / cap).
     score_cap: float | None = None
     logit_cap: float | None = None
-    # The width of what each layer adds to the stream at its end, made from a token's number and its embedding. 0: the layers
-    # only scale the stream there. None: they do neither.
+    # The width of the per-layer embeddings that each layer adds at its end, from token id and embedding. 0: the layers
+    # only scale the stream at their end. None: they do neither.
     input_width: int | None = None
     input_vocab_size: int = 0
-    latent: LatentSpec | None = None  # then head_dim is the width of a cached position, shared by all heads
+    latent: LatentSpec | None = None  # if set, head_dim is the width of a cached position, shared by all heads
 
     def heads_of(self, index: int) -> LayerHeads:
         """Return the heads of the layer at this index: its own, or the model's."""
         return self.layers[index].heads or LayerHeads(self.head_dim, self.num_kv_heads, index)
 
     def for_positions(self, count: int) -> "DecoderSpec":
-        """Of a model that is to compute so many."""
+        """Return the spec for a maximum of `count` positions."""
         layers = (replace(layer, rope=layer.rope.for_positions(count)) for layer in self.layers)
         return replace(self, layers=tuple(layers))

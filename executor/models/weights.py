@@ -1,7 +1,7 @@
-"""The tensors that a model requests while it is built: checked by name and shape, digested, cut for a rank and converted.
+"""Provides a model's tensors while it is built: checks name and shape, digests, slices for the rank and converts.
 
-A model's constructor is the only list of its tensors: what it asks for must be there in the expected shape, and
-what it did not ask for must not be there.
+A model's constructor is the only list of its tensors: every tensor that it requests must exist in the expected shape,
+and the checkpoint must not contain any other tensor.
 """
 
 import math
@@ -28,26 +28,26 @@ from penstock.executor.progress import quarters
 from penstock.executor.protocol import ExecutorError
 
 Layer = TypeVar("Layer")
-# Which dimension of a weight the ranks share out: output rows (then each has part of the result), input
-# columns (then the results are summed), or none.
+# The dimension by which a weight is split over the ranks: output rows (each rank has a part of the result), input
+# columns (the results are summed), or none.
 Split = Literal["rows", "columns"] | None
-# Into how many indivisible parts the dimension falls that is shared out, heads for instance: None, into single ones. Or
-# the sizes of sections, each of which is shared out by itself.
+# The number of indivisible parts, such as heads, of the split dimension; None: single rows or columns. Or the sizes of
+# sections, each of which is split separately.
 Units = int | tuple[int, ...] | None
 Span = tuple[int, int]
-# Buffers that old versions of transformers saved; they follow from the config.
+# Buffers that old versions of transformers saved; they are computed from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 LOAD_THREADS = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class CheckpointReader:
-    """Reads tensors of an expected shape from a checkpoint and remembers which."""
+    """Reads tensors of an expected shape from a checkpoint, and records which were read."""
 
     def __init__(
         self, checkpoint: Checkpoint, where: str, must_be_finite: Callable[[str], bool] = lambda _name: False
     ) -> None:
-        """`must_be_finite` tells whether to check the numbers of the tensor with this name."""
+        """`must_be_finite(name)` tells whether the numbers of a tensor must be checked to be finite."""
         self._checkpoint, self._where, self._must_be_finite = checkpoint, where, must_be_finite
         self._names = set(checkpoint.names())
         self._read: set[str] = set()
@@ -61,9 +61,9 @@ class CheckpointReader:
         return stored
 
     def check(self, name: str, shape: tuple[int, ...]) -> str:
-        """Check that the checkpoint has the tensor in this shape, without reading it; return the checkpoint's name."""
+        """Check that the tensor exists in this shape, without reading it; return its name in the checkpoint."""
         if name not in self._names and name.removeprefix("model.") in self._names:
-            name = name.removeprefix("model.")  # saved without its head, as embedding models are
+            name = name.removeprefix("model.")  # embedding models are saved without a head and this prefix
         if name not in self._names:
             raise ExecutorError(f"{self._where}: tensor {name!r} of shape {list(shape)} is missing")
         found = self._checkpoint.shape(name)
@@ -75,11 +75,11 @@ class CheckpointReader:
         return name
 
     def pass_over(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that a tensor is there that another rank reads, with its scales if it is stored in eight bits."""
+        """Check that a tensor that another rank reads exists, with its scales if it is stored in FP8."""
         self._read.add(f"{self.check(name, shape)}{SUFFIX}")
 
     def check_all_read(self, ignored: tuple[str, ...] = (), prefixes: tuple[str, ...] = ()) -> None:
-        """Raise ExecutorError if tensors are left unread, but for names that end in `ignored` or begin with `prefixes`."""
+        """Raise ExecutorError if tensors are unread, except names ending in `ignored` or beginning with `prefixes`."""
         left = sorted(
             name
             for name in self._names - self._read
@@ -94,7 +94,7 @@ class CheckpointReader:
             )
 
     def _is_empty_bias(self, name: str) -> bool:
-        """Tell whether this is a bias of zeros, as AutoGPTQ wrote for every layer of codes."""
+        """Tell whether this is a bias of zeros, which AutoGPTQ wrote for every quantized layer."""
         stored = self._checkpoint.read(name) if name.endswith(".bias") and self._checkpoint.has_codes else None
         return isinstance(stored, Tensor) and not stored.any()
 
@@ -102,14 +102,14 @@ class CheckpointReader:
 def _is_finite(stored: Tensor | Weight) -> bool:
     if isinstance(stored, Weight):
         stored = stored.dequantize(CPU, torch.float32)
-    elif stored.element_size() == 1:  # eight bits: a NaN of theirs would need a look at every number as another dtype
+    elif stored.element_size() == 1:  # FP8, where finding a NaN requires a conversion of all numbers
         stored = stored.float() if stored.dtype.is_floating_point else torch.zeros(1)
     return not stored.numel() or all(map(math.isfinite, (float(end) for end in stored.aminmax())))
 
 
 class Product(NamedTuple):
-    """How a linear layer was made of a checkpoint's matrices: the arguments of `Weights.linear`, one for each matrix. Adapters
-    of these matrices are cut in the same way."""
+    """The composition of a linear layer from a checkpoint's matrices: the arguments of `Weights.linear`, one per
+    matrix. LoRA adapters of these matrices are sliced in the same way."""
 
     names: tuple[str, ...]
     rows: tuple[int, ...]
@@ -119,12 +119,12 @@ class Product(NamedTuple):
     pieces: tuple[tuple[int, ...] | None, ...]
 
     def shape(self, group: RankGroup) -> tuple[int, list[int]]:
-        """Return the number of the rank's inputs, and of the outputs of each part."""
+        """Return the rank's number of inputs, and of outputs of each part."""
         depth = self.columns if self.splits[0] != "columns" else _size(self._inputs(group))
         return depth, [_size(self._outputs(index, group)) for index in range(len(self.names))]
 
     def cut(self, index: int, up: Tensor, down: Tensor, group: RankGroup) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of an adapter's B [rows, rank] and A [rank, columns], as [rank, width] and [rank, depth]."""
+        """Slice an adapter's B [rows, rank] and A [rank, columns] for this rank: [rank, width] and [rank, depth]."""
         if self.splits[index] == "columns":
             down = torch.cat([down[:, first:end] for first, end in self._inputs(group)], 1)
         up = torch.cat([up[first:end] for first, end in self._outputs(index, group)])
@@ -141,7 +141,7 @@ class Product(NamedTuple):
 
 
 class Weights:
-    """Hands out the rank's part of each tensor in the model's dtype on its device."""
+    """Provides the rank's part of each tensor in the model's dtype on its device."""
 
     def __init__(
         self,
@@ -162,35 +162,35 @@ class Weights:
         self._read, self.dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
         self.has_adapters = has_adapters
-        self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
+        self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each expert
         self.ops = ops
         self.made = LinearMaker(ops, kept_codes, has_groups, dtype, device)
-        # What each layer of `linear` was made of. Experts' layers go as soon as their weights are joined.
+        # The composition of each layer made by `linear`. Experts' layers are dropped once their weights are stacked.
         self.products: WeakKeyDictionary[Linear, Product] = WeakKeyDictionary()
         self._digests = digests
 
     def tensor(self, name: str, shape: tuple[int, ...], split: Split = None, units: Units = None) -> Tensor:
         """Return the rank's part of a tensor in the model's dtype."""
         parts = self._cut(self._fetch(name, shape), split, units)
-        # A copy also where nothing is converted: the original may be a view of a mapped file.
+        # Copied even if nothing is converted, because the original may be a view of a mapped file.
         return self.made.count(_join([self.made.dequantize(part, copy=True) for part in parts]))
 
     def table(self, name: str, shape: tuple[int, ...], is_head: bool) -> Linear:
-        """Return a layer whose rows are the rank's of an embedding, and which is the head too if `is_head`."""
+        """Return a layer with the rank's rows of an embedding; with `is_head` it is also the LM head."""
         (part,) = self._cut(self._fetch(name, shape), "rows", None)
         return self.made.table(part, is_head)
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
-        """Return a norm's weight in float32, as the kernels read it; `offset` is what the file leaves out."""
+        """Return a norm's weight in float32, with `offset` added to the stored values."""
         return self.made.count(self._fetch(name, (size,)).dequantize(self._device, torch.float32) + offset)
 
     def float32(self, name: str, shape: tuple[int, ...], split: Split = None, units: Units = None) -> Tensor:
-        """Return the rank's part of a tensor that is computed in float32 whatever the model's dtype."""
+        """Return the rank's part of a tensor that is used in float32 whatever the model's dtype."""
         parts = self._cut(self._fetch(name, shape), split, units)
         return self.made.count(_join([part.dequantize(self._device, torch.float32, copy=True) for part in parts]))
 
     def pass_over(self, name: str, shape: tuple[int, ...]) -> None:
-        """Leave a tensor to the ranks that have a part in it."""
+        """Check that a tensor exists that only other ranks read."""
         if isinstance(self._read, CheckpointReader):
             self._read.pass_over(name, shape)
 
@@ -204,10 +204,10 @@ class Weights:
         units: tuple[Units, ...] | None = None,
         pieces: tuple[tuple[int, ...] | None, ...] | None = None,
     ) -> Linear:
-        """Return one linear layer made of one or several weights, their outputs side by side, by names without '.weight'.
+        """Return a linear layer of one or several weights, outputs concatenated, by their names without '.weight'.
 
-        `bias` and `split` hold for all weights or are given for each; `units` are given for each. `pieces`: the stored rows
-        alternate between so many of one kind and so many of the next; the layer has all of a kind together.
+        `bias` and `split` apply to all weights or are given per weight; `units` are given per weight. `pieces` are
+        numbers of rows: the stored rows alternate between kinds in runs of these lengths; the layer groups each kind.
         """
         biases = bias if isinstance(bias, tuple) else (bias,) * len(names)
         splits = split if isinstance(split, tuple) else (split,) * len(names)
@@ -231,7 +231,7 @@ class Weights:
     def _bias(
         self, named: list[tuple[str, int, Split, Units]], own: list[list[Weight]], given: tuple[bool, ...]
     ) -> Tensor | None:
-        """Return the biases side by side, zero where one of several layers has none."""
+        """Return the concatenated biases, with zeros for weights without a bias."""
         biases = [
             self.tensor(f"{name}.bias", (size,), "rows" if split == "rows" else None, units)
             if is_given
@@ -239,11 +239,11 @@ class Weights:
             for (name, size, split, units), parts, is_given in zip(named, own, given, strict=True)
         ]
         if named[0][2] == "columns" and not self.group.is_first:
-            return None  # the sum over ranks has the bias once
+            return None  # only one rank adds the bias to the sum
         return torch.cat(biases)
 
     def layers(self, num_layers: int, build: Callable[[int], Layer]) -> list[Layer]:
-        """Build layers side by side, so that reading, digesting, converting and reordering overlap."""
+        """Build layers in parallel, so that reading, digesting, converting and reordering overlap."""
         threads = min(LOAD_THREADS, usable_cores())
         with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
             built = pool.map(build, range(num_layers))
@@ -269,12 +269,12 @@ class Weights:
         return stored
 
     def _cut(self, part: Weight, split: Split, units: Units) -> list[Weight]:
-        """Return the rank's part, one for each section."""
+        """Return the rank's slices of a weight, one for each section."""
         if split is None or self.group.world == 1:
             return [part]
         dim = 0 if split == "rows" else 1
         cuts = [part.narrow(dim, first, end - first) for first, end in shares(part.shape[dim], units, self.group)]
-        if not part.is_numbers:  # those cut through a block or a group are numbers now
+        if not part.is_numbers:  # weights sliced within a block or a group have been dequantized
             self.made.count_widened(sum(cut.codes.numel() for cut in cuts if cut.is_numbers) * self.dtype.itemsize)
         return cuts
 
@@ -284,7 +284,7 @@ def _join(parts: list[Tensor]) -> Tensor:
 
 
 def shares(size: int, units: Units, group: RankGroup) -> list[Span]:
-    """Return the rank's share of so many rows or columns, one span for each section."""
+    """Return the rank's share of `size` rows or columns, one span for each section."""
     if isinstance(units, tuple):
         starts = accumulate(units, initial=0)
         own = (group.share(section) for section in units)
@@ -299,6 +299,6 @@ def _size(spans: list[Span]) -> int:
 
 
 def sorted_rows(rows: Tensor, kinds: tuple[int, ...]) -> Tensor:
-    """Return rows that alternate between so many of one kind and so many of the next with all of a kind together."""
+    """Reorder rows that alternate between kinds, in runs of the lengths `kinds`, so that each kind is contiguous."""
     turns = rows.unflatten(0, (-1, sum(kinds))).split(kinds, dim=1)
     return torch.cat([each.flatten(0, 1) for each in turns])
