@@ -9,10 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("engine", "executor", "cache", "eplb", "router")
-KERNELS = ("kernels/cuda", "kernels/card.py", "kernels/recurrent.py", "kernels/state.py")
-EXECUTOR = (*KERNELS, "ranks", "ring", "sampling", "step", "tiers")
-# Folders that are rewritten in plain technical English; the rest follows.
-PLAIN = ("benchmarks", "cache", "engine", "eplb", *(f"executor/{part}" for part in EXECUTOR), "router", "src")
+# Folders that are rewritten in plain technical English; tests and csrc follow.
+PLAIN = ("benchmarks", "cache", "engine", "eplb", "executor", "router", "src")
 RIDDLE = re.compile(r'(^\s*(""")?|# |// |/\*+ )(Of|What|Who|Whose|Whether|Those|As|None of)\b')
 
 
