@@ -131,8 +131,8 @@ const struct code_type code_types[] = {
      .table = nonlinear},
     {"MXFP4", read_mxfp4, .values = 32, .bytes = 17, .low = 4, .groups = 1, .is_bfloat16 = 1, .offset = 12,
      .table = four_bit_floats},
-    /* Of no file: codes of penstock_group_pack with an integer that stands for zero. The minimum is that integer, less
-     * the offset, times the scale, and exact. */
+    /* Not in files: the codes of penstock_group_pack with an integer zero point. The minimum is the zero point minus
+     * the offset, times the scale, and is exact. */
     {"G4", .values = 32, .low = 4, .groups = 1, .minima = 1, .inner = 1, .offset = 8},
     {"G8", .values = 32, .low = 8, .groups = 1, .minima = 1, .inner = 1, .offset = 128},
     {"G4_BF16", .values = 32, .low = 4, .groups = 1, .minima = 1, .inner = 1, .is_bfloat16 = 1, .offset = 8},
@@ -152,7 +152,7 @@ static float from_bits(uint32_t bits) {
     return value;
 }
 
-/* Of a header. Its infinities and NaN were refused. */
+/* Converts a 16-bit number of a header to float. Infinities and NaN were refused before. */
 static float number(uint16_t bits, int is_bfloat16) {
     if (is_bfloat16) return from_bits((uint32_t)bits << 16);
     float size = from_bits((bits & 0x7fffu) << 13) * 0x1p112f; /* the exponent's bias is 15 there, 127 here */

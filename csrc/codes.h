@@ -52,7 +52,7 @@ static inline int64_t panel_bytes(const struct code_type *t, int64_t depth, int 
     return depth / t->values * header_bytes(t, columns) + depth / CHUNK * chunk_bytes(t, columns);
 }
 
-/* Where the header of chunk `number` lies in its panel, and where the chunk. A header is for one chunk or for eight. */
+/* Offsets in a panel of chunk `number` and of its header. A header belongs to one chunk or to eight. */
 static inline int64_t header_at(const struct code_type *t, int64_t number, int columns) {
     if (t->values == CHUNK) return number * (header_bytes(t, columns) + chunk_bytes(t, columns));
     return (number >> 3) * (header_bytes(t, columns) + 8 * chunk_bytes(t, columns));

@@ -64,14 +64,14 @@ INLINE vec signed_bytes(const uint8_t *from) {
 #endif
 }
 
-/* What a chunk of a panel is made of. */
+/* The parts of a chunk of a panel. */
 struct chunk {
     const uint8_t *planes;
     vec scales[2][CODED_VECTORS], minima[2][CODED_VECTORS]; /* by group */
 };
 
-/* What is computed with next: the rest of a panel, `left` chunks, and then another one. It is fetched a chunk at a time,
- * for memory would be idle while products are computed. */
+/* The data to prefetch: the remaining `left` chunks of a panel, then another panel. It is prefetched chunk by chunk,
+ * because memory would otherwise be idle while products are computed. */
 struct reading {
     const uint8_t *from, *then;
     int64_t size, left; /* bytes of a chunk; 0: nothing */
@@ -120,13 +120,13 @@ struct sums {
     ivec of[CODED_ROWS][CODED_VECTORS];
 };
 
-/* Of a row's integers in a group of a chunk; `at` is where the row's chunk is among all. */
+/* Returns the sum of a row's integers in one group of a chunk; `at` is the index of the row's chunk among all. */
 INLINE int32_t sum_of_integers(const struct coded *l, int64_t at, int group) {
     const int32_t *parts = l->x.sums + 2 * at;
     return l->type->groups == 2 ? parts[group] : parts[0] + parts[1];
 }
 
-/* What a minimum of 1 takes off each row. */
+/* Returns the amounts that a minimum of 1 subtracts from each row. */
 INLINE const float *below_of(const struct coded *l, int group) {
     return l->x.below[l->type->groups == 2 ? 1 + group : 0];
 }

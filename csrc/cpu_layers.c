@@ -15,7 +15,7 @@ struct room {
     int64_t hidden, heads, query, attended, gate_up, gated, integers;
 };
 
-/* Of a recurrent layer. */
+/* Returns the number of values per token of a recurrent layer; 0 for other layers. */
 static int64_t values_of(const struct penstock_layer *l) {
     return l->delta ? (int64_t)l->delta->value_heads * l->delta->value_dim : 0;
 }
@@ -52,7 +52,7 @@ int64_t penstock_layers_scratch(const struct penstock_cpu *cpu, const struct pen
     return r.hidden + r.heads + r.query + r.attended + r.gate_up + r.gated + r.integers;
 }
 
-/* What penstock_run_layers was given, and whether it failed. */
+/* The arguments of penstock_run_layers, and whether it failed. */
 struct run {
     const struct penstock_cpu *cpu;
     const struct penstock_layers *layers;

@@ -1,4 +1,4 @@
-/* What the C kernels of the executor share: their arguments, and one table of functions per instruction level.
+/* Shared by the executor's C kernels: their arguments, and one table of functions per instruction level.
  *
  * Strides count elements. The Python side (executor/kernels/cpu_ops.py) has checked dtypes and shapes. */
 #ifndef PENSTOCK_CPU_LEVEL_H

@@ -78,7 +78,7 @@ struct penstock_adapter_part {
     int64_t up_stride, first, rank, column, width;
 };
 
-/* What one adapter adds to one product: y += (x down) up. `down` [depth, ranks of all parts]. */
+/* One LoRA adapter of one product: y += (x down) up, with `down` [depth, sum of the parts' ranks]. */
 struct penstock_adapter {
     uintptr_t down;
     int64_t down_stride; /* at most 768 + 16 */

@@ -186,5 +186,5 @@ INLINE void store(void *base, int64_t index, int64_t left, vec x, enum element t
     else memcpy(to, &some, 2 * left);
 }
 
-/* What a value becomes when it is stored and loaded again. */
+/* Returns the value rounded as by storing it and loading it again. */
 INLINE vec rounded(vec x, enum element type) { return type == BFLOAT16 ? widen(narrow(x)) : x; }
