@@ -204,7 +204,7 @@ def test_wrong_keys_and_buffers_are_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="buffer: 5 bytes given; a chunk has 8000"):
             rig.tier.put(key_of("a"), bytes(5))
         rig.store("a")
-        with pytest.raises(ValueError, match="out: a buffer that can be written to"):
+        with pytest.raises(ValueError, match="out: a writable buffer is expected"):
             rig.tier.start_load(key_of("a"), bytes(CHUNK))
 
 
