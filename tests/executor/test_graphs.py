@@ -75,12 +75,12 @@ def pretend_a_gpu(
     monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], Recorder], chunks: tuple[int, ...] = ()
 ) -> None:
     """Whatever a rank opens from now on goes the ways that it would there. `chunks`: tokens of the graphs with prompts."""
-    monkeypatch.setattr(graphs, "CHUNK_BUCKETS", chunks)
+    monkeypatch.setattr(rank, "CHUNK_BUCKETS", chunks)
     monkeypatch.setattr(rank, "_is_gpu", lambda _: True)
     monkeypatch.setattr(rank, "CudaMeter", Meter)
     monkeypatch.setattr(rank, "open_inputs", on_device)
     monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling_twin)
-    monkeypatch.setattr("penstock.executor.step.graphs.CudaGraphs", open_pool)
+    monkeypatch.setattr(rank, "CudaGraphs", open_pool)
     monkeypatch.setattr(Outbox, "send", lambda _, tensors: HostCopy((), [tensor.clone() for tensor in tensors], None))
     monkeypatch.setattr("penstock.executor.models.moe.Experts.is_fused", True)
 

@@ -33,7 +33,7 @@ def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: Any)
     """On a GPU; the made-up one, if there is something to patch."""
     if monkeypatch is not None:
         monkeypatch.setattr(
-            "penstock.executor.step.warmup.warm_up", lambda *_: None
+            "penstock.executor.ranks.rank.warm_up", lambda *_: None
         )  # takes as long as a test, and nothing is in flight yet
         monkeypatch.setattr(Weights, "layers", lambda _, num_layers, build: [build(i) for i in range(num_layers)])
     config = ExecutorConfig(
@@ -103,7 +103,7 @@ def test_one_pool_for_forward_passes_and_draws_would_be_a_race(monkeypatch: pyte
     folder(CASE)
     with PretendedGpu() as gpu:
         pool = CudaGraphs()
-        monkeypatch.setattr("penstock.executor.step.graphs.CudaGraphs", lambda: pool)
+        monkeypatch.setattr("penstock.executor.ranks.rank.CudaGraphs", lambda: pool)
         executor = open_executor(monkeypatch)
         world = World(executor, 1, SAMPLINGS[:2], False, lambda: gpu.thread("the finisher"))
         with pytest.raises(Race, match=r"the computing stream writes what stream \d+ of outbox.py reads"):

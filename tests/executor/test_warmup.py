@@ -83,7 +83,7 @@ def test_the_first_answers_are_those_of_a_run_that_was_not_warmed_up(monkeypatch
     for is_warm in (False, True):
         with monkeypatch.context() as patch:
             if not is_warm:
-                patch.setattr("penstock.executor.step.warmup.warm_up", lambda *_: None)
+                patch.setattr("penstock.executor.ranks.rank.warm_up", lambda *_: None)
             driver = Driver(open_warm())
         sequences = [driver.admit(prompt, s) for prompt, s in zip(PROMPTS, SAMPLINGS, strict=True)]
         results = [driver.advance(*sequences, chunk=5) for _ in range(6)]
@@ -141,7 +141,7 @@ def test_without_graphs_kernels_are_warmed_all_the_same(monkeypatch: pytest.Monk
 
 
 def test_a_cpu_has_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.executor.step.warmup.warm_up", lambda *_: pytest.fail("warmed up"))
+    monkeypatch.setattr("penstock.executor.ranks.rank.warm_up", lambda *_: pytest.fail("warmed up"))
     lines: list[str] = []
     assert "activations" not in open_warm(lines).info.memory
     assert not [line for line in lines if "arm" in line or "raph" in line]

@@ -255,7 +255,7 @@ class PretendedGpu(TorchDispatchMode):
         self._patches.setattr("penstock.executor.ranks.rank.select_input_ops", lambda _: torch_inputs)
         self._patches.setattr("penstock.executor.kernels.low_rank._load_kernel", lambda: low_rank.add_low_rank)
         # The twin of attention looks at a padded batch's rows on the host, which a graph of this one cannot repeat.
-        self._patches.setattr("penstock.executor.step.graphs.CHUNK_BUCKETS", ())
+        self._patches.setattr("penstock.executor.ranks.rank.CHUNK_BUCKETS", ())
         tensor = torch.tensor
         self._patches.setattr(torch, "tensor", lambda data, device=CPU, **kwargs: tensor(data, **kwargs).to(device))
         self._patches.setattr(torch.Tensor, "pin_memory", lambda tensor: self._pin(tensor))

@@ -251,12 +251,12 @@ def test_a_model(monkeypatch: pytest.MonkeyPatch, device: torch.device, case: st
 
 @pytest.mark.parametrize("card", [cards.A100, cards.L40S, cards.H200, cards.RTX_PRO])
 def test_it_is_what_a_gpu_computes_with_if_asked(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
-    monkeypatch.setattr("penstock.executor.kernels.card_of", lambda _: card)
+    monkeypatch.setattr("penstock.executor.kernels.select.card_of", lambda _: card)
     ops = select_ops(torch.device("cuda", 0), torch.bfloat16, 128, True)
     assert isinstance(ops, InvariantOps) and (ops.blocks is None) == (card is cards.A100)
 
 
 def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.executor.kernels.card_of", lambda _: cards.B200)
+    monkeypatch.setattr("penstock.executor.kernels.select.card_of", lambda _: cards.B200)
     with pytest.raises(ExecutorError, match=r"batch_invariant: given; .* 8\.x, 9\.0 or 12\.x"):
         select_ops(torch.device("cuda", 0), torch.bfloat16, 128, True)

@@ -108,7 +108,7 @@ def test_a_model_of_eight_bits_is_near_its_twin(
 
 @pytest.mark.parametrize("card", [cards.A100, cards.L40S, cards.H200, cards.B200, cards.RTX_PRO])
 def test_what_a_gpu_lacks_is_left_out_and_the_rest_is_kernels(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
-    monkeypatch.setattr("penstock.executor.kernels.card_of", lambda _: card)
+    monkeypatch.setattr("penstock.executor.kernels.select.card_of", lambda _: card)
     ops = select_ops(torch.device("cuda", 0), torch.bfloat16, 128)
     assert all(getattr(ops, name) is getattr(OPS, name) for name in operations(Ops) if name != "blocks")
     assert ops.blocks is (OPS.blocks if card.capability >= (8, 9) else None)
@@ -116,6 +116,6 @@ def test_what_a_gpu_lacks_is_left_out_and_the_rest_is_kernels(monkeypatch: pytes
 
 def test_a_gpu_that_is_too_old_for_the_kernels_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     turing = Card((7, 5), 40, 64 << 10)
-    monkeypatch.setattr("penstock.executor.kernels.card_of", lambda _: turing)
+    monkeypatch.setattr("penstock.executor.kernels.select.card_of", lambda _: turing)
     with pytest.raises(ExecutorError, match="this GPU has compute capability 7.5; 8.0 .* or later is needed"):
         select_ops(torch.device("cuda", 0), torch.bfloat16, 128)
