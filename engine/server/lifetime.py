@@ -14,6 +14,7 @@ from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.listen import Listener
 from penstock.engine.http.sockets import bind_sockets, url_of
 from penstock.engine.server.app import ServerApp
+from penstock.engine.server.kv_publisher import KvPublisher
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import Service
 from penstock.engine.text.template import ChatTemplate
@@ -61,8 +62,6 @@ async def published(app: ServerApp, config: ServerConfig) -> AsyncIterator[None]
     if config.kv_events_config is None or not config.kv_events_config.is_on:
         yield
         return
-    from penstock.engine.server.kv_publisher import KvPublisher
-
     publisher = KvPublisher(app.service, app.kv_events, config.kv_events_config)
     try:
         publisher.start()
