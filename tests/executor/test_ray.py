@@ -70,8 +70,7 @@ def test_more_ranks_than_the_cluster_holds_is_said_with_both_numbers(driver: Pro
     assert "tensor_parallel_size: 4 given; every rank needs one CPU, and the Ray cluster has 2" in error
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_actor_ends_the_executor_by_name_and_leaves_no_other(driver: Program, rank: int) -> None:
     said = run(driver)
     os.kill(said["pids"][rank], signal.SIGKILL)
