@@ -148,17 +148,8 @@ class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True)
     line: str
 
 
-class StartCost(msgspec.Struct, frozen=True, array_like=True):
-    """One-time costs of the core's start."""
-
-    num_compiled: int = 0  # Python files whose bytecode was compiled and is cached for the next start
-    compile_s: float = 0.0
-    read_bytes: int = 0  # bytes read from a disk, not from the page cache
-
-
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     info: ModelInfo
-    cost: StartCost = StartCost()
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", array_like=True):

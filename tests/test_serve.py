@@ -143,15 +143,3 @@ def test_a_port_in_use_is_said_before_the_model_loads(server: Server, folder: Pa
     assert second.process.wait(60) == 2
     second.close()
     assert "Address already in use" in second.output and "Starting" not in second.output
-
-
-@pytest.mark.slow  # compiles all Python files of torch
-def test_a_first_start_says_what_it_compiled(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    server = Server(folder, PYTHONPYCACHEPREFIX=str(tmp_path_factory.mktemp("bytecode")))
-    try:
-        server.wait_for(r"Ready after .*\n  This start compiled [\d,]+ Python files in .* s")
-    finally:
-        server.close()

@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Any, Literal
 
 from penstock.engine.config import ConfigError, EngineConfig, EngineOptions, add_engine_options, engine_config
-from penstock.engine.core.first_start import start_note
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.sockets import bind_sockets
 from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, recommended_sampling, resolve_model
@@ -124,8 +123,6 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
 
             def announce(url: str) -> None:
                 _say(f"Ready after {time.monotonic() - started_s:.1f} s: {url}")
-                if (note := start_note(engine.start_cost)) is not None:
-                    _say(f"  {note}")
                 labels = engine.info.labels
                 _say_curl(url, server, template is not None, classifies=labels is not None and labels.tokens is None)
 

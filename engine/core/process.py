@@ -17,7 +17,6 @@ import msgspec
 import zmq
 
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
-from penstock.engine.core.first_start import CompileClock
 from penstock.engine.messages import (
     Abort,
     Connected,
@@ -67,15 +66,13 @@ def main(open_executor: Callable[[ExecutorConfig, Callable[[str], None]], Execut
     """Run until asked to stop. The exit code is 0 only after a Shutdown."""
     start, channel = begin(CoreStart)
     leave_with(channel)
-    context, reporter, config = zmq.Context(), Reporter(partial(send, channel)), start.config
-    duty, clock = Duty(), CompileClock()
-    clock.install()
+    context, reporter, config, duty = zmq.Context(), Reporter(partial(send, channel)), start.config, Duty()
     link = CoreLink(context, Path(start.directory))
     link.send(Connected())
     try:
         executor = open_executor(config.executor, lambda line: link.send(LoadProgress(line)))
         core = EngineCore(config, executor, lambda: _compiler(config.executor, executor.info))
-        link.send(Ready(core.info, clock.cost()))
+        link.send(Ready(core.info))
         reporter.beat(lambda: heartbeat(core, duty))
         settle_garbage()
         _serve(core, link, duty)

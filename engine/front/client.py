@@ -38,9 +38,7 @@ from penstock.engine.messages import (
     Outputs,
     Ready,
     Shutdown,
-    StartCost,
     Stats,
-    Submit,
     ToCore,
     UnloadAdapter,
     WatchCache,
@@ -92,7 +90,6 @@ class AsyncEngine:
         """`core`: the module that runs as the core process; another one can open another executor."""
         self.stats = Stats()
         self.state = EngineState()
-        self.start_cost = StartCost()
         self.config = config
         self.tokenizer = tokenizer  # None: answers are token ids, and end at their length
         self._max_logprobs, self._core_module = max_logprobs, core
@@ -360,7 +357,6 @@ class AsyncEngine:
         elif isinstance(message, Ready):
             assert self._ready is not None
             self._liveness.pid = None if self._process is None else self._process.pid  # its heartbeats begin
-            self.start_cost = message.cost
             if not self._ready.done():
                 self._ready.set_result(message.info)
         elif isinstance(message, Dead):
