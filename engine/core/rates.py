@@ -29,39 +29,10 @@ class Rate:
         return 0.0 if self.per_s is None else amount / self.per_s
 
 
-class StoreRate(Rate):
-    """Blocks per second of one store, as it reports them, or as they are observed to arrive."""
-
-    def __init__(self, full_weight: float) -> None:
-        super().__init__(full_weight)
-        self._busy_since_s: float | None = None  # reads are in flight, and none has ended since then
-        self._is_measured = False  # the store measures itself
-
-    def note(self, count: float, seconds: float) -> None:
-        """Add the store's own measurement. It is more precise: in the core a read ends only when a step does."""
-        if count > 0 and seconds > 0:
-            if not self._is_measured:
-                self._is_measured, self.per_s = True, None
-            self.add(count, seconds)
-
-    def begin(self, count: int, now_s: float) -> None:
-        if count and self._busy_since_s is None:
-            self._busy_since_s = now_s
-
-    def end(self, num_read: int, num_left: int, now_s: float) -> None:
-        """Measure a store that reports nothing by what it delivers while reads are queued."""
-        if num_read and self._busy_since_s is not None:
-            if not self._is_measured:
-                self.add(num_read, now_s - self._busy_since_s)
-            self._busy_since_s = now_s
-        if not num_left:
-            self._busy_since_s = None
-
-
 class Rates:
     def __init__(self, block_bytes: int, block_size: int, stores: Iterable[str]) -> None:
         full_weight = max(32 * 2**20 // max(block_bytes, 1), 1)
-        self.reads = {store: StoreRate(full_weight) for store in stores}  # blocks
+        self.reads = {store: Rate(full_weight) for store in stores}  # blocks, as the stores report them
         self.copies = Rate(full_weight)  # blocks
         self.prefill = Rate(full_weight=1024)  # tokens
         self.step_s = 0.0  # of a decoding step

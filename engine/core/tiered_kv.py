@@ -302,8 +302,6 @@ class TieredKv(Kv):
             del self._restoring[request]
         self.counts["restores"] += len(restores)
         reads, writes = self.index.take_reads(), self.index.take_writes()
-        for store, count in Counter(read[1] for read in reads).items():
-            self.rates.reads[store].begin(count, self._now_s)
         must_forget, self._must_forget = self._must_forget, False
         moves = self._saves or restores or reads or writes or must_forget
         if not moves and len(self._touched) < MANY_TOUCHES:
@@ -323,12 +321,8 @@ class TieredKv(Kv):
 
     def _take_report(self, result: TransferResult) -> None:
         self._is_new = self.is_stale = False
-        num_read = Counter(store for ticket, ok in result.completions if (store := self._complete(ticket, ok)))
-        if result.completions:
-            num_left = Counter(read.store for read in self.index.reads.values())
-            now_s = self._clock()
-            for store, rate in self.rates.reads.items():
-                rate.end(num_read[store], num_left[store], now_s)
+        for ticket, ok in result.completions:
+            self._complete(ticket, ok)
         self.rates.copies.add(result.num_copied, result.copy_s)
         self._num_found += sum(map(len, result.found.values()))
         self.index.note(result.found, result.lost)
@@ -337,11 +331,11 @@ class TieredKv(Kv):
             what = "busy_s" if "busy_s" in numbers else "load_times_sum_s"
             loads, seconds = (numbers.get(each, 0) - before.get(each, 0) for each in ("hits", what))
             if name in self.rates.reads:
-                self.rates.reads[name].note(loads, seconds / numbers.get("workers", 1))
+                self.rates.reads[name].add(loads, seconds / numbers.get("workers", 1))
             self._stores[name] = numbers
 
-    def _complete(self, ticket: int, ok: bool) -> str:
-        """Take in the end of a read or write. Return the store of a read that brought its block, else an empty text."""
+    def _complete(self, ticket: int, ok: bool) -> None:
+        """Take in the end of a read or write."""
         read = self.index.reads.get(ticket)
         slot = self.index.complete(ticket, ok)
         for request in self._waiters.pop(ticket, ()):
@@ -355,7 +349,6 @@ class TieredKv(Kv):
                 self._pin(request, (slot,), read.store)
             else:
                 self._give_up_after(loading, place)
-        return read.store if read is not None and slot else ""
 
     def _give_up_after(self, loading: Loading, place: int) -> None:
         """Stop waiting for later blocks: without block `place` of the chain they are of no use to this request."""

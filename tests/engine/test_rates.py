@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.engine.core.rates import MIN_PATIENCE_S, UNKNOWN_PATIENCE_S, Rate, Rates, StoreRate
+from penstock.engine.core.rates import MIN_PATIENCE_S, UNKNOWN_PATIENCE_S, Rate, Rates
 
 
 def measured(blocks_per_s: float, tokens_per_s: float, copies_per_s: float = 1e9) -> Rates:
@@ -57,26 +57,3 @@ def test_stores_work_side_by_side_and_each_has_its_own_rate() -> None:
     rates.reads["peer a:1"].add(50, 1.0)
     assert rates.is_load_faster({"disk": 90}, 10, 0) and not rates.is_load_faster({"disk": 1, "peer a:1": 10}, 10, 0)
     assert rates.patience_s({"disk": 90, "peer a:1": 1}, 1000) == pytest.approx(0.27)
-
-
-def test_a_store_is_measured_while_it_has_something_to_do() -> None:
-    rate = StoreRate(1)
-    rate.begin(10, now_s=5.0)
-    rate.end(5, num_left=5, now_s=6.0)
-    rate.end(5, num_left=0, now_s=7.0)
-    assert rate.per_s == 5.0
-    rate.begin(5, now_s=100.0)
-    rate.end(5, num_left=0, now_s=101.0)
-    assert rate.per_s == 5.0
-
-
-def test_what_a_store_says_of_itself_is_believed_instead() -> None:
-    rate = StoreRate(1)
-    rate.begin(10, now_s=5.0)
-    rate.end(10, num_left=0, now_s=15.0)
-    assert rate.per_s == 1.0
-    rate.note(10, 0.1)
-    assert rate.per_s == 100.0
-    rate.begin(10, now_s=20.0)
-    rate.end(10, num_left=0, now_s=30.0)
-    assert rate.per_s == 100.0

@@ -10,6 +10,7 @@ import pytest
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.messages import Submit
 from penstock.executor.protocol import GroupInfo, Step
+from penstock.executor.tiers import transfers
 from tests.support.flaky_store import FlakyStore
 from tests.support.simulation import BLOCK_SIZE, World, alone, random_drafts, random_request, submit
 from tests.support.tier_counts import match
@@ -229,7 +230,8 @@ def cached_while_stalled(world: World, name: str) -> int:
     return world.outputs[name][0].num_cached_tokens or 0
 
 
-def test_a_store_that_was_slow_is_measured_again_without_a_request_that_waits() -> None:
+def test_a_store_that_was_slow_is_measured_again_without_a_request_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "STATS_EVERY_S", 0.0)
     world = World(num_blocks=17, host_slots=20, store=FlakyStore(delay=2, seed=1))
     cached(world, "cold")
     churn(world)

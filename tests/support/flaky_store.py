@@ -13,6 +13,9 @@ class Done(NamedTuple):
     ok: bool
 
 
+LOAD_S = 0.001  # what a load takes, as far as the store reports it
+
+
 @dataclass
 class FlakyStore:
     """Every probability is of one operation; `delay` is the most polls it takes. The defaults never fail."""
@@ -32,7 +35,7 @@ class FlakyStore:
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
         self._in_flight: list[list[Any]] = []  # [polls left, kind, ticket, key, buffer, ok]
-        self._num_tickets = 0
+        self._num_tickets = self._num_loads = 0
         self._found: dict[bytes, None] = dict.fromkeys(self.data)
         self._lost: dict[bytes, None] = {}
 
@@ -75,6 +78,7 @@ class FlakyStore:
             elif kind == "load":
                 ok = ok and key in self.data
                 buffer[:] = self.data[key] if ok else bytes([0x55]) * len(buffer)
+                self._num_loads += ok
             done.append(Done(kind, ticket, key, ok))
         self._in_flight = rest
         return done
@@ -90,8 +94,8 @@ class FlakyStore:
             if key in self.data:
                 self.data[key] = self.data.pop(key)
 
-    def stats(self) -> dict[str, float]:
-        return {"entries": len(self.data)}
+    def stats(self) -> dict[str, Any]:
+        return {"entries": len(self.data), "hits": self._num_loads, "load_times": {"sum_s": LOAD_S * self._num_loads}}
 
     def close(self) -> None:
         self.closed = True
