@@ -99,7 +99,7 @@ def measure(side: Side, options: Sequence[str], seeds: Iterator[int]) -> dict[st
     """Measure one round. Every round has its own prompts, so nothing of them is cached."""
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    words = ["--base-url", side.url, "--seed", str(next(seeds)), "--disable-tqdm"]
+    words = ["--base-url", side.url, "--seed", str(next(seeds))]
     side.signal(signal.SIGCONT)
     result = asyncio.run(serve.measure(parser.parse_args([*words, "--ready-check-timeout-sec", "900", *options])))
     side.signal(signal.SIGSTOP)

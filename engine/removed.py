@@ -18,6 +18,8 @@ _REQUEST = "a field of each request: SamplingParams, or --extra-body '{\"tempera
 # Keyed by the name of the keyword; the flag has dashes.
 REMOVED = {
     "append_result": _RESULT,
+    "goodput": "it was removed; compute it from ttfts, latencies and output_lens of --output-json FILE",
+    "insecure": "it was removed; put the server's certificate in a file and name it in SSL_CERT_FILE",
     "custom_output_len": "it was removed; write the prompts as conversations and use --dataset-name sharegpt",
     "label": _RESULT,
     "lora_experts": "it was removed; adapters change attention, MLPs and shared experts, no others (docs/adapters.md)",

@@ -179,16 +179,12 @@ async def drive(
 
 async def _send(client: Client, call: EncodedCall, room: asyncio.Semaphore, ended: Callable[[], object]) -> Outcome:
     """Send one call when there is room for it, and measure its answer."""
-    queued = time.perf_counter()
     async with room:
         reply = MeasuredAnswer(time.perf_counter())
-        queue_s = reply.start_s - queued
         try:
             status = await client.exchange(call.request, reply.take)
-            outcome = reply.outcome(status, call.prompt_len, queue_s)
+            outcome = reply.outcome(status, call.prompt_len)
         except OSError as error:
-            outcome = Outcome(
-                call.prompt_len, 0, reply.start_s, 0.0, 0.0, queue_s=queue_s, error=str(error) or repr(error)
-            )
+            outcome = Outcome(call.prompt_len, 0, reply.start_s, 0.0, 0.0, error=str(error) or repr(error))
         ended()
         return outcome

@@ -83,7 +83,7 @@ class MeasuredAnswer:
             except msgspec.DecodeError as error:
                 self._error = self._error or f"an event cannot be read ({error}): {payload[:200]!r}".encode()
 
-    def outcome(self, status: int, prompt_len: int, queue_s: float = 0.0) -> Outcome:
+    def outcome(self, status: int, prompt_len: int) -> Outcome:
         """Return the measured request, whose answer is complete. `prompt_len` is used if the server reports none."""
         usage = self._usage or _Usage()
         error = self._error.decode(errors="replace").strip()
@@ -100,7 +100,6 @@ class MeasuredAnswer:
             ttft_s=(end_s if self._first_s is None else self._first_s) - self.start_s,
             latency_s=end_s - self.start_s,
             itls_s=self._gaps_s,
-            queue_s=queue_s,
             num_cached=(cached.cached_tokens or 0) if cached else 0,
             text="".join(self._pieces),
             error=error,

@@ -22,30 +22,26 @@ _TOTALS: tuple[tuple[str, str, type[int] | type[float]], ...] = (
     ("Total input tokens found in cache:", CACHED, int),
     ("Total generated tokens:", "total_output_tokens", int),
     ("Request throughput (req/s):", "request_throughput", float),
-    ("Request goodput (req/s):", "request_goodput", float),
     ("Output token throughput (tok/s):", "output_throughput", float),
-    ("Peak output token throughput (tok/s):", "max_output_tokens_per_s", float),
-    ("Peak concurrent requests:", "max_concurrent_requests", float),
     ("Total token throughput (tok/s):", "total_token_throughput", float),
     ("Latest send behind schedule (ms):", "max_send_delay_ms", float),
 )
 
 
 def serving_table(result: dict[str, Any]) -> str:
-    """Return the table of `penstock bench serve`, with the metrics that `result` has."""
+    """Return the table of `penstock bench serve`."""
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
     # Values that were not requested or did not occur are left out.
     shown = {key: value for key, value in result.items() if value not in (None, "inf") and (key, value) != (CACHED, 0)}
     lines += [_line(label, kind(shown[key])) for label, key, kind in _TOTALS if key in shown]
     for name, (short, title) in METRICS.items():
-        if f"mean_{name}_ms" in result:
-            lines.append(title.center(_WIDTH, "-"))
-            lines.append(_line(f"Mean {short} (ms):", float(result[f"mean_{name}_ms"])))
-            lines.append(_line(f"Median {short} (ms):", float(result[f"median_{name}_ms"])))
-            for key, value in result.items():
-                if key.startswith("p") and key.endswith(f"_{name}_ms"):
-                    percent = key.removesuffix(f"_{name}_ms")[1:]
-                    lines.append(_line(f"P{percent} {short} (ms):", float(value)))
+        lines.append(title.center(_WIDTH, "-"))
+        lines.append(_line(f"Mean {short} (ms):", float(result[f"mean_{name}_ms"])))
+        lines.append(_line(f"Median {short} (ms):", float(result[f"median_{name}_ms"])))
+        for key, value in result.items():
+            if key.startswith("p") and key.endswith(f"_{name}_ms"):
+                percent = key.removesuffix(f"_{name}_ms")[1:]
+                lines.append(_line(f"P{percent} {short} (ms):", float(value)))
     lines.append("=" * _WIDTH)
     return "\n".join(lines)
 

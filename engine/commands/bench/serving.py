@@ -23,7 +23,7 @@ from penstock.engine.commands.bench.calls import (
 )
 from penstock.engine.commands.bench.datasets import DatasetOptions
 from penstock.engine.commands.bench.report import output_file, serving_table, write_json
-from penstock.engine.commands.bench.summary import METRICS, OBJECTIVES, details, summarize
+from penstock.engine.commands.bench.summary import details, summarize
 from penstock.engine.commands.prove.http_client import Client, Target
 from penstock.engine.config import ConfigError, chosen
 from penstock.engine.options import Count, Delay, Port, add_options, flag
@@ -43,7 +43,6 @@ class TargetOptions:
     endpoint: str | None = flag("path to call (default: /v1/completions or /v1/chat/completions, by --backend)", "PATH")
     model: str | None = flag("name of the model (default: the first that the server lists)")
     header: tuple[str, ...] = flag("HTTP headers of every request", "KEY=VALUE", takes_several=True, default=())
-    insecure: bool = flag("do not verify a TLS certificate", default=False)
     ready_check_timeout_sec: Delay = flag(
         "wait this many seconds for the server to be up (default: 0)", "S", default=0.0
     )
@@ -74,16 +73,9 @@ class ResultOptions:
     metric_percentiles: str = flag(
         "percentiles to report, like 50,90,99.9 (default: 99)", "LIST", default="99", opens="results"
     )
-    goodput: tuple[str, ...] = flag(
-        f"report how many requests stay within limits of {', '.join(OBJECTIVES)}",
-        "NAME:MS",
-        takes_several=True,
-        default=(),
-    )
     output_json: str | None = flag(
         "write the result as JSON, with times, text and error of every request", "FILE", read=output_file
     )
-    disable_tqdm: bool = flag("show no progress bar", default=False)
 
 
 KINDS = (TargetOptions, TrafficOptions, DatasetOptions, TextOptions, RequestOptions, ResultOptions)
@@ -106,11 +98,13 @@ def run(args: argparse.Namespace) -> int:
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run the whole benchmark; return the result, with the lists of `details` in it."""
-    percents, objectives = _selection(args)
+    for kind in KINDS:
+        chosen(args, kind)
+    percents = _percents(args.metric_percentiles)
     host = f"[{args.host}]" if ":" in args.host else args.host
     base_url = args.base_url or f"http://{host}:{args.port}"
     try:
-        client = Client(Target.of(base_url, verify=not args.insecure))
+        client = Client(Target.of(base_url))
     except ValueError as error:
         raise ConfigError(f"base_url: {error}") from None
     try:
@@ -118,10 +112,15 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     finally:
         client.close()
     explain_failures(finished)
-    metrics = [name for name in METRICS if name != "client_queue_time" or args.max_concurrency is not None]
     return {
-        **description(args, model),
-        **summarize(finished.outcomes, finished.duration_s, metrics, percents, objectives),
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": args.backend,
+        "model_id": model,
+        "num_prompts": args.num_prompts,
+        "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+        **summarize(finished.outcomes, finished.duration_s, percents),
         "max_send_delay_ms": 1000 * finished.max_send_delay_s,
         **details(finished.outcomes),
     }
@@ -136,31 +135,17 @@ async def _load(client: Client, args: argparse.Namespace) -> tuple[str, Run]:
     warmups, calls = build_calls(args, client.target, model, headers)
     if warmups:
         explain_failures(await drive(client, warmups, args.max_concurrency))
-    show = not args.disable_tqdm and sys.stderr.isatty()
-    return model, await drive(client, calls, args.max_concurrency, show)
+    return model, await drive(client, calls, args.max_concurrency, show=sys.stderr.isatty())
 
 
-def _selection(args: argparse.Namespace) -> tuple[list[float], dict[str, float]]:
-    """Return the percentiles and the objectives to report; check all options before the load begins."""
-    for kind in KINDS:
-        chosen(args, kind)
-    percents = [_number("metric_percentiles", text) for text in args.metric_percentiles.split(",")]
-    if not all(0 <= percent <= 100 for percent in percents):
-        raise ConfigError(f"metric_percentiles: {args.metric_percentiles} given; each is 0 to 100")
-    objectives = {}
-    for item in args.goodput:
-        name, _, limit = item.partition(":")
-        if name not in OBJECTIVES:
-            raise ConfigError(f"goodput: {item!r} given; write NAME:MS with a name of {', '.join(OBJECTIVES)}")
-        objectives[name] = _number("goodput", limit)
-    return percents, objectives
-
-
-def _number(field: str, text: str) -> float:
+def _percents(given: str) -> list[float]:
     try:
-        return float(text)
+        percents = [float(text) for text in given.split(",")]
     except ValueError:
-        raise ConfigError(f"{field}: {text!r} given; a number is expected") from None
+        percents = []
+    if not percents or not all(0 <= percent <= 100 for percent in percents):
+        raise ConfigError(f"metric_percentiles: {given} given; numbers from 0 to 100 are expected, like 50,90,99.9")
+    return percents
 
 
 def explain_failures(finished: Run) -> None:
@@ -168,18 +153,3 @@ def explain_failures(finished: Run) -> None:
     kinds = Counter(outcome.error for outcome in finished.outcomes if outcome.error)
     for error, count in kinds.most_common(10):
         print(f"{count} failed: {error[:300]}", file=sys.stderr)
-
-
-def description(args: argparse.Namespace, model: str) -> dict[str, Any]:
-    return {
-        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
-        "endpoint_type": args.backend,
-        "backend": args.backend,
-        "label": args.backend,
-        "model_id": model,
-        "tokenizer_id": None,
-        "num_prompts": args.num_prompts,
-        "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
-        "burstiness": args.burstiness,
-        "max_concurrency": args.max_concurrency,
-    }

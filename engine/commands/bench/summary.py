@@ -1,9 +1,8 @@
-"""Summarizes the requests of a serving benchmark: throughput, latency percentiles, goodput.
+"""Summarizes the requests of a serving benchmark: throughput and latency percentiles.
 
 The result is one flat dictionary with the keys of `vllm bench serve`.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +13,7 @@ METRICS = {
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
-    "client_queue_time": ("Client queue time", "Client Queue Time"),
 }
-OBJECTIVES = ("ttft", "tpot", "e2el")  # metrics that a whole request can meet or miss
 
 
 class Outcome(msgspec.Struct):
@@ -28,7 +25,6 @@ class Outcome(msgspec.Struct):
     ttft_s: float
     latency_s: float
     itls_s: list[float] = []  # between pieces of the stream; a piece may carry several tokens
-    queue_s: float = 0.0  # waited in the client for room under --max-concurrency
     num_cached: int = 0
     text: str = ""
     error: str = ""
@@ -52,20 +48,7 @@ def spread(name: str, values_s: Sequence[float], percents: Sequence[float]) -> d
     return result | {f"p{percent:g}_{name}_ms": float(np.percentile(values, percent)) for percent in percents}
 
 
-def goodput(outcomes: Sequence[Outcome], objectives_ms: dict[str, float], duration_s: float) -> float:
-    """Return the requests per second that met every objective."""
-    values = {"ttft": lambda o: o.ttft_s, "tpot": lambda o: o.tpot_s, "e2el": lambda o: o.latency_s}
-    good = sum(all(1000 * values[name](o) <= limit for name, limit in objectives_ms.items()) for o in outcomes)
-    return good / duration_s
-
-
-def summarize(
-    outcomes: Sequence[Outcome],
-    duration_s: float,
-    metrics: Sequence[str],
-    percents: Sequence[float],
-    objectives_ms: dict[str, float] | None = None,
-) -> dict[str, Any]:
+def summarize(outcomes: Sequence[Outcome], duration_s: float, percents: Sequence[float]) -> dict[str, Any]:
     """Return the whole result. Failed requests count only as failed."""
     done = [outcome for outcome in outcomes if not outcome.error]
     num_input = sum(outcome.prompt_len for outcome in done)
@@ -78,20 +61,16 @@ def summarize(
         "total_cached_tokens": sum(outcome.num_cached for outcome in done),
         "total_output_tokens": num_output,
         "request_throughput": len(done) / duration_s,
-        "request_goodput": goodput(done, objectives_ms, duration_s) if objectives_ms else None,
         "output_throughput": num_output / duration_s,
         "total_token_throughput": (num_input + num_output) / duration_s,
-        "max_output_tokens_per_s": _peak_output(done),
-        "max_concurrent_requests": _peak_concurrency(done),
     }
     values = {
         "ttft": [outcome.ttft_s for outcome in done],
         "tpot": [outcome.tpot_s for outcome in done if outcome.output_len > 1],
         "itl": [gap for outcome in done for gap in outcome.itls_s],
         "e2el": [outcome.latency_s for outcome in done],
-        "client_queue_time": [outcome.queue_s for outcome in done],
     }
-    for name in metrics:
+    for name in METRICS:
         result |= spread(name, values[name], percents)
     return result
 
@@ -105,33 +84,6 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
         "ttfts": [outcome.ttft_s for outcome in outcomes],
         "itls": [outcome.itls_s for outcome in outcomes],
         "latencies": [outcome.latency_s for outcome in outcomes],
-        "queue_times": [outcome.queue_s for outcome in outcomes],
         "generated_texts": [outcome.text for outcome in outcomes],
         "errors": [outcome.error for outcome in outcomes],
     }
-
-
-def _peak_output(outcomes: Sequence[Outcome]) -> float:
-    """Return the most tokens that arrived within one second, counted from the first request."""
-    begin_s = min((outcome.start_s for outcome in outcomes), default=0.0)
-    per_second: defaultdict[int, float] = defaultdict(float)
-    for outcome in outcomes:
-        now_s = outcome.start_s + outcome.ttft_s - begin_s
-        # Pieces stand for tokens: scaled, where a piece carries more than one.
-        tokens_per_piece = outcome.output_len / (1 + len(outcome.itls_s))
-        per_second[int(now_s)] += tokens_per_piece
-        for gap in outcome.itls_s:
-            now_s += gap
-            per_second[int(now_s)] += tokens_per_piece
-    return max(per_second.values(), default=0.0)
-
-
-def _peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    """Return the most requests in flight at one moment."""
-    changes = [(outcome.start_s, 1) for outcome in outcomes]
-    changes += [(outcome.start_s + outcome.latency_s, -1) for outcome in outcomes]
-    running = peak = 0
-    for _, change in sorted(changes):
-        running += change
-        peak = max(peak, running)
-    return peak

@@ -34,14 +34,12 @@ class Target(NamedTuple):
     tls: ssl.SSLContext | None = None
 
     @classmethod
-    def of(cls, base_url: str, *, verify: bool = True) -> "Target":
+    def of(cls, base_url: str) -> "Target":
         """Parse `http://host:port/prefix`; raise ValueError if the text is not such a URL."""
         url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"{base_url!r} is not a URL like http://127.0.0.1:8000")
-        tls = None
-        if url.scheme == "https":
-            tls = ssl.create_default_context() if verify else ssl._create_unverified_context()
+        tls = ssl.create_default_context() if url.scheme == "https" else None
         return cls(url.hostname, url.port or (443 if tls else 80), url.path.rstrip("/"), tls)
 
     def request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
