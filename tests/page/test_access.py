@@ -101,15 +101,6 @@ def test_all_text_stands_out_from_what_is_behind_it(browser: Any, slow: Running,
         assert len(found) > 40 and [each for each in found if each[0] < 4.5] == []
 
 
-def test_colours_that_were_chosen_go_before_those_of_the_system(browser: Any, slow: Running) -> None:
-    with visit(browser, slow.url, color_scheme="light") as page:
-        page.click("#settings-open")
-        page.select_option("#colours", "dark")
-        page.reload()
-        colour = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
-        assert sum(map(int, re.findall(r"\d+", colour)[:3])) / 765 < 0.2
-
-
 def test_everything_has_a_name_and_what_happens_is_announced(browser: Any, slow: Running) -> None:
     with visit(browser, slow.url) as page:
         say(page, "abc")
@@ -149,7 +140,6 @@ def test_the_keyboard_reaches_everything_in_order_and_it_is_seen_where_it_is(bro
         page.focus("#settings-open")
         page.keyboard.press("Enter")
         wait_for(page, f"{name} === 'Close'")
-        assert reached(11) == [
-            *("model", "system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "tools", "form"),
-            "colours",
+        assert reached(9) == [
+            *("model", "system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "tools"),
         ]

@@ -1,6 +1,5 @@
 """The pages in a real browser: what their user sees, presses and reads."""
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -55,29 +54,16 @@ def test_a_question_is_answered_by_the_default_model_with_its_counts_and_again_w
         assert page.locator("#talk li").count() == 0 and page.is_visible("#empty")
 
 
-def test_an_answer_after_a_schema_is_json_of_that_form(browser: Any, model: Running) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"city": {"enum": ["Paris", "Rome"]}, "big": {"type": "boolean"}},
-        "required": ["city", "big"],
-        "additionalProperties": False,
-    }
-    with visit(browser, model.url) as page:
-        set_fields(page, form="json_schema", schema=json.dumps(schema))
-        say(page, "Name a city.")
-        answer(page)
-        found = json.loads(page.inner_text("#talk .text code"))
-        assert found["city"] in ("Paris", "Rome") and found["big"] in (True, False)
-
-
-@pytest.mark.parametrize("schema", ["{broken", "null", "3"])
-def test_a_schema_that_is_none_is_said_beside_it_and_nothing_is_sent(browser: Any, slow: Running, schema: str) -> None:
+@pytest.mark.parametrize("tools", ["{broken", "null", "3"])
+def test_tools_that_are_no_list_are_said_beside_them_and_nothing_is_sent(
+    browser: Any, slow: Running, tools: str
+) -> None:
     with visit(browser, slow.url) as page:
-        set_fields(page, form="json_schema", schema=schema)
+        set_fields(page, tools=tools)
         say(page, "abc")
-        assert "This is not a JSON schema" in page.evaluate("document.getElementById('schema').validationMessage")
+        assert "This is not a list of tools" in page.evaluate("document.getElementById('tools').validationMessage")
         assert page.locator("#talk li").count() == 0 and slow.engine.submitted == []
-        page.select_option("#form", "text")  # the drawer is open
+        page.fill("#tools", "")  # the drawer is open
         page.keyboard.press("Escape")
         say(page, "abc")
         page.wait_for_selector("#talk li.assistant")
@@ -192,7 +178,6 @@ def test_the_live_view_shows_what_the_engine_says(browser: Any) -> None:
     with running(engine) as server, visit(browser, f"{server.url}/#watch") as page:
         server.complete("abc", max_tokens=5)
         wait_for(page, "document.querySelectorAll('#latency rect[height]').length > 0")
-        page.select_option("#window", "start")
         wait_for(page, "document.querySelectorAll('.tile .figure')[2].textContent === '0tok/s'")
         assert page.locator(".tile .figure").all_inner_texts() == ["3", "1,234", "0tok/s", "0tok/s", "25%", "25ms"]
         rows = [re.sub(r"\s+", " ", text) for text in page.locator("#tiers .meter").all_inner_texts()]

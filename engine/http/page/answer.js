@@ -71,14 +71,13 @@ class Answer {
 
   draw() {
     const start = performance.now();
-    const { content, thoughts, calls, isJson, figures } = this.turn;
+    const { content, thoughts, calls, figures } = this.turn;
     const scroll = byId("scroll");
     const isAtEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
     this.isDrawn = true;
     this.thinking.hidden = thoughts === "";
     showPlain(this.thinking.lastChild, thoughts);
-    if (isJson) showBlocks(this.box, [{ kind: "code", info: "json", text: content }]);
-    else this.markdown.show(content);
+    this.markdown.show(content);
     calls.forEach(({ function: call }, i) => {
       if (!this.calls.children[i]) this.calls.append(fold("", "prose mono"));
       const [summary, box] = this.calls.children[i].children;

@@ -10,12 +10,10 @@ const LATENCIES = [
 /** Read /metrics once a second, and draw the visible charts. */
 function startWatch() {
   const history = new History();
-  const redraw = () => byId("watch").hidden || drawLive(history);
-  byId("window").addEventListener("change", redraw);
   keepLooking(async (mayAsk) => {
     history.add(parseMetrics(await bodyOf(await ask("/metrics", {}, mayAsk), "text")));
     setState("good", history.now.get("vllm:num_requests_running")?.[0]?.labels.model_name ?? "connected");
-    redraw();
+    if (!byId("watch").hidden) drawLive(history);
   });
 }
 
@@ -23,9 +21,7 @@ function drawLive(history) {
   const now = history.now;
   byId("tiles").replaceChildren(...liveTiles(history));
   byId("tiers").replaceChildren(...tierMeters(now));
-  const isWhole = byId("window").value === "start";
-  const latencies = LATENCIES.map(([label, name]) => chart(label, history.histogram(name, isWhole)));
-  byId("latency").replaceChildren(...latencies);
+  byId("latency").replaceChildren(...LATENCIES.map(([label, name]) => chart(label, history.histogram(name))));
   drawExperts(now);
 }
 
@@ -164,11 +160,11 @@ class History {
     return this.looks.map(({ series }) => total(series, name) ?? 0);
   }
 
-  /** Return a histogram as non-cumulative [{upTo, count}] for the last minute, or since the start. */
-  histogram(name, isWhole) {
+  /** Return a histogram as non-cumulative [{upTo, count}] for the last minute. */
+  histogram(name) {
     const read = (series) => byLabel(series, `${name}_bucket`, "le");
     const now = read(this.now);
-    const before = isWhole ? new Map() : read(this.looks[0].series);
+    const before = read(this.looks[0].series);
     let seen = 0;
     return [...now].map(([le, value]) => {
       const cumulated = value - (before.get(le) ?? 0);

@@ -107,8 +107,7 @@ class Chat {
       stream: true,
       stream_options: { include_usage: true, continuous_usage_stats: true },
     };
-    const isJson = "response_format" in fields;
-    const turn = { role: "assistant", model: byId("model").value, content: "", thoughts: "", calls: [], isJson };
+    const turn = { role: "assistant", model: byId("model").value, content: "", thoughts: "", calls: [] };
     this.talk.turns.push(turn);
     const answer = (this.answer = this.add(turn));
     answer.item.classList.add("busy");

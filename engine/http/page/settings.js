@@ -12,31 +12,16 @@ function readSettings() {
     if (!valid(input)) return null;
     if (input.value !== "") fields[input.dataset.field] = Number(input.value);
   }
-  if (byId("tools").value.trim() !== "") {
-    fields.tools = readJson("tools", "a list of tools", Array.isArray);
-    if (fields.tools === null) return null;
-  }
-  const form = byId("form").value;
-  if (form === "json_object") fields.response_format = { type: form };
-  if (form === "json_schema") {
-    const schema = readJson("schema", "a JSON schema", (value) => value instanceof Object);
-    if (schema === null) return null;
-    fields.response_format = { type: form, json_schema: { name: "answer", schema, strict: true } };
-  }
-  return fields;
-}
-
-function readJson(id, what, isRight) {
-  const box = byId(id);
-  let value = null;
+  const box = byId("tools");
   box.setCustomValidity("");
+  if (box.value.trim() === "") return fields;
   try {
-    value = JSON.parse(box.value);
-    if (!isRight(value)) throw new Error(`${box.value.trim().slice(0, 20)} is none`);
+    fields.tools = JSON.parse(box.value);
+    if (!Array.isArray(fields.tools)) throw new Error(`${box.value.trim().slice(0, 20)} is none`);
   } catch (error) {
-    box.setCustomValidity(`This is not ${what}: ${error.message}`);
+    box.setCustomValidity(`This is not a list of tools: ${error.message}`);
   }
-  return valid(box) ? value : null;
+  return valid(box) ? fields : null;
 }
 
 function valid(input) {
@@ -46,18 +31,10 @@ function valid(input) {
   return false;
 }
 
-/** Update the elements that depend on a setting. */
-function applySettings() {
-  byId("schema-field").hidden = byId("form").value !== "json_schema";
-  document.documentElement.style.colorScheme = byId("colours").value;
-}
-
 function startSettings() {
   const kept = readKept(SETTINGS);
   for (const input of settings()) input.value = kept?.[nameOf(input)] ?? input.value;
-  applySettings();
   byId("settings").addEventListener("change", () => {
-    applySettings();
     store(SETTINGS, JSON.stringify(Object.fromEntries([...settings()].map((input) => [nameOf(input), input.value]))));
   });
 }
