@@ -14,7 +14,7 @@ from starlette.routing import Route
 import penstock
 from penstock.engine.http.errors import ErrorReply
 from penstock.engine.http.page.document import document
-from penstock.engine.server import control, pages, scoring
+from penstock.engine.server import control, scoring
 from penstock.engine.server import requests as schema
 from penstock.engine.server import responses as reply
 from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
@@ -28,6 +28,7 @@ from penstock.engine.server.completions import completions
 from penstock.engine.server.embeddings import embeddings
 from penstock.engine.server.endpoint import Endpoint, Handler, PostRoute
 from penstock.engine.server.kv_events import KvEvents
+from penstock.engine.server.openapi import openapi
 from penstock.engine.server.service import Service
 from penstock.engine.server.tokens import detokenize, load_adapter, reset_prefix_cache, tokenize, unload_adapter
 
@@ -97,7 +98,6 @@ class Gets:
             "/v1/models/{model:path}": self.models,
             "/kv_events": kv_events,
             "/openapi.json": self.unchanging,
-            "/docs": self.unchanging,
             **{path: partial(self.showing, what) for path, what in shown.items()},
         }
 
@@ -157,9 +157,7 @@ class Gets:
             found = document()
             return HTMLResponse(found.body, headers=found.headers)
         others = [("GET", path) for path in self.table] + [(method, path) for method, path, _ in WITHOUT_SCHEMA]
-        described = pages.openapi(self._posts, others, ErrorReply)
-        if path == "/docs":
-            return HTMLResponse(pages.docs(described), headers=pages.HEADERS)
+        described = openapi(self._posts, others, ErrorReply)
         return Response(msgspec.json.encode(described), media_type="application/json")
 
 

@@ -400,14 +400,6 @@ def test_text_offsets_are_places_in_the_text(server: Running, client: Any, as_id
     assert len(pieces) > 1 and [offset for piece in pieces for offset in piece.text_offset] == expected
 
 
-def test_the_description_as_a_page_needs_nothing_from_elsewhere(server: Running) -> None:
-    answer = server.http.get("/docs")
-    assert answer.status_code == 200
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
-    assert "<script" not in answer.text and "http://" not in answer.text and "https://" not in answer.text
-    assert "truncate_prompt_tokens" in answer.text
-
-
 def test_a_long_answer_with_logprobs_is_whole(server: Running) -> None:
     engine = FakeEngine(
         info=type(INFO)(**{n: getattr(INFO, n) for n in INFO.__struct_fields__} | {"max_model_len": 9000})

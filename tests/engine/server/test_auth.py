@@ -81,7 +81,7 @@ def test_each_of_the_keys_opens_every_route(server: Running, key: str) -> None:
 
 SPELLINGS = """
     //v1/models /v1//models /v1/models/ /v1/./models /health/../v1/models /health/%2e%2e/v1/models /%2e/v1/models
-    /V1/MODELS /HEALTH //health /health/ /health%20 /health;/v1/models /%76%31/models /metrics /docs /openapi.json
+    /V1/MODELS /HEALTH //health /health/ /health%20 /health;/v1/models /%76%31/models /metrics /openapi.json
     /invocations /load * http://x/v1/models http://health/metrics
 """
 
