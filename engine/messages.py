@@ -50,9 +50,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
 
 
 class WatchCache(msgspec.Struct, frozen=True, tag="watch", array_like=True):
-    """Start (or stop) reporting what is cached: first everything, then every change."""
+    """Start (or stop) reporting what is cached: first everything, then every change; `with_blocks`, also the blocks' tokens."""
 
     is_on: bool
+    with_blocks: bool = False
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", array_like=True):
@@ -129,13 +130,25 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
     step_tokens: int = 0  # positions that the step computed
 
 
-class CacheUpdate(msgspec.Struct, frozen=True, tag="cache", array_like=True):
+class KeyedBlock(msgspec.Struct, frozen=True, array_like=True):
+    """The content of a block. Keys are shortened to 8 bytes. `parent`: key of the previous block, b"" for the first one,
+    which alone has a salt."""
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    adapter: str | None
+    salt: str | None
+
+
+class CacheUpdate(msgspec.Struct, frozen=True, tag="cache", array_like=True, omit_defaults=True):
     """Changes of a cache tier since the last update: the first 8 bytes of each key, concatenated. No key is in both."""
 
     tier: str
     stored: bytes
     removed: bytes
     is_snapshot: bool = False  # `stored` is everything that is cached
+    blocks: list[KeyedBlock] = []  # those of requests whose keys were computed since the last update, if asked for
 
 
 class Connected(msgspec.Struct, frozen=True, tag="connected", array_like=True):

@@ -14,11 +14,13 @@ import msgspec
 
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import EngineConfig
+from penstock.engine.core.page_keys import PageKeys
+from penstock.engine.core.request import Request
 from penstock.engine.core.rest import Rest
 from penstock.engine.core.scheduler import Scheduler, refusal
 from penstock.engine.core.usable import UsableKeys
 from penstock.engine.http.kv_stream import KEY_BYTES
-from penstock.engine.messages import CacheUpdate, Output, Stats, Submit
+from penstock.engine.messages import CacheUpdate, KeyedBlock, Output, Stats, Submit
 from penstock.executor.protocol import (
     STEP_DEADLINE_S,
     AdapterError,
@@ -60,7 +62,7 @@ class EngineCore:
         pools: Mapping[str, BlockPool | UsableKeys] = kv.pools()
         if len(executor.info.groups) > 1:
             pools = {tier: UsableKeys(pool, kv) for tier, pool in kv.pools().items()}
-        self.cache_log = CacheLog(pools)
+        self.cache_log = CacheLog(pools, kv.keys)
         self._clock = clock
         self.last_step_tokens = 0  # of the step that `step` collected
         self.rest = Rest(self)
@@ -224,14 +226,26 @@ class CacheLog:
     Without a watcher, every pool's `changes` is None and nothing is recorded.
     """
 
-    def __init__(self, pools: Mapping[str, BlockPool | UsableKeys]) -> None:
-        self._pools = pools
+    def __init__(self, pools: Mapping[str, BlockPool | UsableKeys], keys: PageKeys) -> None:
+        self._pools, self._keys = pools, keys
         self._is_new = False  # the next updates are snapshots
+        self._blocks: list[KeyedBlock] = []  # whose keys were computed since the last update
 
-    def watch(self, is_on: bool) -> None:
+    def watch(self, is_on: bool, with_blocks: bool = False) -> None:
         self._is_new = is_on
         for pool in self._pools.values():
             pool.changes = {} if is_on else None
+        self._blocks.clear()
+        self._keys.on_keys = self._add_blocks if is_on and with_blocks else None
+
+    def _add_blocks(self, request: Request, first: int) -> None:
+        keys, tokens, message = request.kv.keys, request.tokens, request.message
+        size = self._keys.block_size
+        for block in range(first, len(keys)):
+            parent = keys[block - 1][:KEY_BYTES] if block else b""
+            content = tokens[block * size : (block + 1) * size].tobytes()
+            salt = None if block else message.cache_salt
+            self._blocks.append(KeyedBlock(keys[block][:KEY_BYTES], parent, content, message.adapter, salt))
 
     def updates(self) -> list[CacheUpdate]:
         """Return what has changed since the last call; nothing while nobody watches."""
@@ -243,7 +257,8 @@ class CacheLog:
             elif changes:
                 stored = shortened(key for key, is_cached in changes.items() if is_cached)
                 removed = shortened(key for key, is_cached in changes.items() if not is_cached)
-                found.append(CacheUpdate(tier, stored, removed))
+                blocks, self._blocks = self._blocks, []
+                found.append(CacheUpdate(tier, stored, removed, blocks=blocks))
             if changes:
                 pool.changes = {}
         self._is_new = False

@@ -26,17 +26,20 @@ class PageKeys:
 
     def __init__(self, groups: Sequence[GroupInfo], block_size: int, makes_keys: bool) -> None:
         """Without `makes_keys` no block has a key, so nothing is ever found in the cache."""
-        self._groups, self._size, self._makes_keys = groups, block_size, makes_keys
+        self._groups, self.block_size, self._makes_keys = groups, block_size, makes_keys
         self.full = [index for index, group in enumerate(groups) if group.kind == "full"]
         self.windows = [(index, group.window) for index, group in enumerate(groups) if group.kind == "window"]
         self.num_attention = len(self.full) + len(self.windows)
         self.num_pages = groups[-1].pages  # of a state
+        self.on_keys: Callable[[Request, int], None] | None = (
+            None  # called with the number of earlier keys of a request
+        )
 
     def find(self, request: Request, find: Callable[[bytes], int], most: int = NEVER) -> Prefix:
         """Return the longest cached prefix, of at most `most` blocks. `find` tells for a key whether or where it is cached."""
         num = min(len(request.kv.keys), most)
         if self.num_pages:  # the logits of the last token need the state before it, so a state behind it is of no use
-            num = min(num, (len(request.tokens) - 1) // self._size)
+            num = min(num, (len(request.tokens) - 1) // self.block_size)
         for group in self.full:
             keys = self._keys(request, group, 0, num)
             num = next((block for block, key in enumerate(keys) if not find(key)), num)
@@ -65,7 +68,7 @@ class PageKeys:
 
     def _first_seen(self, request: Request, num: int, window: int) -> int:
         """Return the first block of a cached prefix of `num` that a window needs. The last token is computed in any case."""
-        return max(0, min(num * self._size, len(request.tokens) - 1) + 1 - window) // self._size
+        return max(0, min(num * self.block_size, len(request.tokens) - 1) + 1 - window) // self.block_size
 
     def key(self, request: Request, block: int, group: int) -> bytes:
         """Return the key of a group's first page at this block."""
@@ -112,11 +115,13 @@ class PageKeys:
     def extend(self, request: Request) -> None:
         """Chain keys for the blocks that the known tokens fill. One call for a prompt, one block at a time later."""
         kv = request.kv
-        first = len(kv.keys) * self._size
-        full = len(request.tokens) // self._size * self._size
+        first = len(kv.keys) * self.block_size
+        full = len(request.tokens) // self.block_size * self.block_size
         if self._makes_keys and full > first:
             parent = kv.keys[-1] if kv.keys else kv.root
-            kv.keys += block_keys(memoryview(request.tokens)[first:full], self._size, root=parent)
+            kv.keys += block_keys(memoryview(request.tokens)[first:full], self.block_size, root=parent)
+            if self.on_keys is not None:
+                self.on_keys(request, first // self.block_size)
 
     def change_root(self, request: Request, root: bytes) -> None:
         """Make all keys anew: other weights compute the request, which holds no pages."""

@@ -186,7 +186,7 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
             elif isinstance(message, Abort):
                 outputs += map(core.abort, message.request_ids)
             elif isinstance(message, WatchCache):
-                core.cache_log.watch(message.is_on)
+                core.cache_log.watch(message.is_on, message.with_blocks)
             elif isinstance(message, UnloadAdapter):
                 core.unload_adapter(message.key)
             elif isinstance(message, Control):

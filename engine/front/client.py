@@ -111,7 +111,6 @@ class AsyncEngine:
         self._ending: asyncio.Future[None] | None = None
         self._directory: Path | None = None
         self.on_step: Callable[[Outputs], None] | None = None  # the server's metrics listen here
-        self.on_submit: Callable[[Submit], None] | None = None
         self.on_cache_update: Callable[[CacheUpdate], None] | None = None  # after `watch_cache`
         self.on_model: Callable[[ModelInfo], None] | None = None  # when its weights have changed
 
@@ -245,8 +244,6 @@ class AsyncEngine:
         self.admit(params.n)
         self._open.add(answer)
         for message in answer.messages:
-            if self.on_submit is not None:
-                self.on_submit(message)
             self._send(message)
         return answer
 
@@ -259,10 +256,10 @@ class AsyncEngine:
         """Assert every invariant of the answers in flight."""
         self._open.check()
 
-    def watch_cache(self, is_on: bool) -> None:
+    def watch_cache(self, is_on: bool, *, with_blocks: bool = False) -> None:
         """Start or stop the core's reports to `on_cache_update`: first everything that is cached, then the changes."""
         if self._death is None:
-            self._send(WatchCache(is_on))
+            self._send(WatchCache(is_on, with_blocks))
 
     async def reset_prefix_cache(self) -> bool:
         """Have the core forget all cached content; return False while something uses it."""

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.listen import Listener
@@ -47,7 +47,8 @@ async def serve(
         if app.service.spans is not None:
             at_the_end.callback(app.service.spans.close)  # runs after the last request has ended
         listener = Listener(app, sockets, config.limits, app.service.metrics.refused)
-        async with published(app, config), listener:
+        at_the_end.enter_context(published(app, config))
+        async with listener:
             on_listening(url_of(sockets[0]))
             await wait_for(lambda: not engine.health().alive, stopping.drain)
             if not stopping.drain.is_set():
@@ -56,18 +57,20 @@ async def serve(
             return 0 if engine.health().alive else 1
 
 
-@contextlib.asynccontextmanager
-async def published(app: ServerApp, config: ServerConfig) -> AsyncIterator[None]:
+@contextlib.contextmanager
+def published(app: ServerApp, config: ServerConfig) -> Iterator[None]:
     """Publish cache events over ZMQ within the context, if that is configured."""
     if config.kv_events_config is None or not config.kv_events_config.is_on:
         yield
         return
-    publisher = KvPublisher(app.service, app.kv_events, config.kv_events_config)
+    publisher = KvPublisher(app.service.info, config.kv_events_config)
+    publisher.start()
     try:
-        publisher.start()
+        app.kv_events.publish_to(publisher.publish)
         yield
     finally:
-        await publisher.close()
+        app.kv_events.publish_to(None)
+        publisher.close()
 
 
 async def _drain(service: Service, timeout_s: float, stop: asyncio.Event) -> None:

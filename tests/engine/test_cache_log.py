@@ -9,6 +9,7 @@ import pytest
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.core.engine_core import CacheLog, shortened
+from penstock.engine.core.page_keys import PageKeys
 from penstock.engine.core.request import Request
 from penstock.engine.core.request_kv import RequestKv
 from penstock.engine.core.usable import UsableKeys
@@ -34,7 +35,7 @@ def test_whoever_applies_the_news_knows_the_pool_after_every_step() -> None:
     for seed in range(8):
         rng = random.Random(seed)
         world = World(num_blocks=40)
-        log = CacheLog({"device": world.scheduler.pool})
+        log = CacheLog({"device": world.scheduler.pool}, world.scheduler.kv.keys)
         known: set[bytes] = set()
         for number in range(60):
             if number == 20:
@@ -77,7 +78,7 @@ def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, 
         pools, find, tier = {"device": world.scheduler.pool}, world.scheduler.pool.find, "device"
         if host_slots:
             pools["host"], find, tier = world.tiers.index.host, world.tiers.place, "host"
-        log = CacheLog({name: UsableKeys(pool, own) for name, pool in pools.items()})
+        log = CacheLog({name: UsableKeys(pool, own) for name, pool in pools.items()}, own.keys)
         known: set[bytes] = set()
         prompts = []
         for number in range(50):
@@ -108,7 +109,9 @@ def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, 
 def test_checkpoints_of_the_host_are_reported_when_all_their_pages_are_there_and_no_longer() -> None:
     world = World(num_blocks=40, groups=(GroupInfo(), GroupInfo("state", pages=3)), host_slots=90)
     pools = {"device": world.scheduler.pool, "host": world.tiers.index.host}
-    log = CacheLog({name: UsableKeys(pool, world.scheduler.kv) for name, pool in pools.items()})
+    log = CacheLog(
+        {name: UsableKeys(pool, world.scheduler.kv) for name, pool in pools.items()}, world.scheduler.kv.keys
+    )
     log.watch(True)
     known: dict[str, set[bytes]] = {"device": set(), "host": set()}
 
@@ -140,7 +143,7 @@ def test_checkpoints_of_the_host_are_reported_when_all_their_pages_are_there_and
 
 def test_nothing_is_kept_while_nobody_watches() -> None:
     pool = BlockPool(8)
-    log = CacheLog({"device": pool})
+    log = CacheLog({"device": pool}, PageKeys((GroupInfo(),), 16, makes_keys=True))
     for _ in range(2):
         blocks = pool.allocate(2)
         pool.register(blocks[0], b"k" * 32)
@@ -154,7 +157,7 @@ def test_nothing_is_kept_while_nobody_watches() -> None:
 
 def test_the_keys_are_those_of_the_requests_tokens() -> None:
     world = World()
-    log = CacheLog({"device": world.scheduler.pool})
+    log = CacheLog({"device": world.scheduler.pool}, world.scheduler.kv.keys)
     log.watch(True)
     tokens = list(range(4 * BLOCK_SIZE))
     world.submit(submit("a", tokens, max_tokens=1, cache_salt="s"))
@@ -163,9 +166,30 @@ def test_the_keys_are_those_of_the_requests_tokens() -> None:
     assert log.updates()[0].stored == shortened(block_keys(tokens, BLOCK_SIZE, root=root))
 
 
+def test_the_contents_of_blocks_are_reported_before_or_with_their_keys_if_they_are_asked_for() -> None:
+    world = World()
+    log = CacheLog({"device": world.scheduler.pool}, world.scheduler.kv.keys)
+    log.watch(True, with_blocks=True)
+    tokens = list(range(2 * BLOCK_SIZE + 1))
+    for name in ("first", "again"):
+        world.submit(submit(name, tokens, max_tokens=1, cache_salt="s"))
+    assert [update.is_snapshot for update in log.updates()] == [True]
+    world.run()
+    (update,) = log.updates()
+    assert [block.key for block in update.blocks[:2]] == [update.stored[:8], update.stored[8:]]
+    first, second, *again = update.blocks
+    assert (first.parent, first.salt, second.parent, second.salt) == (b"", "s", first.key, None) and again == [
+        first,
+        second,
+    ]
+    assert first.tokens + second.tokens == array("i", tokens[: 2 * BLOCK_SIZE]).tobytes()
+    log.watch(False)
+    assert world.scheduler.kv.keys.on_keys is None
+
+
 def test_a_block_that_came_and_went_between_two_news_is_only_gone() -> None:
     pool = BlockPool(2)
-    log = CacheLog({"device": pool})
+    log = CacheLog({"device": pool}, PageKeys((GroupInfo(),), 16, makes_keys=True))
     log.watch(True)
     log.updates()
     pool.register(pool.allocate(1)[0], b"a" * 32)

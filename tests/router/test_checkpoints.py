@@ -101,7 +101,7 @@ def test_the_router_promises_what_the_engine_finds() -> None:
         groups, info = world.scheduler.kv, world.executor.info
         assert info.hits_at_ends
         pools = {"device": world.scheduler.pool, "host": world.tiers.index.host}
-        log = CacheLog({tier: UsableKeys(pool, groups) for tier, pool in pools.items()})
+        log = CacheLog({tier: UsableKeys(pool, groups) for tier, pool in pools.items()}, groups.keys)
         placement = Placement(PolicyConfig(host_credit=1.0), Clock(), seed=1)
         placement.add_replica("r0", ReplicaInfo(info.fingerprint, BLOCK_SIZE, info.num_blocks))
         placement.apply_events("r0", [Hello("e", "sha256", info.fingerprint, BLOCK_SIZE, info.num_blocks, True)])

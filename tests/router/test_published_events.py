@@ -4,7 +4,6 @@ by either way, knows the same."""
 import argparse
 import contextlib
 import json
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.commands import serve
-from penstock.engine.messages import Submit
+from penstock.engine.messages import KeyedBlock
 from penstock.engine.server import kv_publisher
-from penstock.engine.server.kv_publisher import Known
+from penstock.engine.server.kv_publisher import KvPublisher
 from penstock.engine.server.server_config import KvEventsConfig, ServerConfig, resolve
-from penstock.executor.protocol import Sampling
+from tests.support.fake_engine import INFO
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
 
 TEXTS = [f"number {number}, " * 30 + "and the rest " * number for number in range(12)]
@@ -70,25 +68,24 @@ def test_what_is_published_and_what_is_streamed_are_the_same(tmp_path: Path, kv_
 
 def test_blocks_are_forgotten_but_for_those_that_are_cached_and_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_publisher, "SPARE", 8)
-    known = Known(b"", block_size=16, num_blocks=16)
+    publisher = KvPublisher(msgspec.structs.replace(INFO, num_blocks=16), KvEventsConfig())
 
-    def submitted(first: int) -> set[bytes]:
-        """A prompt of four blocks, by their keys."""
-        tokens = array("i", range(first, first + 64))
-        known.submitted(Submit(str(first), tokens.tobytes(), Sampling(), 9))
-        return {key[:8] for key in block_keys(tokens, 16, root=namespace_root())}
+    def computed(first: int, *cached: set[bytes]) -> set[bytes]:
+        """Report a prompt of four blocks; return their keys."""
+        keys = [number.to_bytes(8, "little") for number in range(first, first + 4)]
+        blocks = [KeyedBlock(key, b"", bytes(64), None, None) for key in keys]
+        publisher.remember(blocks, dict(zip(("device", "host"), cached, strict=False)))
+        return set(keys)
 
-    again, cached = submitted(1), submitted(2)
-    for first in range(100, 1000):
-        submitted(first)
-        if first == 105:  # before any was forgotten
-            submitted(1)
-            known._most = 0  # at once
-            known.forget([cached, set()])
-            assert again | cached <= known.blocks.keys()
-        known.forget([cached, set()])
-    assert cached <= known.blocks.keys() and not again & known.blocks.keys()
-    assert len(known.blocks) <= 4 + 8 + 32
+    again, cached = computed(1), computed(5)
+    for first in range(100, 4000, 4):
+        if first == 124:  # before any was forgotten
+            publisher.most = 0  # at once
+            computed(1, cached, set())
+            assert again | cached <= publisher.blocks.keys()
+        computed(first, cached, set())
+    assert cached <= publisher.blocks.keys() and not again & publisher.blocks.keys()
+    assert len(publisher.blocks) <= 4 + 8 + 32
 
 
 @contextlib.contextmanager

@@ -125,7 +125,7 @@ class FakeEngine:
             self._open[message.request_id] = asyncio.ensure_future(running)
         return answer
 
-    def watch_cache(self, is_on: bool) -> None:
+    def watch_cache(self, is_on: bool, *, with_blocks: bool = False) -> None:
         self.is_watched = is_on
         if is_on:
             self.on_cache_update(CacheUpdate("device", b"", b"", True))

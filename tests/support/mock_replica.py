@@ -59,7 +59,7 @@ class MockEngine(AsyncEngine):
         elif isinstance(message, Abort):
             refused = [self._core.abort(request_id) for request_id in message.request_ids]
         elif isinstance(message, WatchCache):
-            self._core.cache_log.watch(message.is_on)
+            self._core.cache_log.watch(message.is_on, message.with_blocks)
             asyncio.get_running_loop().call_soon(self._report_cache)
             return
         else:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -105,6 +105,11 @@ def test_a_listener_learns_the_keys_of_what_was_cached_before_and_after_it_came(
         assert again.frames[0] == hello
 
 
+async def anext_frame(frames: AsyncGenerator[bytes, None]) -> Frame:
+    (frame,) = FrameReader().feed(await anext(frames))
+    return frame
+
+
 def test_a_slow_listener_gets_a_new_snapshot_instead_of_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_BACKLOG_BYTES", 200)
 
@@ -112,12 +117,12 @@ def test_a_slow_listener_gets_a_new_snapshot_instead_of_what_it_missed(monkeypat
         engine = FakeEngine()
         events = KvEvents(cast(Service, Stub(engine)))
         frames = events.frames()
-        taken = [await anext(frames), await anext(frames)]
+        taken = [await anext_frame(frames), await anext_frame(frames)]
         for number in range(20):
             engine.on_cache_update(CacheUpdate("device", number.to_bytes(8, "little") * 2, b""))
-        taken.append(await anext(frames))
+        taken.append(await anext_frame(frames))
         engine.on_cache_update(CacheUpdate("device", b"", (3).to_bytes(8, "little")))
-        taken.append(await anext(frames))
+        taken.append(await anext_frame(frames))
         assert engine.is_watched
         await frames.aclose()
         assert not engine.is_watched
@@ -152,7 +157,7 @@ def test_a_large_snapshot_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
             engine.on_cache_update(CacheUpdate(tier, b"".join(n.to_bytes(8, "big") for n in range(10)), b""))
         second = events.frames()
         await anext(second)
-        parts = [cast(Snapshot, await anext(second)) for _ in range(6)]
+        parts = [cast(Snapshot, await anext_frame(second)) for _ in range(6)]
         await first.aclose()
         await second.aclose()
         return parts
