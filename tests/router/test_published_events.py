@@ -86,6 +86,7 @@ def test_blocks_are_forgotten_but_for_those_that_are_cached_and_the_newest(monke
         computed(first, cached, set())
     assert cached <= publisher.blocks.keys() and not again & publisher.blocks.keys()
     assert len(publisher.blocks) <= 4 + 8 + 32
+    publisher.close()
 
 
 @contextlib.contextmanager
