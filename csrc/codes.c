@@ -1,4 +1,4 @@
-/* Quantized weights: reading the blocks of a GGUF file, and keeping them as codes.h says.
+/* Quantized weights: unpacks the blocks of a GGUF file and packs them into panels (codes.h).
  *
  * The layouts of blocks are GGML's: https://github.com/ggml-org/ggml, src/ggml-common.h. */
 #include "codes.h"
@@ -8,9 +8,9 @@
 
 #include "codes.cdef.h"
 
-static uint16_t half_at(const uint8_t *bytes) { return (uint16_t)(bytes[0] | bytes[1] << 8); }
+static uint16_t load_uint16(const uint8_t *bytes) { return (uint16_t)(bytes[0] | bytes[1] << 8); }
 
-/* 16 bytes: the first half of 32 codes in their lower nibbles, the second in the upper ones. */
+/* Unpack `count` bytes: the lower nibbles are the first `count` codes, the upper nibbles the next ones. */
 static void read_nibbles(const uint8_t *bytes, int count, uint8_t *codes) {
     for (int i = 0; i < count; i++) codes[i] = bytes[i] & 15, codes[count + i] = bytes[i] >> 4;
 }
@@ -20,63 +20,63 @@ static void read_fifth_bits(const uint8_t *bytes, uint8_t *codes) {
 }
 
 static void read_q4_0(const uint8_t *bytes, struct code_block *block) {
-    block->scale = half_at(bytes);
+    block->scale = load_uint16(bytes);
     read_nibbles(bytes + 2, 16, block->codes);
 }
 
-/* Files add the minimum of these two. */
+/* Q4_1 and Q5_1 add their minimum, so its sign is flipped here. */
 static void read_q4_1(const uint8_t *bytes, struct code_block *block) {
-    block->scale = half_at(bytes), block->minimum = half_at(bytes + 2) ^ 0x8000;
+    block->scale = load_uint16(bytes), block->minimum = load_uint16(bytes + 2) ^ 0x8000;
     read_nibbles(bytes + 4, 16, block->codes);
 }
 
 static void read_q5_0(const uint8_t *bytes, struct code_block *block) {
-    block->scale = half_at(bytes);
+    block->scale = load_uint16(bytes);
     read_nibbles(bytes + 6, 16, block->codes);
     read_fifth_bits(bytes + 2, block->codes);
 }
 
 static void read_q5_1(const uint8_t *bytes, struct code_block *block) {
-    block->scale = half_at(bytes), block->minimum = half_at(bytes + 2) ^ 0x8000;
+    block->scale = load_uint16(bytes), block->minimum = load_uint16(bytes + 2) ^ 0x8000;
     read_nibbles(bytes + 8, 16, block->codes);
     read_fifth_bits(bytes + 4, block->codes);
 }
 
 static void read_q8_0(const uint8_t *bytes, struct code_block *block) {
-    block->scale = half_at(bytes);
+    block->scale = load_uint16(bytes);
     for (int i = 0; i < 32; i++) block->codes[i] = bytes[2 + i] ^ 128;
 }
 
-/* The scale is 2^(byte - 127), and the table has twice the values. The codes are turned round: 0 is the smallest. */
+/* The scale is 2^(byte - 127), halved because the table holds doubled values. Codes are inverted: 0 is the smallest. */
 static void read_mxfp4(const uint8_t *bytes, struct code_block *block) {
     block->scale = bytes[0] < 2 ? 0x20 << bytes[0] : bytes[0] == 255 ? 0x7fc0 : (bytes[0] - 1) << 7;
     read_nibbles(bytes + 1, 16, block->codes);
     for (int i = 0; i < 32; i++) block->codes[i] = 15 - block->codes[i];
 }
 
-/* Four values of two bits in each byte: 32 bytes have 128 values, 32 at a time. */
-static void read_quarters(const uint8_t *bytes, uint8_t *codes) {
+/* Unpack 2-bit codes: 32 bytes hold 128 codes, byte i those at i, i + 32, i + 64 and i + 96. */
+static void read_2bit_codes(const uint8_t *bytes, uint8_t *codes) {
     for (int i = 0; i < 256; i++) codes[i] = bytes[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
 }
 
 static void read_q2_k(const uint8_t *bytes, struct code_block *block) {
-    block->scale = half_at(bytes + 80), block->minimum = half_at(bytes + 82);
+    block->scale = load_uint16(bytes + 80), block->minimum = load_uint16(bytes + 82);
     for (int i = 0; i < 16; i++) block->inner_scales[i] = bytes[i] & 15, block->inner_minima[i] = bytes[i] >> 4;
-    read_quarters(bytes + 16, block->codes);
+    read_2bit_codes(bytes + 16, block->codes);
 }
 
 static void read_q3_k(const uint8_t *bytes, struct code_block *block) {
     const uint8_t *scales = bytes + 96;
-    block->scale = half_at(bytes + 108);
+    block->scale = load_uint16(bytes + 108);
     for (int i = 0; i < 16; i++)
         block->inner_scales[i] = ((scales[i % 8] >> i / 8 * 4 & 15) | (scales[8 + i % 4] >> i / 4 * 2 & 3) << 4) - 32;
-    read_quarters(bytes + 32, block->codes);
+    read_2bit_codes(bytes + 32, block->codes);
     for (int i = 0; i < 256; i++) block->codes[i] |= (bytes[i % 32] >> i / 32 & 1) << 2;
 }
 
-/* Eight scales and minima of six bits: four in whole bytes, of which the upper two bits belong to the other four. */
+/* Unpack eight 6-bit scales and minima. The bytes of the first four hold the upper two bits of the last four. */
 static void read_k_scales(const uint8_t *bytes, struct code_block *block) {
-    block->scale = half_at(bytes), block->minimum = half_at(bytes + 2);
+    block->scale = load_uint16(bytes), block->minimum = load_uint16(bytes + 2);
     for (int i = 0; i < 4; i++) {
         uint8_t scale = bytes[4 + i], minimum = bytes[8 + i], low = bytes[12 + i];
         block->inner_scales[i] = scale & 63, block->inner_scales[4 + i] = (low & 15) | scale >> 6 << 4;
@@ -96,7 +96,7 @@ static void read_q5_k(const uint8_t *bytes, struct code_block *block) {
 }
 
 static void read_q6_k(const uint8_t *bytes, struct code_block *block) {
-    block->scale = half_at(bytes + 208);
+    block->scale = load_uint16(bytes + 208);
     memcpy(block->inner_scales, bytes + 192, 16);
     for (int i = 0; i < 2; i++) read_nibbles(bytes + 64 * i, 64, block->codes + 128 * i);
     for (int i = 0; i < 256; i++)
@@ -104,39 +104,39 @@ static void read_q6_k(const uint8_t *bytes, struct code_block *block) {
 }
 
 static void read_iq4_xs(const uint8_t *bytes, struct code_block *block) {
-    uint16_t high = half_at(bytes + 2);
-    block->scale = half_at(bytes);
+    uint16_t high = load_uint16(bytes + 2);
+    block->scale = load_uint16(bytes);
     for (int i = 0; i < 8; i++) {
         block->inner_scales[i] = ((bytes[4 + i / 2] >> i % 2 * 4 & 15) | (high >> 2 * i & 3) << 4) - 32;
         read_nibbles(bytes + 8 + 16 * i, 16, block->codes + 32 * i);
     }
 }
 
-static const uint8_t nonlinear[16] = {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240};
-static const uint8_t four_bit_floats[16] = {0, 4, 6, 8, 9, 10, 11, 12, 24, 20, 18, 16, 15, 14, 13, 12};
+static const uint8_t iq4_nl_values[16] = {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240};
+static const uint8_t fp4_values[16] = {0, 4, 6, 8, 9, 10, 11, 12, 24, 20, 18, 16, 15, 14, 13, 12};
 
 const struct code_type code_types[] = {
     {"Q4_0", read_q4_0, .values = 32, .bytes = 18, .low = 4, .groups = 1, .offset = 8},
-    {"Q4_1", read_q4_1, .values = 32, .bytes = 20, .low = 4, .groups = 1, .minima = 1},
+    {"Q4_1", read_q4_1, .values = 32, .bytes = 20, .low = 4, .groups = 1, .has_minima = 1},
     {"Q5_0", read_q5_0, .values = 32, .bytes = 22, .low = 4, .high = 1, .groups = 1, .offset = 16},
-    {"Q5_1", read_q5_1, .values = 32, .bytes = 24, .low = 4, .high = 1, .groups = 1, .minima = 1},
+    {"Q5_1", read_q5_1, .values = 32, .bytes = 24, .low = 4, .high = 1, .groups = 1, .has_minima = 1},
     {"Q8_0", read_q8_0, .values = 32, .bytes = 34, .low = 8, .groups = 1, .offset = 128},
-    {"Q2_K", read_q2_k, .values = 256, .bytes = 84, .low = 2, .groups = 2, .minima = 1, .inner = 1},
-    {"Q3_K", read_q3_k, .values = 256, .bytes = 110, .low = 2, .high = 1, .groups = 2, .inner = 1, .offset = 4},
-    {"Q4_K", read_q4_k, .values = 256, .bytes = 144, .low = 4, .groups = 1, .minima = 1, .inner = 1},
-    {"Q5_K", read_q5_k, .values = 256, .bytes = 176, .low = 4, .high = 1, .groups = 1, .minima = 1, .inner = 1},
-    {"Q6_K", read_q6_k, .values = 256, .bytes = 210, .low = 4, .high = 2, .groups = 2, .inner = 1, .offset = 32},
-    {"IQ4_NL", read_q4_0, .values = 32, .bytes = 18, .low = 4, .groups = 1, .offset = 127, .table = nonlinear},
-    {"IQ4_XS", read_iq4_xs, .values = 256, .bytes = 136, .low = 4, .groups = 1, .inner = 1, .offset = 127,
-     .table = nonlinear},
+    {"Q2_K", read_q2_k, .values = 256, .bytes = 84, .low = 2, .groups = 2, .has_minima = 1, .has_inner = 1},
+    {"Q3_K", read_q3_k, .values = 256, .bytes = 110, .low = 2, .high = 1, .groups = 2, .has_inner = 1, .offset = 4},
+    {"Q4_K", read_q4_k, .values = 256, .bytes = 144, .low = 4, .groups = 1, .has_minima = 1, .has_inner = 1},
+    {"Q5_K", read_q5_k, .values = 256, .bytes = 176, .low = 4, .high = 1, .groups = 1, .has_minima = 1, .has_inner = 1},
+    {"Q6_K", read_q6_k, .values = 256, .bytes = 210, .low = 4, .high = 2, .groups = 2, .has_inner = 1, .offset = 32},
+    {"IQ4_NL", read_q4_0, .values = 32, .bytes = 18, .low = 4, .groups = 1, .offset = 127, .table = iq4_nl_values},
+    {"IQ4_XS", read_iq4_xs, .values = 256, .bytes = 136, .low = 4, .groups = 1, .has_inner = 1, .offset = 127,
+     .table = iq4_nl_values},
     {"MXFP4", read_mxfp4, .values = 32, .bytes = 17, .low = 4, .groups = 1, .is_bfloat16 = 1, .offset = 12,
-     .table = four_bit_floats},
-    /* Not in files: the codes of penstock_group_pack with an integer zero point. The minimum is the zero point minus
-     * the offset, times the scale, and is exact. */
-    {"G4", .values = 32, .low = 4, .groups = 1, .minima = 1, .inner = 1, .offset = 8},
-    {"G8", .values = 32, .low = 8, .groups = 1, .minima = 1, .inner = 1, .offset = 128},
-    {"G4_BF16", .values = 32, .low = 4, .groups = 1, .minima = 1, .inner = 1, .is_bfloat16 = 1, .offset = 8},
-    {"G8_BF16", .values = 32, .low = 8, .groups = 1, .minima = 1, .inner = 1, .is_bfloat16 = 1, .offset = 128},
+     .table = fp4_values},
+    /* Not GGUF types: the codes of penstock_group_pack with an integer zero point. The minimum, scale * (zero point -
+     * offset), is exact. */
+    {"G4", .values = 32, .low = 4, .groups = 1, .has_minima = 1, .has_inner = 1, .offset = 8},
+    {"G8", .values = 32, .low = 8, .groups = 1, .has_minima = 1, .has_inner = 1, .offset = 128},
+    {"G4_BF16", .values = 32, .low = 4, .groups = 1, .has_minima = 1, .has_inner = 1, .is_bfloat16 = 1, .offset = 8},
+    {"G8_BF16", .values = 32, .low = 8, .groups = 1, .has_minima = 1, .has_inner = 1, .is_bfloat16 = 1, .offset = 128},
 };
 
 const char *penstock_code_name(int type) {
@@ -152,8 +152,8 @@ static float from_bits(uint32_t bits) {
     return value;
 }
 
-/* Converts a 16-bit number of a header to float. Infinities and NaN were refused before. */
-static float number(uint16_t bits, int is_bfloat16) {
+/* Convert the bits of a float16 or bfloat16 to float. Infinities and NaN are not converted: see is_finite. */
+static float to_float(uint16_t bits, int is_bfloat16) {
     if (is_bfloat16) return from_bits((uint32_t)bits << 16);
     float size = from_bits((bits & 0x7fffu) << 13) * 0x1p112f; /* the exponent's bias is 15 there, 127 here */
     return bits & 0x8000 ? -size : size;
@@ -164,14 +164,14 @@ static int is_finite(const struct code_type *t, const struct code_block *block) 
     return (block->scale & exponent) != exponent && (block->minimum & exponent) != exponent;
 }
 
-static void values_of(const struct code_type *t, const struct code_block *block, float *values) {
-    float scale = number(block->scale, t->is_bfloat16), minimum = number(block->minimum, t->is_bfloat16);
+static void dequantize(const struct code_type *t, const struct code_block *block, float *values) {
+    float scale = to_float(block->scale, t->is_bfloat16), minimum = to_float(block->minimum, t->is_bfloat16);
     int group = CHUNK / t->groups;
     for (int i = 0; i < t->values; i++) {
         int code = block->codes[i], value = (t->table ? t->table[code] : code) - t->offset;
-        float by = t->inner ? scale * block->inner_scales[i / group] : scale;
-        float below = !t->minima ? 0 : t->inner ? minimum * block->inner_minima[i / group] : minimum;
-        values[i] = by * value - below;
+        float group_scale = t->has_inner ? scale * block->inner_scales[i / group] : scale;
+        float group_minimum = !t->has_minima ? 0 : t->has_inner ? minimum * block->inner_minima[i / group] : minimum;
+        values[i] = group_scale * value - group_minimum;
     }
 }
 
@@ -181,33 +181,33 @@ int64_t penstock_code_values(int type, uintptr_t bytes, int64_t blocks, uintptr_
         struct code_block block = {.minimum = 0};
         t->read((const uint8_t *)bytes + i * t->bytes, &block);
         if (!is_finite(t, &block)) return i;
-        values_of(t, &block, (float *)values + i * t->values);
+        dequantize(t, &block, (float *)values + i * t->values);
     }
     return -1;
 }
 
-/* The zero of codes that penstock_code_groups writes without minima. */
-static int middle_of(const struct code_type *t) { return !t->table && t->low + t->high <= 4 ? 8 : 128; }
+/* Return the zero point of the codes that penstock_code_groups writes for a type without minima. */
+static int zero_point(const struct code_type *t) { return !t->table && t->low + t->high <= 4 ? 8 : 128; }
 
-int penstock_code_group_bits(int type) { return middle_of(&code_types[type]) == 8 ? 4 : 8; }
+int penstock_code_group_bits(int type) { return zero_point(&code_types[type]) == 8 ? 4 : 8; }
 int penstock_code_group_values(int type) { return CHUNK / code_types[type].groups; }
-int penstock_code_has_minima(int type) { return code_types[type].minima; }
+int penstock_code_has_minima(int type) { return code_types[type].has_minima; }
 
 int64_t penstock_code_groups(int type, uintptr_t bytes, int64_t blocks, uintptr_t codes, uintptr_t scales,
                              uintptr_t minima) {
     const struct code_type *t = &code_types[type];
-    const int group = CHUNK / t->groups, shift = t->minima ? 0 : middle_of(t) - t->offset;
+    const int group = CHUNK / t->groups, shift = t->has_minima ? 0 : zero_point(t) - t->offset;
     uint8_t *code = (uint8_t *)codes;
-    float *by = (float *)scales, *below = (float *)minima;
+    float *group_scale = (float *)scales, *group_minimum = (float *)minima;
     for (int64_t n = 0; n < blocks; n++) {
         struct code_block block = {.minimum = 0};
         t->read((const uint8_t *)bytes + n * t->bytes, &block);
         if (!is_finite(t, &block)) return n;
-        float scale = number(block.scale, t->is_bfloat16), minimum = number(block.minimum, t->is_bfloat16);
+        float scale = to_float(block.scale, t->is_bfloat16), minimum = to_float(block.minimum, t->is_bfloat16);
         for (int i = 0; i < t->values; i++) *code++ = (t->table ? t->table[block.codes[i]] : block.codes[i]) + shift;
         for (int i = 0; i < t->values / group; i++) {
-            *by++ = t->inner ? scale * block.inner_scales[i] : scale;
-            if (t->minima) *below++ = t->inner ? minimum * block.inner_minima[i] : minimum;
+            *group_scale++ = t->has_inner ? scale * block.inner_scales[i] : scale;
+            if (t->has_minima) *group_minimum++ = t->has_inner ? minimum * block.inner_minima[i] : minimum;
         }
     }
     return -1;
@@ -217,10 +217,10 @@ int64_t penstock_code_bytes(int type, int64_t rows, int64_t depth, int columns) 
     return (rows + columns - 1) / columns * panel_bytes(&code_types[type], depth, columns);
 }
 
-/* Four neighbours, as bytes of a word, into the order of BYTE_OF or back. */
-static inline uint32_t reorder(uint32_t four) { return (four & 0xff0000ff) | (four >> 8 & 0xff00) | (four & 0xff00) << 8; }
+/* Bring the four bytes of a word into the order of BYTE_OF, or back. */
+static inline uint32_t reorder(uint32_t x) { return (x & 0xff0000ff) | (x >> 8 & 0xff00) | (x & 0xff00) << 8; }
 
-/* Bits `shift` and up of the codes of a word, in a plane with so many bits of each. */
+/* Pack bits [shift, shift + bits) of 32 / bits codes into a word of a plane. */
 static inline uint32_t pack_word(const uint8_t *codes, int bits, int shift) {
     uint32_t packed = 0, mask = ((1u << bits) - 1) * 0x01010101, four;
     for (int at = 0; at < 8; at += bits, codes += 4) {
@@ -239,14 +239,15 @@ static inline void unpack_word(uint32_t packed, int bits, int shift, uint8_t *co
     }
 }
 
-static inline __attribute__((always_inline)) void move_block_of(const int low, const int high,
-                                                                const struct code_type *t, struct code_block *block,
-                                                                uint8_t *panel, int64_t chunk, int column, int columns,
-                                                                const int is_in) {
-#define MOVE(there, here) (is_in ? memcpy(there, here, sizeof *(here)) : memcpy(here, there, sizeof *(here)))
+static inline __attribute__((always_inline)) void copy_planes(const int low, const int high,
+                                                              const struct code_type *t, struct code_block *block,
+                                                              uint8_t *panel, int64_t chunk, int column, int columns,
+                                                              const int packs) {
+#define COPY(packed, unpacked) \
+    (packs ? memcpy(packed, unpacked, sizeof *(unpacked)) : memcpy(unpacked, packed, sizeof *(unpacked)))
     uint8_t *header = panel + header_at(t, chunk, columns);
-    MOVE(header + 2 * column, &block->scale);
-    if (t->minima) MOVE(header + 2 * (columns + column), &block->minimum);
+    COPY(header + 2 * column, &block->scale);
+    if (t->has_minima) COPY(header + 2 * (columns + column), &block->minimum);
     for (int i = 0; i < t->values / CHUNK; i++) {
         uint8_t *at = panel + chunk_at(t, chunk + i, columns) + 4 * column, *codes = block->codes + i * CHUNK;
 #pragma GCC unroll 2
@@ -254,32 +255,32 @@ static inline __attribute__((always_inline)) void move_block_of(const int low, c
             const int bits = plane ? high : low, shift = plane ? low : 0;
 #pragma GCC unroll 8
             for (int word = 0; word < bits; word++, at += 4 * columns) {
-                uint8_t *those = codes + word * (32 / bits);
-                uint32_t packed = is_in ? pack_word(those, bits, shift) : 0;
-                MOVE(at, &packed);
-                if (!is_in) unpack_word(packed, bits, shift, those);
+                uint8_t *word_codes = codes + word * (32 / bits);
+                uint32_t value = packs ? pack_word(word_codes, bits, shift) : 0;
+                COPY(at, &value);
+                if (!packs) unpack_word(value, bits, shift, word_codes);
             }
         }
         at -= 3 * column;
-        for (int group = i * t->groups; t->inner && group < (i + 1) * t->groups; group++, at += columns) {
-            MOVE(at, block->inner_scales + group);
-            if (t->minima) MOVE(at + t->groups * columns, block->inner_minima + group);
+        for (int group = i * t->groups; t->has_inner && group < (i + 1) * t->groups; group++, at += columns) {
+            COPY(at, block->inner_scales + group);
+            if (t->has_minima) COPY(at + t->groups * columns, block->inner_minima + group);
         }
     }
-#undef MOVE
+#undef COPY
 }
 
-/* A block goes into its column of a panel, or comes from there. Known bits make it twice as fast. */
-static inline __attribute__((always_inline)) void move_block(const struct code_type *t, struct code_block *block,
+/* Copy a block into its column of a panel, or back. Bit widths known at compile time make this twice as fast. */
+static inline __attribute__((always_inline)) void copy_block(const struct code_type *t, struct code_block *block,
                                                              uint8_t *panel, int64_t chunk, int column, int columns,
-                                                             const int is_in) {
+                                                             const int packs) {
     switch (t->low * 4 + t->high) {
-    case 8: move_block_of(2, 0, t, block, panel, chunk, column, columns, is_in); break;
-    case 9: move_block_of(2, 1, t, block, panel, chunk, column, columns, is_in); break;
-    case 16: move_block_of(4, 0, t, block, panel, chunk, column, columns, is_in); break;
-    case 17: move_block_of(4, 1, t, block, panel, chunk, column, columns, is_in); break;
-    case 18: move_block_of(4, 2, t, block, panel, chunk, column, columns, is_in); break;
-    default: move_block_of(8, 0, t, block, panel, chunk, column, columns, is_in);
+    case 8: copy_planes(2, 0, t, block, panel, chunk, column, columns, packs); break;
+    case 9: copy_planes(2, 1, t, block, panel, chunk, column, columns, packs); break;
+    case 16: copy_planes(4, 0, t, block, panel, chunk, column, columns, packs); break;
+    case 17: copy_planes(4, 1, t, block, panel, chunk, column, columns, packs); break;
+    case 18: copy_planes(4, 2, t, block, panel, chunk, column, columns, packs); break;
+    default: copy_planes(8, 0, t, block, panel, chunk, column, columns, packs);
     }
 }
 
@@ -292,7 +293,7 @@ int64_t penstock_code_pack(int type, uintptr_t bytes, int64_t rows, int64_t dept
             struct code_block block = {.minimum = 0};
             t->read(from, &block);
             if (!is_finite(t, &block)) return row;
-            move_block(t, &block, panel, at / CHUNK, row % columns, columns, 1);
+            copy_block(t, &block, panel, at / CHUNK, row % columns, columns, 1);
         }
     }
     return -1;
@@ -304,30 +305,30 @@ void penstock_group_pack(int type, uintptr_t codes, uintptr_t scales, uintptr_t 
     for (int64_t row = 0; row < rows; row++) {
         uint8_t *panel = (uint8_t *)panels + row / columns * panel_bytes(t, depth, columns);
         for (int64_t at = 0; at < depth; at += CHUNK) {
-            int64_t number = row * (depth / group) + at / group;
-            struct code_block block = {.scale = ((const uint16_t *)scales)[number], .minimum = 0};
+            int64_t index = row * (depth / group) + at / group;
+            struct code_block block = {.scale = ((const uint16_t *)scales)[index], .minimum = 0};
             memcpy(block.codes, (const uint8_t *)codes + row * depth + at, CHUNK);
-            if (t->minima) {
+            if (t->has_minima) {
                 block.minimum = block.scale, block.inner_scales[0] = 1;
-                block.inner_minima[0] = zeros ? (int8_t)(((const uint8_t *)zeros)[number] - t->offset) : 0;
+                block.inner_minima[0] = zeros ? (int8_t)(((const uint8_t *)zeros)[index] - t->offset) : 0;
             }
-            move_block(t, &block, panel, at / CHUNK, row % columns, columns, 1);
+            copy_block(t, &block, panel, at / CHUNK, row % columns, columns, 1);
         }
     }
 }
 
-int penstock_code_rows(int type, uintptr_t panels, int64_t height, int64_t depth, int columns, uintptr_t numbers,
+int penstock_code_rows(int type, uintptr_t panels, int64_t height, int64_t depth, int columns, uintptr_t indices,
                        int64_t num, uintptr_t rows) {
     const struct code_type *t = &code_types[type];
     float *to = (float *)rows;
     for (int64_t i = 0; i < num; i++) {
-        int64_t row = ((const int64_t *)numbers)[i];
+        int64_t row = ((const int64_t *)indices)[i];
         if ((uint64_t)row >= (uint64_t)height) return -1;
         uint8_t *panel = (uint8_t *)panels + row / columns * panel_bytes(t, depth, columns);
         for (int64_t at = 0; at < depth; at += t->values, to += t->values) {
             struct code_block block = {.minimum = 0};
-            move_block(t, &block, panel, at / CHUNK, row % columns, columns, 0);
-            values_of(t, &block, to);
+            copy_block(t, &block, panel, at / CHUNK, row % columns, columns, 0);
+            dequantize(t, &block, to);
         }
     }
     return 0;

@@ -169,7 +169,8 @@ INLINE void load_queries(const struct attention *a, const struct attention_job *
     for (int r = 0; r < job->num_queries * s->group; r++, out += s->depth) {
         int64_t head = (int64_t)kv_head * s->group + r % s->group;
         const void *q = element_at(a->q, (token + r / s->group) * a->q_stride + head * a->head_dim, type);
-        for (int i = 0; i < s->depth; i += LANES) store(out, i, s->depth - i, load_words(q, i, s->depth - i, s->paired, type), FLOAT32);
+        for (int i = 0; i < s->depth; i += LANES)
+            store(out, i, s->depth - i, load_words(q, i, s->depth - i, s->paired, type), FLOAT32);
     }
 }
 

@@ -1,12 +1,12 @@
-/* The kernels for AVX-512 with the dot product of integers, VNNI (Cascade Lake, Ice Lake and newer).
- * A pragma selects the instructions, whatever the compiler's flags are; cpu_ops.c asks the CPU for them at run time. */
+/* The kernels for AVX-512 with the integer dot product, VNNI (Cascade Lake, Ice Lake and newer). */
 #if defined(__x86_64__)
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), apply_to = function)
+#pragma clang attribute push( \
+    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), apply_to = function)
 #else
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 #endif

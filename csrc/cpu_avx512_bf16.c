@@ -1,12 +1,12 @@
-/* The kernels for AVX-512 with the dot products of integers and of bfloat16 (Cooper Lake, Sapphire Rapids, Zen 4 and newer).
- * A pragma selects the instructions, whatever the compiler's flags are; cpu_ops.c asks the CPU for them at run time. */
+/* The kernels for AVX-512 with VNNI and the bfloat16 dot product (Cooper Lake, Sapphire Rapids, Zen 4 and newer). */
 #if defined(__x86_64__)
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16"))), apply_to = function)
+#pragma clang attribute push( \
+    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16"))), apply_to = function)
 #else
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")
 #endif

@@ -1,24 +1,18 @@
 /* All code that is compiled once per instruction level, and the table of its functions. The source file of a level sets
  * LANES, HAS_VNNI, HAS_BF16, LEVEL and LEVEL_NAME, switches the compiler to the level and includes this file. */
-#include "cpu_vector.h"
-
+#include "cpu_vector.h" /* first: the others use it */
 #include "cpu_rows.h"
-
 #include "cpu_product.h"
-
 #include "cpu_tile.h"
-
 #include "cpu_attention.h"
-
 #include "cpu_linear.h"
 
 #if LANES > 4
-#include "cpu_coded.h"
+#include "cpu_quantized.h"
 #endif
 
 #include "cpu_ops.cdef.h"
-
-#include "cpu_low_rank.h"
+#include "cpu_lora.h"
 
 #include <math.h>
 
@@ -43,12 +37,12 @@ const struct cpu_level LEVEL = {
     .columns = COLUMNS,
 #if LANES > 4
     .quantize = {quantize_float32, quantize_bfloat16},
-    .coded = {coded_float32, coded_bfloat16},
-    .coded_columns = CODED_COLUMNS,
+    .quantized_linear = {quantized_linear_float32, quantized_linear_bfloat16},
+    .panel_columns = PANEL_COLUMNS,
     .has_vnni = HAS_VNNI,
-    .few_rows = FEW_ROWS,
+    .max_byte_rows = MAX_BYTE_ROWS,
 #endif
-    .low_rank = {low_rank_float32, low_rank_bfloat16},
+    .lora = {lora_float32, lora_bfloat16},
     .convolve = {convolve_float32, convolve_bfloat16},
     .delta = {delta_float32, delta_bfloat16},
 };

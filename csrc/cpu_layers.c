@@ -1,4 +1,4 @@
-/* The layers of a decoder in one call: Python would take as long around their kernels as a few tokens do in them. */
+/* Runs all layers of a decoder in one call. With a few tokens, calls from Python would take as long as the kernels. */
 #include <stddef.h>
 #include <stdint.h>
 
@@ -9,13 +9,13 @@
 
 #define ALIGNED(bytes) (((bytes) + 63) / 64 * 64)
 
-/* Rows on their way through a layer, in bytes: normed, projected to heads, rotated or convolved, attended, gated, as
- * integers. */
-struct room {
-    int64_t hidden, heads, query, attended, gate_up, gated, integers;
+/* The buffers of a layer, as sizes in bytes or as addresses: the normed input, the output of the projection to heads,
+ * the rotated queries or convolved channels, the outputs of attention, gate_up and the gate, quantized inputs. */
+struct buffers {
+    int64_t hidden, heads, query, attended, gate_up, gated, quantized;
 };
 
-/* Returns the number of values per token of a recurrent layer; 0 for other layers. */
+/* Return the number of values per token of a recurrent layer; 0 for other layers. */
 static int64_t values_of(const struct penstock_layer *l) {
     return l->delta ? (int64_t)l->delta->value_heads * l->delta->value_dim : 0;
 }
@@ -24,14 +24,14 @@ static int64_t channels_of(const struct penstock_layer *l) {
     return l->delta ? 2 * (int64_t)l->delta->key_heads * l->delta->key_dim + values_of(l) : 0;
 }
 
-static struct room room_of(const struct penstock_cpu *cpu, const struct penstock_layers *l, int64_t tokens) {
+static struct buffers sizes_of(const struct penstock_cpu *cpu, const struct penstock_layers *l, int64_t tokens) {
     int64_t size = cpu->is_bfloat16 ? 2 : 4, query = (int64_t)l->q_heads * l->head_dim;
-    struct room room = {.query = ALIGNED(tokens * query * size), .attended = ALIGNED(tokens * query * size)};
+    struct buffers buffers = {.query = ALIGNED(tokens * query * size), .attended = ALIGNED(tokens * query * size)};
     for (int i = 0; i < l->num; i++) {
         const struct penstock_layer *layer = &l->layers[i];
         const struct penstock_projection *all[] = {&layer->qkv, &layer->output, &layer->gate_up, &layer->down,
                                                    &layer->gates};
-#define AT_LEAST(field, bytes) room.field = room.field > (bytes) ? room.field : (bytes)
+#define AT_LEAST(field, bytes) buffers.field = buffers.field > (bytes) ? buffers.field : (bytes)
         AT_LEAST(hidden, ALIGNED(tokens * layer->output.width * size));
         AT_LEAST(heads, ALIGNED(tokens * layer->qkv.width * size));
         AT_LEAST(gate_up, ALIGNED(tokens * layer->gate_up.width * size));
@@ -40,48 +40,48 @@ static struct room room_of(const struct penstock_cpu *cpu, const struct penstock
         AT_LEAST(query, ALIGNED(tokens * channels_of(layer) * size));
         AT_LEAST(attended, ALIGNED(tokens * values_of(layer) * size));
         for (int p = 0; p < 5; p++)
-            AT_LEAST(integers,
+            AT_LEAST(quantized,
                      ALIGNED(penstock_product_scratch(all[p]->num_parts, all[p]->parts, tokens, all[p]->depth)));
 #undef AT_LEAST
     }
-    return room;
+    return buffers;
 }
 
 int64_t penstock_layers_scratch(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens) {
-    struct room r = room_of(cpu, layers, tokens);
-    return r.hidden + r.heads + r.query + r.attended + r.gate_up + r.gated + r.integers;
+    struct buffers r = sizes_of(cpu, layers, tokens);
+    return r.hidden + r.heads + r.query + r.attended + r.gate_up + r.gated + r.quantized;
 }
 
-/* The arguments of penstock_run_layers, and whether it failed. */
+/* The arguments and the result of penstock_run_layers. */
 struct run {
     const struct penstock_cpu *cpu;
     const struct penstock_layers *layers;
     int64_t tokens, table_stride;
-    const uintptr_t *kv_slots, *block_tables; /* by the layer's group */
-    const struct penstock_states *states; /* but for where a layer's are */
+    const uintptr_t *kv_slots, *block_tables; /* indexed by a layer's group */
+    const struct penstock_states *states; /* base and first_unit are a layer's */
     uintptr_t positions, query_starts, context_lens, residual, update, scratch;
     const struct penstock_run *runs;
     int rows, failed, num_runs;
 };
 
-/* `product`: its number among those that adapters may change; below 0: it is none of them. */
+/* `product`: the index of the projection among those that LoRA adapters may change; -1: it is not one of them. */
 static int project(const struct run *run, const struct penstock_projection *p, int product, uintptr_t x, uintptr_t y,
-                   uintptr_t integers) {
-    int failed = penstock_product(run->cpu, x, p->depth, integers, p->num_parts, p->parts, y, run->tokens, p->depth,
+                   uintptr_t quantized) {
+    int failed = penstock_product(run->cpu, x, p->depth, quantized, p->num_parts, p->parts, y, run->tokens, p->depth,
                                   p->width);
     if (run->num_runs && product >= 0)
         penstock_adapt(run->cpu, x, p->depth, y, p->width, p->depth, run->num_runs, run->runs, product);
     return failed;
 }
 
-/* From `heads` to `attended`, as the rest of this file where rows of one layer are on their way. */
-static int attend(const struct run *run, const struct penstock_layer *l, const struct room *at) {
+/* Compute `attended` from `heads`. `at` has the addresses of the buffers. */
+static int run_attention(const struct run *run, const struct penstock_layer *l, const struct buffers *at) {
     const struct penstock_layers *s = run->layers;
     int64_t size = run->cpu->is_bfloat16 ? 2 : 4, wide = l->qkv.width;
     int64_t q_width = (int64_t)s->q_heads * s->head_dim, kv_width = (int64_t)s->kv_heads * s->head_dim;
     uintptr_t gates = at->heads + q_width * size, key = s->has_gate ? gates + q_width * size : gates;
-    penstock_rope(run->cpu, run->tokens, at->heads, wide, key, wide, key + kv_width * size, wide, l->cos, l->sin, l->half,
-                  run->positions, run->kv_slots[l->group], l->q_norm, l->k_norm, s->eps, at->query, l->k_pages,
+    penstock_rope(run->cpu, run->tokens, at->heads, wide, key, wide, key + kv_width * size, wide, l->cos, l->sin,
+                  l->half, run->positions, run->kv_slots[l->group], l->q_norm, l->k_norm, s->eps, at->query, l->k_pages,
                   l->v_pages, s->page_stride, s->slot_stride, s->q_heads, s->kv_heads, s->head_dim, s->page_size);
     int failed = penstock_attention(run->cpu, run->rows, run->query_starts, run->context_lens,
                                     run->block_tables[l->group], run->table_stride, at->query, q_width, l->k_pages,
@@ -92,8 +92,8 @@ static int attend(const struct run *run, const struct penstock_layer *l, const s
     return failed;
 }
 
-/* The same in a recurrent layer. */
-static int carry(const struct run *run, const struct penstock_layer *l, const struct room *at) {
+/* Compute `attended` from `hidden` and `heads` in a recurrent layer. */
+static int run_recurrent(const struct run *run, const struct penstock_layer *l, const struct buffers *at) {
     int64_t channels = channels_of(l), size = run->cpu->is_bfloat16 ? 2 : 4;
     struct penstock_states states = *run->states;
     states.base = l->states, states.first_unit = l->first_unit;
@@ -102,7 +102,7 @@ static int carry(const struct run *run, const struct penstock_layer *l, const st
     delta.z = at->heads + channels * size, delta.z_stride = l->qkv.width;
     delta.gates = at->gated, delta.gates_stride = l->gates.width;
     delta.out = at->attended;
-    int failed = project(run, &l->gates, -1, at->hidden, at->gated, at->integers);
+    int failed = project(run, &l->gates, -1, at->hidden, at->gated, at->quantized);
     penstock_convolve(run->cpu, &states, at->heads, l->qkv.width, l->taps, 0, at->query, channels, l->num_taps, 1);
     penstock_delta_rule(run->cpu, &states, &delta);
     return failed;
@@ -114,9 +114,9 @@ static void run_layers(void *data) {
     const struct penstock_layers *layers = run->layers;
     int64_t tokens = run->tokens;
     uintptr_t residual = run->residual, update = run->update;
-    struct room r = room_of(cpu, layers, tokens), at = {.hidden = run->scratch};
+    struct buffers r = sizes_of(cpu, layers, tokens), at = {.hidden = run->scratch};
     at.heads = at.hidden + r.hidden, at.query = at.heads + r.heads, at.attended = at.query + r.query;
-    at.gate_up = at.attended + r.attended, at.gated = at.gate_up + r.gate_up, at.integers = at.gated + r.gated;
+    at.gate_up = at.attended + r.attended, at.gated = at.gate_up + r.gate_up, at.quantized = at.gated + r.gated;
     for (int i = 0; i < layers->num; i++) {
         const struct penstock_layer *l = &layers->layers[i];
         int64_t width = l->output.width;
@@ -124,16 +124,18 @@ static void run_layers(void *data) {
         else
             penstock_norm(cpu, update, width, residual, width, l->input_norm, at.hidden, residual, tokens, width,
                           layers->eps);
-        int failed = project(run, &l->qkv, l->delta ? -1 : l->product, at.hidden, at.heads, at.integers);
-        failed |= l->delta ? carry(run, l, &at) : attend(run, l, &at);
-        failed |= project(run, &l->output, l->product + 1, at.attended, update, at.integers);
+        int failed = project(run, &l->qkv, l->delta ? -1 : l->product, at.hidden, at.heads, at.quantized);
+        failed |= l->delta ? run_recurrent(run, l, &at) : run_attention(run, l, &at);
+        failed |= project(run, &l->output, l->product + 1, at.attended, update, at.quantized);
         if (l->attention_norm)
             penstock_norm(cpu, update, width, 0, 0, l->attention_norm, update, 0, tokens, width, layers->eps);
-        penstock_norm(cpu, update, width, residual, width, l->mlp_norm, at.hidden, residual, tokens, width, layers->eps);
-        failed |= project(run, &l->gate_up, l->product + 2, at.hidden, at.gate_up, at.integers);
-        int64_t size = cpu->is_bfloat16 ? 2 : 4, wide = l->gate_up.width, half = wide / 2;
-        penstock_gate(cpu, layers->activation, at.gate_up, wide, at.gate_up + half * size, wide, at.gated, tokens, half);
-        failed |= project(run, &l->down, l->product + 3, at.gated, update, at.integers);
+        penstock_norm(cpu, update, width, residual, width, l->mlp_norm, at.hidden, residual, tokens, width,
+                      layers->eps);
+        failed |= project(run, &l->gate_up, l->product + 2, at.hidden, at.gate_up, at.quantized);
+        int64_t wide = l->gate_up.width, half = wide / 2;
+        uintptr_t up = at.gate_up + half * (cpu->is_bfloat16 ? 2 : 4);
+        penstock_gate(cpu, layers->activation, at.gate_up, wide, up, wide, at.gated, tokens, half);
+        failed |= project(run, &l->down, l->product + 3, at.gated, update, at.quantized);
         if (l->output_norm)
             penstock_norm(cpu, update, width, 0, 0, l->output_norm, update, 0, tokens, width, layers->eps);
         if (failed) {
@@ -150,8 +152,9 @@ int penstock_run_layers(const struct penstock_cpu *cpu, const struct penstock_la
                         int num_runs, const struct penstock_run *runs) {
     struct run run = {.cpu = cpu, .layers = layers, .tokens = tokens, .table_stride = table_stride,
                       .positions = positions, .kv_slots = kv_slots, .query_starts = query_starts,
-                      .context_lens = context_lens, .block_tables = block_tables, .states = states, .residual = residual,
-                      .update = update, .scratch = scratch, .rows = rows, .num_runs = num_runs, .runs = runs};
+                      .context_lens = context_lens, .block_tables = block_tables, .states = states,
+                      .residual = residual, .update = update, .scratch = scratch, .rows = rows, .num_runs = num_runs,
+                      .runs = runs};
     with_team(run_layers, &run, cpu->num_threads);
     return run.failed;
 }

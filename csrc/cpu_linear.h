@@ -1,11 +1,11 @@
-/* Linear layers over weights that were repacked once, compiled once per level.
- *
- * A block of the weight is as wide as the product's columns and as deep as the layer, and contiguous: a single row
- * streams it from memory at full speed, many rows find it in the second-level cache. bfloat16 stays in pairs on every
- * level. A row's sums run in the order of the depth whatever other rows there are (see cpu_product.h). */
+/* Linear layers over weights that were repacked once, compiled once per level. A block of the weight has COLUMNS
+ * columns and the layer's whole depth and is contiguous: a single row streams it from memory at full speed, many rows
+ * read it from the L2 cache. bfloat16 stays in pairs on every level. A row's sums are accumulated in depth order,
+ * independent of the other rows (see cpu_product.h). */
 
-/* A few rows of block `block`: their sums, the bias on them, into y. */
-INLINE void put_sums(const struct linear *l, const float *sums, int64_t block, int64_t row, int rows, enum element type) {
+/* Store the sums of some rows in block `block` to y, plus the bias. */
+INLINE void store_sums(const struct linear *l, const float *sums, int64_t block, int64_t row, int rows,
+                       enum element type) {
     for (int r = 0; r < rows; r++)
         for (int64_t i = 0, at = block * COLUMNS; i < COLUMNS && at < l->width; i += LANES, at += LANES) {
             vec y = load(sums, r * COLUMNS + i, LANES, FLOAT32);
@@ -14,7 +14,7 @@ INLINE void put_sums(const struct linear *l, const float *sums, int64_t block, i
         }
 }
 
-/* Parts [first, end) of the work: part p is block p / row_parts, for row part p % row_parts. */
+/* Compute parts [first, end): part p is block p / row_parts and row part p % row_parts. */
 INLINE void linear_parts(const struct linear *l, int64_t first, int64_t end, enum element type) {
     float sums[ROWS * COLUMNS];
     for (int64_t part = first; part < end; part++) {
@@ -26,9 +26,9 @@ INLINE void linear_parts(const struct linear *l, int64_t first, int64_t end, enu
             int some = end_row - row < ROWS ? (int)(end_row - row) : ROWS;
             multiply_rows(some, VECTORS, x, l->x_stride, weight, COLUMNS, (int)l->depth, sums, COLUMNS,
                           type == BFLOAT16);
-            put_sums(l, sums, block, row, some, type);
+            store_sums(l, sums, block, row, some, type);
         }
     }
 }
 
-IN_BOTH_TYPES(linear, linear_parts, OF_ITEMS, op, first, end)
+IN_BOTH_TYPES(linear, linear_parts, RANGE_PARAMETERS, op, first, end)

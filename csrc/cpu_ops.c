@@ -1,6 +1,5 @@
-/* The entry points of the executor's CPU kernels: they pick the instruction level and spread tokens over threads.
- *
- * How attention is cut into jobs is in cpu_plan.c; the arithmetic is in cpu_rows.h and cpu_attention.h. */
+/* The entry points of the executor's CPU kernels: they select the instruction level and divide tokens among threads.
+ * cpu_plan.c divides attention into jobs; cpu_kernels.h includes the kernels. */
 #define _GNU_SOURCE
 #include <stddef.h>
 #include <stdint.h>
@@ -46,8 +45,8 @@ const char *penstock_cpu_level_name(int level) { return levels[level]->name; }
 
 const struct cpu_level *level_of(const struct penstock_cpu *cpu) { return levels[cpu->level]; }
 
-/* A fork and join costs 1 to 7 microseconds, by whether the threads wait spinning or asleep. Both limits are 20 to
- * 30 microseconds of work for one core; with a team that is there, 1 to 3. */
+/* A fork and join costs 1 microsecond if the threads spin and 7 if they sleep. The limits for a fork are 20 to 30
+ * microseconds of work on one core, those for sharing with a spinning team 1 to 3. */
 #define ELEMENTS_WORTH_A_THREAD (1 << 16)
 #define ELEMENTS_WORTH_SHARING (1 << 12)
 #define PRODUCTS_WORTH_A_FORK (2 << 20)
@@ -57,7 +56,7 @@ int threads_for(int64_t cost, const struct penstock_cpu *cpu) {
     return cost < (has_session() ? PRODUCTS_WORTH_SHARING : PRODUCTS_WORTH_A_FORK) ? 1 : cpu->num_threads;
 }
 
-static int64_t chunk_of(int64_t rows, int64_t width, int num_threads) {
+static int64_t chunk_size(int64_t rows, int64_t width, int num_threads) {
     int64_t elements = has_session() ? ELEMENTS_WORTH_SHARING : ELEMENTS_WORTH_A_THREAD;
     int64_t least = elements / (width + 1) + 1, even = rows / (4 * num_threads) + 1;
     return even > least ? even : least;
@@ -69,16 +68,16 @@ void penstock_norm(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride
     struct norm norm = {.x = (const void *)x, .residual = (const void *)residual, .weight = (const float *)weight,
                         .y = (void *)y, .total = (void *)total, .x_stride = x_stride,
                         .residual_stride = residual_stride, .width = width, .eps = eps};
-    work_on *run = levels[cpu->level]->norm[cpu->is_bfloat16];
-    spread(run, &norm, rows, chunk_of(rows, width, cpu->num_threads), cpu->num_threads);
+    range_function *run = levels[cpu->level]->norm[cpu->is_bfloat16];
+    parallel_for(run, &norm, rows, chunk_size(rows, width, cpu->num_threads), cpu->num_threads);
 }
 
 void penstock_gate(const struct penstock_cpu *cpu, int activation, uintptr_t gate, int64_t gate_stride, uintptr_t up,
                    int64_t up_stride, uintptr_t out, int64_t rows, int64_t width) {
-    struct gate given = {.gate = (const void *)gate, .up = (const void *)up, .out = (void *)out,
-                         .gate_stride = gate_stride, .up_stride = up_stride, .width = width};
-    work_on *run = levels[cpu->level]->gate[activation][cpu->is_bfloat16];
-    spread(run, &given, rows, chunk_of(rows, 2 * width, cpu->num_threads), cpu->num_threads);
+    struct gate arguments = {.gate = (const void *)gate, .up = (const void *)up, .out = (void *)out,
+                             .gate_stride = gate_stride, .up_stride = up_stride, .width = width};
+    range_function *run = levels[cpu->level]->gate[activation][cpu->is_bfloat16];
+    parallel_for(run, &arguments, rows, chunk_size(rows, 2 * width, cpu->num_threads), cpu->num_threads);
 }
 
 void penstock_rope(const struct penstock_cpu *cpu, int64_t tokens, uintptr_t q, int64_t q_stride, uintptr_t k,
@@ -94,8 +93,8 @@ void penstock_rope(const struct penstock_cpu *cpu, int64_t tokens, uintptr_t q, 
         .k_pages = (void *)k_pages, .v_pages = (void *)v_pages, .page_stride = page_stride,
         .slot_stride = slot_stride, .q_heads = q_heads, .kv_heads = kv_heads, .head_dim = head_dim, .half = half,
         .page_size = page_size, .eps = eps};
-    int64_t chunk = chunk_of(tokens, (int64_t)(q_heads + 2 * kv_heads) * head_dim, cpu->num_threads);
-    spread(levels[cpu->level]->rope[cpu->is_bfloat16], &rope, tokens, chunk, cpu->num_threads);
+    int64_t chunk = chunk_size(tokens, (int64_t)(q_heads + 2 * kv_heads) * head_dim, cpu->num_threads);
+    parallel_for(levels[cpu->level]->rope[cpu->is_bfloat16], &rope, tokens, chunk, cpu->num_threads);
 }
 
 int penstock_attention(const struct penstock_cpu *cpu, int rows, uintptr_t query_starts, uintptr_t context_lens,
@@ -115,42 +114,42 @@ int penstock_attention(const struct penstock_cpu *cpu, int rows, uintptr_t query
 }
 
 int penstock_cpu_columns(int level) { return levels[level]->columns; }
-int penstock_coded_columns(int level) { return levels[level]->coded_columns; }
+int penstock_coded_columns(int level) { return levels[level]->panel_columns; }
 
 struct rows_work {
     const uint32_t *weight;
-    const int64_t *numbers;
+    const int64_t *indices;
     uint32_t *y;
     int64_t depth, columns;
 };
 
-static void rows_some(const void *work, int64_t first, int64_t end, int thread) {
+static void copy_rows(const void *work, int64_t first, int64_t end, int thread) {
     const struct rows_work *w = work;
     (void)thread;
     for (int64_t i = first; i < end; i++) {
-        int64_t number = w->numbers[i];
-        const uint32_t *from = w->weight + number / w->columns * w->depth * w->columns + number % w->columns;
+        int64_t row = w->indices[i];
+        const uint32_t *from = w->weight + row / w->columns * w->depth * w->columns + row % w->columns;
         uint32_t *to = w->y + i * w->depth;
         for (int64_t at = 0; at < w->depth; at++) to[at] = from[at * w->columns];
     }
 }
 
-int penstock_linear_rows(const struct penstock_cpu *cpu, uintptr_t weight, uintptr_t numbers, uintptr_t y, int64_t rows,
+int penstock_linear_rows(const struct penstock_cpu *cpu, uintptr_t weight, uintptr_t indices, uintptr_t y, int64_t rows,
                          int64_t depth, int64_t width) {
     for (int64_t i = 0; i < rows; i++)
-        if ((uint64_t)((const int64_t *)numbers)[i] >= (uint64_t)width) return -1;
-    struct rows_work w = {(const uint32_t *)weight, (const int64_t *)numbers, (uint32_t *)y, depth,
+        if ((uint64_t)((const int64_t *)indices)[i] >= (uint64_t)width) return -1;
+    struct rows_work w = {(const uint32_t *)weight, (const int64_t *)indices, (uint32_t *)y, depth,
                           levels[cpu->level]->columns};
-    spread(rows_some, &w, rows, 16, rows < 64 ? 1 : cpu->num_threads);
+    parallel_for(copy_rows, &w, rows, 16, rows < 64 ? 1 : cpu->num_threads);
     return 0;
 }
 
-/* The parts of a layer: numbers or codes, each with its own number of items to share out. */
+/* A part of a layer, with a plain or a quantized weight, and its number of items to divide among threads. */
 struct product {
     int64_t items;
-    int is_coded;
+    int is_quantized;
     struct linear linear;
-    struct coded coded;
+    struct quantized_linear quantized_linear;
 };
 
 struct product_work {
@@ -159,12 +158,13 @@ struct product_work {
     struct product parts[];
 };
 
-static void product_some(const void *work, int64_t first, int64_t end, int thread) {
+static void product_items(const void *work, int64_t first, int64_t end, int thread) {
     const struct product_work *w = work;
     for (const struct product *p = w->parts; first < end; p++) {
         int64_t last = end < p->items ? end : p->items;
-        if (first < last && p->is_coded) w->level->coded[w->type](&p->coded, first, last, thread);
-        else if (first < last) w->level->linear[w->type](&p->linear, first, last, thread);
+        range_function *run = p->is_quantized ? w->level->quantized_linear[w->type] : w->level->linear[w->type];
+        const void *layer = p->is_quantized ? (const void *)&p->quantized_linear : &p->linear;
+        if (first < last) run(layer, first, last, thread);
         first = first > p->items ? first - p->items : 0, end -= p->items;
     }
 }
@@ -179,30 +179,33 @@ int64_t penstock_product_scratch(int num, const struct penstock_part *parts, int
     return has_codes(num, parts) ? rows * (depth * 4 + depth / CHUNK * 24) : 0;
 }
 
-/* A word from memory takes a core as long as ten multiplications, a code as long as three. */
+/* A core takes as long to load a word from memory as for ten multiplications, to load a code as for three. */
 #define PRODUCTS_PER_WORD_READ 10
 #define PRODUCTS_PER_CODE_READ 3
 
-/* Taking codes apart again for every few rows costs more where a chunk has two groups, and mostly two planes. */
-#define FEW_IN_TWO_GROUPS 8
+/* Unpacking codes again for each batch of rows costs more if a chunk has two groups (and most often two planes). */
+#define MAX_BYTE_ROWS_IN_TWO_GROUPS 8
 
-static struct integers quantized(const struct penstock_cpu *cpu, int num, const struct penstock_part *parts, uintptr_t x,
-                                 int64_t x_stride, uintptr_t scratch, int64_t rows, int64_t depth) {
+static struct quantized_inputs quantize_x(const struct penstock_cpu *cpu, int num, const struct penstock_part *parts,
+                                          uintptr_t x, int64_t x_stride, uintptr_t scratch, int64_t rows,
+                                          int64_t depth) {
     const struct cpu_level *level = levels[cpu->level];
     int64_t chunks = rows * depth / CHUNK;
-    float *room = (float *)scratch;
-    struct integers all_rows = {.rows = rows, .scales = room, .below = {room + chunks, room + 2 * chunks, room + 3 * chunks},
-                                .sums = (int32_t *)room + 4 * chunks};
-    uint32_t *digits = (uint32_t *)room + 6 * chunks;
-    int is_few = rows <= level->few_rows;
-    for (int i = 0; i < num && rows > FEW_IN_TWO_GROUPS; i++)
-        is_few &= parts[i].type == PENSTOCK_NUMBERS || code_types[parts[i].type].groups == 1;
-    all_rows.is_few = is_few;
-    if (is_few) all_rows.bytes = digits;
-    if (!is_few || !level->has_vnni) all_rows.values = (int16_t *)(digits + rows * depth / 2);
-    struct quantize q = {.x = (const void *)x, .x_stride = x_stride, .depth = depth, .to = all_rows};
-    spread(level->quantize[cpu->is_bfloat16], &q, rows, chunk_of(rows, depth, cpu->num_threads), cpu->num_threads);
-    return all_rows;
+    float *memory = (float *)scratch;
+    struct quantized_inputs inputs = {
+        .rows = rows, .scales = memory, .sums = (int32_t *)memory + 4 * chunks,
+        .negative_sums = {memory + chunks, memory + 2 * chunks, memory + 3 * chunks}};
+    uint32_t *values = (uint32_t *)memory + 6 * chunks;
+    int uses_bytes = rows <= level->max_byte_rows;
+    for (int i = 0; i < num && rows > MAX_BYTE_ROWS_IN_TWO_GROUPS; i++)
+        uses_bytes &= parts[i].type == PENSTOCK_NUMBERS || code_types[parts[i].type].groups == 1;
+    inputs.uses_bytes = uses_bytes;
+    if (uses_bytes) inputs.bytes = values;
+    if (!uses_bytes || !level->has_vnni) inputs.values = (int16_t *)(values + rows * depth / 2);
+    struct quantize q = {.x = (const void *)x, .x_stride = x_stride, .depth = depth, .out = inputs};
+    int64_t chunk = chunk_size(rows, depth, cpu->num_threads);
+    parallel_for(level->quantize[cpu->is_bfloat16], &q, rows, chunk, cpu->num_threads);
+    return inputs;
 }
 
 int penstock_product(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t scratch, int num,
@@ -211,8 +214,8 @@ int penstock_product(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stri
     const int per_word = cpu->is_bfloat16 ? 2 : 1, size = cpu->is_bfloat16 ? 2 : 4;
     struct product_work *w = malloc(sizeof *w + num * sizeof *w->parts);
     if (!w) return -1;
-    struct integers integers = {0};
-    if (has_codes(num, parts)) integers = quantized(cpu, num, parts, x, x_stride, scratch, rows, depth);
+    struct quantized_inputs inputs = {0};
+    if (has_codes(num, parts)) inputs = quantize_x(cpu, num, parts, x, x_stride, scratch, rows, depth);
     w->level = level, w->type = cpu->is_bfloat16;
     int64_t all = 0, cost = 0;
     for (int i = 0; i < num; i++) {
@@ -220,29 +223,29 @@ int penstock_product(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stri
         int64_t count = p->num_rows < 0 ? rows : p->num_rows, first = p->first_row;
         int64_t row_parts = (count + LINEAR_ROWS - 1) / LINEAR_ROWS;
         char *to = (char *)y + p->column * size;
-        struct product *made = &w->parts[i];
-        made->is_coded = p->type != PENSTOCK_NUMBERS;
-        if (made->is_coded) {
-            made->coded = (struct coded){
-                .type = &code_types[p->type], .x = integers, .weight = (const uint8_t *)p->weight,
+        struct product *part = &w->parts[i];
+        part->is_quantized = p->type != PENSTOCK_NUMBERS;
+        if (part->is_quantized) {
+            part->quantized_linear = (struct quantized_linear){
+                .type = &code_types[p->type], .x = inputs, .weight = (const uint8_t *)p->weight,
                 .bias = (const float *)p->bias, .first_row = first, .y = to, .rows = count, .depth = depth,
                 .width = p->width, .y_stride = width, .row_parts = row_parts};
             cost += depth * p->width * (count + PRODUCTS_PER_CODE_READ);
         } else {
-            made->linear = (struct linear){
+            part->linear = (struct linear){
                 .x = (const char *)x + first * x_stride * size, .weight = (const uint32_t *)p->weight,
                 .bias = (const float *)p->bias, .y = to + first * width * size, .rows = count,
                 .x_stride = x_stride / per_word, .depth = depth / per_word, .width = p->width, .y_stride = width,
                 .row_parts = row_parts};
             cost += depth / per_word * p->width * (count + PRODUCTS_PER_WORD_READ);
         }
-        int64_t columns = made->is_coded ? level->coded_columns : level->columns;
-        all += made->items = (p->width + columns - 1) / columns * row_parts;
+        int64_t columns = part->is_quantized ? level->panel_columns : level->columns;
+        all += part->items = (p->width + columns - 1) / columns * row_parts;
     }
     int num_threads = threads_for(cost, cpu);
     int64_t chunk = all / (16 * num_threads) + 1;
-    for (int i = 0; i < num; i++) w->parts[i].coded.others = chunk * (num_threads - 1);
-    spread(product_some, w, all, chunk, num_threads);
+    for (int i = 0; i < num; i++) w->parts[i].quantized_linear.parts_between = chunk * (num_threads - 1);
+    parallel_for(product_items, w, all, chunk, num_threads);
     free(w);
     return 0;
 }

@@ -82,7 +82,7 @@ struct batch_work {
     int type;
 };
 
-static void attend_some(const void *work, int64_t first, int64_t end, int thread) {
+static void attend_jobs(const void *work, int64_t first, int64_t end, int thread) {
     const struct batch_work *w = work;
     int kv_heads = w->attention->kv_heads;
     char *scratch = w->scratch + thread * w->scratch_bytes;
@@ -125,7 +125,7 @@ int attend_batch(const struct cpu_level *level, int type, const struct attention
     w.partials = (float *)(memory + jobs_bytes + left_bytes);
     w.scratch = memory + jobs_bytes + left_bytes + partials_bytes;
     for (int64_t i = 0; i < count; i++) atomic_init(&w.pieces_left[i], jobs[i / a->kv_heads].num_pieces);
-    spread(attend_some, &w, count, 1, num_threads);
+    parallel_for(attend_jobs, &w, count, 1, num_threads);
     free(memory);
     return 0;
 }

@@ -1,8 +1,7 @@
-/* The matrix product used by attention and linear layers, compiled once per level.
- *
- * C [rows, columns] = A [rows, depth] B [depth, columns] for so few rows and columns that all sums stay in registers. A
- * word of A or B is a float or, if paired, two bfloat16 adjacent in depth. Every sum accumulates over the depth in
- * ascending order in its own lane, so it does not depend on the other rows and columns. */
+/* The matrix product used by attention and linear layers, compiled once per level. C [rows, columns] = A [rows, depth]
+ * B [depth, columns] for so few rows and columns that all sums stay in registers. A word of A or B is a float or, if
+ * paired, two bfloat16 adjacent in depth. Every sum accumulates over the depth in ascending order in its own lane, so
+ * it does not depend on the other rows and columns. */
 
 #define ROWS 6                        /* with AVX-512, 24 of 32 registers hold sums, */
 #define VECTORS (LANES == 16 ? 4 : 2) /* otherwise 12 of 16 */

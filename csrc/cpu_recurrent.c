@@ -15,7 +15,7 @@ struct convolve_work {
     struct convolve convolve;
 };
 
-static void convolve_some(const void *work, int64_t first, int64_t end, int thread) {
+static void convolve_items(const void *work, int64_t first, int64_t end, int thread) {
     const struct convolve_work *w = work;
     for (int64_t i = first; i < end; i++) {
         int64_t channel = i % w->blocks * CHANNELS, last = channel + CHANNELS;
@@ -36,7 +36,7 @@ void penstock_convolve(const struct penstock_cpu *cpu, const struct penstock_sta
                                .bias = (const float *)bias, .y = (void *)y, .x_stride = x_stride,
                                .channels = channels, .taps = taps, .has_silu = has_silu}};
     int num_threads = threads_for(tokens_of(states) * channels * taps * 4, cpu);
-    spread(convolve_some, &w, (int64_t)states->rows * w.blocks, 1, num_threads);
+    parallel_for(convolve_items, &w, (int64_t)states->rows * w.blocks, 1, num_threads);
 }
 
 struct delta_work {
@@ -46,7 +46,7 @@ struct delta_work {
     const struct penstock_states *states;
 };
 
-static void delta_some(const void *work, int64_t first, int64_t end, int thread) {
+static void delta_items(const void *work, int64_t first, int64_t end, int thread) {
     const struct delta_work *w = work;
     int heads = w->delta->value_heads;
     for (int64_t i = first; i < end; i++)
@@ -57,5 +57,5 @@ void penstock_delta_rule(const struct penstock_cpu *cpu, const struct penstock_s
                          const struct penstock_delta *delta) {
     struct delta_work w = {level_of(cpu), cpu->is_bfloat16, delta, states};
     int64_t heads = delta->value_heads, cost = tokens_of(states) * heads * delta->key_dim * delta->value_dim * 4;
-    spread(delta_some, &w, states->rows * heads, 1, threads_for(cost, cpu));
+    parallel_for(delta_items, &w, states->rows * heads, 1, threads_for(cost, cpu));
 }

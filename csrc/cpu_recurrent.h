@@ -78,10 +78,10 @@ INLINE void begin_run(const struct penstock_delta *d, struct delta_run *run, int
             sum = multiply_add(load(run->q[t], i, width - i, FLOAT32), load(run->k[t], i, width - i, FLOAT32), sum);
         run->product[t] = sum_lanes(sum);
         int64_t gate = token * d->gates_stride + head;
-        float a = one_of(d->gates, d->skip ? gate : gate + d->value_heads, type) + ((const float *)d->shift)[head];
+        float a = load_scalar(d->gates, d->skip ? gate : gate + d->value_heads, type) + ((const float *)d->shift)[head];
         float softplus = a > 20.0f ? a : log1pf(expf(a));
         run->decay[t] = expf(((const float *)d->rate)[head] * softplus);
-        run->beta[t] = d->skip ? softplus : 1.0f / (1.0f + expf(-one_of(d->gates, gate, type)));
+        run->beta[t] = d->skip ? softplus : 1.0f / (1.0f + expf(-load_scalar(d->gates, gate, type)));
     }
 }
 
@@ -97,7 +97,8 @@ INLINE void delta_columns(const struct penstock_delta *d, struct delta_run *run,
             with_query[n] = multiply_add(splat(run->q[0][i]), s, with_query[n]);
         }
     for (int t = 0; t < count; t++) {
-        const float *k = run->k[t], *next_k = run->k[t + 1 < count ? t + 1 : t], *next_q = run->q[t + 1 < count ? t + 1 : t];
+        int next = t + 1 < count ? t + 1 : t;
+        const float *k = run->k[t], *next_k = run->k[next], *next_q = run->q[next];
         vec decay = splat(run->decay[t]), change[2];
         for (int n = 0; n < vecs; n++) {
             int64_t at = column + n * LANES;

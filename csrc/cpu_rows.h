@@ -1,9 +1,8 @@
-/* Kernels that treat every token by itself: norms, gated activations, rotary embedding with the write into the cache.
- *
- * Written in the vocabulary of cpu_vector.h, compiled once per level. A token's result is made by one thread in one
- * order, so it does not depend on the batch or on the number of threads. */
+/* Kernels that process each token independently: norms, gated activations, and the rotary embedding, which also writes
+ * the KV cache. They use the vector operations of cpu_vector.h and are compiled once per level. One thread computes a
+ * token's result in a fixed order, so it does not depend on the batch or on the number of threads. */
 
-/* 1 / rms of a head or a hidden state. */
+/* Return 1 / rms of a head or a hidden state. */
 INLINE float inverse_rms(const void *x, int64_t width, float eps, enum element type) {
     vec sum[2] = {{0}, {0}}; /* two chains hide the latency of the addition */
     for (int64_t i = 0; i < width; i += 2 * LANES) {
@@ -48,7 +47,7 @@ INLINE vec activate(vec x, enum activation kind) {
     return (kind == SIGMOID ? splat(1.0f) : x) / (splat(1.0f) + power_of_two(power));
 }
 
-/* activation(gate) * up; gpt-oss bounds both, has its own slope in the sigmoid, and adds one to the other factor. */
+/* activation(gate) * up. CLAMPED_SWISH is that of gpt-oss: it clamps both, scales the sigmoid's input, adds 1 to up. */
 INLINE vec gated(vec gate, vec up, enum activation kind) {
     if (kind != CLAMPED_SWISH) return activate(gate, kind) * up;
     const vec limit = splat(7.0f), slope = splat(1.702f);
@@ -69,7 +68,7 @@ INLINE void gate_rows(const struct gate *g, int64_t first, int64_t end, enum act
     }
 }
 
-/* One head: norm if there is a weight, rotate the pairs (i, i + half), pass the rest through. */
+/* Norm one head if there is a weight, rotate the pairs (i, i + half) and copy the remaining dimensions. */
 INLINE void rotate_head(const struct rope *r, const void *x, const float *weight, const float *cos, const float *sin,
                         void *y, enum element type) {
     vec scale = splat(weight ? inverse_rms(x, r->head_dim, r->eps, type) : 1.0f);
@@ -111,13 +110,14 @@ INLINE void rope_rows(const struct rope *r, int64_t first, int64_t end, enum ele
             rotate_head(r, element_at(k, at, type), r->k_weight, cos, sin, (void *)element_at(k_out, at, type), type);
         }
         int64_t row_bytes = (int64_t)r->kv_heads * r->head_dim * (type == BFLOAT16 ? 2 : 4);
-        if (r->v) memcpy((void *)element_at(r->v_pages, to, type), element_at(r->v, token * r->v_stride, type), row_bytes);
+        if (!r->v) continue;
+        memcpy((void *)element_at(r->v_pages, to, type), element_at(r->v, token * r->v_stride, type), row_bytes);
     }
 }
 
-IN_BOTH_TYPES(norm, norm_rows, OF_ITEMS, op, first, end)
-IN_BOTH_TYPES(rope, rope_rows, OF_ITEMS, op, first, end)
-IN_BOTH_TYPES(silu, gate_rows, OF_ITEMS, op, first, end, SILU)
-IN_BOTH_TYPES(gelu, gate_rows, OF_ITEMS, op, first, end, GELU_TANH)
-IN_BOTH_TYPES(clamped, gate_rows, OF_ITEMS, op, first, end, CLAMPED_SWISH)
-IN_BOTH_TYPES(sigmoid, gate_rows, OF_ITEMS, op, first, end, SIGMOID)
+IN_BOTH_TYPES(norm, norm_rows, RANGE_PARAMETERS, op, first, end)
+IN_BOTH_TYPES(rope, rope_rows, RANGE_PARAMETERS, op, first, end)
+IN_BOTH_TYPES(silu, gate_rows, RANGE_PARAMETERS, op, first, end, SILU)
+IN_BOTH_TYPES(gelu, gate_rows, RANGE_PARAMETERS, op, first, end, GELU_TANH)
+IN_BOTH_TYPES(clamped, gate_rows, RANGE_PARAMETERS, op, first, end, CLAMPED_SWISH)
+IN_BOTH_TYPES(sigmoid, gate_rows, RANGE_PARAMETERS, op, first, end, SIGMOID)

@@ -19,7 +19,7 @@
 typedef void gomp_parallel(void (*function)(void *), void *data, unsigned num_threads, unsigned flags);
 
 static gomp_parallel *find_team(void) {
-    static _Atomic(gomp_parallel *) found; /* looked up again until found: torch may be loaded later */
+    static _Atomic(gomp_parallel *) found; /* looked up until found: torch may be loaded later */
     gomp_parallel *team = atomic_load_explicit(&found, memory_order_relaxed);
 #if !defined(_WIN32)
     if (!team) {
@@ -33,16 +33,16 @@ static gomp_parallel *find_team(void) {
 
 int penstock_cpu_has_team(void) { return find_team() != NULL; }
 
-struct shared {
-    work_on *function;
+struct parallel_loop {
+    range_function *function;
     const void *work;
     int64_t count, chunk;
     _Atomic int64_t next;
     atomic_int threads;
 };
 
-static void take_chunks(void *data) {
-    struct shared *s = data;
+static void run_chunks(void *data) {
+    struct parallel_loop *s = data;
     int thread = atomic_fetch_add_explicit(&s->threads, 1, memory_order_relaxed);
     for (;;) {
         int64_t first = atomic_fetch_add_explicit(&s->next, s->chunk, memory_order_relaxed);
@@ -57,7 +57,7 @@ static void take_chunks(void *data) {
 struct session {
     void (*function)(void *);
     void *data;
-    struct shared *job;
+    struct parallel_loop *job;
     atomic_uint number;  /* odd while threads can join the job */
     atomic_int num_inside; /* threads at work besides thread 0 */
     atomic_int has_ended;
@@ -65,7 +65,7 @@ struct session {
 
 static _Thread_local struct session *session; /* set in thread 0 of a session */
 
-static void rest(unsigned turns) {
+static void spin_wait(unsigned turns) {
 #if !defined(_WIN32)
     if (turns % 1024 == 1023) sched_yield();
 #endif
@@ -85,11 +85,11 @@ static void join_session(void *data) {
     for (unsigned turns = 0; !atomic_load_explicit(&s->has_ended, memory_order_acquire); turns++) {
         unsigned number = atomic_load(&s->number);
         if (number % 2 == 0 || number == done) {
-            rest(turns);
+            spin_wait(turns);
             continue;
         }
         atomic_fetch_add(&s->num_inside, 1); /* keeps the job alive, unless it was closed before */
-        if (atomic_load(&s->number) == number) take_chunks(s->job);
+        if (atomic_load(&s->number) == number) run_chunks(s->job);
         atomic_fetch_sub(&s->num_inside, 1);
         done = number;
         turns = 0;
@@ -110,16 +110,16 @@ void with_team(void (*function)(void *), void *data, int num_threads) {
 
 int has_session(void) { return session != NULL; }
 
-void spread(work_on *function, const void *work, int64_t count, int64_t chunk, int num_threads) {
-    struct shared s = {.function = function, .work = work, .count = count, .chunk = chunk};
+void parallel_for(range_function *function, const void *work, int64_t count, int64_t chunk, int num_threads) {
+    struct parallel_loop s = {.function = function, .work = work, .count = count, .chunk = chunk};
     int is_shared = num_threads > 1 && count > chunk;
     gomp_parallel *team = is_shared && !session ? find_team() : NULL;
     if (is_shared && session) {
         session->job = &s;
         atomic_fetch_add(&session->number, 1);
-        take_chunks(&s);
+        run_chunks(&s);
         atomic_fetch_add(&session->number, 1);
-        for (unsigned turns = 0; atomic_load(&session->num_inside); turns++) rest(turns);
-    } else if (team) team(take_chunks, &s, (unsigned)num_threads, 0);
+        for (unsigned turns = 0; atomic_load(&session->num_inside); turns++) spin_wait(turns);
+    } else if (team) team(run_chunks, &s, (unsigned)num_threads, 0);
     else if (count) function(work, 0, count, 0);
 }

@@ -5,10 +5,10 @@
 #include <stdint.h>
 
 /* Process items [first, end). `thread` is less than the number of threads and unique among the running ones. */
-typedef void work_on(const void *work, int64_t first, int64_t end, int thread);
+typedef void range_function(const void *work, int64_t first, int64_t end, int thread);
 
 /* Distribute items 0 … count-1 over the threads, `chunk` at a time. */
-void spread(work_on *function, const void *work, int64_t count, int64_t chunk, int num_threads);
+void parallel_for(range_function *function, const void *work, int64_t count, int64_t chunk, int num_threads);
 
 /* Call a function while the team spins, so that jobs it spreads start at once. */
 void with_team(void (*function)(void *), void *data, int num_threads);

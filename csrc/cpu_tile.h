@@ -1,5 +1,4 @@
 /* Repacking of a tile of one KV head from its pages into the layout that the product needs, compiled once per level.
- *
  * Keys are transposed, so that a vector holds one word of many keys; values become pairs of adjacent positions if the
  * product uses pairs. This costs about as much as the attention of eight rows to the tile. */
 

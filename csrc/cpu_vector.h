@@ -1,11 +1,10 @@
-/* The vector vocabulary of one instruction level: cpu_rows.h and cpu_attention.h are written in nothing else.
+/* The vector operations of one instruction level, used by all kernels (cpu_rows.h, cpu_attention.h, …).
  *
- * Included by the file of each level, which sets
+ * The source file of each level includes this file after it has switched the compiler to the level and set
  *   LANES     floats in a vector (4, 8, 16)
  *   HAS_VNNI  1 where one instruction multiplies and sums four pairs of bytes, or two of 16 bits, in a 32-bit lane
  *   HAS_BF16  1 where one instruction multiplies and sums the pairs of bfloat16 in a 32-bit lane
- * and has switched the compiler to that level. Sums are written out as fused multiply-adds, never left to the
- * compiler, so that a level gives the same bits wherever a value is computed. */
+ * Fused multiply-adds are explicit, never left to the compiler, so that a level computes the same bits everywhere. */
 #include <stdint.h>
 #include <string.h>
 
@@ -18,11 +17,11 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Two functions of the level's table, `name`_float32 and `name`_bfloat16, which hand what they are given on to `run`. */
-#define OF_ITEMS (const void *op, int64_t first, int64_t end, int thread) /* as `work_on` of cpu_threads.h */
-#define IN_BOTH_TYPES(name, run, given, ...)                        \
-    static void name##_float32 given { run(__VA_ARGS__, FLOAT32); } \
-    static void name##_bfloat16 given { run(__VA_ARGS__, BFLOAT16); }
+/* Define `name`_float32 and `name`_bfloat16 for the level's table: they call `run` with the arguments and the type. */
+#define RANGE_PARAMETERS (const void *op, int64_t first, int64_t end, int thread) /* those of `range_function` */
+#define IN_BOTH_TYPES(name, run, parameters, ...)                         \
+    static void name##_float32 parameters { run(__VA_ARGS__, FLOAT32); }  \
+    static void name##_bfloat16 parameters { run(__VA_ARGS__, BFLOAT16); }
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
@@ -92,7 +91,7 @@ INLINE vec larger(vec a, vec b) {
 #endif
 }
 
-/* The upper half is folded onto the lower until one lane is left: the order of a sum depends on LANES alone. */
+/* Add the upper half of the lanes to the lower half until one is left, so the order of a sum depends only on LANES. */
 INLINE float sum_lanes(vec x) {
 #if LANES == 16
     return _mm512_reduce_add_ps((__m512)x);
@@ -117,7 +116,7 @@ INLINE float largest_lane(vec x) {
 #endif
 }
 
-/* 2^x to 1e-7, relative, for x <= 126; 0 below 2^-126, and so for minus infinity. A NaN stays one. */
+/* Return 2^x with a relative error of 1e-7 for x <= 126; 0 for x < -126, including minus infinity; NaN for NaN. */
 INLINE vec power_of_two(vec x) {
     const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     ivec is_tiny = x < splat(-126.0f);
@@ -130,15 +129,15 @@ INLINE vec power_of_two(vec x) {
     y = multiply_add(y, rest, splat(POWER_2));
     y = multiply_add(y, rest, splat(POWER_1));
     y = multiply_add(y, rest, splat(POWER_0));
-    /* the integer is in the low bits of `shifted`; what else is there leaves the word on top */
+    /* the integer is in the low bits of `shifted`; the shift discards the other bits */
     return (vec)(((ivec)y + (ivec)((uvec)shifted << 23)) & ~is_tiny);
 }
 
-/* bfloat16 and float32 in memory. `type` is always a constant. */
+/* bfloat16 and float32 in memory. `type` is always a compile-time constant. */
 
 INLINE vec widen(halves x) { return (vec)(__builtin_convertvector(x, uvec) << 16); }
 
-INLINE halves narrow(vec x) { /* to nearest even; a NaN stays one */
+INLINE halves narrow(vec x) { /* round to nearest even; NaN stays NaN */
 #if HAS_BF16
     return (halves)_mm512_cvtneps_pbh((__m512)x);
 #else
@@ -153,14 +152,14 @@ INLINE const void *element_at(const void *base, int64_t index, enum element type
     return (const char *)base + index * (type == BFLOAT16 ? 2 : 4);
 }
 
-INLINE float one_of(uintptr_t base, int64_t index, enum element type) {
+INLINE float load_scalar(uintptr_t base, int64_t index, enum element type) {
     if (type == FLOAT32) return ((const float *)base)[index];
     uint32_t bits = (uint32_t)((const uint16_t *)base)[index] << 16;
     float x;
     return memcpy(&x, &bits, sizeof x), x;
 }
 
-/* The LANES elements from `index` on, of which `left` exist; the others are 0. */
+/* Load LANES elements from `index` on, of which `left` exist; the others are 0. */
 INLINE vec load(const void *base, int64_t index, int64_t left, enum element type) {
     const void *from = element_at(base, index, type);
     if (type == FLOAT32) {
@@ -186,5 +185,5 @@ INLINE void store(void *base, int64_t index, int64_t left, vec x, enum element t
     else memcpy(to, &some, 2 * left);
 }
 
-/* Returns the value rounded as by storing it and loading it again. */
+/* Round x as storing and loading it would. */
 INLINE vec rounded(vec x, enum element type) { return type == BFLOAT16 ? widen(narrow(x)) : x; }

@@ -61,8 +61,8 @@ static enum kind kind_of(const uint8_t *name, size_t size) {
     }
 }
 
-/* `passed`: bitmask of the kinds whose lines are forwarded. */
-static int read_line(struct head *head, unsigned passed) {
+/* `forwarded`: bitmask of the kinds whose lines are forwarded. */
+static int read_line(struct head *head, unsigned forwarded) {
     const uint8_t *data = head->data;
     size_t at = head->at, end;
     size_t limit = head->limit;
@@ -81,7 +81,7 @@ static int read_line(struct head *head, unsigned passed) {
         if (head->values[kind].end) return 0; /* given twice */
         head->values[kind] = (struct span){(int32_t)value_at, (int32_t)end};
     }
-    if (passed >> kind & 1) {
+    if (forwarded >> kind & 1) {
         memcpy(line + name_size, data + at + name_size, end + 2 - at - name_size);
         head->lines_size += end + 2 - at;
     }
@@ -111,9 +111,9 @@ static int stays_open(const struct head *head) {
 }
 
 /* Parse all headers; check that the body has the declared length and is complete. */
-static int read_headers(struct head *head, unsigned passed) {
+static int read_headers(struct head *head, unsigned forwarded) {
     while (head->at + 1 < head->limit && head->data[head->at] != '\r')
-        if (!read_line(head, passed)) return 0;
+        if (!read_line(head, forwarded)) return 0;
     if (head->at + 1 >= head->limit || head->data[head->at + 1] != '\n') return 0;
     head->at += 2;
     return read_length(head) && stays_open(head) && head->size - head->at == (size_t)head->length;
@@ -125,7 +125,8 @@ int penstock_plain_request(const uint8_t *data, size_t size, int32_t *found, uin
     size_t end = sizeof method - 1;
     while (end < size && data[end] > ' ' && data[end] < 0x7f && data[end] != '#') end++;
     if (size - end < sizeof version - 1 || memcmp(data + end, version, sizeof version - 1)) return 0;
-    struct head head = {.data = data, .size = size, .at = end + sizeof version - 1, .lines = lines, .limit = smaller(size, room)};
+    struct head head = {.data = data, .size = size, .at = end + sizeof version - 1, .lines = lines,
+                        .limit = smaller(size, room)};
     if (!read_headers(&head, 1u << PASSES | 1u << SESSION)) return 0;
     if (!head.values[HOST].end || head.values[CACHED].end) return 0;
     const struct span values[] = {head.values[AUTHORIZATION], head.values[TYPE], head.values[SESSION]};
@@ -136,7 +137,7 @@ int penstock_plain_request(const uint8_t *data, size_t size, int32_t *found, uin
     return 1;
 }
 
-int penstock_plain_answer(const uint8_t *data, size_t size, int32_t *found, uint8_t *lines, size_t room) {
+int penstock_plain_response(const uint8_t *data, size_t size, int32_t *found, uint8_t *lines, size_t room) {
     static const char version[] = "HTTP/1.1 ";
     if (size > INT32_MAX || size < 15 || memcmp(data, version, sizeof version - 1)) return 0;
     int32_t status = 0;
@@ -149,8 +150,8 @@ int penstock_plain_answer(const uint8_t *data, size_t size, int32_t *found, uint
     while (end < size && data[end] >= ' ' && data[end] < 0x7f) end++;
     if (size - end < 2 || data[end] != '\r' || data[end + 1] != '\n') return 0;
     struct head head = {.data = data, .size = size, .at = end + 2, .lines = lines, .limit = smaller(size, room)};
-    const unsigned held = 1u << CONNECTION | 1u << CACHED;
-    if (!read_headers(&head, ~held)) return 0;
+    const unsigned dropped = 1u << CONNECTION | 1u << CACHED;
+    if (!read_headers(&head, ~dropped)) return 0;
     found[0] = status;
     found[1] = (int32_t)head.at;
     found[2] = (int32_t)head.lines_size;

@@ -8,4 +8,4 @@ int penstock_plain_request(const uint8_t *data, size_t size, int32_t *found, uin
 
 /* The same for a complete response with a Content-Length. `found`: status, begin of the body, size of `lines`, begin
  * and end of the value of X-Penstock-Cached-Tokens. */
-int penstock_plain_answer(const uint8_t *data, size_t size, int32_t *found, uint8_t *lines, size_t room);
+int penstock_plain_response(const uint8_t *data, size_t size, int32_t *found, uint8_t *lines, size_t room);

@@ -1,7 +1,5 @@
-/* Block keys: a SHA-256 chain over blocks of token ids.
- *
- * cache/keys.py calls this after it has checked sizes and ids. Tokens are little-endian bytes, so a key is the same on
- * every host. */
+/* Block keys: a SHA-256 chain over blocks of token ids. cache/keys.py calls this after it has checked sizes and ids.
+ * Tokens are little-endian bytes, so a key is the same on every host. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>

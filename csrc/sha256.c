@@ -1,7 +1,6 @@
-/* SHA-256 (FIPS 180-4): one compression function in portable C and one with the x86 SHA instructions.
- *
- * This file has only the compression function; the caller pads its messages. The portable version reads bytes, not
- * words, so it is correct for both byte orders. */
+/* SHA-256 (FIPS 180-4): one compression function in portable C and one with the x86 SHA instructions. This file has
+ * only the compression function; the caller pads its messages. The portable version reads bytes, not words, so it is
+ * correct for both byte orders. */
 #include "sha256.h"
 
 #include <string.h>

@@ -1,6 +1,6 @@
 """Applies LoRA adapters to products: y += (x down) up for each run of rows with an adapter, in one call per product.
 
-On a CPU the C kernel (csrc/cpu_low_rank.h) reads each adapter's own weights. On a GPU a Triton kernel
+On a CPU the C kernel (csrc/cpu_lora.h) reads each adapter's own weights. On a GPU a Triton kernel
 (cuda/adapter_products.py) reads places of equal size, as many as a step may have adapters.
 """
 

@@ -118,7 +118,7 @@ class Heads:
     def answer(self, data: bytes) -> tuple[AnswerHead, bytes] | None:
         """Parse a complete response; return its head and body."""
         found = self._found
-        if not lib.penstock_plain_answer(data, len(data), found, self._lines, self._max_bytes):
+        if not lib.penstock_plain_response(data, len(data), found, self._lines, self._max_bytes):
             return None
         status, begin, size, cached, cached_end = ffi.unpack(found, 5)
         return AnswerHead(status, self._written[:size], _count(data[cached:cached_end])), data[begin:]
