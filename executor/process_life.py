@@ -71,7 +71,7 @@ class Channels(Generic[Message]):
     def fileno(self) -> int:
         return self._selector.fileno()
 
-    def hear(self, timeout_s: float | None = None) -> Iterator[tuple[int, Message | None]]:
+    def receive(self, timeout_s: float | None = None) -> Iterator[tuple[int, Message | None]]:
         """Wait for messages and yield (index, message) for each readable channel; the message is None if it closed."""
         for key, _ in self._selector.select(timeout_s):
             message = receive(self._channels[key.data])

@@ -17,7 +17,7 @@ _last: "weakref.ref[Any] | None" = None  # the mapping of the last region
 _next = 0  # its first free byte
 
 
-def take(num_bytes: int) -> memoryview:
+def allocate(num_bytes: int) -> memoryview:
     """Allocate `num_bytes` of zeroed memory; raise OSError if there is none left."""
     global _last, _next
     if num_bytes > REGION // 2:

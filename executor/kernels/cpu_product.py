@@ -1,4 +1,4 @@
-"""Matrix products on a CPU in C (csrc/cpu_linear.h and csrc/cpu_coded.h), with weights that are packed once.
+"""Matrix products on a CPU in C (csrc/cpu_linear.h and csrc/cpu_quantized.h), with weights that are packed once.
 
 A row's result is bitwise the same whatever the other rows and the number of threads, in float32 and in bfloat16. With
 unquantized weights the kernels are 1.0 to 1.3 times as fast as oneDNN's prepacked product at 1 and 16 rows of the
@@ -20,7 +20,7 @@ from penstock import _csrc
 from penstock.executor.code_types import CODE_TYPES, CodeType
 from penstock.executor.kernels.cpu_ops import DTYPES, addresses, describe_cpu, levels
 from penstock.executor.kernels.weight import EIGHT_BITS, Format, Ggml, Groups, Weight, group_of
-from penstock.executor.weight_memory import take
+from penstock.executor.weight_memory import allocate
 
 _lib: Any = _csrc.lib
 CHUNK = 32  # neighbours along the depth that share one scale in C
@@ -193,7 +193,7 @@ def pack_codes(kind: CodeType, weight: Weight, columns: int) -> Tensor:
     width, depth = weight.shape
     if weight.panels is not None and weight.panels[0] == columns:
         return torch.frombuffer(weight.panels[1], dtype=torch.uint8)
-    panels = torch.frombuffer(take(_lib.penstock_code_bytes(kind.number, width, depth, columns)), dtype=torch.uint8)
+    panels = torch.frombuffer(allocate(_lib.penstock_code_bytes(kind.number, width, depth, columns)), dtype=torch.uint8)
     if isinstance(weight.format, Ggml):
         stored = weight.codes.contiguous()
         bad = _lib.penstock_code_pack(kind.number, stored.data_ptr(), width, depth, columns, panels.data_ptr())
@@ -215,7 +215,7 @@ def _pack_numbers(weight: Tensor, columns: int) -> Tensor:
         words = words.view(torch.int32)
     num_blocks = -(-width // columns)
     shape = num_blocks, words.shape[1], columns
-    packed = torch.frombuffer(take(math.prod(shape) * 4), dtype=words.dtype).view(shape)
+    packed = torch.frombuffer(allocate(math.prod(shape) * 4), dtype=words.dtype).view(shape)
     whole = width // columns
     packed[:whole] = words[: whole * columns].unflatten(0, (-1, columns)).transpose(1, 2)
     if width % columns:

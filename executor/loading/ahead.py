@@ -17,7 +17,7 @@ from penstock.executor.code_types import is_computed
 from penstock.executor.gguf_header import GgufFile, TensorEntry, open_gguf
 from penstock.executor.machine import usable_cores
 from penstock.executor.protocol import ExecutorConfig
-from penstock.executor.weight_memory import take
+from penstock.executor.weight_memory import allocate
 
 _lib: Any = _csrc.lib
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # without torch it is unknown whether the GPU is usable
@@ -61,7 +61,7 @@ def _pack(file: GgufFile, turns: Iterator[tuple[str, TensorEntry]], is_over: thr
         assert entry.type.codes is not None
         kind, (rows, depth) = entry.type.codes.number, entry.shape
         try:
-            panels = take(_lib.penstock_code_bytes(kind, rows, depth, columns))
+            panels = allocate(_lib.penstock_code_bytes(kind, rows, depth, columns))
         except OSError:  # the loader will report what the memory does not suffice for
             return
         addresses = address_of(file.data) + entry.offset, rows, depth, columns, address_of(panels)

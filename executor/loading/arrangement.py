@@ -35,7 +35,7 @@ class Arrangement:
     # number of rows). A # in our names stands for the expert's number; the tensor then has a leading expert dimension.
     joined: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
     alternating: tuple[str, ...] = ()  # parts of names of joined tensors whose weights' rows alternate
-    turned: tuple[str, ...] = ()  # name suffixes of joined tensors whose experts' matrices are transposed
+    transposed: tuple[str, ...] = ()  # name suffixes of joined tensors whose experts' matrices are transposed
     # (head size, rotated dimensions) if rotated pairs of queries and keys are stored as neighbours, (2i, 2i + 1).
     neighbours: tuple[int, int] | None = None
     single: tuple[str, ...] = ()  # parts of names of tensors [1, n] that are read as [n]
@@ -47,14 +47,14 @@ AS_LLAMA = Arrangement()
 
 class _Place(NamedTuple):
     """The location of a tensor: the stored tensor, the expert, and the rows of its matrix, which is transposed if
-    `is_turned`. Without a shape it is the whole stored tensor."""
+    `is_transposed`. Without a shape it is the whole stored tensor."""
 
     name: str
     shape: tuple[int, ...] | None = None
     expert: int | None = None
     start: int = 0
     step: int = 1
-    is_turned: bool = False
+    is_transposed: bool = False
 
 
 class Arranged:
@@ -113,7 +113,7 @@ class Arranged:
             return
         if name.endswith(_BLOCKS):
             shape = self._coded_shape(name)
-        if is_turned := name.endswith(self._given.turned):
+        if is_transposed := name.endswith(self._given.transposed):
             shape = (shape[0], *shape[:0:-1])
         is_stacked = "#" in parts[0][0] and len(shape) > 1
         experts, (rows, *columns) = (range(shape[0]), shape[1:]) if is_stacked else ((None,), shape)
@@ -123,7 +123,7 @@ class Arranged:
             raise ExecutorError(f"tensor {name!r} of shape {list(shape)}: its rows are not {names} as {sizes}")
         start, step = 0, len(parts) if any(part in name for part in self._given.alternating) else 1
         for part, size in parts:
-            place = _Place(name, (size * unit, *columns), None, start, step, is_turned)
+            place = _Place(name, (size * unit, *columns), None, start, step, is_transposed)
             for expert in experts:
                 yield part.replace("#", str(expert)), place._replace(expert=expert)
             start += size * unit if step == 1 else 1
@@ -156,7 +156,7 @@ class Arranged:
 def _cut(stored: Tensor | Weight, place: _Place) -> Tensor | Weight:
     if place.expert is not None:
         assert isinstance(stored, Tensor)
-        stored = stored[place.expert].T if place.is_turned else stored[place.expert]
+        stored = stored[place.expert].T if place.is_transposed else stored[place.expert]
     if place.step > 1:
         assert isinstance(stored, Tensor)
         return stored[place.start :: place.step]

@@ -33,17 +33,17 @@ class DummyWeights:
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         noise = self._noise.roll(-(int.from_bytes(digest[:8], "little") % PERIOD))
         if self._has_blocks and name.endswith(PROJECTIONS):
-            return _go_round(noise.to(EIGHT_BITS).view(torch.uint8), shape).view(EIGHT_BITS)
+            return _repeat_noise(noise.to(EIGHT_BITS).view(torch.uint8), shape).view(EIGHT_BITS)
         if len(shape) > 1:
             noise = noise * shape[-1] ** -0.5
         elif name.endswith("weight"):
             noise = 1 + 0.1 * noise  # a norm
         else:
             noise = 0.1 * noise
-        return _go_round(noise.to(self._dtype), shape)
+        return _repeat_noise(noise.to(self._dtype), shape)
 
 
-def _go_round(period: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _repeat_noise(period: Tensor, shape: tuple[int, ...]) -> Tensor:
     out = torch.empty(shape, dtype=period.dtype)
     flat = out.view(-1)
     whole = flat.numel() // PERIOD

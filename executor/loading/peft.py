@@ -29,7 +29,7 @@ _OFF = (
     "target_parameters",  # a stack of experts as one parameter
 )
 # The supported initializations; all others also change the base weights.
-_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
+_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")
 _BESIDE = (
     "task_type base_model_name_or_path revision inference_mode auto_mapping target_modules exclude_modules "
     "layers_to_transform layers_pattern lora_dropout megatron_config megatron_core loftq_config eva_config corda_config "
@@ -49,7 +49,7 @@ class PeftFolder:
         if not self._path.is_file() and (folder / "adapter_model.bin").is_file():
             raise ExecutorError(f"{folder}: adapter_model.bin is a pickle, which is never read; save as {WEIGHTS}")
         fields = Fields(read_json(folder / CONFIG), str(folder / CONFIG))
-        self._said = _read_config(fields)
+        self._config = _read_config(fields)
         self._file = open_safetensors(self._path)
         self.modules: dict[str, dict[str, str]] = {}  # module → "A" or "B" → tensor name
         for name in sorted(self._file.keys()):
@@ -78,15 +78,15 @@ class PeftFolder:
     @property
     def rank(self) -> int:
         """The largest rank among the modules."""
-        return max(map(self._said.rank_of, self.modules))
+        return max(map(self._config.rank_of, self.modules))
 
     def down(self, module: str) -> Tensor:
         """Return A [rank, in] in float32."""
         return self._tensor(module, "A")
 
     def scale(self, module: str) -> float:
-        rank = self._said.rank_of(module)
-        return self._said.alpha_of(module) / (math.sqrt(rank) if self._said.is_by_root else rank)
+        rank = self._config.rank_of(module)
+        return self._config.alpha_of(module) / (math.sqrt(rank) if self._config.is_by_root else rank)
 
     @property
     def num_bytes(self) -> int:
@@ -145,7 +145,7 @@ class PeftFolder:
                     f"{self._path}: tensor {names[factor]!r} is {stored.get_dtype()} {stored.get_shape()}; "
                     f"a matrix of {', '.join(_DTYPES)} is expected"
                 )
-        rank, down, up = self._said.rank_of(module), self.down_shape(module), self.shape(module)
+        rank, down, up = self._config.rank_of(module), self.down_shape(module), self.shape(module)
         if not down[0] == up[1] == rank:
             raise ExecutorError(
                 f"{self._path}: {module!r}: A of shape {list(down)} and B of shape {list(up)} found; "
@@ -155,7 +155,7 @@ class PeftFolder:
             raise ExecutorError(f"{self._path}: {module!r} has rank {rank}; max_lora_rank is {max_rank}")
 
 
-class _Said(NamedTuple):
+class _AdapterConfig(NamedTuple):
     """The settings in adapter_config.json; the patterns are module names or their suffixes."""
 
     rank: int
@@ -171,15 +171,15 @@ class _Said(NamedTuple):
         return next((alpha for name, alpha in self.alphas.items() if f".{module}".endswith(f".{name}")), self.alpha)
 
 
-def _read_config(fields: Fields) -> _Said:
+def _read_config(fields: Fields) -> _AdapterConfig:
     fields.only("peft_type", "LORA")
     for name in _OFF:
         fields.only(name, None, False, [], {})
     fields.only("bias", "none", default="none")
-    fields.only("init_lora_weights", *_BEGINNINGS, default=True)
+    fields.only("init_lora_weights", *_INITIALIZATIONS, default=True)
     ranks, alphas = (_patterns(fields, name) for name in ("rank_pattern", "alpha_pattern"))
     fields.pass_over(_BESIDE)
-    said = _Said(
+    config = _AdapterConfig(
         fields.integer("r"),
         fields.number("lora_alpha"),
         fields.flag("use_rslora", False),
@@ -187,7 +187,7 @@ def _read_config(fields: Fields) -> _Said:
         {name.removeprefix(_ANYWHERE): alphas.number(name) for name in alphas.names()},
     )
     fields.no_others()
-    return said
+    return config
 
 
 def _patterns(fields: Fields, name: str) -> Fields:

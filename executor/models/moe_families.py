@@ -31,7 +31,7 @@ GPT_OSS = Arrangement(
         for end, kind in _GPT_OSS_KINDS.items()
     ),
     alternating=("experts.gate_up_proj",),
-    turned=("experts.gate_up_proj", "experts.down_proj"),
+    transposed=("experts.gate_up_proj", "experts.down_proj"),
 )
 
 

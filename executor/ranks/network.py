@@ -2,7 +2,7 @@
 
 Keys are created for one run and sent to each rank at its start over the cluster's own channel; a connection without the
 run's client key is refused before anything of it is read. Messages are msgspec and plain buffers, never pickle. A rank
-that no longer hears its executor exits.
+whose connection to its executor is lost exits.
 """
 
 import threading
@@ -75,7 +75,7 @@ class Hub:
     def fileno(self) -> int:
         return int(self._reports.getsockopt(zmq.FD))
 
-    def hear(self, timeout_s: float) -> Iterator[tuple[int, FromWorker]]:
+    def receive(self, timeout_s: float) -> Iterator[tuple[int, FromWorker]]:
         """Yield all arrived reports, waiting for the first. Exhaust it: the descriptor only signals changes."""
         self._reports.poll(int(timeout_s * 1000))
         while True:
@@ -93,19 +93,19 @@ class Hub:
 
 
 class Spoke:
-    """A rank's end: calls `hear` with every message, in a thread of its own, and exits without its executor.
+    """A rank's end: calls `on_message` in a thread of its own, and exits when it loses its executor.
 
     Steps and reports have separate connections. The constructor returns once the rank can be reached.
     """
 
-    def __init__(self, ticket: Ticket, hear: Callable[[list[memoryview]], None]) -> None:
+    def __init__(self, ticket: Ticket, on_message: Callable[[list[memoryview]], None]) -> None:
         self._context = zmq.Context()
         self._name = b"%d" % ticket.rank
         self._reports = self._make(zmq.PUSH, ticket)
         self._reports.connect(ticket.reports)
         self._encoder = msgspec.msgpack.Encoder()
         self._is_reached, self._is_over = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._listen, args=(ticket, hear), daemon=True)
+        self._thread = threading.Thread(target=self._listen, args=(ticket, on_message), daemon=True)
         self._thread.start()
         if not self._is_reached.wait(REACH_S):
             raise ConnectionError(f"rank {ticket.rank} has not reached its executor at {ticket.steps} in {REACH_S:g} s")
@@ -117,7 +117,7 @@ class Spoke:
         link.setsockopt(zmq.IDENTITY, self._name)
         return link
 
-    def _listen(self, ticket: Ticket, hear: Callable[[list[memoryview]], None]) -> None:
+    def _listen(self, ticket: Ticket, on_message: Callable[[list[memoryview]], None]) -> None:
         """Receive messages. A socket belongs to one thread, so this one also opens and closes its socket."""
         steps = self._make(zmq.DEALER, ticket)
         monitor = steps.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -132,7 +132,7 @@ class Spoke:
                     leave()
                 self._is_reached.set()
             if steps in ready:
-                hear([frame.buffer for frame in steps.recv_multipart(copy=False)])
+                on_message([frame.buffer for frame in steps.recv_multipart(copy=False)])
         steps.disable_monitor()
         monitor.close()
         steps.close(linger=0)

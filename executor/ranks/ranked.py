@@ -177,7 +177,7 @@ class RankedExecutor:
             self.worker_watch.give_up(f"a step could not be handed out: {error}; {self.worker_watch.whereabouts()}")
 
     def _receive(self, timeout_s: float) -> None:
-        for message in self.worker_watch.hear(timeout_s):
+        for message in self.worker_watch.receive(timeout_s):
             if isinstance(message, RankAnswer):
                 self._answers.append(message)
             if not isinstance(message, Done):

@@ -149,8 +149,8 @@ class RayRanks:
     def fileno(self) -> int:
         return self._hub.fileno()
 
-    def hear(self, timeout_s: float) -> Iterator[tuple[int, FromWorker | None]]:
-        for rank, message in self._hub.hear(timeout_s):
+    def receive(self, timeout_s: float) -> Iterator[tuple[int, FromWorker | None]]:
+        for rank, message in self._hub.receive(timeout_s):
             yield rank, message
             if isinstance(message, Failed):
                 self._gone.add(rank)

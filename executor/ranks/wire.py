@@ -20,7 +20,7 @@ class MessageKind:
 
 
 class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
-    """How the ranks find each other: the first rank listens, on an already bound socket if it has one."""
+    """The address at which the ranks find each other; the first rank listens there, on a bound socket if it has one."""
 
     host: str
     port: int

@@ -40,7 +40,7 @@ class Worker(Protocol):
 class Reports(Protocol):
     """The source of the workers' reports."""
 
-    def hear(self, timeout_s: float) -> Iterator[tuple[int, FromWorker | None]]:
+    def receive(self, timeout_s: float) -> Iterator[tuple[int, FromWorker | None]]:
         """Yield (rank, message) as they arrive, waiting for the first; None: the rank will send no more reports."""
         ...
 
@@ -54,7 +54,7 @@ class _Watched:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.heard_s = time.monotonic()
+        self.last_report_s = time.monotonic()
         self.doing = "starting"
         self.loaded: ModelLoaded | None = None
         self.failed: Failed | None = None
@@ -81,7 +81,7 @@ class WorkerWatch:
 
     def wait_loaded(self, progress: Callable[[str], None]) -> list[ModelLoaded]:
         while not all(each.loaded for each in self._watched):
-            for message in self.hear(1.0, START_BEAT_LIMIT_S):
+            for message in self.receive(1.0, START_BEAT_LIMIT_S):
                 if isinstance(message, RankProgress):
                     progress(message.line)
         for each in self._watched:
@@ -96,19 +96,19 @@ class WorkerWatch:
         """Return a descriptor that is readable when a worker has reported something or has died."""
         return self._reports.fileno()
 
-    def hear(self, timeout_s: float, beat_limit_s: float | None = None) -> list[Done | RankProgress | RankAnswer]:
+    def receive(self, timeout_s: float, beat_limit_s: float | None = None) -> list[Done | RankProgress | RankAnswer]:
         """Return reports that arrive within the time; the first one ends the wait. Raises if a worker has failed."""
         if self._error is not None:
             raise self._error
-        heard = list(self._hear(timeout_s))
+        reports = list(self._receive(timeout_s))
         if any(each.failed or each.is_gone for each in self._watched):
             self._end(self._cause())
         for each in self._watched:
-            silent_s = time.monotonic() - each.heard_s
+            silent_s = time.monotonic() - each.last_report_s
             if silent_s > (beat_limit_s or BEAT_LIMIT_S):
                 how = each.worker.death() or f"has sent no heartbeat for {silent_s:.0f} s"
                 self.give_up(f"{each.worker.name} {how}; last it was {each.doing}")
-        return heard
+        return reports
 
     def whereabouts(self) -> str:
         return "; ".join(f"{each.worker.name} was last {each.doing}" for each in self._watched)
@@ -137,10 +137,10 @@ class WorkerWatch:
         self.close()
         raise self._error
 
-    def _hear(self, timeout_s: float) -> Iterator[Done | RankProgress | RankAnswer]:
-        for rank, message in self._reports.hear(timeout_s):
+    def _receive(self, timeout_s: float) -> Iterator[Done | RankProgress | RankAnswer]:
+        for rank, message in self._reports.receive(timeout_s):
             each = self._watched[rank]
-            each.heard_s = time.monotonic()
+            each.last_report_s = time.monotonic()
             match message:
                 case None:
                     each.is_gone = True
@@ -158,7 +158,7 @@ class WorkerWatch:
         """Return the cause of the failure, after waiting for related reports."""
         until_s = time.monotonic() + CAUSE_GRACE_S
         while (left_s := until_s - time.monotonic()) > 0 and not any(each.is_cause for each in self._watched):
-            list(self._hear(min(left_s, CAUSE_CHECK_S)))
+            list(self._receive(min(left_s, CAUSE_CHECK_S)))
         # First a rank that reports what went wrong, then one that died, then one that lost its peers.
         ours = sorted(self._watched, key=lambda each: (not each.is_cause, each.failed is None))
         return next(each.verdict() for each in ours if each.failed or each.is_gone)

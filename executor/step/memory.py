@@ -59,7 +59,7 @@ def _is_out_of_main_memory(error: Exception) -> bool:
 
 
 class CudaMeter:
-    """How many bytes this process has allocated on the device."""
+    """Measures the memory that this process has allocated on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.cache.tiers.base import DISK, Store
 
 
-class Filling(NamedTuple):
+class PendingContent(NamedTuple):
     """The content that a host block will have, unless something else is written to it first."""
 
     host: int
@@ -44,18 +44,18 @@ class ServedBlocks:
 
     # -- from the rank's threads, under the lock -----------------------------------------------------------
 
-    def overwrite(self, host: int, key: bytes) -> Filling:
+    def overwrite(self, host: int, key: bytes) -> PendingContent:
         """Invalidate a host block that is about to be overwritten; call `fill` after the write."""
         self._versions[host] += 1
         before = self._key_of.pop(host, None)
         if before is not None and self._host_of.get(before) == host:  # otherwise another host block has it too
             del self._host_of[before]
             self._note(before)
-        return Filling(host, key, self._versions[host])
+        return PendingContent(host, key, self._versions[host])
 
-    def fill(self, filling: Filling) -> None:
+    def fill(self, pending: PendingContent) -> None:
         """Make the content available, unless its host block has been overwritten again."""
-        host, key, version = filling
+        host, key, version = pending
         if version == self._versions[host]:
             self._key_of[host] = key
             self._host_of[key] = host

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.cache.tiers.base import DISK, SERVED, Store
 from penstock.executor.protocol import TransferResult, Transfers
-from penstock.executor.tiers.served import Filling, ServedBlocks
+from penstock.executor.tiers.served import PendingContent, ServedBlocks
 
 if TYPE_CHECKING:  # only engines with peers load the code for them
     from penstock.cache.tiers.peer.server import PeerServer
@@ -55,7 +55,7 @@ class Copies(NamedTuple):
     """The copies of a step in flight."""
 
     num_blocks: int
-    saved: list[Filling]
+    saved: list[PendingContent]
 
 
 class RankTransfers:
@@ -72,7 +72,7 @@ class RankTransfers:
         self._arena = arena
         self._copier = copier
         self._stores = stores
-        self._loads: dict[tuple[str, int], tuple[int, Filling | None]] = {}  # (store, its ticket) → our ticket
+        self._loads: dict[tuple[str, int], tuple[int, PendingContent | None]] = {}  # (store, its ticket) → our ticket
         self._puts: dict[bytes, int] = {}  # key → our ticket
         self._done: list[tuple[int, bool]] = []  # completions to report
         self._in_flight: deque[Copies] = deque()
@@ -107,8 +107,8 @@ class RankTransfers:
         num_copied, saved = self._in_flight.popleft()
         seconds = self._copier.finish() if num_copied else 0.0
         with self._lock:
-            for filling in saved:
-                self._fill(filling)
+            for pending in saved:
+                self._fill(pending)
             result = self._report(num_copied, seconds)
         if self._server is not None and self._served is not None and self._served.has_changed:
             self._server.call()
@@ -126,7 +126,7 @@ class RankTransfers:
                 store.close()
         self._copier.close()
 
-    def _withdraw(self, transfers: Transfers) -> list[Filling]:
+    def _withdraw(self, transfers: Transfers) -> list[PendingContent]:
         """Withdraw from peers what this step overwrites; return the contents to offer once its saves are done."""
         if self._served is None:
             return []
@@ -136,18 +136,18 @@ class RankTransfers:
             saves = zip(transfers.saves, transfers.saved_keys, strict=True)
             return [self._served.overwrite(host, key) for (_, host), key in saves]
 
-    def _fill(self, filling: Filling | None) -> None:
-        if filling is not None and self._served is not None:
-            self._served.fill(filling)
+    def _fill(self, pending: PendingContent | None) -> None:
+        if pending is not None and self._served is not None:
+            self._served.fill(pending)
 
     def _start(self, transfers: Transfers) -> None:
         for ticket, name, key, host in transfers.reads:
-            filling = None if self._served is None else self._served.overwrite(host, key)
+            pending = None if self._served is None else self._served.overwrite(host, key)
             theirs = self._stores[name].start_load(key, memoryview(self._arena[host]))
             if theirs is None:
                 self._done.append((ticket, False))
             else:
-                self._loads[name, theirs] = ticket, filling
+                self._loads[name, theirs] = ticket, pending
         if transfers.touches:
             self._stores[DISK].touch(transfers.touches)
         for ticket, key, host in transfers.writes:
@@ -166,10 +166,10 @@ class RankTransfers:
                 served = self._served if name == DISK else None
                 if served is not None and served.end_read(completion.ticket, completion.ok):
                     continue
-                ticket, filling = self._loads.pop((name, completion.ticket))
+                ticket, pending = self._loads.pop((name, completion.ticket))
                 self._done.append((ticket, completion.ok))
                 if completion.ok:
-                    self._fill(filling)
+                    self._fill(pending)
 
     def _report(self, num_copied: int, seconds: float) -> TransferResult:
         self._poll()
@@ -232,7 +232,7 @@ class ResultMerger:
         self._has: dict[str, Counter[bytes]] = {}  # store → key → number of ranks that have it
 
     def merge(self, results: Sequence[TransferResult]) -> TransferResult:
-        """ResultMerger results in any number and order; each rank's own results must be in their original order."""
+        """Merge results in any number and order; each rank's own results must be in their original order."""
         completions = []
         stores: dict[str, dict[str, float]] = {}
         for result in results:

@@ -301,7 +301,7 @@ class OneRank:
     def __init__(self, *reports: Failed) -> None:
         self._reports = [*reports, None]
 
-    def hear(self, timeout_s: float) -> Iterator[tuple[int, Failed | None]]:
+    def receive(self, timeout_s: float) -> Iterator[tuple[int, Failed | None]]:
         heard, self._reports = self._reports, []
         yield from ((0, message) for message in heard)
 
@@ -325,4 +325,4 @@ def test_of_two_failures_of_a_rank_the_one_that_is_no_consequence_is_named() -> 
     for reports in ((cause, consequence), (consequence, cause)):
         rank = OneRank(*reports)
         with pytest.raises(ExecutorError, match="CUDA error"):
-            WorkerWatch([rank], cast(Reports, rank)).hear(1.0)
+            WorkerWatch([rank], cast(Reports, rank)).receive(1.0)

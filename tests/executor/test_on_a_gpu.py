@@ -44,8 +44,8 @@ def beside_a_cpu(monkeypatch: pytest.MonkeyPatch, path: Path) -> tuple[Answers, 
     """On a CPU: float32 from weights that bfloat16 can hold, so that it is the arithmetic that is compared; and bfloat16
     by the kernels' twins, which round after every operation. The CPU's own kernels round less: up to three times nearer."""
     with monkeypatch.context() as patch:
-        go_round = dummy._go_round
-        patch.setattr(dummy, "_go_round", lambda period, shape: go_round(period.bfloat16().to(period.dtype), shape))
+        repeat = dummy._repeat_noise
+        patch.setattr(dummy, "_repeat_noise", lambda period, shape: repeat(period.bfloat16().to(period.dtype), shape))
         exact = answers(path, "cpu", "float32")
     with monkeypatch.context() as patch:
         compute_with(patch, torch_ops)

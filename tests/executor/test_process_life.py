@@ -68,7 +68,7 @@ def running(text: str, order: Order) -> Iterator[tuple[ChildProcess, Iterator[st
 
     def reports() -> Iterator[str | None]:
         while True:
-            for index, message in channels.hear():
+            for index, message in channels.receive():
                 assert index == 7
                 yield None if message is None else message.text
 

@@ -120,7 +120,7 @@ def test_a_rank_that_reports_can_be_sent_to() -> None:
         ticket = msgspec.structs.replace(hub.ticket(0), steps=steps)
         with contextlib.closing(Spoke(ticket, lambda message: heard.put(bytes(message[0])))) as spoke:
             spoke.report(Beat("waiting"))
-            assert list(hub.hear(10.0)) == [(0, Beat("waiting"))]
+            assert list(hub.receive(10.0)) == [(0, Beat("waiting"))]
             hub.send(0, [b"a step"])
             assert heard.get(timeout=60) == b"a step"
 

@@ -11,7 +11,7 @@ from penstock.executor.kernels.cpu_ops import levels
 from penstock.executor.kernels.cpu_product import CpuProduct
 from penstock.executor.kernels.weight import numbers
 from penstock.executor.step.memory import allocate_kv
-from penstock.executor.weight_memory import ALIGNMENT, REGION, take
+from penstock.executor.weight_memory import ALIGNMENT, REGION, allocate
 from tests.support.coded import coded
 
 SMAPS = Path("/proc/self/smaps")
@@ -47,7 +47,7 @@ def test_what_every_step_reads_is_in_private_memory_for_which_huge_pages_were_as
 
 
 def test_pieces_are_zero_aligned_and_apart() -> None:
-    pieces = [take(size) for size in (1, 65, 4096, REGION // 2, REGION // 2 + 1, REGION // 2, 7)]
+    pieces = [allocate(size) for size in (1, 65, 4096, REGION // 2, REGION // 2 + 1, REGION // 2, 7)]
     assert not any(any(piece[:4096]) or any(piece[-4096:]) for piece in pieces)
     for number, piece in enumerate(pieces):
         assert torch.frombuffer(piece, dtype=torch.uint8).data_ptr() % ALIGNMENT == 0
@@ -56,11 +56,11 @@ def test_pieces_are_zero_aligned_and_apart() -> None:
 
 
 def test_a_region_goes_with_the_last_piece_in_it() -> None:
-    pieces = [take(REGION // 2) for _ in range(3)]
-    last = take(64)
+    pieces = [allocate(REGION // 2) for _ in range(3)]
+    last = allocate(64)
     region = weakref.ref(last.obj)
     assert pieces[-1].obj is region()
     pieces.clear()
-    assert take(64).obj is region() is not None
+    assert allocate(64).obj is region() is not None
     del last
     assert region() is None
