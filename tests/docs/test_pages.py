@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -62,53 +61,15 @@ def test_python_that_is_shown_compiles(path: Path) -> None:
 
 
 @needs_model
-def test_the_examples_of_the_readme_run() -> None:
-    offline, client = (
-        code for language, code in BLOCK.findall((ROOT / "README.md").read_text()) if language == "python"
-    )
+def test_the_offline_example_of_the_readme_runs() -> None:
+    code = next(code for language, code in BLOCK.findall((ROOT / "README.md").read_text()) if language == "python")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
-
-    def said(code: str) -> str:
-        command = [sys.executable, "-c", code]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True).stdout
-
-    assert len(said(offline).splitlines()) >= 2
-    command = [sys.executable, "-m", "penstock.cli", "serve", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
-        try:
-            assert server.stdout is not None
-            url = next(found[0] for line in server.stdout if (found := re.search(r"http://127[.]0[.]0[.]1:\d+", line)))
-            assert said(client.replace("http://127.0.0.1:8000", url)).strip()
-        finally:
-            server.terminate()
-
-
-def shown_commands(path: Path) -> list[str]:
-    """The lines of code blocks that begin with `penstock`, without what stands behind them as a comment."""
-    lines = []
-    for language, code in BLOCK.findall(path.read_text()):
-        if language in ("", "sh", "bash"):
-            lines += [line for line in code.replace("\\\n", " ").splitlines() if line.startswith("penstock ")]
-    return lines
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
+    assert len(done.stdout.splitlines()) >= 2
 
 
 KNOWN = dict(parsers())
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_commands_that_are_shown_parse(path: Path) -> None:
-    for line in shown_commands(path):
-        words = shlex.split(re.split(" {3}", line)[0], comments=True)
-        words = words[: words.index("&")] if "&" in words else words
-        if "COMMAND" in words or any(mark in line for mark in "…[|─"):
-            continue  # a summary, not a command
-        known = next((parser for name, parser in KNOWN.items() if words[: len(name.split())] == name.split()), None)
-        assert known is not None, f"{path.name}: {line}: no such command"
-        depth = len(known.prog.split())
-        try:
-            known.parse_args(words[depth:])
-        except SystemExit:
-            pytest.fail(f"{path.name}: {line} does not parse")
 
 
 def test_every_command_is_named_in_the_readme() -> None:

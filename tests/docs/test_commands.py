@@ -1,0 +1,127 @@
+"""The commands in README and docs name what exists; those for a server that needs nothing else get an answer."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.engine.commands import serve
+from penstock.router import serve as route
+from tests.docs.configuration import parsers
+from tests.support.default_file import default_file
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PROGRAM = re.compile(r"(?:\w+=\S+ +)*(?:\S*/)?([\w-]+)")
+# Pages that explain how a part works; every other page is about a task.
+INTERNALS = {"architecture.md", "block-keys.md", "caches.md", "configuration.md", "glossary.md", "log.md", "ring.md"}
+OTHERS = {"apt-get", "export", "grep", "lm_eval", "llama-server", "pip", "printf", "ray", "some-other-server", "vllm"}
+TARGETS = set(re.findall(r"^\.PHONY:(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split())
+PARSERS = dict(parsers())
+CHECKS: dict[str, Callable[[argparse.Namespace], object]] = {
+    "penstock serve": serve.check,
+    "penstock route": route.check,
+}
+SERVED = ("SmolLM2-135M-Instruct", "sql")  # the default model's name, and that of an adapter on a page
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Serve the default model."""
+    default_file()
+    command = [sys.executable, "-m", "penstock.cli", "serve", "--port", "0", "--served-model-name", *SERVED]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            assert server.stdout is not None
+            yield next(found[0] for line in server.stdout if (found := re.search(r"http://127[.]0[.]0[.]1:\d+", line)))
+        finally:
+            server.terminate()
+
+
+def commands(code: str) -> list[list[str]]:
+    """Return the words of each command in a code block; nothing for a diagram or a summary of the commands."""
+    program = PROGRAM.match(re.sub(r"\$\(.*?\)", "x" * 32, code))
+    if program is None or program[1] not in {"curl", "make", "penstock", "python", *OTHERS} or "COMMAND" in code:
+        return []
+    code = re.sub(r"\$\(.*?\)|(?<==)…", "x" * 32, code.replace("\\\n", " "))
+    lexer = shlex.shlex(re.sub(r"[ \n]+# .*", "", code), posix=True, punctuation_chars="\n&|")
+    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t", "", True
+    found: list[list[str]] = [[]]
+    for word in lexer:
+        if word.strip("\n&|"):
+            found[-1].append(word)
+        elif found[-1]:
+            found.append([])
+    return [words for words in found if words]
+
+
+def check_penstock(words: list[str]) -> None:
+    parser = next(parser for name, parser in PARSERS.items() if words[: len(name.split())] == name.split())
+    args = parser.parse_args(words[len(parser.prog.split()) :])
+    if parser.prog in CHECKS:
+        CHECKS[parser.prog](args)
+
+
+def check_python(words: list[str]) -> None:
+    is_module = words[0] == "-m"
+    name = words[1].replace(".", "/") + ".py" if is_module else words[0]
+    if not name.startswith("vllm"):
+        text = (ROOT / name).read_text().replace("-", "_")
+        ours = words[: words.index("--")] if "--" in words else words
+        flags = [word.strip("-").replace("-", "_") for word in ours if word.startswith("--")]
+        assert [flag for flag in flags if flag not in text] == []
+
+
+def send(words: list[str], url: str) -> None:
+    """Send the request of a curl command with a short answer, and require success."""
+    target = next(word for word in words if word.startswith("http")).replace("http://127.0.0.1:8000", url)
+    body: Any = json.loads(words[words.index("-d") + 1]) if "-d" in words else None
+    if body is not None:
+        body["max_output_tokens" if target.endswith("responses") else "max_tokens"] = 8
+    httpx.request("GET" if body is None else "POST", target, json=body, timeout=60).raise_for_status()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_commands_that_are_shown_are_valid(
+    path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for language, code in BLOCK.findall(path.read_text()):
+        for words in commands(code) if language in ("", "sh", "bash") else []:
+            while words and "=" in (words[1] if words[0] == "export" else words[0]):
+                words = words[1:] if words[0] == "export" else words
+                monkeypatch.setenv(*words.pop(0).split("=", 1))
+            if not words or any(word.endswith("…") for word in words):
+                continue  # a part was left out
+            program = Path(words[0]).name
+            if program == "penstock":
+                check_penstock(["penstock", *words[1:]])
+            elif program == "python":
+                check_python(words[1:])
+            elif program == "make":
+                assert {word for word in words[1:] if "=" not in word} <= TARGETS
+            elif program == "curl":
+                send(words, request.getfixturevalue("url"))
+            else:
+                assert program in OTHERS, words
+
+
+def test_the_page_of_a_task_begins_with_a_command() -> None:
+    blocks = {path.name: BLOCK.findall(path.read_text())[:1] for path in PAGES if path.name not in INTERNALS}
+    assert [name for name, first in blocks.items() if not first or not (first[0][0] or commands(first[0][1]))] == []
+
+
+def test_the_client_of_the_readme_gets_an_answer(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = next(code for _, code in BLOCK.findall((ROOT / "README.md").read_text()) if "OpenAI(" in code)
+    exec(compile(code.replace("http://127.0.0.1:8000", url), "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
