@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from penstock.executor.kernels.cpu_ops import levels
 from penstock.executor.protocol import AdapterError, DType, ExecutorError, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_batch_invariance import trace
 from tests.executor.test_cpu_layers import executor_with
-from tests.executor.test_models import executor_of, prompts
-from tests.support.adapters import EVERYWHERE, PREFIX, Adapter, check_shared_steps
+from tests.support.adapters import EVERYWHERE, Adapter, check_shared_steps
+from tests.support.checkpoints import REFUSED, edit_weights, executor_of, has_words, prompts, tensor_of
 from tests.support.driver import Driver
 
-COUNT = 12
+COUNT, TENSORS = 12, "adapter_model.safetensors"
 LLAMA = "llama-wide"
 FULL = Sampling(temperature=0.0, logprobs=-1)
 # Families by what is special about their projections: joined ones, rotated neighbours, a gate among the queries, latents …
@@ -143,107 +142,47 @@ def test_models_that_take_none_say_so(case: str) -> None:
         with_adapters(case)
 
 
-def config(**fields: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / "adapter_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-    return change
-
-
-def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    def rewrite(folder: Path) -> None:
-        path = folder / "adapter_model.safetensors"
-        held = {name: tensor.clone() for name, tensor in load_file(path).items()}
-        change(held)
-        save_file({name: tensor.clone() for name, tensor in held.items()}, path)
-
-    return rewrite
-
-
-Q = f"{PREFIX}model.layers.1.self_attn.q_proj"
-DOWN, UP = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
-
-
-def rename(old: str, new: str) -> Callable[[Path], None]:
-    return tensors(lambda held: held.update({new: held.pop(old)}))
-
-
-def set_to(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
-    return tensors(lambda held: held.update({name: tensor}))
-
-
-LIES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another method": (config(peft_type="IA3"), "peft_type: 'IA3' found; 'LORA' is expected"),
-    "DoRA": (config(use_dora=True), "use_dora: True found"),
-    "biases": (config(bias="all"), "bias: 'all' found; 'none' is expected"),
-    "biases of B": (config(lora_bias=True), "lora_bias: True found"),
-    "whole modules": (config(modules_to_save=["lm_head"]), r"modules_to_save: \['lm_head'\] found"),
-    "parameters": (config(target_parameters=["experts.gate_up_proj"]), r"target_parameters: .* found"),
-    "another base": (config(init_lora_weights="pissa"), "init_lora_weights: 'pissa' found"),
-    "a field of tomorrow": (config(use_xlora=True), "use_xlora: True found; no field but"),
-    "a pattern that takes for ever": (config(rank_pattern={"(a+)+$": 4}), "rank_pattern: .* is expected"),
-    "no rank": (config(r=0), "r: 0 found; an integer from 1"),
-    "a rank that is not the tensors'": (config(r=5), "A of shape .* says that the rank is 5"),
-    "an alpha that is no number": (config(lora_alpha="big"), "lora_alpha: 'big' found"),
-    "too large a rank": (config(r=2**20), "says that the rank is 1048576"),
-    "a module that the model lacks": (
-        tensors(lambda held: held.update({name.replace("layers.1", "layers.9"): held[name] for name in (DOWN, UP)})),
-        "'model.layers.9.self_attn.q_proj': no projection of this model that adapters can change here",
-    ),
-    "experts": (
-        tensors(lambda held: held.update({n.replace("self_attn.q", "mlp.experts.0.up"): held[n] for n in (DOWN, UP)})),
-        "'model.layers.1.mlp.experts.0.up_proj': no projection",
-    ),
-    "an embedding": (rename(DOWN, f"{PREFIX}model.embed_tokens.lora_embedding_A"), "only lora_A.weight and lora_B"),
-    "a magnitude": (rename(DOWN, f"{Q}.lora_magnitude_vector"), "lora_magnitude_vector': only lora_A"),
-    "A alone": (tensors(lambda held: held.pop(UP)), "'model.layers.1.self_attn.q_proj' has no lora_B.weight"),
-    "other inputs": (
-        set_to(DOWN, torch.zeros(4, 60)),
-        "the adapter is for 60 inputs and 64 outputs; the model's q_proj",
-    ),
-    "other outputs": (
-        set_to(UP, torch.zeros(68, 4)),
-        "the adapter is for 64 inputs and 68 outputs; the model's q_proj",
-    ),
-    "the same tensor twice": (
-        tensors(lambda held: held.update({DOWN.replace(".model.model.", ".model."): held[DOWN] + 1})),
-        "are of one module; one of them is expected",
-    ),
-    "integers": (set_to(UP, torch.zeros(64, 4, dtype=torch.int32)), "lora_B.weight' is I32 .*; a matrix of F32"),
-    "a vector": (set_to(UP, torch.zeros(64)), "a matrix of F32, BF16, F16 is expected"),
-    "NaN": (set_to(UP, torch.full((64, 4), float("nan"))), "lora_B.weight' has numbers that are not finite"),
-    "infinity": (set_to(DOWN, torch.full((4, 64), float("inf"))), "lora_A.weight' has numbers that are not finite"),
-    "nothing": (tensors(lambda held: held.clear()), "no tensors; an adapter without any changes nothing"),
-    "half a file": (
-        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{"),  # type: ignore
-        "not a whole safetensors file",
-    ),
-    "a pickle": (
-        lambda folder: os.rename(folder / "adapter_model.safetensors", folder / "adapter_model.bin"),
-        "adapter_model.bin is a pickle, which is never read",
-    ),
-    "no configuration": (lambda folder: (folder / "adapter_config.json").unlink(), "No such file"),
-}
-
-
 @pytest.fixture(scope="module")
 def loaded() -> UniprocExecutor:
     return with_adapters("llama")
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_folder_that_lies_is_refused_by_name_and_nothing_changes(
-    lie: str, loaded: UniprocExecutor, tmp_path: Path
-) -> None:
-    change, message = LIES[lie]
-    folder = Adapter("llama", tmp_path, random.Random(lie).randrange(100)).path
-    change(folder)
+def check_refused(loaded: UniprocExecutor, path: Path, words: str) -> None:
     store = loaded._rank.adapters
     before = dict(store._held)
-    with pytest.raises(AdapterError, match=message):
-        loaded.load_adapter(str(folder))
+    with pytest.raises(AdapterError) as caught:
+        loaded.load_adapter(str(path))
+    assert has_words(str(caught.value), words), caught.value
     assert store._held == before
+
+
+@pytest.mark.parametrize(("fields", "tensors", "words"), REFUSED["adapters"])
+def test_a_folder_that_lies_is_refused_by_name_and_nothing_changes(
+    fields: dict[str, Any], tensors: dict[str, Any], words: str, loaded: UniprocExecutor, tmp_path: Path
+) -> None:
+    path = Adapter("llama", tmp_path, random.Random(words).randrange(100)).path
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(config | fields))
+    held = load_file(path / TENSORS)
+    changes = {name: held[given] if isinstance(given, str) else tensor_of(given) for name, given in tensors.items()}
+    edit_weights(path, dict.fromkeys(held) if "*" in tensors else changes, TENSORS)
+    check_refused(loaded, path, words)
+
+
+FILES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda path: (path / TENSORS).write_bytes(b"\x10\0\0\0\0\0\0\0{"), "not a whole safetensors file"),
+    (lambda path: (path / TENSORS).rename(path / "adapter_model.bin"), "adapter_model.bin is a pickle, which is never"),
+    (lambda path: (path / "adapter_config.json").unlink(), "No such file"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words"), FILES)
+def test_files_that_are_no_adapter_are_refused(
+    spoil: Callable[[Path], object], words: str, loaded: UniprocExecutor, tmp_path: Path
+) -> None:
+    path = Adapter("llama", tmp_path, 7).path
+    spoil(path)
+    check_refused(loaded, path, words)
 
 
 def test_a_path_that_the_system_refuses_is_refused_by_name(

@@ -7,10 +7,9 @@ import pytest
 from penstock.executor.protocol import AdapterError, AdapterInfo
 from penstock.executor.ranks.ranked import open_multiproc
 from tests.executor.test_graphs import Recorder
-from tests.executor.test_models import prompts
-from tests.executor.test_multiproc import config_of
 from tests.executor.test_rank_graphs import WORLD, Threads
 from tests.support.adapters import Adapter, check_shared_steps
+from tests.support.checkpoints import config_of, prompts
 from tests.support.driver import Driver
 
 COUNT = 8

@@ -20,7 +20,7 @@ from penstock.executor.loading import ahead
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.test_gguf import small_file
+from tests.support.gguf_files import small_file
 
 pytestmark = pytest.mark.skipif(not is_computed(), reason="without AVX2 codes become numbers")
 

@@ -10,10 +10,9 @@ import random
 
 import pytest
 
-from penstock.executor.protocol import DType, ExecutorConfig, Sampling
-from penstock.executor.uniproc import UniprocExecutor
+from penstock.executor.protocol import DType, Sampling
+from tests.support.checkpoints import executor_of
 from tests.support.driver import Driver, Sequence
-from tests.support.small_models import folder
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 BLOCK, COUNT = 8, 20
@@ -34,10 +33,7 @@ def dtype(request: pytest.FixtureRequest) -> DType:
 
 
 def driver_of(case: str, dtype: DType) -> Driver:
-    config = ExecutorConfig(
-        model=str(folder(case)), dtype=dtype, device="cpu", kv_cache_bytes=2**24, block_size=BLOCK, max_num_seqs=70
-    )
-    return Driver(UniprocExecutor(config))
+    return Driver(executor_of(case, dtype=dtype, kv_cache_bytes=2**24, max_num_seqs=70))
 
 
 def trace(driver: Driver, watched: Sequence, *others: Sequence, chunk: int | None = None) -> Trace:
@@ -52,10 +48,7 @@ def trace(driver: Driver, watched: Sequence, *others: Sequence, chunk: int | Non
 
 
 def test_what_asks_for_it_changes_nothing_on_a_cpu(dtype: DType) -> None:
-    config = ExecutorConfig(
-        model=str(folder("llama-wide")), dtype=dtype, device="cpu", kv_cache_bytes=2**24, batch_invariant=True
-    )
-    executor = UniprocExecutor(config)
+    executor = executor_of("llama-wide", dtype=dtype, batch_invariant=True)
     plain = driver_of("llama-wide", dtype)
     assert executor.info.fingerprint == plain.executor.info.fingerprint  # so its blocks are the same, too
     driver = Driver(executor)

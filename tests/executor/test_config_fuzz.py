@@ -15,8 +15,8 @@ import pytest
 import torch
 import transformers
 
-from penstock.executor.protocol import ExecutorConfig, ExecutorError
-from penstock.executor.uniproc import UniprocExecutor
+from penstock.executor.protocol import ExecutorError
+from tests.support.checkpoints import executor_of
 from tests.support.driver import Driver
 from tests.support.small_models import CASES, RECURRENT, folder, randomize
 
@@ -77,8 +77,7 @@ def check(case: str, field: str, value: Any, path: Path, recorded: list[torch.Te
     (path / "config.json").write_text(json.dumps(config))
     recorded.clear()
     try:
-        executor = UniprocExecutor(ExecutorConfig(model=str(path), kv_cache_bytes=2**21, dtype="float32"))
-        driver = Driver(executor)
+        driver = Driver(executor_of(path))
         driver.generate(driver.admit(PROMPT), count=1)
     except ExecutorError as error:
         assert "\n" not in str(error)

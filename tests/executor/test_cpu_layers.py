@@ -10,7 +10,7 @@ from penstock.executor.kernels.cpu_ops import levels
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.protocol import DType
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.test_models import executor_of, prompts
+from tests.support.checkpoints import executor_of, prompts
 from tests.support.driver import Driver
 
 pytestmark = pytest.mark.skipif(levels()[-1] == "portable", reason="without AVX2 torch multiplies")

@@ -16,7 +16,7 @@ from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorError
 from penstock.executor.ranks.wire import Rendezvous
 from penstock.executor.ranks.worker import join
-from tests.executor.test_multiproc import config_of
+from tests.support.checkpoints import config_of
 
 CPU = torch.device("cpu")
 TENSORS = {f"model.layers.{index}.weight": torch.randn(40, 64) for index in range(20)} | {

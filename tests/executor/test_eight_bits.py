@@ -1,14 +1,13 @@
 """Checkpoints in eight bits with scales per block: as numbers on a CPU, in eight bits where the kernels' seam is there."""
 
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from penstock.executor.kernels import FusedExperts, KeyStore, Rotation
 from penstock.executor.kernels.eight_bits import pad_scales
@@ -16,62 +15,36 @@ from penstock.executor.kernels.linear import Linear, join_blocks, multiply_each
 from penstock.executor.kernels.weight import BLOCKS, Weight, numbers
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.export import export
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step, Transfers
-from penstock.executor.ranks.ranked import open_multiproc
-from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.test_models import prompts
+from penstock.executor.protocol import Step, Transfers
+from tests.support.checkpoints import compute_with, copied, edit_config, edit_weights, executor_of, prompts, refusal
 from tests.support.driver import Driver
 from tests.support.eight_bits import CASES, QUANTIZATION, dequantize, quantize
-from tests.support.packed_models import WEIGHTS, folders, greedy
+from tests.support.packed_models import WEIGHTS, folders
 from tests.support.paged import random
-from tests.support.small_models import REFUSED
 from tests.support.twins import changed, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins.experts import fused_experts
 
 CPU = torch.device("cpu")
-COUNT = 12
-
-
-def config_of(path: Path, **options: Any) -> ExecutorConfig:
-    given = {"kv_cache_bytes": 2**22, "block_size": 8, "dtype": "float32", "max_num_seqs": 16, **options}
-    return ExecutorConfig(model=str(path), **given)
 
 
 def in_eight_bits(monkeypatch: pytest.MonkeyPatch, fused: FusedExperts | None = None, **changes: Any) -> None:
     """As on a GPU, with the twins for kernels."""
     blocks = changed(eight_bits_twin, **changes)
     ops = changed(torch_ops, blocks=blocks, fused_experts=fused)
-    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: ops)
-    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
+    compute_with(monkeypatch, ops)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_on_a_cpu_the_tokens_are_transformers_on_the_numbers(case: str) -> None:
-    given = prompts(3, seed=3)
-    executor = UniprocExecutor(config_of(folders(case)[0]))
-    assert Driver(executor).one_by_one(COUNT, given) == [greedy(case, prompt, COUNT) for prompt in given]
-    full = UniprocExecutor(config_of(folders(case)[1])).info.memory
-    narrow = executor.info.memory
+def test_on_a_cpu_the_memory_is_that_of_the_numbers(case: str) -> None:
+    narrow, full = (executor_of(path).info.memory for path in folders(case))
     assert narrow["FP8 weights as float32"] > narrow["weights"] > 0
     assert narrow["FP8 weights as float32"] + narrow["weights"] == full["weights"]
 
 
-@pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize(("case", "by_experts"), [("qwen3", False), ("deepseek-v3", True)])
-def test_ranks_cut_within_blocks_and_give_the_same_tokens(case: str, by_experts: bool) -> None:
-    given = prompts(3, seed=3)
-    executor = open_multiproc(config_of(folders(case)[0], tensor_parallel_size=2, enable_expert_parallel=by_experts))
-    try:
-        got = Driver(executor).one_by_one(COUNT, given)
-    finally:
-        executor.close()
-    assert got == [greedy(case, prompt, COUNT) for prompt in given]
-
-
 def logits_of(path: Path, recorded: list[torch.Tensor], **options: Any) -> torch.Tensor:
     """Of a prompt in chunks, its last position; [1, vocabulary]."""
-    executor = UniprocExecutor(config_of(path, **options))
+    executor = executor_of(path, **options)
     driver = Driver(executor)
     recorded.clear()
     driver.generate(driver.admit(prompts(1, low=41, high=41)[0]), count=1, chunk=16)
@@ -101,7 +74,7 @@ def test_norm_and_activation_quantize_as_they_write(monkeypatch: pytest.MonkeyPa
 
     names = ("quantize", "silu_mul_quantize", "add_rms_norm_quantize", "block_linear")
     in_eight_bits(monkeypatch, **{name: counted(name) for name in names})
-    driver = Driver(UniprocExecutor(config_of(folders("qwen3")[0])))
+    driver = Driver(executor_of(folders("qwen3")[0]))
     driver.advance(driver.admit([1, 2, 3]))
     # Of two layers: alone, the first input and what attention gives; after the norm, the other input and both MLPs'.
     expected = {"quantize": 3, "silu_mul_quantize": 2, "add_rms_norm_quantize": 3, "block_linear": 8}
@@ -110,9 +83,9 @@ def test_norm_and_activation_quantize_as_they_write(monkeypatch: pytest.MonkeyPa
 
 def test_in_eight_bits_weights_stay_as_they_were_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow, full = folders("qwen3")
-    before = UniprocExecutor(config_of(full)).info
+    before = executor_of(full).info
     in_eight_bits(monkeypatch)
-    after = UniprocExecutor(config_of(narrow)).info
+    after = executor_of(narrow).info
     assert list(after.memory) == ["weights", "KV cache"]
     assert after.memory["weights"] < 0.4 * before.memory["weights"]  # float32 there; embedding and head are here, too
 
@@ -173,88 +146,49 @@ def test_eight_bits_are_kept_where_blocks_stay_whole(cuts: list[tuple[int, int]]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folders("qwen3")[0], tmp_path / "model"))
-
-
-def edit(path: Path, **changes: torch.Tensor | None) -> None:
-    tensors = load_file(path / WEIGHTS) | changes
-    (path / WEIGHTS).unlink()
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / WEIGHTS)
-
-
-def refusal(path: Path, **options: Any) -> str:
-    with pytest.raises(ExecutorError) as caught:
-        UniprocExecutor(config_of(path, **options))
-    return str(caught.value)
+    return copied(folders("qwen3")[0], tmp_path / "model")
 
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        (
-            {f"{UP}_scale_inv": torch.ones(3, 1)},
-            f"tensor '{UP}_scale_inv' has shape [3, 1]; config.json calls for [3, 2]",
-        ),
-        ({f"{UP}_scale_inv": None}, f"tensor '{UP}_scale_inv' of shape [3, 2] is missing"),
-        ({UP: torch.ones(384, 256)}, f"1 tensors that the architecture does not have: '{UP}_scale_inv'"),
-        ({f"{UP}_scale_inv": torch.ones(3, 2).to(torch.float8_e8m0fnu)}, f"tensor '{UP}_scale_inv' is stored as F8_E8"),
-        (
-            {"model.norm.weight": torch.ones(256).to(torch.float8_e4m3fn)},
-            "tensor 'model.norm.weight' of shape [256] is stored in eight bits; only matrices can be",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_named(model: Path, changes: dict[str, Any], complaint: str) -> None:
-    edit(model, **changes)
-    assert complaint in refusal(model)
-
-
-@pytest.mark.parametrize(("changes", "complaint"), REFUSED["schemes of eight bits"])
-def test_other_schemes_are_refused_before_weights_are_read(
-    model: Path, changes: dict[str, Any], complaint: str
-) -> None:
+def test_other_schemes_are_refused_before_weights_are_read(model: Path) -> None:
     (model / WEIGHTS).unlink()
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION | changes}))
-    assert refusal(model).startswith(f"{model / 'config.json'}: quantization_config: {complaint}")
+    edit_config(model, quantization_config=QUANTIZATION | {"fmt": "e5m2"})
+    assert refusal(model).startswith(f"{model / 'config.json'}: quantization_config: fmt: 'e5m2' found")
 
 
 def test_eight_bits_that_config_json_does_not_announce_are_refused(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    del config["quantization_config"]
-    (model / "config.json").write_text(json.dumps(config))
+    edit_config(model, quantization_config=None)
     assert "is stored as F8_E4M3; one of BF16, F16, F32, F64 is expected" in refusal(model)
 
 
 def test_scales_may_be_stored_in_sixteen_bits_and_are_part_of_the_fingerprint(model: Path) -> None:
     name = f"{UP}_scale_inv"
-    first = UniprocExecutor(config_of(model)).info.fingerprint
+    first = executor_of(model).info.fingerprint
     scales = load_file(model / WEIGHTS)[name]
-    edit(model, **{name: scales.bfloat16()})
-    assert UniprocExecutor(config_of(model)).info.fingerprint != first
-    edit(model, **{name: scales})
-    assert UniprocExecutor(config_of(model)).info.fingerprint == first
+    edit_weights(model, {name: scales.bfloat16()})
+    assert executor_of(model).info.fingerprint != first
+    edit_weights(model, {name: scales})
+    assert executor_of(model).info.fingerprint == first
     scales[2, 1] *= 1 + 2**-20
-    edit(model, **{name: scales})
-    assert UniprocExecutor(config_of(model)).info.fingerprint != first
+    edit_weights(model, {name: scales})
+    assert executor_of(model).info.fingerprint != first
 
 
 def test_computing_in_eight_bits_is_another_fingerprint(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_numbers = UniprocExecutor(config_of(model)).info.fingerprint
+    as_numbers = executor_of(model).info.fingerprint
     in_eight_bits(monkeypatch)
-    assert UniprocExecutor(config_of(model)).info.fingerprint != as_numbers
+    assert executor_of(model).info.fingerprint != as_numbers
 
 
 def test_layers_that_guess_ahead_are_left_out(tmp_path: Path) -> None:
-    path = Path(shutil.copytree(folders("deepseek-v3")[0], tmp_path / "model"))
-    edit(path, **{"model.layers.2.eh_proj.weight": torch.ones(2, 2), "model.layers.3.x": torch.ones(1)})
+    path = copied(folders("deepseek-v3")[0], tmp_path / "model")
+    edit_weights(path, {"model.layers.2.eh_proj.weight": torch.ones(2, 2), "model.layers.3.x": torch.ones(1)})
     ahead = {"num_nextn_predict_layers": 1}
     assert "1 tensors that the architecture does not have: 'model.layers.3.x'" in refusal(path, hf_overrides=ahead)
-    edit(path, **{"model.layers.3.x": None})
-    UniprocExecutor(config_of(path, hf_overrides=ahead))
+    edit_weights(path, {"model.layers.3.x": None})
+    executor_of(path, hf_overrides=ahead)
 
 
 def test_an_export_writes_the_numbers(tmp_path: Path) -> None:
@@ -273,8 +207,8 @@ def test_made_up_weights_are_of_the_same_kind(
     recorded: list[torch.Tensor],
 ) -> None:
     in_eight_bits(monkeypatch)
-    stored = UniprocExecutor(config_of(folders(case)[0])).info.memory
-    assert UniprocExecutor(config_of(folders(case)[0], load_format="dummy")).info.memory == stored
+    stored = executor_of(folders(case)[0]).info.memory
+    assert executor_of(folders(case)[0], load_format="dummy").info.memory == stored
     assert 0.3 < logits_of(folders(case)[0], recorded, load_format="dummy").std() < 3
 
 
@@ -299,7 +233,7 @@ def test_pages_of_eight_bits_take_a_quarter_and_have_their_own_fingerprint(
     """float32 pages are four times as large. A cached number errs by up to 1/16, the logits by much less than that."""
     in_eight_bits(monkeypatch)
     full = folders(case)[1]
-    info = {name: UniprocExecutor(config_of(full, kv_cache_dtype=name)).info for name in ("auto", "fp8", "fp8_e4m3")}
+    info = {name: executor_of(full, kv_cache_dtype=name).info for name in ("auto", "fp8", "fp8_e4m3")}
     assert info["auto"].block_bytes == 4 * info["fp8"].block_bytes
     assert info["fp8"].num_blocks == 4 * info["auto"].num_blocks
     assert info["fp8"].fingerprint == info["fp8_e4m3"].fingerprint != info["auto"].fingerprint
@@ -310,7 +244,7 @@ def test_pages_of_eight_bits_take_a_quarter_and_have_their_own_fingerprint(
 
 def test_a_tier_moves_blocks_of_eight_bits_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     in_eight_bits(monkeypatch)
-    executor = UniprocExecutor(config_of(folders("deepseek-v3")[1], kv_cache_dtype="fp8", kv_host_bytes=2**20))
+    executor = executor_of(folders("deepseek-v3")[1], kv_cache_dtype="fp8", kv_host_bytes=2**20)
     driver = Driver(executor)
     sequence = driver.admit([1, 2, 3, 4, 5, 6, 7, 8, 9])
     driver.advance(sequence)

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock import LLM, SamplingParams
@@ -14,44 +13,12 @@ from penstock.eplb import choose, plan
 from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.moe import ExpertCounter, SlotTable
 from penstock.executor.protocol import DType, EplbConfig, ExecutorError, ExpertUpdate
-from penstock.executor.ranks.ranked import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor import test_eight_bits
-from tests.executor.test_models import prompts
-from tests.executor.test_multiproc import config_of
+from tests.support.checkpoints import config_of, executor_of, prompts, running
 from tests.support.driver import Driver
 from tests.support.packed_models import folders
 from tests.support.small_models import folder, greedy
-
-
-@pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize(
-    ("case", "ranks", "by_experts"),
-    [
-        ("mixtral", 2, True),  # five experts: two and three
-        ("qwen2-moe", 2, False),
-        ("deepseek-v3", 4, False),
-        ("gpt-oss", 2, True),
-        pytest.param("qwen3-moe", 4, True, marks=pytest.mark.slow),
-        pytest.param("deepseek-v2-yarn", 2, True, marks=pytest.mark.slow),
-        pytest.param("deepseek-v2-biases", 2, False, marks=pytest.mark.slow),
-        pytest.param("gpt-oss", 2, False, marks=pytest.mark.slow),
-        pytest.param("gemma4-moe", 2, True, marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_together_give_the_tokens_of_one(case: str, ranks: int, by_experts: bool) -> None:
-    given = prompts(4, seed=3)
-    executor = open_multiproc(config_of(case, ranks, enable_expert_parallel=by_experts))
-    try:
-        driver = Driver(executor)
-        sequences = []
-        for prompt in given:
-            sequences.append(driver.admit(prompt))
-            driver.advance(*sequences, chunk=5)
-        got = driver.generate(*sequences, count=12, chunk=5)
-    finally:
-        executor.close()
-    assert got == [greedy(case, prompt, 12)[0] for prompt in given]
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -60,15 +27,12 @@ def test_moving_experts_at_every_step_changes_no_token() -> None:
     given = prompts(4, seed=3)
     restless = EplbConfig(window=2, interval=1, redundant_experts=2, target=1.0, min_gain_per_gib=0.0)
     config = config_of("deepseek-v3", 2, enable_expert_parallel=True, enable_eplb=True, eplb_config=restless)
-    executor = open_multiproc(config)
     update = ExpertUpdate(balance=0.0)
-    try:
+    with running(config) as executor:
         driver = Driver(executor)
         sequences = [driver.admit(prompt) for prompt in given]
         while waiting := [s for s in sequences if len(s.output) < 40]:
             update = driver.advance(*waiting, chunk=9).experts or update
-    finally:
-        executor.close()
     assert [s.output[:40] for s in sequences] == [greedy("deepseek-v3", prompt, 40)[0] for prompt in given]
     assert update.num_rebalances >= 2 and update.num_moved > 0 and update.moved_bytes > 0 and update.num_aborted == 0
     for shares, count in ((update.rank_load, 2), (update.expert_load, 8)):
@@ -109,7 +73,7 @@ def test_the_offline_engine_says_how_evenly_experts_are_loaded() -> None:
 )
 def test_options_of_experts_that_cannot_be_met_are_refused(case: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ExecutorError, match=said):
-        UniprocExecutor(replace(config_of(case, 1), **options))
+        executor_of(case, **options)
 
 
 def left_behind(thing: object, moved: set[int], where: str, seen: set[int]) -> list[str]:
@@ -134,9 +98,9 @@ def not_moved(expert: Mlp) -> list[str]:
 def test_every_tensor_of_an_expert_moves_with_it(case: str, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
     if case == "in eight bits":
         test_eight_bits.in_eight_bits(monkeypatch)
-        config = test_eight_bits.config_of(folders("deepseek-v3")[0], dtype=dtype)
+        config = config_of(folders("deepseek-v3")[0], dtype=dtype)
     else:
-        config = replace(config_of(case, 1), dtype=dtype)
+        config = config_of(case, dtype=dtype)
     layers = UniprocExecutor(config)._runner._model.experts
     assert layers
     for experts in layers:
@@ -145,7 +109,7 @@ def test_every_tensor_of_an_expert_moves_with_it(case: str, dtype: DType, monkey
 
 
 def test_a_tensor_that_would_stay_behind_is_seen() -> None:
-    expert = UniprocExecutor(config_of("mixtral", 1))._runner._model.experts[0].slots[0]
+    expert = executor_of("mixtral")._runner._model.experts[0].slots[0]
     expert.scale = torch.ones(1)  # type: ignore[attr-defined]
     assert not_moved(expert) == ["expert.scale"]
 

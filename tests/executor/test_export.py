@@ -13,7 +13,9 @@ from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.models.export import export
 from penstock.executor.protocol import ExecutorError
-from tests.executor.test_gguf import CONFIGS, gguf_of, numbers, random_model, small_file
+from tests.executor.test_gguf import CONFIGS, numbers
+from tests.support.gguf_files import small_file
+from tests.support.stored_models import stored
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -26,9 +28,8 @@ def logits(model: Any) -> torch.Tensor:
 def test_an_exported_gguf_loads_in_transformers_with_the_same_logits(case: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    architecture, extra = CONFIGS[case]
-    model = random_model(architecture, extra)
-    export(GgufCheckpoint(gguf_of(model, architecture, tmp_path / "model.gguf")), tmp_path / "out")
+    path, model = stored(f"gguf/{case}")
+    export(GgufCheckpoint(path), tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(loaded) is type(model)
     assert loaded.dtype == torch.float32
@@ -38,8 +39,8 @@ def test_an_exported_gguf_loads_in_transformers_with_the_same_logits(case: str, 
 def test_a_large_checkpoint_is_cut_into_shards_that_load_as_one(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = random_model("llama", {})
-    checkpoint = GgufCheckpoint(gguf_of(model, "llama", tmp_path / "model.gguf"))
+    path, model = stored("gguf/llama")
+    checkpoint = GgufCheckpoint(path)
     export(checkpoint, tmp_path / "out", "bfloat16", shard_bytes=700_000)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))] and len(files) > 2
@@ -56,11 +57,11 @@ def test_a_large_checkpoint_is_cut_into_shards_that_load_as_one(tmp_path: Path) 
 
 def test_the_dtype_is_the_configs_unless_one_is_asked_for(tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint(small_file(tmp_path / "model.gguf", kind="Q8_0"))
-    for dtype, stored, written in [("auto", "BF16", "bfloat16"), ("float16", "F16", "float16")]:
+    for dtype, kind, written in [("auto", "BF16", "bfloat16"), ("float16", "F16", "float16")]:
         export(checkpoint, tmp_path / dtype, dtype)  # type: ignore[arg-type]
         assert json.loads((tmp_path / dtype / "config.json").read_text())["torch_dtype"] == written
         with safe_open(tmp_path / dtype / "model.safetensors", framework="pt") as file:
-            assert {file.get_slice(name).get_dtype() for name in checkpoint.names()} == {stored}
+            assert {file.get_slice(name).get_dtype() for name in checkpoint.names()} == {kind}
     with pytest.raises(ExecutorError, match="dtype: 'int8' given; one of float32, bfloat16, float16"):
         export(checkpoint, tmp_path / "int8", "int8")  # type: ignore[arg-type]
 

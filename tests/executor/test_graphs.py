@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from penstock.executor.outbox import HostCopy, Outbox
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, Row, Sampling, Step
+from penstock.executor.protocol import ExecutorError, Row, Sampling, Step
 from penstock.executor.ranks import rank
 from penstock.executor.step import graphs
 from penstock.executor.step.graphs import DecodeGraphs, choose_buckets
@@ -22,10 +22,12 @@ from penstock.executor.step.inputs import DeviceInputs
 from penstock.executor.step.layout import Layout
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_inputs import on_device
+from tests.support.checkpoints import executor_of
 from tests.support.driver import Driver, Sequence
-from tests.support.small_models import folder, greedy
+from tests.support.small_models import greedy
 from tests.support.twins import sampling as sampling_twin
 
+SMALL: dict[str, Any] = {"kv_cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 6}
 PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
 
 
@@ -93,15 +95,7 @@ def open_small(
 ) -> UniprocExecutor:
     """A model with its inputs made "on the device", and with graphs if there is something to record them."""
     pretend_a_gpu(monkeypatch, lambda: recorder or pytest.fail("a graph that was not asked for"), chunks)
-    config = ExecutorConfig(
-        model=str(folder(case)),
-        dtype="float32",
-        kv_cache_bytes=2**20,
-        block_size=4,
-        max_num_seqs=6,
-        enforce_eager=recorder is None,
-    )
-    return UniprocExecutor(config)
+    return executor_of(case, **SMALL, enforce_eager=recorder is None)
 
 
 def test_buckets_end_with_what_the_engine_may_run_at_once() -> None:
@@ -111,16 +105,29 @@ def test_buckets_end_with_what_the_engine_may_run_at_once() -> None:
     assert choose_buckets(2000)[-2:] == (496, 512)
 
 
+DEVICES = ["pretended", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_eager", [False, True])
 @pytest.mark.parametrize("case", ["qwen3", "gemma3", "qwen3-moe", "deepseek-v2-lite", "opt"])
-def test_a_model_gives_the_tokens_of_transformers_from_graphs(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """Three rows in a bucket of four; prompts come in chunks, without a graph."""
+def test_a_model_gives_the_tokens_of_transformers_with_graphs_and_without(
+    monkeypatch: pytest.MonkeyPatch, case: str, is_eager: bool, device: str
+) -> None:
+    """Three rows in a bucket of four; prompts come in chunks, without a graph. Inputs are made on the device."""
     recorder = Recorder()
-    executor = open_small(monkeypatch, case, recorder)
+    if device == "cuda":
+        executor = executor_of(case, **SMALL, device=device, enforce_eager=is_eager)
+    else:
+        executor = open_small(monkeypatch, case, None if is_eager else recorder)
+    assert isinstance(executor._runner._inputs, DeviceInputs)
+    assert (executor._runner._graphs is None) == is_eager
     executor._rank.kv[1:].fill_(float("nan"))  # padding writes to block 0 and reads nothing
     driver = Driver(executor)
     got = driver.generate(*[driver.admit(prompt) for prompt in PROMPTS], count=9, chunk=5)
     assert got == [greedy(case, prompt, 9)[0] for prompt in PROMPTS]
-    assert sum(graph.num_replays for graph in recorder.graphs) >= 10
+    assert is_eager or device == "cuda" or sum(graph.num_replays for graph in recorder.graphs) >= 10
+    executor.close()
 
 
 @pytest.mark.parametrize("case", ["qwen3", "gemma3", "qwen3-moe", "opt"])
@@ -266,8 +273,7 @@ def test_there_are_none_where_an_operation_waits_for_the_device(monkeypatch: pyt
     executor = open_small(monkeypatch, "mixtral", Recorder())
     assert executor._runner._graphs is not None
     monkeypatch.undo()
-    config = ExecutorConfig(model=str(folder("qwen3")), kv_cache_bytes=2**20)
-    assert UniprocExecutor(config)._runner._graphs is None  # a CPU
+    assert executor_of("qwen3")._runner._graphs is None  # a CPU
 
 
 def test_no_room_for_a_graph_names_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,26 +297,3 @@ def test_no_room_for_a_graph_names_the_options(monkeypatch: pytest.MonkeyPatch) 
         graphs.CudaGraphs().capture(full)
     with pytest.raises(RuntimeError, match="invalidated"):
         graphs.CudaGraphs().capture(other)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", ["qwen3", "gemma3", "qwen3-moe", "deepseek-v2-lite", "opt"])
-def test_on_a_gpu_graphs_give_the_tokens_of_transformers(case: str) -> None:
-    for enforce_eager in (True, False):
-        config = ExecutorConfig(
-            model=str(folder(case)),
-            device="cuda",
-            dtype="float32",
-            kv_cache_bytes=2**20,
-            block_size=4,
-            max_num_seqs=6,
-            enforce_eager=enforce_eager,
-        )
-        executor = UniprocExecutor(config)
-        assert isinstance(executor._runner._inputs, DeviceInputs)
-        assert (executor._runner._graphs is None) == enforce_eager
-        executor._rank.kv[1:].fill_(float("nan"))
-        driver = Driver(executor)
-        got = driver.generate(*[driver.admit(prompt) for prompt in PROMPTS], count=9, chunk=5)
-        assert got == [greedy(case, prompt, 9)[0] for prompt in PROMPTS]
-        executor.close()

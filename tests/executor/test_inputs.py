@@ -11,12 +11,8 @@ from penstock.executor.batch import Chains, StateBatch
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels.state import OPTIONS
 from penstock.executor.protocol import Admission, ExecutorConfig, GroupInfo, Row, Sampling
-from penstock.executor.ranks import rank
 from penstock.executor.step.inputs import DeviceInputs, HostInputs
 from penstock.executor.step.layout import Layout
-from penstock.executor.uniproc import UniprocExecutor
-from tests.support.driver import Driver
-from tests.support.small_models import folder, greedy
 from tests.support.twins import torch_inputs
 
 CPU = torch.device("cpu")
@@ -236,15 +232,3 @@ def on_device(config: ExecutorConfig, max_model_len: int, device: torch.device, 
     """As `rank` makes them on a GPU."""
     sizes = config.max_num_seqs, max_model_len, config.block_size, config.max_num_batched_tokens
     return DeviceInputs(*sizes, torch_inputs, device, cache_layout=layout)
-
-
-@pytest.mark.parametrize("case", ["qwen3", "gemma3", "deepseek-v2-lite", "opt"])
-def test_a_whole_model_gives_the_tokens_of_transformers(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    monkeypatch.setattr(rank, "open_inputs", on_device)
-    config = ExecutorConfig(
-        model=str(folder(case)), dtype="float32", kv_cache_bytes=2**20, block_size=4, max_num_seqs=3
-    )
-    driver = Driver(UniprocExecutor(config))
-    prompts = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
-    got = driver.generate(*[driver.admit(prompt) for prompt in prompts], count=6, chunk=5)
-    assert got == [greedy(case, prompt, 6)[0] for prompt in prompts]

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling
+from penstock.executor.protocol import ExecutorError, Sampling
 from penstock.executor.uniproc import UniprocExecutor
+from tests.support.checkpoints import executor_of
 from tests.support.driver import GREEDY, Driver
-from tests.support.small_models import CASES, SIZES, folder, randomize, reference
+from tests.support.small_models import CASES, SIZES, randomize, reference
 
 PROMPTS = [[5, 9, 12, 80, 3], [7] * 40, [11, 3]]
 
@@ -29,12 +30,6 @@ def classifier(path: Path, case: str, **fields: Any) -> Any:
     randomize(model)
     model.eval().save_pretrained(path)
     return model
-
-
-def open_model(path: Path, **options: Any) -> UniprocExecutor:
-    return UniprocExecutor(
-        ExecutorConfig(model=str(path), device="cpu", dtype="float32", kv_cache_bytes=2**22, **options)
-    )
 
 
 def found(executor: UniprocExecutor, chunk: int, sampling: Sampling = GREEDY) -> Iterator[np.ndarray]:
@@ -53,7 +48,7 @@ def found(executor: UniprocExecutor, chunk: int, sampling: Sampling = GREEDY) ->
 )
 def test_the_numbers_of_the_labels_are_those_of_transformers(tmp_path: Path, case: str, num_labels: int) -> None:
     model = classifier(tmp_path, case, num_labels=num_labels)
-    executor = open_model(tmp_path)
+    executor = executor_of(tmp_path)
     labels = executor.info.labels
     assert labels is not None and labels.names == tuple(f"LABEL_{index}" for index in range(num_labels))
     assert labels.activation == ("sigmoid" if num_labels == 1 else "softmax") and labels.tokens is None
@@ -65,7 +60,7 @@ def test_the_numbers_of_the_labels_are_those_of_transformers(tmp_path: Path, cas
 
 def test_two_tokens_stand_for_no_and_yes_where_the_config_says_so() -> None:
     asked = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
-    executor = open_model(folder("qwen3"), hf_overrides=asked)
+    executor = executor_of("qwen3", hf_overrides=asked)
     assert executor.info.labels is not None and executor.info.labels.tokens == ("no", "yes")
     for prompt, values in zip(PROMPTS, found(executor, 100, Sampling(allowed_ids=(90, 4))), strict=True):
         with torch.no_grad():
@@ -75,7 +70,7 @@ def test_two_tokens_stand_for_no_and_yes_where_the_config_says_so() -> None:
 
 def test_what_the_config_says_of_labels_is_read_or_refused_by_name(tmp_path: Path) -> None:
     classifier(tmp_path, "llama", id2label={0: "bad", 1: "good"}, problem_type="multi_label_classification")
-    labels = open_model(tmp_path).info.labels
+    labels = executor_of(tmp_path).info.labels
     assert labels is not None and labels.names == ("bad", "good") and labels.activation == "sigmoid"
     for overrides, complaint in (
         ({"problem_type": "guess"}, "problem_type: 'guess' found"),
@@ -85,7 +80,7 @@ def test_what_the_config_says_of_labels_is_read_or_refused_by_name(tmp_path: Pat
         ({"architectures": ["BertForSequenceClassification"]}, "BertForSequenceClassification"),
     ):
         with pytest.raises(ExecutorError, match=complaint):
-            open_model(tmp_path, hf_overrides=overrides)
+            executor_of(tmp_path, hf_overrides=overrides)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["vocab_size"] == SIZES["vocab_size"]
-    assert open_model(folder("llama")).info.labels is None
+    assert executor_of("llama").info.labels is None

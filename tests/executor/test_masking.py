@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from penstock.executor.outbox import Outbox
-from penstock.executor.protocol import NOTHING_LEFT, ExecutorConfig, Sampling, Step, TokenLogprobs
+from penstock.executor.protocol import NOTHING_LEFT, Sampling, Step, TokenLogprobs
 from penstock.executor.sampling.edits import RowMasks
 from penstock.executor.sampling.sampler import Sampler
-from penstock.executor.uniproc import UniprocExecutor
+from tests.support.checkpoints import executor_of
 from tests.support.driver import Driver
-from tests.support.small_models import folder, greedy
+from tests.support.small_models import greedy
 
 CASE = "llama"
 PROMPT = [(5 * i * i + 3 * i) % 160 for i in range(30)]
@@ -85,7 +85,7 @@ def test_a_mask_and_other_options_that_leave_nothing_fail_their_row_alone() -> N
 
 @pytest.fixture
 def driver() -> Driver:
-    return Driver(UniprocExecutor(ExecutorConfig(model=str(folder(CASE)), kv_cache_bytes=2**21, max_num_seqs=8)))
+    return Driver(executor_of(CASE))
 
 
 def test_a_masked_row_samples_from_its_mask_and_the_next_step_goes_on_from_there(driver: Driver) -> None:

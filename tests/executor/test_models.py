@@ -1,10 +1,7 @@
 """Every architecture against transformers in float32: the same greedy tokens, the same logits, the same states."""
 
 import json
-import random
-import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,23 +9,13 @@ import torch
 
 from penstock.engine.front.submit import Pooling
 from penstock.executor.models.spec import LatentSpec
-from penstock.executor.protocol import ExecutorConfig, Sampling
-from penstock.executor.uniproc import UniprocExecutor
+from penstock.executor.protocol import Sampling
+from tests.support.checkpoints import compute_with, copied, edit_config, executor_of, prompts
 from tests.support.driver import Driver
-from tests.support.small_models import CASES, RECURRENT, folder, greedy, reference
+from tests.support.small_models import CASES, RECURRENT, greedy, reference
 from tests.support.twins import torch_ops
 
 LATENT = ["deepseek-v2-lite", "deepseek-v2-yarn", "deepseek-v3"]
-
-
-def prompts(count: int, seed: int = 0, low: int = 3, high: int = 60) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(160) for _ in range(rng.randint(low, high))] for _ in range(count)]
-
-
-def executor_of(case: str, **options: Any) -> UniprocExecutor:
-    given = {"kv_cache_bytes": 2**23, "block_size": 8, "dtype": "float32", "max_num_seqs": 80, **options}
-    return UniprocExecutor(ExecutorConfig(model=str(folder(case)), **given))
 
 
 @pytest.mark.parametrize("case", [*CASES, *RECURRENT])
@@ -66,8 +53,7 @@ def test_a_mixed_batch_matches_transformers_row_by_row(case: str) -> None:
 @pytest.mark.parametrize("case", PLAIN)
 def test_plain_torch_computes_the_same_where_there_are_no_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What other devices run, and what the kernels are tested against; stale blocks are NaN."""
-    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: torch_ops)
-    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
+    compute_with(monkeypatch, torch_ops)
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 4)
     given = prompts(5, seed=1)  # which the test above asks for, too
     executor = executor_of(case)
@@ -129,14 +115,13 @@ def test_log_probabilities_are_transformers(chunk: int | None) -> None:
 
 
 def test_transformers_4_spelling_of_rope_gives_the_same_tokens(tmp_path: Path) -> None:
-    old = tmp_path / "old"
-    shutil.copytree(folder("llama-rope-llama3"), old)
+    old = copied("llama-rope-llama3", tmp_path / "old")
     config = json.loads((old / "config.json").read_text())
-    scaling = config.pop("rope_parameters")
-    config |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling, "torch_dtype": config.pop("dtype")}
-    (old / "config.json").write_text(json.dumps(config))
+    scaling = config["rope_parameters"]
+    changes = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling, "torch_dtype": config["dtype"]}
+    edit_config(old, rope_parameters=None, dtype=None, **changes)
     prompt = prompts(1)[0]
-    driver = Driver(UniprocExecutor(ExecutorConfig(model=str(old), kv_cache_bytes=2**22)))
+    driver = Driver(executor_of(old))
     assert driver.generate(driver.admit(prompt), count=24) == [greedy("llama-rope-llama3", prompt, 24)[0]]
 
 
@@ -154,9 +139,8 @@ def test_what_is_loaded_does_not_change_with_its_file(
     """An embedding that is the head too may be repacked from the mapped file, but never stays there."""
     if not is_repacked:
         monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
-    path = shutil.copytree(folder("gemma3"), tmp_path / "model")
-    config = ExecutorConfig(model=str(path), dtype="float32", kv_cache_bytes=2**23, block_size=8)
-    driver, prompt = Driver(UniprocExecutor(config)), prompts(1)[0]
+    path = copied("gemma3", tmp_path / "model")
+    driver, prompt = Driver(executor_of(path)), prompts(1)[0]
     with (path / "model.safetensors").open("r+b") as file:  # in its place, so that mappings see it
         begin = file.seek(8 + int.from_bytes(file.read(8), "little"))
         file.write(b"\x7f" * (file.seek(0, 2) - file.seek(begin)))

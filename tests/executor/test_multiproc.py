@@ -5,76 +5,56 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
-from msgspec.structs import replace
 
-from penstock.executor.process_life import ChildProcess
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling, Step
-from penstock.executor.ranks.ranked import RankedExecutor, open_multiproc
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling
+from penstock.executor.ranks.ranked import open_multiproc
 from penstock.executor.ranks.wire import Failed
 from penstock.executor.ranks.worker_watch import Reports, WorkerWatch
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.test_models import prompts
+from tests.support.checkpoints import config_of, exit_codes, prompts, running
 from tests.support.driver import Driver
 from tests.support.programs import Program, all_gone
 from tests.support.small_models import folder, greedy
 
 
-def config_of(case: str, ranks: int, **options: Any) -> ExecutorConfig:
-    given: dict[str, Any] = {
-        "kv_cache_bytes": 2**22,
-        "block_size": 8,
-        "dtype": "float32",
-        "max_num_seqs": 16,
-        **options,
-    }
-    return ExecutorConfig(model=str(folder(case)), tensor_parallel_size=ranks, **given)
-
-
-@contextmanager
-def running(config: ExecutorConfig, **options: Any) -> Iterator[RankedExecutor]:
-    executor = open_multiproc(config, **options)
-    try:
-        yield executor
-    finally:
-        executor.close()
-    assert None not in exit_codes(executor)
-
-
-def exit_codes(executor: RankedExecutor) -> list[int | None]:
-    children = [worker for worker in executor.worker_watch.workers if isinstance(worker, ChildProcess)]
-    assert len(children) == len(executor.worker_watch.workers)
-    return [child._popen.returncode for child in children]
-
-
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
-    ("case", "ranks"),
+    ("case", "ranks", "by_experts"),
     [
-        ("llama-tied-biases", 2),
-        ("llama-tied-biases", 4),  # two ranks share each of the two key-value heads
-        ("qwen3", 2),
-        ("gemma3", 2),
-        ("gemma4", 2),
-        ("mistral-sliding", 2),
-        ("qwen2", 4),
-        ("phi3", 2),
-        ("glm4", 2),
-        ("olmo2", 2),
-        ("minimax-m2", 4),  # whose norms over all heads count each key head twice
-        ("granite4-moe", 2),
-        ("opt", 4),
-        ("opt-norm-after-projected", 2),
+        ("llama-tied-biases", 2, False),
+        ("llama-tied-biases", 4, False),  # two ranks share each of the two key-value heads
+        ("qwen3", 2, False),
+        ("gemma3", 2, False),
+        ("gemma4", 2, False),
+        ("mistral-sliding", 2, False),
+        ("qwen2", 4, False),
+        ("phi3", 2, False),
+        ("glm4", 2, False),
+        ("olmo2", 2, False),
+        ("minimax-m2", 4, False),  # whose norms over all heads count each key head twice
+        ("granite4-moe", 2, False),
+        ("opt", 4, False),
+        ("opt-norm-after-projected", 2, False),
+        ("mixtral", 2, True),  # five experts: two and three
+        ("qwen2-moe", 2, False),
+        ("deepseek-v3", 4, False),
+        ("gpt-oss", 2, True),
+        pytest.param("qwen3-moe", 4, True, marks=pytest.mark.slow),
+        pytest.param("deepseek-v2-yarn", 2, True, marks=pytest.mark.slow),
+        pytest.param("deepseek-v2-biases", 2, False, marks=pytest.mark.slow),
+        pytest.param("gpt-oss", 2, False, marks=pytest.mark.slow),
+        pytest.param("gemma4-moe", 2, True, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_together_give_the_tokens_of_one(case: str, ranks: int) -> None:
+def test_ranks_together_give_the_tokens_of_one(case: str, ranks: int, by_experts: bool) -> None:
+    """Each has a slice of every head and of every expert, or whole experts."""
     given = prompts(4, seed=3)
     expected = [greedy(case, prompt, 12)[0] for prompt in given]
-    with running(config_of(case, ranks)) as executor:
+    with running(config_of(case, ranks, enable_expert_parallel=by_experts)) as executor:
         driver = Driver(executor)
         sequences = []
         for prompt in given:
@@ -262,35 +242,15 @@ def test_closing_ends_every_process_with_code_0_and_leaves_no_thread(monkeypatch
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_masks_say_what_two_ranks_may_sample() -> None:
-    import numpy as np
-
+    """Masks for no row let them go on: the requests of all masked rows have ended meanwhile."""
     prompt = prompts(1, seed=9)[0]
+    expected = greedy("llama", prompt, 1)[0]
     with running(config_of("llama", 2)) as executor:
         driver = Driver(executor)
-        masked, free = driver.admit(prompt), driver.admit(prompt)
-        rows = [driver.row(masked), driver.row(free)]
-        allowed = np.zeros((1, 5), dtype=np.int32)
-        allowed[0, 37 // 32] = 1 << (37 % 32)
-        step = Step(1, driver._admissions, [replace(rows[0], masked=True), rows[1]])
-        executor.submit(step)
-        executor.set_masks(1, np.array([0], dtype=np.int32), allowed)
-        assert executor.collect().tokens == [37, greedy("llama", prompt, 1)[0][0]]
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_masks_for_no_row_let_two_ranks_go_on() -> None:
-    """The requests of all masked rows have ended meanwhile."""
-    import numpy as np
-
-    prompt = prompts(1, seed=9)[0]
-    with running(config_of("llama", 2)) as executor:
-        driver = Driver(executor)
-        gone, free = driver.admit(prompt), driver.admit(prompt)
-        rows = [driver.row(gone), driver.row(free)]
-        executor.submit(Step(1, driver._admissions, [replace(rows[0], masked=True), rows[1]]))
-        executor.set_masks(1, np.empty(0, np.int32), np.empty((0, 0), np.int32))
-        expected = greedy("llama", prompt, 1)[0][0]
-        assert executor.collect().tokens == [expected, expected]
+        masked, free, gone, other = (driver.admit(prompt) for _ in range(4))
+        driver.advance(masked, free, masks={0: {37}})
+        driver.advance(gone, other, masks={0: None})
+    assert [each.output for each in (masked, free, gone, other)] == [[37], expected, expected, expected]
 
 
 class OneRank:

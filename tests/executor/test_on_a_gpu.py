@@ -15,6 +15,7 @@ from penstock.executor.kernels import KeyStore, Ops, ScoreExtras
 from penstock.executor.loading import dummy
 from penstock.executor.protocol import Device, DType, ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
+from tests.support.checkpoints import compute_with
 from tests.support.driver import Driver, Sequence
 from tests.support.small_models import folder
 from tests.support.twins import changed, torch_ops
@@ -50,11 +51,6 @@ def beside_a_cpu(monkeypatch: pytest.MonkeyPatch, path: Path) -> tuple[Answers, 
     with monkeypatch.context() as patch:
         compute_with(patch, torch_ops)
         return exact, answers(path, "cpu", "bfloat16")
-
-
-def compute_with(patch: pytest.MonkeyPatch, ops: Ops) -> None:
-    patch.setattr("penstock.executor.models.load.select_ops", lambda *_: ops)
-    patch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
 
 
 def error(got: Answers, exact: Answers) -> float:

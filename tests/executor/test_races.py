@@ -4,6 +4,7 @@ it sees what it is there for.
 The same worlds run on a real one, where only wrong tokens would show.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -98,16 +99,9 @@ def test_on_a_gpu_two_steps_in_flight_leave_the_tokens_of_the_table(kind: str) -
     executor.close()
 
 
-def test_one_pool_for_forward_passes_and_draws_would_be_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward pass would write where the last draw's tokens still wait to be copied."""
-    folder(CASE)
-    with PretendedGpu() as gpu:
-        pool = CudaGraphs()
-        monkeypatch.setattr("penstock.executor.ranks.rank.CudaGraphs", lambda: pool)
-        executor = open_executor(monkeypatch)
-        world = World(executor, 1, SAMPLINGS[:2], False, lambda: gpu.thread("the finisher"))
-        with pytest.raises(Race, match=r"the computing stream writes what stream \d+ of outbox.py reads"):
-            world.run(50)
+def _forget_the_second_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a forward pass write where the last draw's tokens still wait to be copied."""
+    monkeypatch.setattr("penstock.executor.ranks.rank.CudaGraphs", functools.cache(CudaGraphs))
 
 
 def _forget_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +138,7 @@ def _post_copies(sampled: SampledTokens, to: Outbox) -> None:
 
 
 FORGOTTEN = {
+    "the second pool of graphs": ("plain", _forget_the_second_pool, r"writes what stream \d+ of outbox.py reads"),
     "to hold before a draw": ("plain", _forget_to_hold, r"writes what stream \d+ of outbox.py reads"),
     "to wait for the last inputs": ("plain", _forget_the_inputs, "the host writes what the computing stream reads"),
     "to wait for restores": ("tiers", _forget_the_restores, "computing stream reads what .* cuda_copies.py writes"),
@@ -152,16 +147,22 @@ FORGOTTEN = {
 }
 
 
-@pytest.mark.parametrize("what", FORGOTTEN)
+FAST = ["to hold before a draw", "to wait for restores"]  # one of what is sent to the host, one of copies
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "what", [*FAST, *(pytest.param(what, marks=pytest.mark.slow) for what in FORGOTTEN if what not in FAST)]
+)
 def test_whatever_wait_is_forgotten_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, forget, message = FORGOTTEN[what]
-    forget(monkeypatch)
     _, options = KINDS[kind]
     folder(CASE)
     with PretendedGpu() as gpu:
+        forget(monkeypatch)
         world = World(open_executor(monkeypatch, **options), 1, SAMPLINGS[:2], False, lambda: gpu.thread("another"))
         with pytest.raises(Race, match=message):
-            world.run(40)
+            world.run(50)
 
 
 # -- the watcher itself ------------------------------------------------------------------------------------

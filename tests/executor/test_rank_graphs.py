@@ -31,9 +31,10 @@ from penstock.executor.ranks.rank import Rank
 from penstock.executor.ranks.wire import Rendezvous
 from penstock.executor.ranks.worker import join
 from penstock.executor.step.runner import Launched
-from tests.executor.test_graphs import PROMPTS, Recorder, pretend_a_gpu
+from tests.executor.test_graphs import PROMPTS, SMALL, Recorder, pretend_a_gpu
+from tests.support.checkpoints import config_of
 from tests.support.driver import Driver
-from tests.support.small_models import folder, greedy
+from tests.support.small_models import greedy
 
 WORLD = 2
 TIMEOUT_S = 60.0
@@ -119,17 +120,8 @@ class Threads:
 
 def open_pair(monkeypatch: pytest.MonkeyPatch, case: str, **options: Any) -> tuple[Threads, list[Recorder]]:
     pretend_a_gpu(monkeypatch, RECORDER.get)
-    config = ExecutorConfig(
-        model=str(folder(case)),
-        dtype="float32",
-        kv_cache_bytes=2**20,
-        block_size=4,
-        max_num_seqs=6,
-        tensor_parallel_size=WORLD,
-        **options,
-    )
     recorders = [Recorder() for _ in range(WORLD)]
-    return Threads(config, recorders), recorders
+    return Threads(config_of(case, WORLD, **SMALL, **options), recorders), recorders
 
 
 @pytest.fixture

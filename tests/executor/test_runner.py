@@ -7,21 +7,20 @@ import msgspec
 import pytest
 import torch
 
-from penstock.executor.protocol import ExecutorConfig, Row, Sampling, Step
+from penstock.executor.protocol import Row, Sampling, Step
 from penstock.executor.ranks import rank
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_inputs import on_device
+from tests.support.checkpoints import executor_of
 from tests.support.driver import Driver
-from tests.support.small_models import folder, greedy
+from tests.support.small_models import greedy
 
 CASE = "mistral-sliding"  # its window of 11 also makes positions fall out of sight
 PROMPT = [(7 * i * i + 3 * i) % 160 for i in range(48)]
-BLOCK = 8
 
 
 def open_driver() -> Driver:
-    config = ExecutorConfig(model=str(folder(CASE)), kv_cache_bytes=2**21, block_size=BLOCK, max_num_seqs=16)
-    return Driver(UniprocExecutor(config))
+    return Driver(executor_of(CASE))
 
 
 @pytest.fixture

@@ -23,18 +23,16 @@ from safetensors.torch import load_file, save_file
 from penstock.executor.kernels.cpu_layers import join_layers
 from penstock.executor.kernels.low_rank import AdapterPlaces
 from penstock.executor.loading.gguf import GgufCheckpoint
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling, WeightsError
+from penstock.executor.protocol import ExecutorError, Sampling, WeightsError
 from penstock.executor.ranks.wire import MessageKind
 from penstock.executor.ranks.worker import Finisher
 from penstock.executor.shared_tensors import SharedTensors
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.test_coded_models import config as coded_config
-from tests.executor.test_coded_models import file as file
-from tests.executor.test_models import prompts
-from tests.executor.test_multiproc import config_of, running
 from tests.support.adapters import EVERYWHERE, Adapter
+from tests.support.checkpoints import config_of, executor_of, prompts, running
 from tests.support.driver import Driver
 from tests.support.small_models import folder
+from tests.support.stored_models import stored
 from tests.support.twins.low_rank import add_low_rank
 
 COUNT = 8
@@ -66,17 +64,6 @@ def said(executor: Any) -> list[list[int]]:
 _STEPS = iter(range(0, 10**9, 1000))
 
 
-def single(model: Path, **options: Any) -> UniprocExecutor:
-    given: dict[str, Any] = {
-        "kv_cache_bytes": 2**22,
-        "block_size": 8,
-        "dtype": "float32",
-        "max_num_seqs": 16,
-        **options,
-    }
-    return UniprocExecutor(ExecutorConfig(model=str(model), **given))
-
-
 FAMILIES = [
     "llama",
     "llama-tied-biases",
@@ -100,8 +87,8 @@ FAMILIES = [
 def test_an_updated_model_is_the_one_that_a_start_would_have_loaded(case: str, dtype: str, tmp_path: Path) -> None:
     other = changed(named(case))
     path = saved(case, other, tmp_path / "other")
-    fresh = single(path, dtype=dtype)
-    expected, executor = said(fresh), single(folder(case), dtype=dtype)
+    fresh = executor_of(path, dtype=dtype)
+    expected, executor = said(fresh), executor_of(folder(case), dtype=dtype)
     first, before = said(executor), executor.info.fingerprint
     executor.update_weights(str(path))
     assert executor.info == fresh.info and said(executor) == expected
@@ -151,7 +138,7 @@ WRONG: dict[str, tuple[Callable[[Tensors, Path], None], str]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(what: str, tmp_path: Path) -> None:
     spoil, message = WRONG[what]
-    executor, tensors = single(folder("llama")), changed(named("llama"))
+    executor, tensors = executor_of(folder("llama")), changed(named("llama"))
     expected, info = said(executor), executor.info
     spoil(tensors, tmp_path)
     gc.collect()  # what tests before this one have left behind is not to go meanwhile
@@ -173,7 +160,7 @@ def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(
 
 
 def test_another_model_a_file_cut_short_and_open_memory_are_refused(tmp_path: Path) -> None:
-    executor = single(folder("llama"))
+    executor = executor_of(folder("llama"))
     expected = said(executor)
     whole = saved("llama", named("llama"), tmp_path / "whole") / "model.safetensors"
     cut = tmp_path / "cut.safetensors"
@@ -243,7 +230,7 @@ def test_adapters_stay_over_other_weights_as_a_start_would_have_them(
     other, paths = changed(named(case)), adapters_of(case, tmp_path)
     path, place = saved(case, other, tmp_path / "other"), on_places if has_places else lambda executor: executor
     options: dict[str, Any] = {"dtype": dtype, "enable_lora": True, "max_loras": 2}
-    executor, fresh = (place(single(model, **options)) for model in (folder(case), path))
+    executor, fresh = (place(executor_of(model, **options)) for model in (folder(case), path))
     keys = [executor.load_adapter(adapter).key for adapter in paths[:2]]
     first, held = bits(executor, keys), executor._rank.adapters._weights
     assert [fresh.load_adapter(adapter).key for adapter in paths] == [
@@ -274,7 +261,7 @@ def test_adapters_stay_over_other_weights_as_a_start_would_have_them(
 
 
 def test_weights_do_not_change_beneath_experts_that_move() -> None:
-    executor = single(folder("mixtral"))
+    executor = executor_of(folder("mixtral"))
     executor._rank._config = msgspec.structs.replace(executor._rank._config, enable_eplb=True)
     refused = "weights cannot be replaced with enable_eplb, which moves experts between ranks"
     with pytest.raises(WeightsError, match=refused):
@@ -287,17 +274,16 @@ def test_weights_do_not_change_beneath_experts_that_move() -> None:
     assert said(executor) == first
 
 
-def test_a_model_of_codes_takes_numbers_and_goes_back(file: Path) -> None:
+def test_a_model_of_codes_takes_numbers_and_goes_back() -> None:
     """Codes are joined, cut and repacked in their own way; each version has the layers that it would have from a start."""
-    executor = UniprocExecutor(coded_config(file))
+    file, _ = stored("gguf/mixed")
+    executor = executor_of(file, dtype="auto")
     first, info = said(executor), executor.info
     checkpoint = GgufCheckpoint(file)
     numbers: Tensors = {}
     for name in checkpoint.names():
-        stored = checkpoint.read(name)
-        numbers[name] = (
-            stored if isinstance(stored, torch.Tensor) else stored.dequantize(torch.device("cpu"), torch.float32)
-        )
+        held = checkpoint.read(name)
+        numbers[name] = held if isinstance(held, torch.Tensor) else held.dequantize(torch.device("cpu"), torch.float32)
     with SharedTensors(numbers) as shared:
         executor.update_weights(shared.path)
     assert executor.info.fingerprint != info.fingerprint and said(executor) == first
@@ -320,15 +306,24 @@ def test_names_for_the_same_memory_are_sent_once_and_nothing_is_left() -> None:
 
 
 @pytest.mark.parametrize("tiers", [{}, {"kv_host_bytes": 2**20}], ids=["device", "with a tier"])
-def test_sleep_gives_the_memory_back_and_wake_takes_as_much(tiers: dict[str, Any]) -> None:
+def test_sleep_gives_the_memory_back_and_wake_takes_as_much(
+    tiers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+    class Noted(mmap.mmap):
+        def __new__(cls, *given: Any, **options: Any) -> "Noted":
+            maps.add(made := super().__new__(cls, *given, **options))
+            return made
+
     def mapped() -> int:
         gc.collect()
-        return sum(len(each) for each in gc.get_objects() if type(each) is mmap.mmap and not each.closed)
+        return sum(len(each) for each in maps if not each.closed)
 
-    before = mapped()
-    executor = single(folder("llama"), **tiers)
+    monkeypatch.setattr(mmap, "mmap", Noted)
+    executor = executor_of(folder("llama"), **tiers)
     first, info, awake = said(executor), executor.info, mapped()
-    assert awake > before + 2**21
+    assert awake > 2**21
     for level in (1, 2):
         executor.sleep(level)
         assert mapped() <= awake - 2**21
@@ -347,7 +342,7 @@ def test_sleep_gives_the_memory_back_and_wake_takes_as_much(tiers: dict[str, Any
 def test_all_ranks_take_other_weights_or_none_does(case: str, tmp_path: Path) -> None:
     other = changed(named(case))
     path = saved(case, other, tmp_path / "other")
-    fresh = single(path)
+    fresh = executor_of(path)
     with running(config_of(case, 2)) as executor:
         first, before = said(executor), executor.info.fingerprint
         spoiled = {**other, "model.norm.weight": other["model.norm.weight"] * torch.nan}
@@ -438,7 +433,7 @@ with SharedTensors(load_file(sys.argv[1])) as shared:
 
 def test_a_trainer_of_its_own_process_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     path = saved("llama", changed(named("llama")), tmp_path / "other")
-    executor = single(folder("llama"))
+    executor = executor_of(folder("llama"))
     given = [sys.executable, "-c", TRAINER, str(path / "model.safetensors")]
     with subprocess.Popen(given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
         try:

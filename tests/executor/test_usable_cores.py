@@ -11,7 +11,7 @@ from penstock.executor.machine import usable_cores
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.ranks import rank
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.test_gguf import small_file
+from tests.support.gguf_files import small_file
 
 
 @pytest.fixture

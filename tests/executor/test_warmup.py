@@ -60,10 +60,17 @@ VALUES: dict[str, tuple[int, ...]] = {
 SIZES = ("rows", "tokens", "entries", "programs")
 
 
-@pytest.mark.parametrize("limit", [1, 2, 100, 1000, 8192])
-def test_sizes_meet_every_choice_of_tiles(limit: int) -> None:
+LIMITS = (1, 2, 100, 1000, 8192)
+
+
+def test_sizes_are_the_limit_and_the_powers_of_two_below_it() -> None:
+    for limit in LIMITS:
+        powers = {n for n in range(1, limit + 1) if n & (n - 1) == 0}
+        assert tiles.sizes(limit) == sorted({limit, *powers}, reverse=True)
+
+
+def test_sizes_meet_every_choice_of_tiles() -> None:
     """Experts have several entries for a token, and a product several programs for a row."""
-    assert tiles.sizes(limit) == sorted({limit, *(n for n in range(1, limit + 1) if n & (n - 1) == 0)}, reverse=True)
     checked = []
     for name, choice in vars(tiles).items():
         parameters = list(inspect.signature(choice).parameters) if inspect.isfunction(choice) else []
@@ -71,9 +78,15 @@ def test_sizes_meet_every_choice_of_tiles(limit: int) -> None:
             continue
         checked.append(name)
         for rest in itertools.product(*(VALUES[other] for other in parameters[1:])):
+            chosen: dict[int, object] = {}  # by size: most are asked for several times
             for per_row in (1, 2, 4, 6, 8):
-                met = {choice(size * per_row, *rest) for size in tiles.sizes(limit)}
-                assert met == {choice(size * per_row, *rest) for size in range(1, limit + 1)}, (name, rest, per_row)
+                found: set[object] = set()
+                for first, limit in itertools.pairwise((0, *LIMITS)):
+                    for size in range(per_row * (first + 1), per_row * limit + 1, per_row):
+                        if size not in chosen:
+                            chosen[size] = choice(size, *rest)
+                        found.add(chosen[size])
+                    assert {chosen[size * per_row] for size in tiles.sizes(limit)} == found, (name, rest, per_row)
     assert "expert_tile" in checked and "block_linear_tile" in checked
 
 

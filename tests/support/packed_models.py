@@ -217,19 +217,8 @@ def _root() -> TemporaryDirectory[str]:
 
 
 @cache
-def _oracle(name: str) -> Any:
+def oracle(name: str) -> Any:
+    """Return transformers' model of the full numbers."""
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(folders(name)[1], dtype=torch.float32).eval()
-
-
-def greedy(name: str, prompt: list[int], count: int) -> list[int]:
-    """Return what transformers generates from the full numbers; several tests ask for the same."""
-    return [*_generated(name, tuple(prompt), count)]
-
-
-@cache
-@torch.no_grad()
-def _generated(name: str, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-    out = _oracle(name).generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
-    return tuple(out[0, len(prompt) :].tolist())

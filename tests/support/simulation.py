@@ -6,7 +6,7 @@ tokens that it gets alone with an ample pool.
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -30,62 +30,16 @@ def submit(request_id: str, tokens: list[int], max_tokens: int = 8, **options: A
     return Submit(request_id, np.array(tokens, "<i4").tobytes(), sampling, max_tokens, **options)
 
 
-@dataclass
-class World:
-    """A scheduler over an oracle, with a clock that moves by `step_s` per step."""
+class Simulation:
+    """A scheduler over any executor, stepped by hand, with all invariants checked, and what each request was given."""
 
-    num_blocks: int = 200
-    max_in_flight: int = 2
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 16
-    vocab_size: int = 50
-    max_model_len: int = 64
-    patience_s: float = 1000.0
-    enable_prefix_caching: bool = True
-    max_queued_requests: int = 4096
-    host_slots: int = 0  # 0: no tiers
-    store: FlakyStore | None = None  # beneath the host, as its disk
-    drafts: SpeculativeConfig | None = None
-    groups: Sequence[GroupInfo] = (GroupInfo(),)
-    kv_peers: tuple[str, ...] = ()
-    kv_peer_listen: str = ""
-    step_s: float = 1.0  # what a step takes on the clock
+    step_s: float = 0.0  # how far the clock moves with a step
     now_s: float = 0.0
-    outputs: dict[str, list[Output]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        executor_config = ExecutorConfig(
-            max_model_len=self.max_model_len,
-            block_size=BLOCK_SIZE,
-            kv_cache_bytes=self.num_blocks * BLOCK_SIZE * 8,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            kv_host_bytes=self.host_slots * ALIGNMENT,
-            kv_peers=self.kv_peers,
-            kv_peer_listen=self.kv_peer_listen,
-            hf_overrides={"vocab_size": self.vocab_size, "groups": list(self.groups)},
-        )
-        stores: dict[str, Store] = {} if self.store is None else {"disk": cast(Store, self.store)}
-        self.executor = OracleExecutor(executor_config, self.max_in_flight, stores)
-        scheduler_config = SchedulerConfig(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            patience_s=self.patience_s,
-            enable_prefix_caching=self.enable_prefix_caching,
-            max_queued_requests=self.max_queued_requests,
-            speculative_config=self.drafts,
-        )
-        self.scheduler = Scheduler(scheduler_config, self.executor.info, lambda: self.now_s)
-
-    @property
-    def tiers(self) -> TieredKv:
-        assert isinstance(self.scheduler.kv, TieredKv)
-        return self.scheduler.kv
-
-    @property
-    def disk(self) -> FlakyStore:
-        assert self.store is not None
-        return self.store
+    def __init__(self, executor: Any, config: SchedulerConfig) -> None:
+        self.executor = executor  # tests look into it
+        self.outputs: dict[str, list[Output]] = {}
+        self.scheduler = Scheduler(config, executor.info, lambda: self.now_s)
 
     def plan(self) -> Step:
         step = self.scheduler.schedule()
@@ -102,7 +56,7 @@ class World:
     def step(self, check: bool = True) -> None:
         """Fill the pipeline, take in one result."""
         self.now_s += self.step_s
-        while len(self.scheduler.in_flight) < self.max_in_flight:
+        while len(self.scheduler.in_flight) < self.executor.info.max_in_flight:
             step = self.scheduler.schedule()
             if check:
                 self.scheduler.check()
@@ -132,6 +86,74 @@ class World:
                 return
             self.step()
         raise AssertionError(f"transfers are still in flight after {limit} steps")
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.tokens]
+
+    def last(self, request_id: str) -> Output:
+        return self.outputs[request_id][-1]
+
+    def _keep(self, output: Output | None) -> None:
+        if output is not None:
+            seen = self.outputs[output.request_id]
+            assert not seen or seen[-1].finish_reason is None, f"{output.request_id}: an output after its end"
+            seen.append(output)
+
+
+@dataclass
+class World(Simulation):
+    """A scheduler over an oracle, with a clock that moves by `step_s` per step."""
+
+    num_blocks: int = 200
+    max_in_flight: int = 2
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 16
+    vocab_size: int = 50
+    max_model_len: int = 64
+    patience_s: float = 1000.0
+    enable_prefix_caching: bool = True
+    max_queued_requests: int = 4096
+    host_slots: int = 0  # 0: no tiers
+    store: FlakyStore | None = None  # beneath the host, as its disk
+    drafts: SpeculativeConfig | None = None
+    groups: Sequence[GroupInfo] = (GroupInfo(),)
+    kv_peers: tuple[str, ...] = ()
+    kv_peer_listen: str = ""
+    step_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        executor_config = ExecutorConfig(
+            max_model_len=self.max_model_len,
+            block_size=BLOCK_SIZE,
+            kv_cache_bytes=self.num_blocks * BLOCK_SIZE * 8,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            kv_host_bytes=self.host_slots * ALIGNMENT,
+            kv_peers=self.kv_peers,
+            kv_peer_listen=self.kv_peer_listen,
+            hf_overrides={"vocab_size": self.vocab_size, "groups": list(self.groups)},
+        )
+        stores: dict[str, Store] = {} if self.store is None else {"disk": cast(Store, self.store)}
+        executor = OracleExecutor(executor_config, self.max_in_flight, stores)
+        scheduler_config = SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            patience_s=self.patience_s,
+            enable_prefix_caching=self.enable_prefix_caching,
+            max_queued_requests=self.max_queued_requests,
+            speculative_config=self.drafts,
+        )
+        super().__init__(executor, scheduler_config)
+
+    @property
+    def tiers(self) -> TieredKv:
+        assert isinstance(self.scheduler.kv, TieredKv)
+        return self.scheduler.kv
+
+    @property
+    def disk(self) -> FlakyStore:
+        assert self.store is not None
+        return self.store
 
     def compare(self, messages: Mapping[str, Submit], counts: dict[str, int], where: str) -> None:
         """Every request has ended with what it gets alone, or with the beginning of it if it was aborted."""
@@ -167,18 +189,6 @@ class World:
         assert stats.num_used_blocks == 0
         counts |= {"preempted": stats.num_preemptions, "hits": stats.prefix_hits}
         return counts | {"drafted": stats.draft_tokens, "accepted": stats.accepted_tokens}
-
-    def tokens(self, request_id: str) -> list[int]:
-        return [token for output in self.outputs[request_id] for token in output.tokens]
-
-    def last(self, request_id: str) -> Output:
-        return self.outputs[request_id][-1]
-
-    def _keep(self, output: Output | None) -> None:
-        if output is not None:
-            seen = self.outputs[output.request_id]
-            assert not seen or seen[-1].finish_reason is None, f"{output.request_id}: an output after its end"
-            seen.append(output)
 
 
 def alone(

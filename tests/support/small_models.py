@@ -1,5 +1,4 @@
-"""Small random models of every supported architecture, made by transformers: the oracle for ours; and configurations that
-are refused."""
+"""Small random models of every supported architecture, made by transformers: the oracle for ours."""
 
 import json
 from copy import deepcopy
@@ -12,8 +11,6 @@ import torch
 
 _DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
 PARTS: dict[str, dict[str, Any]] = _DATA["parts"]  # fields that several models have
-# Configurations that are refused: [model or changes, …, part of the message] in each section.
-REFUSED: dict[str, list[list[Any]]] = json.loads(Path(__file__).with_name("refused_configs.json").read_text())
 SIZES, EXPERTS, DEEPSEEK_SIZES = PARTS["SIZES"], PARTS["EXPERTS"], PARTS["DEEPSEEK_SIZES"]
 
 
@@ -69,18 +66,20 @@ def folder(case: str) -> Path:
     return path
 
 
-_generated: dict[tuple[str, tuple[int, ...]], tuple[list[int], torch.Tensor]] = {}  # by case and prompt, the longest
+_generated: dict[tuple[str, tuple[int, ...]], tuple[list[int], torch.Tensor]] = {}  # by model and prompt, the longest
+
+
+def greedy(case: str, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """Return the tokens that transformers generates and the logits [count, vocabulary] they come from."""
+    return generated(case, reference(case), prompt, count)
 
 
 @torch.no_grad()
-def greedy(case: str, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """Return the tokens that transformers generates and the logits [count, vocabulary] they come from.
-
-    Answers are kept: tests that ask for the same prompts share them.
-    """
-    key = case, tuple(prompt)
+def generated(name: str, model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """Generate with a model of transformers. Answers are kept: tests that ask for the same prompts share them."""
+    key = name, tuple(prompt)
     if key not in _generated or len(_generated[key][0]) < count:
-        out = reference(case).generate(
+        out = model.generate(
             torch.tensor([prompt]),
             max_new_tokens=count,
             do_sample=False,

@@ -1,0 +1,197 @@
+"""GGUF files of small random models, as llama.cpp's converter writes them: names and values are the gguf package's.
+
+The models and the metadata of their files are in gguf_files.json. A file has every matrix in another storage type, in
+types that are listed, or in float32; the model has the values of the file.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+
+from penstock.executor.loading.gguf_config import FAMILIES
+from tests.support.coded import FILE_TYPES, packed
+from tests.support.small_models import random_model, reference
+
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 256, 512, 4, 2, 64, 2, 96
+_DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
+
+
+class Case(NamedTuple):
+    model: str  # transformers' config class, or a small model
+    fields: dict[str, Any]  # of that config
+    architecture: str
+    keys: dict[str, Any]  # of the file, by their last parts
+    kinds: list[str]  # storage types, in turn; none: float32
+
+
+def _joined(parts: list[str], own: dict[str, Any]) -> dict[str, Any]:
+    return {**{name: value for part in parts for name, value in _DATA["parts"][part].items()}, **own}
+
+
+CASES = {
+    name: Case(model, _joined(*fields), architecture, _joined(*keys), FILE_TYPES if kinds == "mixed" else kinds)
+    for name, (model, fields, architecture, keys, kinds) in _DATA["cases"].items()
+}
+
+
+def metadata(architecture: str = "llama", vocab_size: int = VOCAB, **changes: Any) -> dict[str, Any]:
+    """Return the keys of a file. `changes` go by the key's last part; None removes it."""
+    keys = {
+        "context_length": 128,
+        "embedding_length": HIDDEN,
+        "block_count": LAYERS,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.key_length": HEAD_DIM,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 10000.0,
+    }
+    full = {f"{architecture}.{key}": value for key, value in (keys | changes).items()}
+    full |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
+    full["tokenizer.ggml.tokens"] = [f"<{i}>" for i in range(vocab_size)]
+    return full
+
+
+def write(path: Path, architecture: str, keys: dict[str, Any], tensors: dict[str, tuple[np.ndarray, str]]) -> Path:
+    """Write a file. Tensors are (values or packed rows, type name)."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in keys.items():
+        if value is None:
+            continue
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_array(key, value)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def permuted(values: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Return a view of the rows of queries or keys in llama.cpp's order: rows i and i + dim / 2 are neighbours."""
+    return values.view(num_heads, 2, -1, *values.shape[1:]).transpose(1, 2)
+
+
+def _stored(model: Any, architecture: str, has_split_latents: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor of the file by transformers' name for it: a view of the parameter that it is made of."""
+    config, is_permuted = model.config, FAMILIES[architecture].is_permuted
+    for name, values in model.state_dict().items():
+        at = name.removesuffix(".weight")
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if architecture == "gpt-oss" and name.endswith("sinks"):
+            yield f"{name}.weight", values
+        elif architecture == "gpt-oss" and ".experts." in name:
+            kind = ".bias" if name.endswith("_bias") else ".weight"
+            product, view = name.removesuffix("_bias"), values if kind == ".bias" else values.transpose(1, 2)
+            if product.endswith("down_proj"):
+                yield product + kind, view
+            else:
+                yield product.replace("gate_up", "gate") + kind, view[:, 0::2]
+                yield product.replace("gate_up", "up") + kind, view[:, 1::2]
+        elif name.endswith("experts.gate_up_proj"):
+            inner = values.shape[1] // 2
+            yield name.replace("gate_up_proj", "gate_proj.weight"), values[:, :inner]
+            yield name.replace("gate_up_proj", "up_proj.weight"), values[:, inner:]
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", values
+        elif at.endswith("kv_b_proj") and has_split_latents:
+            heads = values.view(config.num_attention_heads, -1, values.shape[1])
+            yield name.replace("kv_b", "k_b"), heads[:, : config.qk_nope_head_dim].transpose(1, 2)
+            yield name.replace("kv_b", "v_b"), heads[:, config.qk_nope_head_dim :]
+        elif is_permuted and ".q_proj." in name:
+            yield name, permuted(values, config.num_attention_heads)
+        elif is_permuted and ".k_proj." in name:
+            yield name, permuted(values, config.num_key_value_heads)
+        elif at.endswith("shared_expert_gate"):
+            yield name, values[0]
+        else:
+            yield name.replace("e_score_correction_bias", "e_score_correction.bias"), values
+
+
+def tensors_of(model: Any, case: Case) -> dict[str, tuple[np.ndarray, str]]:
+    """Return the tensors of the file. The model gets the values that the file's storage types leave."""
+    kinds, rng = cycle(case.kinds), np.random.default_rng(3)
+    architecture = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture)
+    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    found: dict[str, tuple[np.ndarray, str]] = {}
+    for kind in ("long", "short"):
+        if factors := getattr(model.config, "rope_parameters", {}).get(f"{kind}_factor"):
+            found[f"rope_factors_{kind}.weight"] = np.array(factors, "<f4"), "F32"
+    for given, view in _stored(model, case.architecture, "attention.key_length_mla" in case.keys):
+        name = names.get_name(given, try_suffixes=(".weight", ".bias"))
+        assert name is not None, given
+        is_permuted = view.dim() > 2 and (".q_proj." in given or ".k_proj." in given)
+        values = view.reshape((-1, *view.shape[3:]) if is_permuted else view.shape).numpy()
+        if FAMILIES[case.architecture].plus_one and given.endswith("norm.weight"):
+            values = values + 1
+        kind = "F32"
+        if case.kinds and values.ndim > 1 and "ffn_gate_inp" not in name:
+            kind = next(kinds) if values.shape[-1] % 256 == 0 else "Q5_0"
+            # An embedding that is the head, too, would drown what the layers add.
+            is_tied = name == "token_embd.weight" and model.config.tie_word_embeddings
+            data = packed(rng, values.shape, kind, 0.004 if is_tied else 0.06)
+            numbers = gguf.quants.dequantize(data, GGMLQuantizationType[kind])
+            view.copy_(torch.from_numpy(np.ascontiguousarray(numbers)).view(view.shape))
+            values = data
+        found[name] = np.ascontiguousarray(values), kind
+    return found
+
+
+@torch.no_grad()
+def written(name: str, path: Path, without: str = "nothing", **changes: Any) -> tuple[Path, Any]:
+    """Write the file of a case, with other keys and without some tensors; return it, and the model that it holds."""
+    case = CASES[name]
+    model = random_model(case.model, case.fields) if case.model.endswith("Config") else reference(case.model)
+    model.generation_config.eos_token_id = None
+    keys = metadata(case.architecture, model.config.vocab_size, **case.keys | changes)
+    tensors = {name: data for name, data in tensors_of(model, case).items() if without not in name}
+    return write(path, case.architecture, keys, tensors), model
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors of a Llama of the sizes above, untied."""
+    result: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (VOCAB, HIDDEN),
+        "output_norm.weight": (HIDDEN,),
+        "output.weight": (VOCAB, HIDDEN),
+    }
+    for i in range(LAYERS):
+        result |= {
+            f"blk.{i}.attn_norm.weight": (HIDDEN,),
+            f"blk.{i}.ffn_norm.weight": (HIDDEN,),
+            f"blk.{i}.attn_q.weight": (HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{i}.attn_k.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{i}.attn_v.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{i}.attn_output.weight": (HIDDEN, HEADS * HEAD_DIM),
+            f"blk.{i}.ffn_gate.weight": (INNER, HIDDEN),
+            f"blk.{i}.ffn_up.weight": (INNER, HIDDEN),
+            f"blk.{i}.ffn_down.weight": (HIDDEN, INNER),
+        }
+    return result
+
+
+def small_file(path: Path, keys: dict[str, Any] | None = None, kind: str = "Q4_1") -> Path:
+    """Write a Llama of random weights of one storage type."""
+    rng = np.random.default_rng(0)
+    kinds = {name: kind if len(shape) == 2 else "F32" for name, shape in shapes().items()}
+    tensors = {name: (packed(rng, shape, kinds[name]), kinds[name]) for name, shape in shapes().items()}
+    return write(path, "llama", metadata() if keys is None else keys, tensors)
