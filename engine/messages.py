@@ -65,7 +65,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", array_lik
 class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
     """Run a control operation between two steps. The core then answers with a `Controlled` of the same number.
 
-    Pauses, sleep and weight updates are implemented in engine/core/rest.py.
+    Pauses, sleep and weight updates are implemented in engine/core/pause.py.
     """
 
     number: int

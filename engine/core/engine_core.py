@@ -15,8 +15,8 @@ import msgspec
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.page_keys import PageKeys
+from penstock.engine.core.pause import PauseController
 from penstock.engine.core.request import Request
-from penstock.engine.core.rest import Rest
 from penstock.engine.core.scheduler import Scheduler, refusal
 from penstock.engine.core.usable import UsableKeys
 from penstock.engine.http.kv_stream import KEY_BYTES
@@ -65,7 +65,7 @@ class EngineCore:
         self.cache_log = CacheLog(pools, kv.keys)
         self._clock = clock
         self.last_step_tokens = 0  # of the step that `step` collected
-        self.rest = Rest(self)
+        self.pauses = PauseController(self)
         self._experts: ExpertUpdate | None = None
         self._adapters: Counter[str] = Counter()  # how often each is loaded; 0: it is unloaded after its last request
         # The heartbeat's thread reads these two; each is changed by one assignment.
@@ -94,7 +94,8 @@ class EngineCore:
     def _drop_adapters(self) -> None:
         left = {key for key, count in self._adapters.items() if not count}
         if left:
-            left -= {request.message.adapter for request in self.scheduler.requests.values()} | self.rest.late_adapters
+            used = {request.message.adapter for request in self.scheduler.requests.values()}
+            left -= used | self.pauses.held_adapters
         for key in left:
             del self._adapters[key]
             self.executor.unload_adapter(key)
@@ -102,7 +103,7 @@ class EngineCore:
     def submit(self, message: Submit) -> Output | None:
         if message.adapter is not None and not self._adapters[message.adapter]:
             return refusal(message, "adapter: it is not loaded")
-        return None if self.rest.hold_back(message) else self.begin(message)
+        return None if self.pauses.hold_back(message) else self.begin(message)
 
     def begin(self, message: Submit) -> Output | None:
         """Queue a request that `submit` accepted; its adapter may have been unloaded since."""
@@ -118,7 +119,7 @@ class EngineCore:
         return self._constraints.submit(message)
 
     def abort(self, request_id: str) -> Output | None:
-        return self.rest.abort(request_id) or self.scheduler.abort(request_id)
+        return self.pauses.abort(request_id) or self.scheduler.abort(request_id)
 
     def warm_grammars(self) -> None:
         """Make the vocabulary in a thread before the first constrained request needs it; further calls do nothing."""
@@ -132,7 +133,7 @@ class EngineCore:
         return self._compiler
 
     def has_work(self) -> bool:
-        return bool(self.scheduler.in_flight) if self.rest.is_paused else self.scheduler.has_work()
+        return bool(self.scheduler.in_flight) if self.pauses.is_paused else self.scheduler.has_work()
 
     def _runs(self, step: Step | None) -> None:
         """Note that this step runs from now on (None: no step does), because the one before it has ended."""
@@ -148,7 +149,7 @@ class EngineCore:
         scheduler, constraints = self.scheduler, self._constraints
         outputs = [] if constraints is None else constraints.take_compiled()
         self.last_step_tokens = 0
-        plans = plans and not self.rest.is_paused
+        plans = plans and not self.pauses.is_paused
         while plans and len(scheduler.in_flight) < self.info.max_in_flight:
             step = scheduler.schedule()
             if step is None:
@@ -190,7 +191,7 @@ class EngineCore:
     @property
     def is_settled(self) -> bool:
         """No block is in flight between the tiers. While one is, an idle core goes on stepping, unless it is paused."""
-        return self.scheduler.kv.is_idle or self.rest.is_paused
+        return self.scheduler.kv.is_idle or self.pauses.is_paused
 
     def settle(self, timeout_s: float = SETTLE_S) -> None:
         """While there are no requests, step until what was computed last has reached the tiers."""

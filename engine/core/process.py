@@ -201,16 +201,16 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
             outputs += core.step()
             duty.begin(TURN)
             num_tokens = core.last_step_tokens
-        outputs += core.rest.finish_pause()
+        outputs += core.pauses.finish_pause()
         with_tiers = not core.has_work() or time.monotonic() >= tiers_due_s
         if with_tiers:
             tiers_due_s = time.monotonic() + TIER_STATS_S
         link.send(Outputs([*filter(None, outputs)], core.stats(with_tiers), num_tokens))
         for update in core.cache_log.updates():
             link.send(update)
-        if pausing and not core.rest.is_pausing:
-            error = "" if core.rest.is_paused else "pause: it was resumed before the last request had ended"
-            done += [Controlled(number, core.rest.state, error) for number in pausing]
+        if pausing and not core.pauses.is_pausing:
+            error = "" if core.pauses.is_paused else "pause: it was resumed before the last request had ended"
+            done += [Controlled(number, core.pauses.state, error) for number in pausing]
             pausing.clear()
         for answer in done:
             link.send(answer)
@@ -219,7 +219,7 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
 def _control(core: EngineCore, message: Control, pausing: list[int], done: list[Controlled]) -> list[Output]:
     """Execute a control message; return the outputs of requests that it ends. A pause that waits for running requests is
     answered when they have ended."""
-    rest, error, adapter = core.rest, "", None
+    pauses, error, adapter = core.pauses, "", None
     outputs: list[Output] = []
     try:
         match message.what:
@@ -228,21 +228,21 @@ def _control(core: EngineCore, message: Control, pausing: list[int], done: list[
             case "reset_prefix_cache":
                 error = "" if core.reset_prefix_cache() else "requests or transfers between the tiers are in flight"
             case "pause":
-                outputs = rest.pause(message.mode)
+                outputs = pauses.pause(message.mode)
                 pausing.append(message.number)
                 return outputs
             case "resume":
-                outputs = rest.resume()
+                outputs = pauses.resume()
             case "update_weights":
-                outputs = rest.drain()
-                rest.update_weights(message.path)
+                outputs = pauses.drain()
+                pauses.update_weights(message.path)
             case "sleep":
-                rest.sleep(message.level)
+                pauses.sleep(message.level)
             case "wake_up":
-                rest.wake(message.parts)
+                pauses.wake(message.parts)
     except (AdapterError, WeightsError) as refused:
         error = str(refused)
-    done.append(Controlled(message.number, rest.state, error, adapter))
+    done.append(Controlled(message.number, pauses.state, error, adapter))
     return outputs
 
 

@@ -260,33 +260,33 @@ class LLM:
             with SharedTensors(weights) as shared:
                 return self.update_weights(shared.path)
         with self._turn:
-            rest = self._running().rest
-            rest.drain()
-            rest.update_weights(os.fspath(weights))
-            return rest.version
+            pauses = self._running().pauses
+            pauses.drain()
+            pauses.update_weights(os.fspath(weights))
+            return pauses.version
 
     def sleep(self, level: SleepLevel = 1) -> None:
         """Release the memory of the cache, and with level 2 that of the weights, which `update_weights` loads again."""
         if level not in (1, 2):
             raise InvalidRequest("level", f"{level!r} given; 1 or 2 is expected")
         with self._turn:
-            rest = self._running().rest
-            rest.pause("abort")
+            pauses = self._running().pauses
+            pauses.pause("abort")
             try:
-                rest.sleep(level)
+                pauses.sleep(level)
             finally:
-                if not rest.asleep:  # it was refused
-                    rest.resume()
+                if not pauses.asleep:  # it was refused
+                    pauses.resume()
 
     def wake_up(self, tags: Sequence[Part] = ("weights", "kv_cache")) -> None:
         """Allocate the memory of these parts again; the engine runs again when it has both."""
         if wrong := [tag for tag in tags if tag not in ("weights", "kv_cache")]:
             raise InvalidRequest("tags", f"{wrong[0]!r} given; 'weights' and 'kv_cache' are expected")
         with self._turn:
-            rest = self._running().rest
-            rest.wake(tags)
-            if not rest.asleep:
-                rest.resume()
+            pauses = self._running().pauses
+            pauses.wake(tags)
+            if not pauses.asleep:
+                pauses.resume()
 
     def shutdown(self) -> None:
         """Free the model and its memory; the object cannot be used afterwards."""
@@ -415,7 +415,7 @@ class LLM:
     def _run(self, begun: "list[_Begun]", use_tqdm: Bar, show: "Callable[[_Begun], Result]") -> list[Result]:
         """Run the requests; return what `show` makes of each when all are finished."""
         core, self._open = self._running(), OpenAnswers()
-        if core.rest.asleep:
+        if core.pauses.asleep:
             raise RuntimeError("this LLM sleeps; wake_up comes first")
         for each in begun:
             self._open.add(each.answer)

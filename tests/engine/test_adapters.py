@@ -91,8 +91,8 @@ def test_adapters_stay_over_other_weights_and_no_block_of_the_old_ones_is_hit(tm
     keys = [None, *(rig.core.load_adapter(folder_of(tmp_path, name)).key for name in "ab")]
     for weights in [None, folder_of(tmp_path, "first"), folder_of(tmp_path, "second")]:
         if weights is not None:
-            rig.core.rest.drain()
-            rig.core.rest.update_weights(weights)
+            rig.core.pauses.drain()
+            rig.core.pauses.update_weights(weights)
         for num_cached in (0, len(PROMPT) - 1):
             for index, key in enumerate(keys):
                 rig.submit(str(index), key)
@@ -150,20 +150,20 @@ def test_requests_that_wait_for_the_end_of_a_pause_keep_their_adapter(tmp_path: 
     rig.submit("alone", key)
     rig.run()
     rig.submit("long", None, max_tokens=30)
-    rig.core.rest.pause("wait")
+    rig.core.pauses.pause("wait")
     rig.submit("late", key)
     rig.core.unload_adapter(key)
     rig.submit("later", key)
     assert rig.outputs["later"][0].error == "adapter: it is not loaded" and not rig.outputs["late"]
     rig.run()
-    rig.core.rest.finish_pause()
-    assert key in rig.executor._adapters and rig.core.rest.is_paused
-    rig.core.rest.resume()
+    rig.core.pauses.finish_pause()
+    assert key in rig.executor._adapters and rig.core.pauses.is_paused
+    rig.core.pauses.resume()
     rig.run()
     assert rig.tokens("late") == rig.tokens("alone") and key not in rig.executor._adapters
     rig.core.load_adapter(folder_of(tmp_path, "a"))  # one that waits may also leave
     rig.submit("long again", None, max_tokens=30)
-    rig.core.rest.pause("wait")
+    rig.core.pauses.pause("wait")
     rig.submit("left", key)
     rig.core.unload_adapter(key)
     rig.core.abort("left")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from penstock.cache.keys import namespace_root
 from tests.engine.server.test_control_api import engine_of, update
-from tests.engine.test_rest import weights_of
+from tests.engine.test_pause import weights_of
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.router_fleet import probed
 from tests.support.running_server import MODEL, running

@@ -14,7 +14,7 @@ from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.kv_stream import FrameReader, Hello
 from penstock.engine.server.server_config import ServerConfig, resolve
 from penstock.executor.protocol import ExecutorConfig
-from tests.engine.test_rest import weights_of
+from tests.engine.test_pause import weights_of
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.oracle_engine import oracle_engine
 from tests.support.running_server import MODEL, Running, running, until

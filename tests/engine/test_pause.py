@@ -43,7 +43,7 @@ class Rig:
         scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, **options)
         self.executor = OracleExecutor(executor)
         self.core = EngineCore(EngineConfig(executor=executor, scheduler=scheduler), self.executor)
-        self.rest = self.core.rest
+        self.pauses = self.core.pauses
         self.outputs: dict[str, list[Output]] = {}
 
     def submit(self, name: str, max_tokens: int = 12, prompt: list[int] = PROMPT, **options: Any) -> None:
@@ -57,7 +57,7 @@ class Rig:
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             self.take(self.core.step())
-            self.take(self.rest.finish_pause())
+            self.take(self.pauses.finish_pause())
             self.core.scheduler.check()
 
     def run(self) -> None:
@@ -65,8 +65,8 @@ class Rig:
             self.step()
 
     def update(self, path: str) -> None:
-        self.take(self.rest.drain())
-        self.rest.update_weights(path)
+        self.take(self.pauses.drain())
+        self.pauses.update_weights(path)
         self.core.scheduler.check()
 
     def tokens(self, name: str) -> list[int]:
@@ -164,18 +164,18 @@ def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_p
 
     acts: dict[Callable[[], None], int] = {
         ask: 35, step: 25, update: 10, abort: 4,
-        lambda: rig.take(rig.rest.pause(rng.choice(["abort", "wait", "keep"]))): 5,
-        lambda: rig.take(rig.rest.resume()): 10,
-        lambda: rig.rest.sleep(rng.choice([1, 2])): 5,
-        lambda: rig.rest.wake(ALL): 6,
+        lambda: rig.take(rig.pauses.pause(rng.choice(["abort", "wait", "keep"]))): 5,
+        lambda: rig.take(rig.pauses.resume()): 10,
+        lambda: rig.pauses.sleep(rng.choice([1, 2])): 5,
+        lambda: rig.pauses.wake(ALL): 6,
     }  # fmt: skip
     for act in rng.choices([*acts], [*acts.values()], k=50):
         with contextlib.suppress(WeightsError):  # some are refused, as it sleeps or does not
             act()
         rig.core.scheduler.check()
     update()
-    rig.rest.wake(ALL)
-    rig.take(rig.rest.resume())
+    rig.pauses.wake(ALL)
+    rig.take(rig.pauses.resume())
     rig.run()
 
     for name, prompt in prompts.items():
@@ -195,11 +195,11 @@ def test_a_refused_update_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     rig.submit("a")
     rig.step(3)
-    rig.take(rig.rest.drain())
-    state, cached = rig.rest.state, rig.core.scheduler.pool.cached_keys()
+    rig.take(rig.pauses.drain())
+    state, cached = rig.pauses.state, rig.core.scheduler.pool.cached_keys()
     with pytest.raises(WeightsError, match="no weights"):
-        rig.rest.update_weights(str(tmp_path / "none"))
-    assert rig.rest.state == state and rig.core.scheduler.pool.cached_keys() == cached
+        rig.pauses.update_weights(str(tmp_path / "none"))
+    assert rig.pauses.state == state and rig.core.scheduler.pool.cached_keys() == cached
     rig.run()
     assert rig.tokens("a") == fresh(None, PROMPT, 12) and set(rig.versions("a")) == {0}
 
@@ -210,20 +210,20 @@ def test_a_pause_keeps_ends_or_waits_for_what_runs() -> None:
         rig.submit("a")
         rig.submit("waiting", prompt=PROMPT * 5)
         rig.step(3)
-        rig.take(rig.rest.pause(mode))
+        rig.take(rig.pauses.pause(mode))
         if mode == "wait":
-            assert rig.rest.is_pausing and not rig.rest.is_paused
+            assert rig.pauses.is_pausing and not rig.pauses.is_paused
             rig.submit("late")
             assert rig.end("late") is None
             rig.run()
             assert rig.end("a") == rig.end("waiting") == "length"
-        assert rig.rest.is_paused and not rig.core.has_work()
+        assert rig.pauses.is_paused and not rig.core.has_work()
         rig.core.scheduler.check()
         done = "abort" if mode == "abort" else "length" if mode == "wait" else None
         assert rig.end("a") == rig.end("waiting") == done
         rig.submit("new")
         assert not rig.core.has_work() and rig.core.step() == []
-        rig.take(rig.rest.resume())
+        rig.take(rig.pauses.resume())
         rig.run()
         expected = fresh(None, PROMPT, 12)
         names = {"keep": ("a", "new"), "abort": ("new",), "wait": ("a", "late", "new")}[mode]
@@ -236,13 +236,13 @@ def test_what_came_during_a_wait_can_be_aborted_and_a_resume_ends_the_wait() -> 
     rig = Rig()
     rig.submit("a")
     rig.step()
-    rig.rest.pause("wait")
+    rig.pauses.pause("wait")
     rig.submit("late")
     rig.submit("other")
     aborted = rig.core.abort("late")
     assert aborted is not None and aborted.finish_reason == "abort"
-    rig.take(rig.rest.resume())
-    assert not rig.rest.is_pausing and not rig.rest.is_paused
+    rig.take(rig.pauses.resume())
+    assert not rig.pauses.is_pausing and not rig.pauses.is_paused
     rig.run()
     assert rig.tokens("other") == rig.tokens("a") == fresh(None, PROMPT, 12) and rig.outputs["late"] == []
 
@@ -253,22 +253,22 @@ def test_an_engine_sleeps_under_load_and_goes_on(tmp_path: Path, level: SleepLev
     rig.submit("kept")
     rig.step(4)
     with pytest.raises(WeightsError, match="sleep: the engine runs; pause comes first"):
-        rig.rest.sleep(level)
-    rig.take(rig.rest.pause("keep"))
-    rig.rest.sleep(level)
-    assert rig.rest.state.asleep == ALL and rig.core.scheduler.pool.num_cached == 0
+        rig.pauses.sleep(level)
+    rig.take(rig.pauses.pause("keep"))
+    rig.pauses.sleep(level)
+    assert rig.pauses.state.asleep == ALL and rig.core.scheduler.pool.num_cached == 0
     with pytest.raises(WeightsError, match="sleep: the engine sleeps already"):
-        rig.rest.sleep(level)
+        rig.pauses.sleep(level)
     with pytest.raises(WeightsError, match="resume: the engine sleeps, without weights and kv_cache"):
-        rig.rest.resume()
+        rig.pauses.resume()
     rig.submit("came")
     if level == 2:
         with pytest.raises(WeightsError, match="level 2 has dropped the weights; update_weights"):
-            rig.rest.wake(ALL)
-        rig.rest.wake(["weights"])
+            rig.pauses.wake(ALL)
+        rig.pauses.wake(["weights"])
         rig.update(path)
-    rig.rest.wake(["kv_cache"] if level == 2 else ALL)
-    rig.take(rig.rest.resume())
+    rig.pauses.wake(["kv_cache"] if level == 2 else ALL)
+    rig.take(rig.pauses.resume())
     rig.run()
     tokens, num_old = rig.tokens("kept"), rig.versions("kept").count(0)
     now = path if level == 2 else None
@@ -312,7 +312,7 @@ def test_an_llm_whose_sleep_is_refused_goes_on(folder: Path, monkeypatch: pytest
         monkeypatch.setattr(OracleExecutor, "sleep", refuse)
         with pytest.raises(WeightsError, match="enable_lora"):
             llm.sleep()
-        assert not llm._running().rest.is_paused
+        assert not llm._running().pauses.is_paused
         assert llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
         monkeypatch.undo()
         llm.sleep()

@@ -3,10 +3,10 @@
     running ──pause──▶ (pausing: waits for requests to end) ──▶ paused ──sleep──▶ asleep
        ▲───────────────resume───────────────────────────────────┘ ◀────wake────────┘
 
-All changes come from the core's thread between two steps. Steps in flight are collected first, so every step is computed
-with one version of the weights. Requests that are kept go back to the queue when weights or cache go: they keep their
-tokens, and the KV cache of all of them is computed again. Keys of blocks start from the weights' fingerprint, so no block
-of other weights can be hit in any tier.
+The core's thread makes all changes between two steps. Steps in flight are collected first, so every step is computed
+with one version of the weights. When weights or KV cache are dropped, running requests return to the queue with their
+tokens, and their KV cache is recomputed. Block keys start from the fingerprint of the weights, so no block of other
+weights can be hit in any tier.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     from penstock.engine.core.engine_core import EngineCore
 
 
-class Rest:
+class PauseController:
+    """The pause state of one engine core, and the requests that arrive while a pause waits."""
+
     def __init__(self, core: "EngineCore") -> None:
         self._core = core
         self.is_paused = False
         self.asleep: list[Part] = []
         self.version = 0  # the number of weight updates
-        self._awaited: set[str] | None = None  # requests that a pause waits for …
-        self._late: dict[str, Submit] = {}  # … and those that came meanwhile
+        self._awaited: set[str] | None = None  # ids of the requests that a pause waits for …
+        self._held: dict[str, Submit] = {}  # … and requests that arrived meanwhile, by id
 
     @property
     def state(self) -> EngineState:
@@ -37,8 +39,8 @@ class Rest:
         return self._awaited is not None
 
     def pause(self, mode: PauseMode) -> list[Output]:
-        """Pause the engine; with "wait", once `finish_pause` has seen all running requests end. Return the outputs of
-        requests that this ends. A paused engine stays as it is."""
+        """Pause the engine, or with "wait" let `finish_pause` do it after the running requests have ended. Return the
+        outputs of aborted requests. Does nothing if the engine is paused."""
         if self.is_paused:
             return []
         requests = self._core.scheduler.requests
@@ -55,9 +57,9 @@ class Rest:
         return self._stop()
 
     def _stop(self) -> list[Output]:
-        """Pause now. Requests that came meanwhile join the queue: they are admitted after the pause."""
+        """Pause now. Requests that arrived while the pause waited are queued, and admitted after the pause."""
         self.is_paused, self._awaited = True, None
-        return self.drain() + self._submit_late()
+        return self.drain() + self._submit_held()
 
     def drain(self) -> list[Output]:
         """Collect all steps in flight."""
@@ -67,32 +69,32 @@ class Rest:
         return outputs
 
     def resume(self) -> list[Output]:
-        """Run again; raise WeightsError while the engine sleeps."""
+        """End the pause; raise WeightsError while the engine sleeps."""
         if self.asleep:
             raise WeightsError(f"resume: the engine sleeps, without {' and '.join(self.asleep)}; wake_up comes first")
         self.is_paused, self._awaited = False, None
-        return self._submit_late()
+        return self._submit_held()
 
-    def _submit_late(self) -> list[Output]:
-        late, self._late = self._late, {}
-        return [*filter(None, map(self._core.begin, late.values()))]
+    def _submit_held(self) -> list[Output]:
+        held, self._held = self._held, {}
+        return [*filter(None, map(self._core.begin, held.values()))]
 
     @property
-    def late_adapters(self) -> set[str | None]:
-        return {message.adapter for message in self._late.values()}
+    def held_adapters(self) -> set[str | None]:
+        return {message.adapter for message in self._held.values()}
 
     def hold_back(self, message: Submit) -> bool:
         """Queue the request if a pause is waiting for running requests; return whether it was queued."""
         if self._awaited is not None:
-            self._late[message.request_id] = message
+            self._held[message.request_id] = message
         return self._awaited is not None
 
     def abort(self, request_id: str) -> Output | None:
-        late = self._late.pop(request_id, None)
-        return None if late is None else Output(request_id, [], finish_reason="abort")
+        held = self._held.pop(request_id, None)
+        return None if held is None else Output(request_id, [], finish_reason="abort")
 
     def update_weights(self, path: str) -> None:
-        """Load other weights; call `drain` first. If this raises WeightsError, the old weights stay in use."""
+        """Replace the weights; call `drain` first. After a WeightsError the old weights stay in use."""
         self._core.executor.update_weights(path)
         self.version += 1
         self._core.scheduler.change_model(self._core.info, self.version)
