@@ -65,19 +65,20 @@ class FamiliarTokenizer:
 
         `template_kwargs` are variables of the template.
         """
-        if self._template is None:
-            raise InvalidRequest("conversation", "this model has no chat template")
-        if documents and not self._template.has_documents:
-            raise InvalidRequest(
-                "documents", "the model's chat template does not use documents; put their text into a message"
-            )
-        text = chat_prompt(
-            self._template,
+        text = self.prompt(
             conversation,
+            documents,
+            tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template_kwargs=template_kwargs,
-            tools=tools,
-            documents=documents,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def prompt(self, conversation: list[Message], documents: list[dict[str, Any]] | None = None, **options: Any) -> str:
+        """Render a conversation. The options are those of `chat_prompt`."""
+        if self._template is None:
+            raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
+        if documents and not self._template.has_documents:
+            raise InvalidRequest("documents", "the model's chat template knows none; put their text into a message")
+        return chat_prompt(self._template, conversation, documents=documents, **options)

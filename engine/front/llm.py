@@ -143,31 +143,27 @@ class LLM:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
 
-        from penstock.engine.text.prompt import chat_prompt
+        from penstock.engine.front.hf_interface import FamiliarTokenizer
         from penstock.engine.text.template import load_template
 
-        template = self.template
-        if chat_template is not None and self.tokenizer is not None:
-            template = load_template(self.tokenizer, chat_template)
-        if template is None or self.tokenizer is None:
+        if self.tokenizer is None:
             raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
-        if documents and not template.has_documents:
-            raise InvalidRequest("documents", "the model's chat template knows none; put their text into a message")
+        template = self.template if chat_template is None else load_template(self.tokenizer, chat_template)
+        tokenizer = FamiliarTokenizer(self.tokenizer, template)
         many: list[Messages] = messages if messages and isinstance(messages[0], list) else [messages]  # type: ignore
         texts = [
-            chat_prompt(
-                template,
+            tokenizer.prompt(
                 conversation,
+                documents,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
-                tools=tools,
-                documents=documents,
             )
             for conversation in many
         ]
         # The template has written the special tokens itself.
-        ids: list[Prompt] = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        ids: list[Prompt] = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._generate(ids, sampling_params, use_tqdm, False, lora_request)
 
     def embed(

@@ -24,10 +24,7 @@ from penstock.engine.server.responses import (
     ChatChunkChoice,
     ChatLogprobs,
     ChatMessage,
-    Delta,
-    FunctionDelta,
     ToolCall,
-    ToolCallDelta,
 )
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import ReadingPlan
@@ -160,12 +157,12 @@ class ChatReply:
         reading = self._begun[update.index]
         reason = update.finish_reason
         if self._is_plain:
-            deltas = [Delta(content=update.text)] if update.text else []
+            deltas = [ChatMessage(content=update.text)] if update.text else []
         else:
             deltas = [*map(_delta, reading.pieces(update.text, is_last=reason is not None))]
         shows_tokens = request.return_token_ids or request.logprobs
         if not deltas and (is_first or reason or (shows_tokens and update.token_ids)):
-            deltas = [Delta(content="") if self._is_plain else Delta()]
+            deltas = [ChatMessage(content="") if self._is_plain else ChatMessage()]
         if not deltas:
             return []  # text is held back: part of a character, or of a possible stop string, call or mark
         chunks = [self._chunk([ChatChunkChoice(update.index, delta)]) for delta in deltas]
@@ -194,21 +191,21 @@ class ChatReply:
 def _message(pieces: list[Piece]) -> ChatMessage:
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
-    calls = [ToolCall(piece.id, CalledFunction(piece.name, "")) for piece in pieces if isinstance(piece, CallStart)]
-    for place, call in enumerate(calls):
-        call.function.arguments = "".join(
-            piece.text for piece in pieces if isinstance(piece, Arguments) and piece.call == place
-        )
-    return ChatMessage(
-        content or (None if calls or reasoning else ""), reasoning_content=reasoning or UNSET, tool_calls=calls or UNSET
-    )
+    calls: list[ToolCall] = []
+    for piece in pieces:
+        if isinstance(piece, CallStart):
+            calls.append(ToolCall(CalledFunction(piece.name), id=piece.id, type="function"))
+        elif isinstance(piece, Arguments):
+            calls[piece.call].function.arguments += piece.text
+    given = content or (None if calls or reasoning else "")
+    return ChatMessage("assistant", given, None, reasoning or UNSET, calls or UNSET)
 
 
-def _delta(piece: Piece) -> Delta:
+def _delta(piece: Piece) -> ChatMessage:
     if isinstance(piece, Content):
-        return Delta(content=piece.text)
+        return ChatMessage(content=piece.text)
     if isinstance(piece, Reasoning):
-        return Delta(reasoning_content=piece.text)
+        return ChatMessage(reasoning_content=piece.text)
     if isinstance(piece, Arguments):
-        return Delta(tool_calls=[ToolCallDelta(piece.call, FunctionDelta(arguments=piece.text))])
-    return Delta(tool_calls=[ToolCallDelta(piece.call, FunctionDelta(piece.name), id=piece.id, type="function")])
+        return ChatMessage(tool_calls=[ToolCall(CalledFunction(arguments=piece.text), piece.call)])
+    return ChatMessage(tool_calls=[ToolCall(CalledFunction(piece.name), piece.call, piece.id, "function")])

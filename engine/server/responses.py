@@ -77,20 +77,25 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CalledFunction(msgspec.Struct):
-    name: str
-    arguments: str  # JSON text as written by the model
+    name: str | UnsetType = UNSET
+    arguments: str = ""  # JSON text as written by the model
 
 
 class ToolCall(msgspec.Struct):
-    id: str
+    """A call, or a part of one in a stream: the first part has its id, type and name, the others go on with its arguments."""
+
     function: CalledFunction
-    type: Literal["function"] = "function"
+    index: int | UnsetType = UNSET  # in a stream
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
 
 
 class ChatMessage(msgspec.Struct):
-    content: str | None
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
+    """An answer, or a part of one in a stream."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    refusal: UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
@@ -113,30 +118,9 @@ class Chat(NamedAnswer):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class FunctionDelta(msgspec.Struct):
-    name: str | UnsetType = UNSET
-    arguments: str = ""
-
-
-class ToolCallDelta(msgspec.Struct):
-    """A call's first piece has its id, type and name; the others go on with its arguments."""
-
-    index: int
-    function: FunctionDelta
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-
-
-class Delta(msgspec.Struct):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-
-
 class ChatChunkChoice(msgspec.Struct):
     index: int
-    delta: Delta
+    delta: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinish | None = None
     stop_reason: int | str | UnsetType | None = UNSET

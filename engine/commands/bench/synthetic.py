@@ -4,12 +4,12 @@ import argparse
 import random
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from penstock.engine.config import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.model_files import ModelNotFound, resolve_model
+from penstock.engine.text.load_tokenizer import load_tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
 
@@ -43,10 +43,7 @@ def token_counter(model: str | None) -> Callable[[str], int]:
     """Return a function that counts with the tokenizer of a model (None: the default model), which is loaded on first use."""
 
     @cache
-    def tokenizer() -> "Tokenizer":
-        from penstock.engine.model_files import ModelNotFound, resolve_model
-        from penstock.engine.text.load_tokenizer import load_tokenizer
-
+    def tokenizer() -> Tokenizer:
         try:
             return load_tokenizer(resolve_model(model, need_weights=False))
         except ModelNotFound as error:

@@ -63,6 +63,11 @@ class ResponseStore:
         self._evict()
         return True
 
+    def find(self, owner: bytes, response_id: str) -> RunningResponse | StoredResponse | None:
+        """Return this owner's response, whether it runs or is stored."""
+        running = self.running.get(response_id)
+        return running if running is not None and running.owner == owner else self.get(owner, response_id)
+
     def get(self, owner: bytes, response_id: str) -> StoredResponse | None:
         self._evict()
         _, stored = self._stored.get(response_id, (0.0, None))

@@ -29,39 +29,37 @@ async def get(service: Service, call: Call, _body: bytes) -> Reply:
     query = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True)
     if query.get("stream", ["false"])[-1] != "false":
         raise InvalidRequest("stream", "a response is streamed once, while it is made; only 'false' is served")
-    if (running := _running(service, call)) is not None:
-        return running.reply
-    return Raw(_stored(service, call).reply)
+    found = _find(service, call)
+    return Raw(found.reply) if isinstance(found, StoredResponse) else found.reply
 
 
 async def delete(service: Service, call: Call, _body: bytes) -> Deleted:
     """Delete a response. Responses that continue it cannot be continued any more either."""
-    response_id = _id(call)
-    if _running(service, call) is not None:
+    response_id = call.scope["path_params"]["response_id"]
+    if isinstance(_find(service, call), RunningResponse):
         raise HttpError(409, f"response_id: {response_id!r} is still running; cancel it first", param="response_id")
-    if not service.responses.delete(owner_of(call), response_id):
-        raise not_stored("response_id", response_id)
+    service.responses.delete(owner_of(call), response_id)
     return Deleted(response_id)
 
 
 async def cancel(service: Service, call: Call, _body: bytes) -> Reply:
     """Cancel a response that is still being streamed on another connection."""
-    if (running := _running(service, call)) is None:
-        stored = _stored(service, call)
-        status = msgspec.json.decode(stored.reply)["status"]
+    found = _find(service, call)
+    if isinstance(found, StoredResponse):
+        status = msgspec.json.decode(found.reply)["status"]
         if status != "cancelled":
             what = f"only a response that is still running can be cancelled; this one has ended ({status})"
             raise InvalidRequest("response_id", what)
-        return Raw(stored.reply)
-    running.call.is_cancelled = True
-    for answer in running.call.answers:
+        return Raw(found.reply)
+    found.call.is_cancelled = True
+    for answer in found.call.answers:
         answer.abort()
     try:
         async with asyncio.timeout(CANCEL_WAIT_S):
-            await running.has_ended.wait()
+            await found.has_ended.wait()
     except TimeoutError:
-        return msgspec.structs.replace(running.reply, status="cancelled")
-    return running.reply
+        return msgspec.structs.replace(found.reply, status="cancelled")
+    return found.reply
 
 
 async def removed(_service: Service, call: Call, _body: bytes) -> Any:
@@ -72,18 +70,10 @@ async def removed(_service: Service, call: Call, _body: bytes) -> Any:
     )
 
 
-def _id(call: Call) -> str:
-    response_id: str = call.scope["path_params"]["response_id"]
-    return response_id
-
-
-def _running(service: Service, call: Call) -> RunningResponse | None:
-    running = service.responses.running.get(_id(call))
-    return running if running is not None and running.owner == owner_of(call) else None
-
-
-def _stored(service: Service, call: Call) -> StoredResponse:
-    stored = service.responses.get(owner_of(call), _id(call))
-    if stored is None:
-        raise not_stored("response_id", _id(call))
-    return stored
+def _find(service: Service, call: Call) -> RunningResponse | StoredResponse:
+    """Return the response that the path names; raise a 404 if there is none."""
+    response_id = call.scope["path_params"]["response_id"]
+    found = service.responses.find(owner_of(call), response_id)
+    if found is None:
+        raise not_stored("response_id", response_id)
+    return found
