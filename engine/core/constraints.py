@@ -23,8 +23,8 @@ class Constraints:
         self._scheduler, self._executor, self._compiler = scheduler, executor, compiler
         self._compiled: queue.SimpleQueue[str] = queue.SimpleQueue()  # ids of requests
         self._jobs: dict[str, Job] = {}  # by the ids of the requests that wait for them
-        self._filler: MaskFiller | None = None  # its threads start with the first constrained request
-        self._is_filling = False  # masks were begun and not set yet
+        self._filler: MaskFiller | None = None  # created with the first constrained request
+        self._is_filling = False  # masks are being filled
 
     def submit(self, message: Submit) -> Output | None:
         """Queue a request with a grammar. A new grammar is compiled while the request waits."""
@@ -64,7 +64,7 @@ class Constraints:
         return outputs
 
     def wait_for_compiled(self) -> list[Output]:
-        """Wait a moment for the next grammar, and queue its request: for a core whose only requests wait for grammars."""
+        """Wait briefly for the next grammar and queue its request, if no request can run without its grammar."""
         outputs: list[Output] = []
         with contextlib.suppress(queue.Empty):
             self._take(self._compiled.get(timeout=COMPILED_WAIT_S), outputs)
@@ -90,7 +90,8 @@ class Constraints:
         outputs.append(self._scheduler.end(request, "error", f"the grammar cannot be compiled: {what}", is_refusal))
 
     def begin_masks(self) -> None:
-        """Start to fill the masks of the only step in flight before it is submitted: its forward pass runs meanwhile."""
+        """Start filling the masks of the only step in flight, before it is submitted, so that this overlaps its forward
+        pass."""
         rows = self._masked_rows()
         if rows is not None:
             assert self._filler is not None
@@ -98,9 +99,9 @@ class Constraints:
             self._filler.start(rows)
 
     def set_masks(self) -> list[Output]:
-        """Give the executor the masks of the oldest step in flight; return the outputs of requests that this ends.
+        """Pass the masks of the oldest step in flight to the executor; return the outputs of requests that end.
 
-        The masks of a later step depend on what this one samples.
+        The masks of a later step depend on the tokens that this one samples.
         """
         if self._filler is None:
             return []
@@ -114,7 +115,7 @@ class Constraints:
             masks = self._filler.fill(rows)
         step, requests, _ = self._scheduler.in_flight[0]
         self._executor.set_masks(step.step_id, masks.rows, masks.bits)
-        # The grammar of a request is complete, or costs too much to go on with.
+        # `ended`: the grammar is complete; `errors`: it has become too expensive.
         outputs = [self._scheduler.end(requests[row], "stop") for row in masks.ended]
         for row, error in masks.errors.items():
             error = f"the grammar cannot go on: {error}"
@@ -122,7 +123,8 @@ class Constraints:
         return outputs
 
     def _masked_rows(self) -> list[tuple[int, Matcher]] | None:
-        """Return the constrained rows of the oldest step in flight whose requests still run; None if it has no masked row."""
+        """Return the constrained rows of the oldest step in flight whose requests still run; None if no row has a
+        mask."""
         step, requests, _ = self._scheduler.in_flight[0]
         if not any(row.masked for row in step.rows):
             return None

@@ -1,8 +1,8 @@
 """Speculative decoding with n-grams: draft tokens are those that followed the same text earlier in a request.
 
-A request whose last tokens repeat an earlier place of its own gets one row for every draft beside the row of its last
-token, all in one step. Each row samples as usual, and `Sent.accepted` selects the rows that were computed with the tokens
-that were sampled. So drafts change the cost of a step and how many tokens it brings, never which. The scheduler calls this.
+If the last tokens of a request occur earlier in it, the step has, beside the row of its last token, one row for each
+draft token. Each row samples as usual, and `Sent.accepted` selects the rows that were computed with the sampled tokens.
+So drafts change the cost of a step and the number of tokens it yields, never the tokens. The scheduler calls this.
 """
 
 from array import array
@@ -23,14 +23,15 @@ LEAST_TRUST = -2
 class Sent(NamedTuple):
     """The drafts of one row of a step."""
 
-    first: int  # index of the first of the rows that compute them, one each
+    first: int  # index of the row of the first draft; each draft has a row
     tokens: tuple[int, ...]
 
     def accepted(self, result: StepResult, index: int) -> list[int]:
-        """Return the rows whose tokens count: the one at `index`, and that of each draft which the row before it sampled."""
+        """Return the rows whose tokens are valid: the row `index`, and that of each draft that the previous row
+        sampled."""
         rows = [index]
         for row, draft in enumerate(self.tokens, self.first):
-            # A draft's row that fails will fail again as the row of a last token.
+            # If the row of a draft failed, it fails again as the row of the last token, which reports the error.
             if result.tokens[rows[-1]] != draft or row in result.errors:
                 break
             rows.append(row)
@@ -48,20 +49,21 @@ class NoDrafter:
 
 
 class Drafter(NoDrafter):
-    """Decides which requests get drafts, and how many. Its state of a request is kept in the request.
+    """Decides which requests get drafts, and how many. The state per request is stored in the request.
 
-    `draft_trust` says how often expectations came true lately. Below 1 they are only compared with the sampled tokens,
-    which costs nothing; from there on every level doubles the drafts.
+    `draft_trust` rises with correct predictions and falls with wrong ones. Below 1, predictions are only compared with
+    the sampled tokens, which costs nothing; each level from 1 on doubles the number of drafts.
     """
 
     def __init__(self, config: SpeculativeConfig, block_size: int, max_rows: int, stats: Stats, kv: Kv) -> None:
-        """`max_rows` of a step include those of drafts."""
+        """`max_rows`: maximum number of rows in a step, including those of drafts."""
         self._config, self._block_size, self._max_rows = config, block_size, max_rows
         self._stats, self._kv = stats, kv
         self._most_trust = 1 + (config.num_speculative_tokens - 1).bit_length()
 
     def look(self, request: Request, num_new: int, sent: Sent | None, num_running: int) -> None:
-        """Choose the drafts to follow the `num_new` tokens that a row brought, with `sent` drafts perhaps."""
+        """Choose the drafts that follow the `num_new` tokens of a row; `sent` are the drafts that the row had, if
+        any."""
         is_expected = self._follow(request, num_new)
         trust = request.draft_trust
         if sent is not None:
@@ -74,7 +76,8 @@ class Drafter(NoDrafter):
         request.drafts = self._expected(request, room) if request.draft_trust > 0 else ()
 
     def _follow(self, request: Request, num_new: int) -> bool | None:
-        """Find the earlier place that the text repeats. Return whether the new tokens were expected; None if no tokens were."""
+        """Track the earlier occurrence of the text; return whether it predicted the new tokens, None if it predicted
+        nothing."""
         tokens, place = request.tokens, request.draft_place
         end = len(tokens)
         is_expected = None
@@ -88,7 +91,7 @@ class Drafter(NoDrafter):
     def _expected(self, request: Request, room: int) -> tuple[int, ...]:
         if request.draft_place < 0:
             return ()
-        # The last token that a request may have is never computed, nor is a stop token.
+        # The request's last token is never computed, nor is a stop token.
         left = request.max_tokens - request.num_outputs - request.num_pending - 1
         count = min(1 << (request.draft_trust - 1), self._config.num_speculative_tokens, left, room)
         repeated = list(request.tokens[request.draft_place :][: max(0, count)])
@@ -113,7 +116,7 @@ class Drafter(NoDrafter):
             drafts = drafts[: self._kv.draft_room(request, spare)]
             first = row.start + 1
             pages = self._kv.num_pages + self._kv.num_missing(request, first + len(drafts))
-            if pages > spare:  # no block for drafts alone
+            if pages > spare:  # allocate no block for drafts alone
                 drafts = drafts[: len(request.kv.blocks) * self._block_size - first]
                 pages = self._kv.num_pages
             request.drafts = drafts
@@ -130,7 +133,7 @@ class Drafter(NoDrafter):
 
 
 def find_repeat(tokens: "array[int]", least: int, most: int) -> int:
-    """Find the longest suffix of `most` down to `least` tokens that occurs earlier in the text, at the place nearest to the
-    end. Return the index of the token that followed there, or -1."""
+    """Find the longest suffix of `most` down to `least` tokens that occurs earlier in the text, and its last such
+    occurrence. Return the index of the token that follows the occurrence, or -1."""
     first = max(0, len(tokens) - WINDOW)
     return int(lib.penstock_find_repeat(ffi.from_buffer("int32_t[]", tokens), len(tokens), first, least, most))

@@ -1,16 +1,16 @@
 """The pages of the KV pool that requests hold: a block table for each attention group, and a recurrent state.
 
-The scheduler decides when pages are claimed and given back; `Kv` does it over the device's pool, and its subclass
-`TieredKv` (engine/core/tiered_kv.py) over the host memory and the stores beneath as well. A request is admitted with its
-cached prefix and the blocks that it needs for good, or not at all: a prompt that cannot fit would hold blocks until it is
-preempted.
+The scheduler decides when pages are claimed and released; `Kv` does this with the device's pool, and its subclass
+`TieredKv` (engine/core/tiered_kv.py) also with host memory and the stores below it. A request is admitted with its
+cached prefix and all blocks that it needs permanently, or not at all: a prompt that does not fit would hold blocks
+until it is preempted.
 
-Blocks that have left a window are given back when the next row is planned. A state is written in place, until it must be
-kept: then its pages are a *checkpoint*, known to the pool by key, and the next row writes to other pages. So neither making
-a checkpoint nor hitting one copies anything. See docs/caches.md.
+Blocks that have left a window are released when the next row is planned. A state is updated in place until it has to be
+kept: then its pages become a *checkpoint*, which the pool knows by key, and the next row writes to other pages. So
+neither creating nor hitting a checkpoint copies anything. See docs/caches.md.
 
-A prefix counts as cached up to a position at which every group has what it needs: full groups all blocks, windows the
-blocks that the next token still sees, and the state a checkpoint at exactly that position.
+A prefix is cached up to a position for which each group has its pages: full groups all blocks, windows the blocks that
+the next token attends to, and the state a checkpoint at exactly this position.
 """
 
 import enum
@@ -35,25 +35,25 @@ class Claim(enum.Enum):
 
 
 class Kv:
-    """Claims, extends and gives back the pages of requests, and tells the pool what they hold.
+    """Claims, extends and releases the pages of requests, and registers their content in the pool.
 
-    The attributes and the methods of the first section concern tiers; there are none here.
+    The attributes and methods of the first section concern tiers; this class has none.
     """
 
-    is_stale = False  # nothing may be admitted before peers have reported what they have
+    is_stale = False  # nothing may be admitted before the peers have reported their keys
     loading: Mapping[Request, object] = {}  # requests that wait outside of the queue for reads
 
     def __init__(
         self, pool: BlockPool, info: ModelInfo, chunk: int, makes_keys: bool, stats: Stats, clock: Callable[[], float]
     ) -> None:
-        """`chunk` is the most positions of a row."""
+        """`chunk` is the maximum number of positions in a row."""
         self._pool, self._size, self._chunk, self._groups = pool, info.block_size, chunk, info.groups
         self._stats, self._clock = stats, clock
         self._replaced: list[int] = []  # pages that the step being planned may still write to or read
         self.listeners: list[Callable[[bytes], None]] = []  # called with each key that can be hit from now on
         self.keys = keys = PageKeys(info.groups, info.block_size, makes_keys)
         self._windows, self.num_pages = keys.windows, keys.num_pages
-        self._only_grows = not self._windows and not self.num_pages  # rows give nothing back
+        self._only_grows = not self._windows and not self.num_pages  # rows release nothing
         # Checkpoints this many blocks apart cost about as much as the blocks between them.
         self._interval = -(-self.num_pages // keys.num_attention)
 
@@ -61,12 +61,12 @@ class Kv:
 
     @property
     def is_idle(self) -> bool:
-        """No block is in flight between tiers."""
+        """True if no block is in flight between tiers."""
         return True
 
     @property
     def needs_step(self) -> bool:
-        """A step is needed even without rows, to ask the stores."""
+        """True if a step is needed even without rows, to poll the stores."""
         return False
 
     def pools(self) -> dict[str, BlockPool]:
@@ -81,15 +81,15 @@ class Kv:
         if self.num_pages:
             for request in requests:
                 self.keep_checkpoints(request)
-        # Not before: an admission of this step must not be given a block that a row of it writes.
+        # Not earlier: a request admitted in this step must not get a block that a row of it writes.
         self.drop_replaced()
         return None
 
     def finish_step(self, step: Step, result: StepResult) -> None:
-        """Take in what the result of a step says of the tiers."""
+        """Process the transfer results in the result of a step."""
 
     def wake(self) -> None:
-        """Note that a request has come to an idle engine."""
+        """Note that a request has arrived at an idle engine."""
 
     def forget(self) -> bool:
         """Drop all cached content; return False and drop nothing while pages are in use."""
@@ -100,25 +100,26 @@ class Kv:
         return {}
 
     def place(self, key: bytes) -> int:
-        """Return the page that has this content: on the device, or as a negative number in the host; 0 if none has."""
+        """Return the page with this content: on the device, or negative in host memory; 0 if there is none."""
         return self._pool.find(key)
 
     def _cached_prefix(self, request: Request, is_busy: bool) -> Prefix:  # noqa: ARG002  (tiers use it)
         return self.keys.find(request, self._pool.find)
 
     def _restore(self, request: Request, copies: list[list[tuple[int, int]]]) -> None:
-        """Start to copy pages from the host to the device: (host page, page) pairs by group."""
+        """Start copying pages from the host to the device: (host page, page) pairs by group."""
 
     def _offer(self, key: bytes) -> None:
-        """Offer a page that is known by this key to the tiers beneath."""
+        """Offer the page with this key to the tiers below."""
 
     # -- what a request holds ------------------------------------------------------------------------------
 
     def claim(self, request: Request, num_running: int, is_busy: bool) -> Claim:
-        """Give a waiting request its cached prefix and the blocks that it needs for good, or nothing.
+        """Allocate the cached prefix and all permanently needed blocks of a waiting request, or nothing.
 
-        Blocks of windows, and a state to write to, come with the first row: they must be free now, but are not taken. A
-        block of each table per running request stays free, so that those do not have to preempt the newcomer at once.
+        Window blocks and a state to write to are allocated with the first row: they must be free now, but are not
+        claimed. For each running request one block per table stays free, so that running requests do not preempt the
+        new one at once.
         """
         kv, pool, num_tokens = request.kv, self._pool, len(request.tokens)
         prefix = Prefix(0, 0) if kv.skips_cache else self._cached_prefix(request, is_busy)
@@ -158,7 +159,7 @@ class Kv:
         return Claim.ADMITTED
 
     def _take_for_copies(self, pages: list[int]) -> list[tuple[int, int]]:
-        """Replace host pages, which are negative, by new ones of the device; return the (host page, page) pairs."""
+        """Replace host pages, which are negative, by new device pages; return the (host page, page) pairs."""
         copies = []
         for index, page in enumerate(pages):
             if page < 0:
@@ -167,8 +168,8 @@ class Kv:
         return copies
 
     def begin_row(self, request: Request, count: int) -> int:
-        """Give back what no later row needs. Return how many of the next `count` positions may be in one row: a row ends
-        where a checkpoint is due."""
+        """Release blocks that no later row needs. Return how many of the next `count` positions fit into one row, which
+        ends where a checkpoint is due."""
         kv, start = request.kv, request.num_scheduled
         for group, window in self._windows:
             table, left = kv.tables[group], kv.num_left[group]
@@ -180,8 +181,8 @@ class Kv:
         return min(count, self._next_checkpoint(request) - start) if self.num_pages else count
 
     def _next_checkpoint(self, request: Request) -> int:
-        """Return the first due position after the scheduled ones: every few blocks, at the last full block of the prompt,
-        and where requests with the same beginning part."""
+        """Return the next position at which a checkpoint is due: every few blocks, at the last full block of the
+        prompt, and where other requests with the same prefix diverge."""
         if request.kv.skips_cache:
             return NEVER
         start, every = request.num_scheduled, self._interval * self._size
@@ -189,13 +190,13 @@ class Kv:
         return min([position for position in due if position > start] + [(start // every + 1) * every])
 
     def num_missing(self, request: Request, end: int) -> int:
-        """Return how many pages the next row takes if it goes up to `end`."""
+        """Return how many pages the next row needs if it ends at `end`."""
         kv, blocks = request.kv, -(-end // self._size)
         missing = sum([max(0, blocks - len(table)) for table in kv.tables])
         return missing + (self.num_pages if kv.is_state_shared else 0)
 
     def extend(self, request: Request, end: int) -> None:
-        """Take what the next row needs, up to `end`."""
+        """Allocate what the next row needs, up to position `end`."""
         kv, blocks = request.kv, -(-end // self._size)
         for table in kv.tables:
             if blocks > len(table):
@@ -221,13 +222,13 @@ class Kv:
             self._keep_state(request, end)
 
     def drop_replaced(self) -> None:
-        """Free the replaced pages: the step is planned, or over, so no row of it is given them any more."""
+        """Free the replaced pages, once the step is planned or has ended and none of its rows uses them."""
         if self._replaced:
             self._pool.release(self._replaced)
             self._replaced.clear()
 
     def release(self, request: Request) -> None:
-        """Take everything back. The content stays cached until the pages are needed; what was computed last is evicted
+        """Release all pages. Their content stays cached until the pages are reused; the last computed pages are evicted
         first, in all groups alike."""
         kv = request.kv
         for num in reversed(kv.kept):  # used as recently as the blocks
@@ -240,13 +241,13 @@ class Kv:
         request.num_scheduled = 0
 
     # -- drafts --------------------------------------------------------------------------------------------
-    # A state cannot take a wrong token back. So the rows of drafts write another state, and the state before them stays
-    # until their result is there. If a draft was wrong, the request goes back to that state: the next row computes the
-    # right drafts once more, all but their keys and values.
+    # A recurrent state cannot be rolled back. So the rows of drafts write to another state, and the previous state is
+    # kept until their result is known. If a draft was rejected, the request returns to the previous state, and the next
+    # row computes the accepted drafts again, except their keys and values.
 
     def draft_room(self, request: Request, spare: int) -> int:
-        """Return how many drafts may follow the row of one position that was just planned, with `spare` free pages: as far
-        as the next checkpoint, and none where the row reads or writes one."""
+        """Return how many drafts may follow the single-position row that was just planned, with `spare` free pages: up
+        to the next checkpoint, and none if the row reads or writes a checkpoint."""
         kv = request.kv
         if not self.num_pages:
             return NEVER
@@ -255,7 +256,7 @@ class Kv:
         return self._next_checkpoint(request) - request.num_scheduled
 
     def extend_for_drafts(self, request: Request, row: Row, drafts: tuple[int, ...]) -> Row:
-        """Take pages for the drafts behind a row of one position; return the row with them."""
+        """Allocate pages for the drafts that follow a single-position row; return the row with the drafts."""
         kv = request.kv
         missing = max(0, -(-(row.start + 1 + len(drafts)) // self._size) - len(kv.blocks))
         if missing:
@@ -264,7 +265,7 @@ class Kv:
             for group, (table, (begin, blocks)) in enumerate(zip(kv.tables, sent, strict=True)):
                 assert group == 0 or len(table) + missing == len(kv.blocks), "a row of one position has equal tables"
                 new = self._pool.allocate(missing)
-                if kv.num_sent[group] == len(table):  # else an entry has changed since, and the next row sends it again
+                if kv.num_sent[group] == len(table):  # otherwise an entry has changed, and the next row sends it again
                     kv.num_sent[group] += missing
                 table += new
                 sent[group] = begin, (*blocks, *new)
@@ -279,7 +280,7 @@ class Kv:
         return msgspec.structs.replace(row, first_token=row.start + 1, tokens=drafts)
 
     def end_drafts(self, request: Request, num_right: int, num_sent: int) -> None:
-        """Count the right drafts as scheduled, or go back to the state before them."""
+        """Count the accepted drafts as scheduled, or return to the state before them."""
         kv = request.kv
         if not kv.draft_state:
             return
@@ -298,7 +299,7 @@ class Kv:
         request.num_scheduled = end
 
     def _keep_state(self, request: Request, end: int) -> None:
-        """Make the state a checkpoint; the pool knows it when its key is known."""
+        """Make the state a checkpoint; it is registered in the pool once its key is known."""
         kv = request.kv
         self._pool.hold(kv.state)
         kv.checkpoints[end // self._size], kv.is_state_shared = kv.state, True
@@ -306,7 +307,7 @@ class Kv:
     # -- keys ----------------------------------------------------------------------------------------------
 
     def append(self, request: Request, tokens: Sequence[int]) -> None:
-        """Add known tokens of the answer."""
+        """Append known tokens of the answer."""
         request.tokens.extend(tokens)
         self._stats.generation_tokens += len(tokens)
         if len(request.tokens) % self._size < len(tokens):  # one more block is full, or several
@@ -317,10 +318,10 @@ class Kv:
                     self.keep_checkpoints(request)
 
     def register(self, request: Request) -> None:
-        """Give the pool the keys of blocks whose every position has been handed to the executor.
+        """Register the blocks of which every position has been passed to the executor.
 
-        Steps run in order, so a request that finds such a block reads it after it was written. If the pool has the same
-        content already, the request moves over to that block and the table entry is sent again.
+        Steps run in order, so a request that finds such a block reads it after it was written. If the pool already has
+        the same content, the request uses that block, and its table entry is sent again.
         """
         kv = request.kv
         end = min(request.num_scheduled // self._size, len(kv.keys))
@@ -329,7 +330,7 @@ class Kv:
                 self._tell(kv.keys[block])
             for group, table in enumerate(kv.tables):
                 page = table[block]
-                if not page:  # it has left the window before its key was known
+                if not page:  # it left the window before its key was known
                     continue
                 key = self.keys.key(request, block, group)
                 known = self._pool.register(page, key)
@@ -341,8 +342,8 @@ class Kv:
         kv.num_registered = max(kv.num_registered, end)
 
     def keep_checkpoints(self, request: Request) -> None:
-        """Give the pool the known keys of checkpoints. Not before the whole step that writes them is planned: no row of it
-        may read what another one writes."""
+        """Register checkpoints whose keys are known, after the whole step that writes them has been planned: no row of
+        a step may read what another row of it writes."""
         kv = request.kv
         for num in [num for num in kv.checkpoints if num <= len(kv.keys)]:
             pages = kv.checkpoints.pop(num)
@@ -362,8 +363,8 @@ class Kv:
     # -- invariants ----------------------------------------------------------------------------------------
 
     def check(self, running: Iterable[Request], in_flight: Sequence[Transfers | None]) -> None:
-        """Assert between two steps that running requests have what their next rows read, and that every page is held by
-        its owners alone."""
+        """Assert, between two steps, that running requests have what their next rows read, and that every page is held
+        only by its owners."""
         assert not self._replaced
         refs: dict[int, int] = {}
         for request in running:

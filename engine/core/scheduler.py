@@ -1,10 +1,10 @@
-"""Decides what the next step computes. Pure state and integers: no tensors, no text, no I/O, no clock of its own.
+"""Decides what the next step computes. The scheduler has no tensors, no text, no I/O and no clock of its own.
 
-Prefill and decode are not distinguished: a request has positions that are ready to be computed, and each step hands
-out as many as one token budget allows. Running requests come first; then waiting ones are admitted, in
-order, while their whole prompt fits. Steps are planned ahead of their results: a plan assumes that every
-row in flight delivers its token, and `apply` corrects what turns out otherwise (an end of sequence). A request
-that may get drafts is not planned ahead: its drafts depend on its last token (engine/core/drafts.py).
+Prefill and decode are not distinguished: a request has positions that are ready to be computed, and each step computes
+as many of them as the token budget allows. Running requests come first; then waiting requests are admitted in order, as
+long as their whole prompts fit. Steps are planned before the results of earlier steps are known: a plan assumes that
+every row in flight yields a token, and `apply` corrects the plan otherwise (at an end of sequence). A request with
+draft tokens is not planned ahead, because its drafts depend on its last token (engine/core/drafts.py).
 """
 
 from array import array
@@ -38,19 +38,19 @@ if TYPE_CHECKING:  # it imports llguidance, which most engines never need
     from penstock.engine.grammar.matcher import Matcher
 
 
-MOST_PASSED = 64  # requests that wait for a place for their adapter while others are admitted
+MOST_PASSED = 64  # requests that may wait for an adapter slot while later ones are admitted
 
 
 class InFlight(NamedTuple):
     """A step in flight: what `apply` needs to read its result."""
 
-    step: Step  # its first rows are those of the requests, then come those of drafts
+    step: Step  # the rows of the requests, then the rows of drafts
     requests: list[Request]
     sent: dict[int, Sent]  # drafts, by the index of the request
 
 
 class StepPlan:
-    """A step while it is planned: the tokens that are left of its budget, and the rows so far."""
+    """A step that is being planned: the rest of its token budget, and its rows so far."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -87,8 +87,8 @@ class Scheduler:
         self._weights_version = 0
 
     def submit(self, message: Submit, matcher: "Matcher | None" = None) -> Output | None:
-        """Queue a sequence; return its terminal output if it is refused. One with a grammar and no matcher is held until
-        `release` or `end`; it counts as waiting, keeps its place of arrival and can be aborted."""
+        """Queue a sequence; return its final output if it is refused. A sequence with a grammar but no matcher is held
+        until `release` or `end`: it counts as waiting, keeps its position in the queue and can be aborted."""
         if message.request_id in self.requests:
             return refusal(message, "request_id: a request with this id is running")
         if self.num_free_places == 0:
@@ -97,7 +97,7 @@ class Scheduler:
         most_given = most - (message.pooling is None and message.max_tokens > 0)
         if not 0 < len(tokens) <= most_given:
             return refusal(message, f"prompt: {len(tokens)} tokens; 1 to {most_given} can run")
-        # Cached blocks have no logits and no hidden states to report.
+        # Logits and hidden states are not cached, so the whole prompt has to be computed.
         needs_all = message.sampling.prompt_logprobs is not None or message.pooling == "mean"
         request = Request(
             message,
@@ -122,17 +122,17 @@ class Scheduler:
         return None
 
     def _root(self, message: Submit) -> bytes:
-        """Return the namespace of a request's block keys: blocks of other weights, adapters or salts are never hit."""
+        """Return the root of a request's block keys: blocks with other weights, adapters or salts never match."""
         return namespace_root(model=self.info.fingerprint, adapter=message.adapter, salt=message.cache_salt)
 
     def release(self, request: Request, matcher: "Matcher") -> None:
-        """Queue a held request, whose grammar is compiled now."""
+        """Queue a held request after its grammar has been compiled."""
         del self.held[request]
         request.matcher = matcher
         self.waiting.add(request)
 
     def end(self, request: Request, reason: FinishReason, error: str | None = None, is_refusal: bool = False) -> Output:
-        """End a request in any state. `is_refusal`: the error is the request's own fault."""
+        """End a request in any state. `is_refusal`: the request itself is invalid."""
         self._retire(request)
         return request.output([], reason, error=error, is_refusal=is_refusal)
 
@@ -176,7 +176,7 @@ class Scheduler:
         return step
 
     def _plan_row(self, request: Request, plan: StepPlan) -> None:
-        """Plan the next row of a running request, if it has one."""
+        """Plan the next row of a running request, if any of its positions is ready."""
         ready = request.num_ready
         count = min(ready - request.num_scheduled, plan.budget)
         if count == 0 or request.kv.is_restoring or not request.wants_more:
@@ -195,7 +195,7 @@ class Scheduler:
         plan.budget -= count
 
     def _make_room(self, request: Request, missing: int, plan: StepPlan) -> bool:
-        """Preempt other requests, and the request itself if none is left; return whether it still runs."""
+        """Preempt other requests, and finally the request itself; return whether it still runs."""
         while missing > self.pool.num_free and request.slot >= 0:
             victim = self._victim()
             plan.has_preempted = True
@@ -207,7 +207,7 @@ class Scheduler:
         return request.slot >= 0
 
     def _admit(self, plan: StepPlan) -> list[Admission]:
-        """Admit waiting requests in order, while their whole prompts fit; plan their first rows."""
+        """Admit waiting requests in order, as long as their whole prompts fit; plan their first rows."""
         admissions: list[Admission] = []
         if self.kv.is_stale:
             return admissions
@@ -251,17 +251,16 @@ class Scheduler:
         return admissions
 
     def _victim(self) -> Request:
-        """Return the running request that is cheapest to lose: of the least urgent class the one with the fewest positions
-        to compute again, which count once more for each earlier preemption.
-
-        The oldest request is spared while there is another one, so that something always finishes.
-        """
+        """Return the running request that is cheapest to preempt: of the lowest priority, with the fewest positions to
+        recompute, which count once more for each earlier preemption. The oldest request is spared if there is another,
+        so that at least one request finishes."""
         senior = min(self.running, key=lambda r: (r.priority, r.sequence))
         others = [r for r in self.running if r is not senior] or [senior]
         return min(others, key=lambda r: (-r.priority, r.num_scheduled * (1 + r.num_preemptions), -r.sequence))
 
     def _preempt(self, request: Request) -> None:
-        """Put a running request back into the queue. Its blocks stay cached until they are needed, so little may be lost."""
+        """Return a running request to the queue. Its blocks stay cached until they are evicted, so little may be
+        lost."""
         request.num_preemptions += 1
         self._stats.num_preemptions += 1
         self._leave(request)
@@ -275,7 +274,7 @@ class Scheduler:
         self.kv.release(request)
 
     def apply(self, result: StepResult) -> list[Output]:
-        """Take in the result of the oldest step in flight; return the outputs for the front."""
+        """Apply the result of the oldest step in flight; return the outputs for the front."""
         plan = self.in_flight.popleft()
         assert plan.step.step_id == result.step_id, (plan.step.step_id, result.step_id)
         self._stats.step_s += result.elapsed_s
@@ -309,7 +308,8 @@ class Scheduler:
     def _append(
         self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None, sent: Sent | None
     ) -> Output:
-        """Add a sampled token, or several with drafts, to the request; end it where it ends."""
+        """Append a sampled token, or several with accepted drafts, to the request; end the request if it is
+        complete."""
         tokens, token = [*sampled, *request.forced], sampled[-1]
         request.forced = []
         if request.slot >= 0 and sent is not None:  # drafts that were right are computed
@@ -340,10 +340,10 @@ class Scheduler:
         return request.output(tokens, reason, stop_token=stop_token, logprobs=logprobs)
 
     def _jump(self, request: Request, matcher: "Matcher") -> list[int]:
-        """Add the tokens that the grammar forces next, so that one step computes all of them; return the added tokens.
+        """Append the tokens that the grammar forces next, so that one step computes all of them; return these tokens.
 
-        If a step in flight has still to sample, it can only sample the first of them; the others wait for it.
-        A stop token is never forced, nor is the last token that a request may have: `_append` ends the request there.
+        If a step in flight still has to sample, it can sample only the first of them; the others are kept until then. A
+        stop token is never forced, nor is the last token that the request may have: `_append` ends the request there.
         """
         most = max(0, request.max_tokens - request.num_outputs - 1)
         forced = list(takewhile(lambda token: token not in request.stop_ids, matcher.forced()[:most]))
@@ -358,7 +358,7 @@ class Scheduler:
         return forced
 
     def _retire(self, request: Request) -> None:
-        """Free everything of a request that has ended, in whatever state. Its last output follows."""
+        """Free the resources of a request that has ended, in any state. Its last output follows."""
         if request.slot >= 0:
             self._leave(request)
         else:
@@ -374,8 +374,8 @@ class Scheduler:
         return not self.has_work() and self.kv.forget()
 
     def change_model(self, info: ModelInfo, weights_version: int) -> None:
-        """Make all that is cached on the device useless, while nothing is in flight: running requests are computed again,
-        and all keys start from the fingerprint of `info`."""
+        """Invalidate everything cached on the device, with no step in flight: running requests are recomputed, and all
+        block keys start from the fingerprint of `info`."""
         assert not self.in_flight
         self.info, self._weights_version = info, weights_version
         for request in [*self.running]:

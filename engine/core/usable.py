@@ -1,9 +1,10 @@
-"""Selects the block keys that are reported to routers where a model has several groups of layers.
+"""Selects the block keys that are reported to routers, for a model with several groups of layers.
 
-A pool has keys of pages that no router can name, and a block of one group is of no use without those of the others. So a
-key is reported while the pool has what every group keeps at its block. Where layers keep states, that is so at checkpoints
-alone, and each of these can be hit (`ModelInfo.hits_at_ends`). With windows a run of keys from the first block on can be
-hit, up to its end; that reports too little rather than too much, because windows need fewer blocks.
+A pool also has keys of pages that routers do not know, and a block of one group is useless without the pages of the
+other groups. So a key is reported while the pool has the pages of all groups for it. If layers have recurrent states,
+these are the keys of checkpoints, each of which can be hit (`ModelInfo.hits_at_ends`). With windows, a sequence of keys
+from the first block on can be hit, up to its end; too few keys are reported rather than too many, because windows need
+fewer blocks.
 """
 
 from penstock.cache.pool import BlockPool
@@ -11,7 +12,7 @@ from penstock.engine.core.kv import Kv
 
 
 class UsableKeys:
-    """Has the interface of one tier's pool for `CacheLog`, and reports usable keys only."""
+    """The usable keys of one tier's pool, with the part of the pool's interface that `CacheLog` uses."""
 
     def __init__(self, pool: BlockPool, kv: Kv) -> None:
         self._pool, self._kv = pool, kv
@@ -34,7 +35,7 @@ class UsableKeys:
             if key in self._needs:
                 self._update(key)
         gone = [key for key, is_cached in changed.items() if not is_cached]
-        if len(self._needs) > 2 * self._pool.num_blocks:  # the oldest of these never reached this tier
+        if len(self._needs) > 2 * self._pool.num_blocks:  # the oldest of these keys never reached this tier
             gone += list(self._needs)[: self._pool.num_blocks]
         for key in gone:
             if key in self._needs and key not in self._usable:
@@ -44,7 +45,7 @@ class UsableKeys:
 
     @changes.setter
     def changes(self, changes: dict[bytes, bool] | None) -> None:
-        """Stop to record changes (None), start again, or take those so far as reported ({})."""
+        """Stop recording changes (None), start again, or take those so far as reported ({})."""
         if changes is None or self._net is None:
             self._pool.changes = changes
             self._needs.clear()
@@ -59,7 +60,7 @@ class UsableKeys:
 
     def cached_keys(self) -> list[bytes]:
         find = self._pool.find
-        for key in self._pool.cached_keys():  # most are no block's key, which the first lookup shows
+        for key in self._pool.cached_keys():  # most are not keys of blocks, which the first lookup shows
             if key not in self._usable and all(map(find, self._kv.keys.others_at(key))):
                 self._add(key)
                 self._usable.add(key)
@@ -79,6 +80,6 @@ class UsableKeys:
             return
         (self._usable.add if is_usable else self._usable.remove)(key)
         if self._net.get(key, is_usable) != is_usable:
-            del self._net[key]  # it came and went since the last report
+            del self._net[key]  # added and removed since the last report
         else:
             self._net[key] = is_usable
