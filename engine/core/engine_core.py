@@ -37,13 +37,14 @@ if TYPE_CHECKING:
     from penstock.engine.grammar.compiler import Compiler
 
 
-POLL_S = 0.0005  # how often stores are asked while nothing computes
-SETTLE_S = 3.0  # how long a stop waits for the stores; less than a server waits for its core to end
-RESET_S = 1.0  # how long a reset waits for them: new requests wait as well
+POLL_S = 0.0005  # interval of polling stores while nothing computes
+SETTLE_S = 3.0  # how long closing waits for the stores; shorter than the server waits for its core
+RESET_S = 1.0  # how long a reset waits for the stores; new requests wait as well
 
 
 class EngineCore:
-    """Every submitted request ends in exactly one output with a finish reason, from `submit`, `abort` or `step`."""
+    """The scheduler and the executor. Every submitted request ends in exactly one output with a finish reason, from
+    `submit`, `abort` or `step`."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class EngineCore:
         make_compiler: "Callable[[], Compiler] | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make the compiler for the first request with a grammar; without `make_compiler` such requests are refused."""
+        """`make_compiler` is called for the first request with a grammar; without it, such requests are refused."""
         self.executor = executor
         self.scheduler = Scheduler(config.scheduler, executor.info, clock)
         self._make_compiler = make_compiler
@@ -64,15 +65,15 @@ class EngineCore:
             pools = {tier: UsableKeys(pool, kv) for tier, pool in kv.pools().items()}
         self.cache_log = CacheLog(pools, kv.keys)
         self._clock = clock
-        self.last_step_tokens = 0  # of the step that `step` collected
+        self.last_step_tokens = 0  # tokens of the step that `step` collected
         self.pauses = PauseController(self)
         self._experts: ExpertUpdate | None = None
-        self._adapters: Counter[str] = Counter()  # how often each is loaded; 0: it is unloaded after its last request
-        # The heartbeat's thread reads these two; each is changed by one assignment.
+        self._adapters: Counter[str] = Counter()  # number of references; 0: unloaded after its last request
+        # Read by the heartbeat thread; each is changed by one assignment.
         self.step_started_s: float | None = None
         self.step_deadline_s = STEP_DEADLINE_S
         if executor.info.stores:
-            self.step()  # an empty one: its result reports what earlier engines have left there
+            self.step()  # an empty step, whose result reports the keys of earlier engines
 
     @property
     def info(self) -> ModelInfo:
@@ -122,7 +123,7 @@ class EngineCore:
         return self.pauses.abort(request_id) or self.scheduler.abort(request_id)
 
     def warm_grammars(self) -> None:
-        """Make the vocabulary in a thread before the first constrained request needs it; further calls do nothing."""
+        """Build the vocabulary in a thread before the first constrained request needs it. Further calls do nothing."""
         compiler = self._made_compiler()
         if compiler is not None:
             compiler.warm()
@@ -136,14 +137,14 @@ class EngineCore:
         return bool(self.scheduler.in_flight) if self.pauses.is_paused else self.scheduler.has_work()
 
     def _runs(self, step: Step | None) -> None:
-        """Note that this step runs from now on (None: no step does), because the one before it has ended."""
+        """Record the start of this step (None: no step runs), because the previous one has ended."""
         self.step_started_s = None if step is None else self._clock()
         self.step_deadline_s = STEP_DEADLINE_S if step is None else step_deadline_s(_num_tokens(step))
 
     def step(self, plans: bool = True) -> list[Output]:
-        """Keep the executor's pipeline full, if it `plans`; then take in the oldest result.
+        """Keep the executor's pipeline full if `plans`, then apply the oldest result.
 
-        The masks of constrained rows depend on all tokens before them. So the masks of a step that is submitted behind
+        The masks of constrained rows depend on all earlier tokens. So the masks of a step that is submitted behind
         another are set as soon as that one is collected; those of a single step are filled while it computes.
         """
         scheduler, constraints = self.scheduler, self._constraints
@@ -190,11 +191,12 @@ class EngineCore:
 
     @property
     def is_settled(self) -> bool:
-        """No block is in flight between the tiers. While one is, an idle core goes on stepping, unless it is paused."""
+        """True if no block is in flight between the tiers. Otherwise an idle core continues to step, unless it is
+        paused."""
         return self.scheduler.kv.is_idle or self.pauses.is_paused
 
     def settle(self, timeout_s: float = SETTLE_S) -> None:
-        """While there are no requests, step until what was computed last has reached the tiers."""
+        """While there are no requests, step until the last computed blocks have reached the tiers."""
         ends_s = time.monotonic() + timeout_s
         while not self.scheduler.requests and time.monotonic() < ends_s:
             if self.is_settled and not self.scheduler.in_flight:
@@ -222,9 +224,9 @@ def _num_tokens(step: Step) -> int:
 
 
 class CacheLog:
-    """Reports what the cache holds, for routers: everything once, then the net changes of every step.
+    """Reports cached keys for routers: all keys once, then the net changes of every step.
 
-    Without a watcher, every pool's `changes` is None and nothing is recorded.
+    Without a watcher, `changes` of every pool is None and nothing is recorded.
     """
 
     def __init__(self, pools: Mapping[str, BlockPool | UsableKeys], keys: PageKeys) -> None:
@@ -249,7 +251,7 @@ class CacheLog:
             self._blocks.append(KeyedBlock(keys[block][:KEY_BYTES], parent, content, message.adapter, salt))
 
     def updates(self) -> list[CacheUpdate]:
-        """Return what has changed since the last call; nothing while nobody watches."""
+        """Return the changes since the last call; nothing without a watcher."""
         found = []
         for tier, pool in self._pools.items():
             changes = pool.changes

@@ -1,7 +1,7 @@
-"""The keys by which the pool and the tiers name the pages of a request, and the prefixes that are cached under them.
+"""The keys of a request's pages in the pool and the tiers, and the search for its longest cached prefix.
 
-The first attention group's blocks have the chain keys of docs/block-keys.md. The keys of later groups and of recurrent
-states are derived from those.
+The blocks of the first attention group have the chain keys of docs/block-keys.md. The keys of later groups and of
+recurrent states are derived from these.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,30 +15,31 @@ NEVER = 1 << 62  # a position
 
 
 class Prefix(NamedTuple):
-    """The longest prefix of a request that counts as cached, and how far the full groups alone would reach."""
+    """The longest cached prefix of a request, and the prefix for which the full groups alone are cached, in blocks."""
 
     num_blocks: int
     num_seen: int
 
 
 class PageKeys:
-    """Attention groups come in the order of `ModelInfo.groups`: full ones, then windows; a group of states is the last."""
+    """The keys for all groups, in the order of `ModelInfo.groups`: full attention, windows, and last the states."""
 
     def __init__(self, groups: Sequence[GroupInfo], block_size: int, makes_keys: bool) -> None:
-        """Without `makes_keys` no block has a key, so nothing is ever found in the cache."""
+        """Without `makes_keys`, blocks have no keys, so nothing is found in the cache."""
         self._groups, self.block_size, self._makes_keys = groups, block_size, makes_keys
         self.full = [index for index, group in enumerate(groups) if group.kind == "full"]
         self.windows = [(index, group.window) for index, group in enumerate(groups) if group.kind == "window"]
         self.num_attention = len(self.full) + len(self.windows)
-        self.num_pages = groups[-1].pages  # of a state
+        self.num_pages = groups[-1].pages  # per state
         self.on_keys: Callable[[Request, int], None] | None = (
             None  # called with the number of earlier keys of a request
         )
 
     def find(self, request: Request, find: Callable[[bytes], int], most: int = NEVER) -> Prefix:
-        """Return the longest cached prefix, of at most `most` blocks. `find` tells for a key whether or where it is cached."""
+        """Return the longest cached prefix of at most `most` blocks. `find` returns the location of a key; 0: not
+        cached."""
         num = min(len(request.kv.keys), most)
-        if self.num_pages:  # the logits of the last token need the state before it, so a state behind it is of no use
+        if self.num_pages:  # the last token is always computed, from the state before it
             num = min(num, (len(request.tokens) - 1) // self.block_size)
         for group in self.full:
             keys = self._keys(request, group, 0, num)
@@ -54,12 +55,12 @@ class PageKeys:
         return Prefix(num, seen)
 
     def _has_state(self, request: Request, num: int, find: Callable[[bytes], int]) -> bool:
-        # Most positions have no checkpoint, which the first page's key shows.
+        # Most positions have no checkpoint; usually the key of the first page shows this.
         is_likely = find(self.key(request, num - 1, self.num_attention))
         return bool(is_likely) and all(map(find, self.state_keys(request, num)))
 
     def _lacking(self, request: Request, num: int, find: Callable[[bytes], int]) -> int:
-        """Return the last of the first `num` blocks that a window needs and that is not cached; -1 if there is none."""
+        """Return the last of the first `num` blocks that a window needs but that is not cached; -1 if there is none."""
         for group, window in self.windows:
             for block in range(num - 1, self._first_seen(request, num, window) - 1, -1):
                 if not find(self.key(request, block, group)):
@@ -67,7 +68,8 @@ class PageKeys:
         return -1
 
     def _first_seen(self, request: Request, num: int, window: int) -> int:
-        """Return the first block of a cached prefix of `num` that a window needs. The last token is computed in any case."""
+        """Return the first block that a window needs of a cached prefix of `num`, as the last token is always
+        computed."""
         return max(0, min(num * self.block_size, len(request.tokens) - 1) + 1 - window) // self.block_size
 
     def key(self, request: Request, block: int, group: int) -> bytes:
@@ -86,17 +88,17 @@ class PageKeys:
         return [self.key(request, block, group) for block in range(first, end)]
 
     def state_keys(self, request: Request, num: int) -> list[bytes]:
-        """Return the keys of the checkpoint behind the first `num` blocks."""
+        """Return the keys of the checkpoint after the first `num` blocks."""
         return [page_key(request.kv.keys[num - 1], self.num_attention, page) for page in range(self.num_pages)]
 
     def others_at(self, key: bytes) -> Iterator[bytes]:
-        """Yield the keys of what groups after the first keep at the block with this key."""
+        """Yield the keys of the later groups' pages that belong to the block with this key."""
         yield from (page_key(key, group) for group in range(1, self.num_attention))
         yield from (page_key(key, self.num_attention, page) for page in range(self.num_pages))
 
     def needed(self, request: Request, num: int) -> list[list[bytes]]:
-        """Return the keys that a cached prefix of `num` blocks needs: for each attention group those up to the prefix's end,
-        then those of the state."""
+        """Return the keys of the pages that a cached prefix of `num` blocks needs, for each attention group and for the
+        state."""
         tables = []
         for group, info in enumerate(self._groups[: self.num_attention]):
             first = self._first_seen(request, num, info.window) if info.window else 0
@@ -104,7 +106,7 @@ class PageKeys:
         return [*tables, self.state_keys(request, num) if num and self.num_pages else []]
 
     def used(self, request: Request) -> list[bytes]:
-        """Return the keys of what a request holds, starts of chains first."""
+        """Return the keys of a request's pages, starts of chains first."""
         kv = request.kv
         kept, keys = set(kv.kept), list[bytes]()
         for block in range(kv.num_registered):
@@ -113,7 +115,7 @@ class PageKeys:
         return keys
 
     def extend(self, request: Request) -> None:
-        """Chain keys for the blocks that the known tokens fill. One call for a prompt, one block at a time later."""
+        """Compute the keys of blocks that have become full: all blocks of a prompt in one call, later one at a time."""
         kv = request.kv
         first = len(kv.keys) * self.block_size
         full = len(request.tokens) // self.block_size * self.block_size
@@ -124,7 +126,7 @@ class PageKeys:
                 self.on_keys(request, first // self.block_size)
 
     def change_root(self, request: Request, root: bytes) -> None:
-        """Make all keys anew: other weights compute the request, which holds no pages."""
+        """Recompute all keys from another root, after a change of the weights. The request holds no pages."""
         request.kv.root, request.kv.keys = root, []
         request.kv.page_keys.clear()
         self.extend(request)

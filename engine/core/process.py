@@ -1,7 +1,7 @@
-"""The engine core as a process of its own, started by one API server.
+"""The process of the engine core, started by one API server.
 
-Requests and answers go over two ZMQ sockets in a private directory; start, heartbeat and end work as in every process
-that we start (executor/process_life.py).
+Requests and results go over two ZMQ sockets in a private directory; start, heartbeat and end are those of all child
+processes (executor/process_life.py).
 """
 
 import logging
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.engine")
 
-TRANSFER_POLL_S = 0.005  # an idle core whose blocks are in flight to the tiers goes on with them this often
-TIER_STATS_S = 0.25  # between steps the tiers' figures are sent this often, and with the last step
+TRANSFER_POLL_S = 0.005  # interval of an idle core's steps while blocks move between the tiers
+TIER_STATS_S = 0.25  # interval of sending tier statistics; also after the last step
 TURN = "a turn of its loop"
-# Jobs that may take longer than a step, such as reading weights from a slow disk. The ranks have deadlines of their own
-# for them (executor/ranks/ranked.py), which are not longer.
+# Jobs that may take longer than a step, such as reading weights from a slow disk. The ranks' own deadlines for them
+# (executor/ranks/ranked.py) are not longer.
 CONTROL_DEADLINES_S = {"load_adapter": 150.0, "update_weights": 3900.0, "sleep": 1900.0, "wake_up": 1900.0}
-IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once, and grammars are warmed
+IDLE_CHECK_S = 1.0  # idle time after which invariants are checked and grammars warmed up, once
 
 
 def main(open_executor: Callable[[ExecutorConfig, Callable[[str], None]], Executor] = open_executor) -> int:
@@ -98,7 +98,7 @@ def _compiler(config: ExecutorConfig, info: ModelInfo) -> "Compiler":
 
 
 class CoreLink:
-    """The core's two sockets: what the front sends, and what the core answers."""
+    """The core's two sockets: one for messages from the front, one for messages to it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> None:
         self._inbox = context.socket(zmq.PULL)
@@ -114,7 +114,7 @@ class CoreLink:
         self._outbox.send(self._encoder.encode(message))
 
     def wake_for(self, fd: int) -> None:
-        """Let `receive` return also when this file descriptor becomes readable."""
+        """Make `receive` also return when this file descriptor becomes readable."""
         self._poller.register(fd, zmq.POLLIN)
 
     def receive(self, timeout_s: float | None) -> list[ToCore]:
@@ -130,10 +130,10 @@ class CoreLink:
 
 
 class Duty:
-    """The job that the core's thread does besides steps, for the heartbeat's thread.
+    """The current job of the core's thread besides steps, for the heartbeat thread.
 
     A step has a deadline of its own. Every other job gets one here, so that a core that hangs in a file or a lock is
-    noticed like one that hangs in a step.
+    detected like one that hangs in a step.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class Duty:
         self._job = None
 
     def overdue(self) -> tuple[str, float]:
-        """Return the job's name and by how much it is late."""
+        """Return the job's name and the seconds since its deadline."""
         job = self._job
         return ("", 0.0) if job is None else (job[0], max(time.monotonic() - job[1], 0.0))
 
@@ -157,7 +157,7 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
         link.wake_for(fd)
     checked = False
     tiers_due_s = 0.0
-    pausing: list[int] = []  # numbers of pauses that are answered when running requests have ended
+    pausing: list[int] = []  # numbers of pauses to answer when running requests have ended
     while True:
         working = core.has_work()
         patience_s = idle_wait_s if checked else IDLE_CHECK_S
@@ -217,8 +217,8 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
 
 
 def _control(core: EngineCore, message: Control, pausing: list[int], done: list[Controlled]) -> list[Output]:
-    """Execute a control message; return the outputs of requests that it ends. A pause that waits for running requests is
-    answered when they have ended."""
+    """Execute a control message; return the outputs of requests that it ends. A pause that waits for running requests
+    is answered after they have ended."""
     pauses, error, adapter = core.pauses, "", None
     outputs: list[Output] = []
     try:
@@ -247,7 +247,7 @@ def _control(core: EngineCore, message: Control, pausing: list[int], done: list[
 
 
 def heartbeat(core: EngineCore, duty: Duty) -> Heartbeat:
-    """Return by how much the running step or the running job is beyond its deadline."""
+    """Return the heartbeat, with the seconds by which the running step or job exceeds its deadline."""
     job, overdue_s = duty.overdue()
     if overdue_s > 0:
         return Heartbeat(overdue_s, job)

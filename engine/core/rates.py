@@ -1,17 +1,17 @@
-"""Estimates from measured rates whether loading KV blocks is faster than computing them again.
+"""Estimates from measured rates whether loading KV blocks is faster than recomputing them.
 
-Before anything has been measured, loading is tried, and brings the first figures.
+Until something has been measured, blocks are loaded, which yields the first measurements.
 """
 
 from collections.abc import Iterable, Mapping
 
-MIN_PATIENCE_S = 0.01  # a read gets at least this long before it counts as late …
-UNKNOWN_PATIENCE_S = 2.0  # … this long while nothing has been measured
-PATIENCE = 3.0  # … else this many times its expected time, and never longer than computing
+MIN_PATIENCE_S = 0.01  # minimum time before a read counts as late …
+UNKNOWN_PATIENCE_S = 2.0  # … the time before anything has been measured …
+PATIENCE = 3.0  # … otherwise a multiple of the expected time, at most the time to recompute
 
 
 class Rate:
-    """Amount per second, as a moving average in which large samples weigh more."""
+    """An amount per second, as a moving average in which large samples have more weight."""
 
     def __init__(self, full_weight: float) -> None:
         self.per_s: float | None = None
@@ -25,7 +25,7 @@ class Rate:
         self.per_s = sample if self.per_s is None else self.per_s + weight * (sample - self.per_s)
 
     def seconds(self, amount: float) -> float:
-        """Return how long this amount takes; 0 while nothing has been measured."""
+        """Return the time for this amount; 0 before the first measurement."""
         return 0.0 if self.per_s is None else amount / self.per_s
 
 
@@ -35,13 +35,14 @@ class Rates:
         self.reads = {store: Rate(full_weight) for store in stores}  # blocks, as the stores report them
         self.copies = Rate(full_weight)  # blocks
         self.prefill = Rate(full_weight=1024)  # tokens
-        self.step_s = 0.0  # of a decoding step
+        self.step_s = 0.0  # duration of a decoding step
         self._block_size = block_size
 
     def note_step(self, num_tokens: int, num_rows: int, elapsed_s: float) -> None:
-        """Add a step: one that is mostly prompts measures prefill, any other one the cost of waiting for a step.
+        """Add a step: steps with mostly prompt tokens measure prefill, others the cost of waiting for a step.
 
-        While steps of prompts follow each other, a request that waits makes room for another prompt: nothing is lost.
+        While prefill steps follow each other, a waiting request makes room for another prompt, so waiting costs
+        nothing.
         """
         if num_tokens >= 4 * num_rows:
             self.prefill.add(num_tokens, elapsed_s)
@@ -49,7 +50,7 @@ class Rates:
             self.step_s += 0.2 * (elapsed_s - self.step_s)
 
     def is_load_faster(self, queued: Mapping[str, int], num_gained: int, num_host: int) -> bool:
-        """Compare reading the blocks `queued` at each store, with earlier ones, to computing the `num_gained` blocks that
+        """Tell whether reading the blocks `queued` at each store is faster than computing the `num_gained` blocks that
         become usable."""
         if self._is_new(queued):
             return True
@@ -57,14 +58,15 @@ class Rates:
         return load_s + self.step_s < self._compute_s(num_gained)
 
     def is_restore_faster(self, num_host: int, num_gained: int, is_busy: bool) -> bool:
-        """Compare copying blocks from the host, and one step more if other requests compute meanwhile, to computing them."""
+        """Tell whether copying blocks from the host is faster than computing them. While other requests run, it takes
+        one more step."""
         if self.copies.per_s is None or self.prefill.per_s is None:
             return True
         restore_s = self.copies.seconds(num_host) + (self.step_s if is_busy else 0.0)
         return restore_s < self._compute_s(num_gained)
 
     def patience_s(self, queued: Mapping[str, int], num_gained: int) -> float:
-        """Return how long to wait for reads that have just been queued."""
+        """Return the time limit for reads that have just been queued."""
         if self._is_new(queued):
             return UNKNOWN_PATIENCE_S
         longest = min(PATIENCE * self._read_s(queued) + 2 * self.step_s, self._compute_s(num_gained))
@@ -74,7 +76,7 @@ class Rates:
         return self.prefill.per_s is None or any(self.reads[store].per_s is None for store in stores)
 
     def _read_s(self, queued: Mapping[str, int]) -> float:
-        """Return the time of the slowest store: they work in parallel."""
+        """Return the time of the slowest store, since stores work in parallel."""
         return max((self.reads[store].seconds(count) for store, count in queued.items()), default=0.0)
 
     def _compute_s(self, num_blocks: int) -> float:

@@ -1,4 +1,4 @@
-"""One sequence inside the engine core: its tokens, its pages and how far it has come; and the queue of waiting sequences.
+"""One sequence in the engine core: its tokens, its pages and its progress; and the queue of waiting sequences.
 
 Only the scheduler changes them.
 """
@@ -22,11 +22,11 @@ NO_NEWS: tuple[int, tuple[int, ...], Tables, tuple[int, ...], tuple[int, ...]] =
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Token positions move through three marks: `num_scheduled` ≤ `num_ready` and `len(tokens)` ≤ `num_ready`.
+    """One sequence. Its positions have three limits: `num_scheduled` ≤ `num_ready` and `len(tokens)` ≤ `num_ready`.
 
-    `tokens` is what the host knows. `num_ready` also counts the tokens that steps in flight are still
-    producing: the executor has them in its own history, so their positions may be scheduled already. Behind
-    the token of the last such step there may be `forced` tokens: the grammar allows no others.
+    `tokens` are the tokens that the host knows. `num_ready` also counts the tokens that steps in flight will sample:
+    the executor stores them in its own history, so their positions may be scheduled already. The token of the last such
+    step may be followed by `forced` tokens, which are the only ones that the grammar allows.
     """
 
     message: Submit
@@ -37,7 +37,7 @@ class Request:
     kv: RequestKv
     matcher: "Matcher | None" = None  # follows `tokens`; None while the grammar is being compiled, or without one
 
-    priority: int = field(init=False)  # of the message; a preemption compares the priorities of running requests
+    priority: int = field(init=False)  # the message's; preemption compares the priorities of running requests
     num_prompt: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     may_jump: bool = field(init=False)
@@ -47,16 +47,16 @@ class Request:
     num_scheduled: int = 0  # positions handed to the executor since the last admission
     num_pending: int = 0  # tokens that steps in flight will sample
     forced: list[int] = field(default_factory=list)  # tokens that follow the pending one
-    num_known: int = 0  # positions whose tokens the executor samples itself or was given
+    num_known: int = 0  # positions whose tokens the executor has or will sample itself
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    weights_version: int = 0  # of the weights that compute what comes next
+    weights_version: int = 0  # version of the weights that compute the next tokens
     has_output: bool = False
     finished: bool = False
 
     # Used by engine/core/drafts.py:
-    drafts: tuple[int, ...] = ()  # what may follow; while there are any, no step is planned ahead of a result
+    drafts: tuple[int, ...] = ()  # draft tokens; with drafts, no step is planned before the last result
     draft_place: int = -1  # index in `tokens` of the token that is expected next
     draft_trust: int = 0
 
@@ -67,7 +67,7 @@ class Request:
         self.stop_ids = frozenset(sampling.stop_ids)
         # A forced token is not sampled: it has no log-probabilities, and no list of tokens can forbid it.
         self.may_jump = sampling.logprobs is None and not (sampling.allowed_ids or sampling.banned_ids)
-        # A penalty counts all earlier tokens, wrong drafts too; a grammar has its own way to skip ahead.
+        # A penalty would count rejected drafts too; with a grammar, forced tokens take the place of drafts.
         is_free = self.message.grammar is None and sampling.prompt_logprobs is None
         self.may_draft = is_free and not is_penalized(sampling)
 
@@ -83,7 +83,7 @@ class Request:
         return tuple(self.forced[self.num_known - len(self.tokens) - self.num_pending :]) if self.forced else ()
 
     def is_late(self, now_s: float, patience_s: float) -> bool:
-        """Return whether the request, while it waits, goes before those of every priority."""
+        """Return whether the request has waited so long that it is admitted before all priorities."""
         return now_s - self.arrival_s > patience_s
 
     @property
@@ -96,11 +96,11 @@ class Request:
 
     @property
     def is_prompt_only(self) -> bool:
-        """The request ends when its prompt is computed; nothing is sampled."""
+        """True if the request ends when its prompt is computed, and nothing is sampled."""
         return self.max_tokens == 0 or self.message.pooling is not None
 
     def admission(self) -> Admission:
-        """Return what the executor must know before the first row of this stay in its slot."""
+        """Return the admission that precedes the request's first row in its slot."""
         return Admission(
             slot=self.slot,
             request_id=self.sequence,
@@ -112,7 +112,7 @@ class Request:
         )
 
     def row(self, count: int, samples: bool) -> Row:
-        """Return the next `count` positions as a row of the step; they count as scheduled from now on."""
+        """Return a row with the next `count` positions, which then count as scheduled."""
         samples = samples and not self.is_prompt_only
         kv, tokens = self.kv, self.unknown
         first, blocks, groups, reads, writes = kv.take_news() if kv.has_news else NO_NEWS
@@ -148,7 +148,7 @@ class Request:
         logprobs: list[TokenLogprobs] | None = None,
         embedding: bytes | None = None,
     ) -> Output:
-        """Return the message to the front. The first one also carries what is known once the prompt is computed."""
+        """Return the message to the front. The first one also has the prompt's statistics and log-probabilities."""
         is_first, self.has_output = not self.has_output, True
         started_s = self.first_scheduled_s if is_first else None
         return Output(
@@ -168,20 +168,19 @@ class Request:
         )
 
     def check(self, block_size: int) -> None:
-        """Assert how far a running request may have come."""
+        """Assert the limits of a running request's positions."""
         self.kv.check()
         assert self.num_scheduled <= min(self.num_ready, len(self.kv.blocks) * block_size)
         assert self.num_known + len(self.unknown) == self.num_ready
 
 
 class WaitingQueue:
-    """Waiting requests, ordered by priority, then by arrival; none waits for ever.
+    """Waiting requests, ordered by priority and then by arrival.
 
-    A preempted request keeps its place of arrival, so it comes back before any younger request of its priority. A
-    request that has waited longer than `patience_s` goes before every priority: a stream of urgent requests delays
-    the others, it cannot starve them.
-
-    Removal is lazy: both orders keep an entry until it surfaces, and skip it when it is no longer waiting.
+    A preempted request keeps its time of arrival, so it is resumed before any younger request of its priority. A
+    request that has waited longer than `patience_s` is admitted before all priorities: a stream of urgent requests
+    delays the others but cannot starve them. Removal is lazy: both orders keep an entry until it surfaces, and skip it
+    if it is no longer waiting.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -217,7 +216,7 @@ class WaitingQueue:
     def front(self, count: int) -> list[Request]:
         """Return the first `count` requests by priority and arrival, ignoring patience; they stay in the queue."""
         heap: list[tuple[int, int, Request]] = self._by_priority
-        found: dict[Request, None] = {}  # a request that came back may be in the heap twice
+        found: dict[Request, None] = {}  # a preempted request may be in the heap twice
         # Walk the heap from its top: the next entry is always a child of an earlier one.
         edge = [(heap[0], 0)] if heap else []
         while edge and len(found) < count:

@@ -1,4 +1,4 @@
-"""Gauges and counters by tier: what the index counts, and what the ranks' stores report."""
+"""Gauges and counters by tier, from the index and from the ranks' stores."""
 
 from collections.abc import Mapping
 

@@ -1,12 +1,12 @@
-"""The pages of requests where host memory, a disk or peers lie beneath the device: decides what moves between them and when.
+"""The pages of requests with host memory, a disk or peers below the device: decides what moves between them and when.
 
-The index (cache/tiers/index.py) knows what is where. A request near the head of the queue whose chain of blocks goes
-on in a store leaves the queue while those are read into the host, never longer than computing them again would take, and
-no other request waits for it. At its admission the chain's blocks in the host are restored to the device, a bounded
-number of bytes per step, and its first row is planned when the last of them has been sent. Every full block of the device
-is offered to the host, and from there to the disk, so an eviction or a preemption leaves a clean copy.
+The index (cache/tiers/index.py) knows the location of every key. If the block chain of a request near the head of the
+queue continues in a store, the request leaves the queue while the blocks are read into host memory, for at most the
+time to recompute them; other requests do not wait for it. When it is admitted, its host blocks are restored to the
+device, a bounded number of bytes per step, and its first row is planned when the last of them has been sent. Every full
+device block is offered to the host, and from there to the disk, so eviction and preemption leave a copy.
 
-    waiting ──look──▶ loading ──read, failed or late──▶ waiting ──admitted──▶ restoring ──▶ computing
+    waiting ──look up──▶ loading ──read, failed or late──▶ waiting ──admitted──▶ restoring ──▶ computing
 """
 
 from collections import Counter, deque
@@ -26,30 +26,31 @@ from penstock.engine.core.tier_stats import tier_stats
 from penstock.engine.messages import Stats
 from penstock.executor.protocol import ModelInfo, Step, StepResult, TransferResult, Transfers
 
-LOOK_AHEAD = 8  # this many requests at the head of the queue have their blocks read from the stores
-RESTORE_BYTES = 64 * 2**20  # a step restores at most this much, or one block
-PROBE_BLOCKS = 16  # blocks that are read only to measure a store, when computing seems faster …
+LOOK_AHEAD = 8  # requests at the head of the queue whose blocks are read from stores
+RESTORE_BYTES = 64 * 2**20  # maximum per step, but at least one block
+PROBE_BLOCKS = 16  # blocks that are read only to measure a store when computing seems faster …
 PROBE_EVERY_S = 30.0  # … this often
-MANY_TOUCHES = 256  # this many are worth transfers of their own
+MANY_TOUCHES = 256  # with this many, transfers are sent for them alone
 
 
 @dataclass(slots=True)
 class Loading:
-    """The reads that a request waits for, until when, and whether a peer may yet have more of its chain."""
+    """The reads that a request waits for, their deadline, and whether a peer may still announce more blocks of its
+    chain."""
 
     deadline_s: float
     wanted: dict[int, int] = field(default_factory=dict)  # ticket → index of its block in the chain
     is_awaiting: bool = False
-    num_found: int = 0  # how many keys all stores had found when its chain was walked last
+    num_found: int = 0  # number of keys that all stores had reported at the last look-up
 
 
 class CachedChain(NamedTuple):
-    """The part of a request's prefix that some tier has, less what is on the device."""
+    """The part of a request's prefix that is cached in a tier below the device."""
 
     num_blocks: int
-    num_usable: int  # blocks of the prefix that device and host have already
-    slots: list[int]  # host slots that have a part of it
-    missing: list[tuple[int, bytes]]  # block index and key of what has to be read from a store
+    num_usable: int  # blocks of the prefix on the device and in the host
+    slots: list[int]  # host slots with blocks of it
+    missing: list[tuple[int, bytes]]  # index and key of the blocks to read from a store
 
 
 class TieredKv(Kv):
@@ -60,7 +61,7 @@ class TieredKv(Kv):
         self.index = TierIndex(info.host_slots, info.stores)
         self.rates = Rates(info.block_bytes, info.block_size, info.stores)
         self._block_bytes = info.block_bytes
-        self._saves_per_step = -(-chunk // info.block_size) * len(info.groups)  # as many as a step can fill
+        self._saves_per_step = -(-chunk // info.block_size) * len(info.groups)  # the maximum that a step can fill
         self._restores_per_step = max(1, RESTORE_BYTES // max(info.block_bytes, 1))
         self._max_pins = info.host_slots // 2  # for requests that have not been admitted yet
         self.loading: dict[Request, Loading] = {}  # requests that wait outside of the queue for their reads
@@ -68,21 +69,21 @@ class TieredKv(Kv):
         self._pins: dict[Request, dict[int, str]] = {}  # slots held for a request → where they came from
         self._num_pins = 0  # of all requests, with the reads that will become pins
         self._restoring: dict[Request, deque[tuple[int, int]]] = {}  # (slot, block) still to be sent
-        self._restored: list[Request] = []  # requests whose last restores go with the step being planned
+        self._restored: list[Request] = []  # requests whose last restores are in the step being planned
         self._saves: list[tuple[int, int]] = []  # of the step being planned
         self._now_s = self._next_probe_s = 0.0  # when the step's planning began, and when the next probe is due
-        self._is_new = bool(info.stores)  # the stores have not reported yet what they have
+        self._is_new = bool(info.stores)  # the stores have not reported their keys yet
         self._has_peers = any(tier_of(store) == PEER for store in info.stores)
         self._serves_peers = info.serves_peers
-        self.is_stale = False  # a peer may have more than it reported last
+        self.is_stale = False  # a peer may have more than it has reported
         self._num_found = 0
-        self._must_forget = False  # the ranks have yet to be asked to give nothing more to peers
+        self._must_forget = False  # the ranks must still be told to serve nothing computed earlier
         self._stores: dict[str, dict[str, float]] = {}
-        self._touched: list[bytes] = []  # keys on the disk that were used, reported to it with the next transfers
+        self._touched: list[bytes] = []  # used keys on the disk, to report with the next transfers
         self.counts: Counter[str] = Counter()
 
     def pools(self) -> dict[str, BlockPool]:
-        return {"device": self._pool, "host": self.index.host}  # what a store has passes through the host first
+        return {"device": self._pool, "host": self.index.host}  # blocks of stores pass through the host
 
     def claim(self, request: Request, num_running: int, is_busy: bool) -> Claim:
         if not request.kv.was_looked_up:
@@ -95,7 +96,7 @@ class TieredKv(Kv):
     def _start_loading(self, request: Request) -> bool:
         """Start the reads that the request should wait for before it is admitted; return whether there are any.
 
-        This is done once for each stay in the queue: what failed or came late is computed.
+        This is done once each time the request is queued: blocks whose reads fail or are late are computed.
         """
         request.kv.was_looked_up = True
         if request.kv.skips_cache:
@@ -106,7 +107,7 @@ class TieredKv(Kv):
             return False
         num_gained = num_blocks - num_usable if missing else 0
         queued = self._queued(missing)
-        # A request that names a peer has had its prompt computed there already.
+        # If a request names a peer, its prompt has been computed there.
         if request.message.peer is None and not self.rates.is_load_faster(queued, num_gained, len(slots)):
             self._probe([key for _, key in missing])
             return False
@@ -122,7 +123,7 @@ class TieredKv(Kv):
         return True
 
     def _is_awaiting(self, request: Request, num_blocks: int) -> bool:
-        """Return whether the request's peer may soon have more of the prompt than these leading blocks."""
+        """Return whether the request's peer may soon have more blocks of the prompt than the first `num_blocks`."""
         if request.message.peer is None or self._now_s >= request.arrival_s + request.message.peer_wait_s:
             return False
         is_open = self._stores.get(request.message.peer, {}).get("is_open", 0.0) > 0
@@ -136,12 +137,12 @@ class TieredKv(Kv):
         self._read(request, loading, slots, missing)
 
     def _read(self, request: Request, loading: Loading, slots: list[int], missing: list[tuple[int, bytes]]) -> None:
-        """Pin what the host has of the chain, and start reading the rest."""
-        self._pin(request, slots, "host")  # before any read: a read takes the slot that is evicted next
+        """Pin the host blocks of the chain, and start reading the missing ones."""
+        self._pin(request, slots, "host")  # before any read, because a read evicts the next slot
         loading.num_found = self._num_found
         for place, key in missing:
             ticket = self.index.start_load(key)
-            if ticket is None:  # no free slot: the chain is usable up to here
+            if ticket is None:  # no free slot: the chain ends here
                 loading.is_awaiting = False
                 break
             if ticket not in loading.wanted:
@@ -150,7 +151,7 @@ class TieredKv(Kv):
                 self._waiters.setdefault(ticket, []).append(request)
 
     def _queued(self, missing: list[tuple[int, bytes]]) -> Counter[str]:
-        """Return how much each store that is needed has to read, with what other requests have queued there."""
+        """Return the number of blocks to read from each store, including those queued for other requests."""
         in_flight = self.index.reads
         tickets = [self.index.ticket_of(key) for _, key in missing]
         mine = [
@@ -167,7 +168,7 @@ class TieredKv(Kv):
         return self._num_pins >= self._max_pins
 
     def _resume(self) -> list[Request]:
-        """Return the requests whose wait is over: all was read, or it takes too long."""
+        """Return the requests whose wait has ended: everything was read, or the deadline has passed."""
         done = []
         for request, loading in self.loading.items():
             if loading.is_awaiting and (loading.num_found != self._num_found or not self._is_awaiting(request, 0)):
@@ -181,7 +182,7 @@ class TieredKv(Kv):
         return done
 
     def _walk(self, request: Request, room: int) -> CachedChain:
-        """Return what the tiers have of the request's prefix, as far as that needs at most `room` host slots."""
+        """Return the chain of the request's prefix in the tiers, as far as it needs at most `room` host slots."""
         find, host, keys_of, room = self._pool.find, self.index.host.find, self.keys, max(room, 0)
 
         def find_anywhere(key: bytes) -> int:
@@ -204,7 +205,7 @@ class TieredKv(Kv):
         return CachedChain(num, keys_of.find(request, self.place, num).num_blocks, slots, missing)
 
     def _probe(self, keys: list[bytes]) -> None:
-        """Read a few blocks that no request waits for: a store that was slow once must be able to show that it no longer is."""
+        """Read a few blocks that no request waits for, to measure again a store that was slow before."""
         if self._now_s >= self._next_probe_s and not self.index.reads:
             self._next_probe_s = self._now_s + PROBE_EVERY_S
             for key in keys[: min(PROBE_BLOCKS, self._max_pins - self._num_pins)]:
@@ -229,7 +230,7 @@ class TieredKv(Kv):
         return self._pool.find(key) or -self.index.host.find(key)
 
     def _cached_prefix(self, request: Request, is_busy: bool) -> Prefix:
-        """Return the longest prefix in the pool, or with the host's part of it if copying is faster than computing."""
+        """Return the longest prefix in the pool, or in the pool and the host if copying is faster than computing."""
         far, near = self.keys.find(request, self.place), super()._cached_prefix(request, is_busy)
         num_gained = far.num_blocks - near.num_blocks
         if num_gained == 0:
@@ -253,7 +254,7 @@ class TieredKv(Kv):
         self.index.offer(key)
 
     def release(self, request: Request) -> None:
-        """End the request's reads and restores as well."""
+        """Release the pages, and end the request's reads and restores."""
         if request in self.loading:
             self._stop_loading(request)
         self._unpin(request)
@@ -265,14 +266,14 @@ class TieredKv(Kv):
         super().release(request)
 
     def _touch(self, keys: list[bytes]) -> None:
-        """Mark the keys as used in all tiers: a tier's content must not age because a nearer tier always answers."""
+        """Mark the keys as used in all tiers: a tier's content must not age because a nearer tier always has it."""
         self.index.touch(keys)
         if DISK in self.index.stores:
             self._touched += filter(self.index.stores[DISK].__contains__, reversed(keys))
 
     def begin_step(self, waiting: WaitingQueue, num_running: int) -> None:
-        """Choose the pages of earlier steps to save. Requests whose wait for reads is over come back to the queue, and the
-        next ones leave it where reading is worth it."""
+        """Choose pages of earlier steps to save. Requests whose reads have ended return to the queue, and the next ones
+        leave it if reading is worthwhile."""
         for request in self._restored:
             request.kv.is_restoring = False
         self._restored.clear()
@@ -311,7 +312,7 @@ class TieredKv(Kv):
         return Transfers(self._saves, restores, reads, writes, touches, keys, must_forget)
 
     def finish_step(self, step: Step, result: StepResult) -> None:
-        """Take in that the step's saves and restores are over, and the reads and writes of any step that have ended."""
+        """Process the end of the step's saves and restores, and of reads and writes of any step."""
         if step.transfers is not None:
             self.index.finish_saves(step.transfers.saves, self._pool)
             self.index.unpin([slot for slot, _ in step.transfers.restores])
@@ -335,13 +336,13 @@ class TieredKv(Kv):
             self._stores[name] = numbers
 
     def _complete(self, ticket: int, ok: bool) -> None:
-        """Take in the end of a read or write."""
+        """Process the end of a read or write. Return the store of a successful read, else an empty text."""
         read = self.index.reads.get(ticket)
         slot = self.index.complete(ticket, ok)
         for request in self._waiters.pop(ticket, ()):
             loading = self.loading.get(request)
             place = None if loading is None else loading.wanted.pop(ticket, None)
-            if loading is None or place is None:  # it has given up waiting
+            if loading is None or place is None:  # it no longer waits
                 continue
             self._num_pins -= 1
             if slot:
@@ -351,7 +352,7 @@ class TieredKv(Kv):
                 self._give_up_after(loading, place)
 
     def _give_up_after(self, loading: Loading, place: int) -> None:
-        """Stop waiting for later blocks: without block `place` of the chain they are of no use to this request."""
+        """Stop waiting for later blocks: without block `place` of the chain they are useless to this request."""
         loading.is_awaiting = False
         beyond = [ticket for ticket, other in loading.wanted.items() if other > place]
         for ticket in beyond:
@@ -360,7 +361,7 @@ class TieredKv(Kv):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is in flight, waits for a step to carry it, or has to be asked."""
+        """True if nothing is in flight, waits for a step, or has to be polled."""
         waits = self.loading or self._restoring or self._restored or self._is_new or self._must_forget
         return self.index.is_idle and not waits
 
@@ -369,7 +370,7 @@ class TieredKv(Kv):
         return self.is_stale or not self.is_idle
 
     def wake(self) -> None:
-        """Before the next admission, ask what peers have reported while the engine was idle."""
+        """Before the next admission, request the keys that peers have reported while the engine was idle."""
         self.is_stale = self._has_peers
 
     def forget(self) -> bool:
@@ -382,7 +383,7 @@ class TieredKv(Kv):
         return tier_stats(self.index, self.counts, self.rates, self._stores, self._block_bytes)
 
     def check(self, running: Iterable[Request], in_flight: Sequence[Transfers | None]) -> None:
-        """Assert every invariant; `in_flight` are the transfers of the steps that have no result yet."""
+        """Assert every invariant; `in_flight` are the transfers of steps without a result."""
         super().check(running, in_flight)
         pins = [slot for slots in self._pins.values() for slot in slots]
         assert self._num_pins == len(pins) + sum(len(loading.wanted) for loading in self.loading.values())
