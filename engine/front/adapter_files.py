@@ -1,7 +1,7 @@
 """Reads an adapter's files in a thread before the engine core does.
 
-A file on a hung mount then blocks that thread alone and not the core's, which has every request to serve; the core finds
-the content in the page cache. `AsyncEngine.load_adapter` calls this.
+Files on a hung mount then block only this thread, not the core, which serves all requests; the core finds the content
+in the page cache. `AsyncEngine.load_adapter` calls this.
 """
 
 import asyncio
@@ -12,14 +12,15 @@ from pathlib import Path
 from penstock.executor.protocol import AdapterError
 from penstock.executor.regular_files import open_regular
 
-STALL_S = 30.0  # without a byte for this long, the folder is refused
+STALL_S = 30.0  # the folder is refused after this time without a byte
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 CHUNK_BYTES = 4 * 2**20
 POLL_S = 0.005
 
 
 async def read_ahead(folder: str, stall_s: float = STALL_S) -> None:
-    """Read every adapter file in `folder` once. AdapterError: a file cannot be read, or reading it makes no progress."""
+    """Read every adapter file in `folder` once; raise AdapterError if one cannot be read, or reading makes no
+    progress."""
     reader = _Reader(Path(folder))
     reader.start()
     while reader.is_alive():
@@ -31,7 +32,7 @@ async def read_ahead(folder: str, stall_s: float = STALL_S) -> None:
 
 
 class _Reader(threading.Thread):
-    """A daemon thread, because one that hangs in the kernel must not keep the process from ending."""
+    """A daemon thread, so that reading that hangs in the kernel does not prevent the process from ending."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(name="adapter files", daemon=True)
@@ -44,7 +45,7 @@ class _Reader(threading.Thread):
         try:
             for self.reading in FILES:
                 path = self._folder / self.reading
-                if not path.exists():  # the core says what is missing
+                if not path.exists():  # the core reports missing files
                     continue
                 with open_regular(path) as file:
                     while file.read(CHUNK_BYTES):

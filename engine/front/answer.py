@@ -1,7 +1,7 @@
-"""Turns the core's outputs into updates for a reader: the `Answer` of a request, with a `Choice` for each of its sequences.
+"""Converts the core's outputs to updates: the `Answer` of a request, with a `Choice` for each of its sequences.
 
-A choice decodes ids into text as they arrive, holds back text that may become a stop string, and cuts at the first stop
-string. The server awaits an answer's updates as they arrive; the offline LLM reads all of them at the end.
+A choice decodes ids to text as they arrive, holds back text that may be the start of a stop string, and ends at the
+first stop string. The server awaits an answer's updates as they arrive; the offline LLM reads all of them at the end.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class Update(msgspec.Struct):
     stop_reason: int | str | None = None  # the stop id or stop string that ended it; None for the model's own end
     error: str | None = None
     is_refusal: bool = False  # with an error: the request itself is invalid
-    versions: list[int] = []  # of the weights that made each token; []: the weights of the start
+    versions: list[int] = []  # weights version of each token; []: the initial weights
     arrived_s: float = 0.0  # when its newest token arrived, since the request was submitted
 
 
@@ -86,7 +86,8 @@ class Choice:
         return self.state is ChoiceState.RUNNING
 
     def push(self, output: Output) -> Update:
-        """Return the update of this output; an empty one after the end, because the core samples on until it learns of it."""
+        """Return the update for this output; an empty one after the end, since the core samples until it is told of the
+        end."""
         update = Update(self.index)
         if not self.is_running:
             if output.finish_reason is not None:
@@ -112,7 +113,7 @@ class Choice:
         return update
 
     def _text(self, stream: TextStream, output: Output) -> tuple[str, int]:
-        """Return the new text, and how many of the output's tokens it has: tokens after a stop string are dropped."""
+        """Return the new text, and the number of the output's tokens in it: tokens after a stop string are dropped."""
         # The token that ended the sequence is one of the tokens, but has no text.
         is_stopped = output.stop_token is not None and output.tokens[-1:] == [output.stop_token]
         visible = output.tokens[:-1] if is_stopped and not self._include_stop else output.tokens
@@ -134,27 +135,28 @@ class Choice:
 
 
 class Answer:
-    """The results of a request so far: takes the core's outputs and returns updates, at most one per choice at a time.
+    """The results of a request so far: receives the core's outputs and returns updates, at most one per choice at a
+    time.
 
-    Unread updates are merged, so a slow reader costs only the memory of its own answer. Iterating waits for updates until
-    every choice has finished.
+    Unread updates are merged, so a slow reader costs only the memory of its own answer. Iteration waits for updates
+    until every choice has finished.
     """
 
     def __init__(self, messages: Sequence[Submit], choices: list[Choice], abort: Callable[[list[str]], None]) -> None:
-        """`abort` ends sequences in the core, by the ids of their messages; there is one for every choice."""
+        """`abort` ends sequences in the core, given the ids of their messages, one for every choice."""
         self.messages = messages
         self.choices = choices
         self.num_cached_tokens: int | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.embedding: bytes | None = None
-        self.error: str | None = None  # of the choice that failed first
-        self.is_refused = False  # the error is the request's own fault
+        self.error: str | None = None  # error of the first choice that failed
+        self.is_refused = False  # with an error: the request itself is invalid
         self.metrics = RequestMetrics()
         self.started_s = time.monotonic()
         # These concern the updates that were read:
         self.num_tokens = 0
-        self.finish_reasons: list[FinishReason] = []  # of the choices that have ended, in that order
-        self.read_s: float | None = None  # when the newest of these tokens arrived, since the start; set by the reader
+        self.finish_reasons: list[FinishReason] = []  # of ended choices, in the order in which they ended
+        self.read_s: float | None = None  # arrival of the newest of these tokens, since the start; set by the reader
         self._abort = abort
         self._num_running = len(choices)
         self._unread: dict[int, list[Update]] = {}
@@ -174,17 +176,17 @@ class Answer:
 
     @property
     def is_finished(self) -> bool:
-        """No choice will have more text; the core may still have to confirm it."""
+        """True if no choice will have more text, even if the core has not confirmed it yet."""
         return self._num_running == 0
 
     def take(self, index: int, output: Output) -> None:
-        """Take in an output of one choice."""
+        """Process an output of one choice."""
         choice = self.choices[index]
         update = choice.push(output)
         if not (update.token_ids or update.text or update.finish_reason):
             return
         if output.num_cached_tokens is not None:
-            # The other choices find the blocks of the first one, which are no saving.
+            # Not those of other choices, which hit the blocks that the first choice has just computed.
             known, found = self.num_cached_tokens, output.num_cached_tokens
             self.num_cached_tokens = found if known is None else min(known, found)
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
@@ -226,13 +228,13 @@ class Answer:
         return self.updates()
 
     async def begun(self) -> None:
-        """Wait until there is an update to read, or none will come."""
+        """Wait until there is an update to read, or there will be none."""
         while not self._unread and not self.is_finished:
             self._arrived.clear()
             await self._arrived.wait()
 
     def abort(self) -> None:
-        """End what still runs; the end comes as an update like any other."""
+        """Abort the running choices; their end arrives as an update like any other."""
         self._abort([self.messages[c.index].request_id for c in self.choices if c.is_running])
 
     def check(self) -> None:
@@ -253,7 +255,7 @@ class Answer:
 
 
 class OpenAnswers:
-    """The answers whose sequences still run in the core; finds the answer of each output."""
+    """The answers with running sequences; finds the answer that an output belongs to."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[Answer, int]] = {}  # by the sequence's request id: the answer, which choice
@@ -269,7 +271,7 @@ class OpenAnswers:
         self._places |= {message.request_id: (answer, index) for index, message in enumerate(answer.messages)}
 
     def deliver(self, output: Output) -> Answer | None:
-        """Give an output to its answer and return that; return None if the answer has had its last output."""
+        """Pass an output to its answer and return the answer; return None if the answer has had its last output."""
         request_id = output.request_id
         found = self._places.get(request_id) if output.finish_reason is None else self._places.pop(request_id, None)
         if found is None:

@@ -1,7 +1,8 @@
-"""The server's side of the engine core: starts the core process, sends it requests and hands each output to its answer.
+"""The server's side of the engine core: starts the core process, sends it requests and passes each output to its
+answer.
 
 One asyncio loop owns everything here. Whatever happens to the core process, every `Answer` ends: with the core's last
-output, or with an error that says what happened.
+output, or with an error that explains what happened.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ from penstock.executor.protocol import AdapterError, AdapterInfo, ModelInfo, Wei
 
 log = logging.getLogger("penstock.engine")
 
-STOP_GRACE_S = 5.0  # for the core to leave after Shutdown, before it is killed
+STOP_GRACE_S = 5.0  # time for the core to exit after Shutdown, before it is killed
 
 
 class EngineDead(Exception):
@@ -58,7 +59,7 @@ class EngineDead(Exception):
 
 
 class QueueFull(Exception):
-    """More requests are in flight than the engine is set to queue."""
+    """Raised for a request if as many are in flight as the engine may queue."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -74,7 +75,7 @@ class EngineHealth(msgspec.Struct, frozen=True):
 
 
 class AsyncEngine:
-    """`start`, then `generate` from any task of the loop; `close` ends the core process."""
+    """The engine for one server: `start`, then `generate` from any task of the loop; `close` ends the core process."""
 
     info: ModelInfo
 
@@ -87,7 +88,7 @@ class AsyncEngine:
         progress: Callable[[str], None] = lambda _line: None,
         core: str = "penstock.engine.core.process",
     ) -> None:
-        """`core`: the module that runs as the core process; another one can open another executor."""
+        """`core`: the module that runs as the core process; another one may open another executor."""
         self.stats = Stats()
         self.state = EngineState()
         self.config = config
@@ -107,7 +108,7 @@ class AsyncEngine:
         self._closing = False
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: ChildProcess | None = None
-        self._gone = asyncio.Event()  # its process has ended
+        self._gone = asyncio.Event()  # set when the process has ended
         self._ending: asyncio.Future[None] | None = None
         self._directory: Path | None = None
         self.on_step: Callable[[Outputs], None] | None = None  # the server's metrics listen here
@@ -115,7 +116,7 @@ class AsyncEngine:
         self.on_model: Callable[[ModelInfo], None] | None = None  # when its weights have changed
 
     async def start(self) -> None:
-        """Wait until the core's model is loaded."""
+        """Wait until the core has loaded the model."""
         try:
             if self._process is None:
                 self.spawn()
@@ -127,7 +128,7 @@ class AsyncEngine:
             raise
 
     def spawn(self) -> None:
-        """Start the core process without waiting for it, so that the caller can do something else meanwhile."""
+        """Start the core process without waiting for it, so that the caller can do other work meanwhile."""
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # `start` may never ask
@@ -192,7 +193,8 @@ class AsyncEngine:
         return self._ready is not None and self._ready.done() and not self._ready.cancelled()
 
     def health(self) -> EngineHealth:
-        """Judge by the core's heartbeat, its process and its running step, never by whether tokens come."""
+        """Return the health, from the core's heartbeat, process and running step, independent of the tokens it
+        produces."""
         heartbeat, liveness = self._heartbeat, self._liveness
         if self._death is not None:
             return EngineHealth(False, False, self._death)
@@ -208,7 +210,7 @@ class AsyncEngine:
         return EngineHealth(True, True, "ok")
 
     def admit(self, num_sequences: int = 1, num_preparing: int = 0) -> None:
-        """Raise what `generate` would raise without room or without a core. The server calls this before it tokenizes;
+        """Raise the errors of `generate` for a full queue or a dead core. The server calls this before it tokenizes;
         `num_preparing` is the number of admitted sequences that are being tokenized."""
         if self._death is not None:
             raise EngineDead(self._death)
@@ -262,7 +264,7 @@ class AsyncEngine:
             self._send(WatchCache(is_on, with_blocks))
 
     async def reset_prefix_cache(self) -> bool:
-        """Have the core forget all cached content; return False while something uses it."""
+        """Make the core drop all cached content; return False if some of it is in use."""
         return not (await self._ask("reset_prefix_cache")).error
 
     async def control(self, what: str, **fields: Any) -> EngineState:
@@ -273,7 +275,7 @@ class AsyncEngine:
         return answer.state
 
     async def load_adapter(self, path: str) -> AdapterInfo:
-        """Have the core load the adapter in this folder; raise AdapterError if it cannot."""
+        """Make the core load the adapter in this folder; raise AdapterError if it cannot."""
         await read_ahead(path)
         loading = self._ask("load_adapter", path=path)
         try:
@@ -286,7 +288,7 @@ class AsyncEngine:
         return answer.adapter
 
     def _ask(self, what: str, **fields: Any) -> asyncio.Future[Controlled]:
-        """Send a control message; return the future of its answer."""
+        """Send a control message; return the future of its reply."""
         if self._death is not None:
             raise EngineDead(self._death)
         number = next(self._ids)
@@ -360,7 +362,7 @@ class AsyncEngine:
             self._die(message.error)
 
     def _take_answer(self, message: Controlled) -> None:
-        """Take in the new state, even if the caller has left, and wake the caller."""
+        """Store the new state, even if the caller has left, and wake the caller."""
         self.state, before = message.state, self.info
         if self.state.fingerprint != before.fingerprint:
             self.info = msgspec.structs.replace(before, fingerprint=self.state.fingerprint)
@@ -380,7 +382,7 @@ class AsyncEngine:
         self._ending = asyncio.ensure_future(self._end(process))
 
     async def _end(self, process: ChildProcess) -> None:
-        how = await asyncio.to_thread(process.death) or "is gone"  # it may take a while to leave
+        how = await asyncio.to_thread(process.death) or "is gone"  # it may take a while to exit
         self._drain()
         self._die("the engine is closed" if self._closing else f"the engine core {how}")
         self._gone.set()

@@ -1,4 +1,4 @@
-"""Requests to models that classify, and the meaning of their numbers; for the server and the offline LLM."""
+"""Requests to classification models, and the meaning of their outputs; for the server and the offline LLM."""
 
 import math
 from array import array
@@ -35,10 +35,10 @@ def asking_for(labels: LabelInfo, tokenizer: Tokenizer | None) -> SamplingParams
 
 
 def shown(labels: LabelInfo, numbers: bytes, activates: bool = True) -> list[float]:
-    """Return one number for each label: probabilities, or without `activates` the model's numbers."""
+    """Return one number for each label: its probability, or the model's output if `activates` is false."""
     values = array("f", numbers).tolist()
     if labels.tokens is not None:
-        values = [values[1] - values[0]]  # of the two tokens alone, yes has the probability of its sigmoid
+        values = [values[1] - values[0]]  # the softmax of two logits is the sigmoid of their difference
     if not activates or labels.activation == "identity":
         return values
     if labels.activation == "sigmoid":
@@ -52,8 +52,11 @@ def shown(labels: LabelInfo, numbers: bytes, activates: bool = True) -> list[flo
 def pair_prompts(
     template: ChatTemplate | None, first: list[str], second: list[str], fields: tuple[str, str]
 ) -> tuple[list[str], bool]:
-    """Return the prompts of one text with each of several, or of each with its own; and whether special tokens are added.
-    A template for pairs has messages of the roles query and document; without one the texts are concatenated."""
+    """Return the prompts for one text with each of several, or each with its own; and whether special tokens are added.
+
+    A template for pairs gets messages of the roles query and document; without such a template the texts are
+    concatenated.
+    """
     if len(first) not in (1, len(second)) or not second:
         what = f"{len(first)} texts for {len(second)} of {fields[1]}; one, or as many, and at least one, are expected"
         raise InvalidRequest(fields[0] if second else fields[1], what)

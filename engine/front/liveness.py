@@ -1,7 +1,7 @@
-"""Decides from its heartbeat, its process state and its CPU clock whether the engine core is lost or only starved of CPU.
+"""Decides from heartbeat, process state and CPU time whether the engine core is lost or only starved of CPU.
 
-A core that is stopped or dead is lost as soon as it is silent. One that is runnable or uses CPU is alive however silent it
-is, until a far longer limit: on a busy machine heartbeats come late. `AsyncEngine` calls `heard` and `tick`.
+A core that is stopped or dead is lost as soon as it is silent. One that is runnable or uses CPU counts as alive until a
+far longer limit: on a busy machine heartbeats are late. `AsyncEngine` calls `heard` and `tick`.
 """
 
 import os
@@ -13,11 +13,11 @@ from typing import Literal, NamedTuple
 from penstock.executor.process_life import HEARTBEAT_S
 
 TICK_S = 0.25
-SILENCE_S = 5 * HEARTBEAT_S  # then the process is examined
-STUCK_S = 30.0  # of these seconds without being runnable and without CPU, it hangs in a lock or a system call
-RUNAWAY_S = 300.0  # silent for so long, it is lost whatever it computes
-# The least share of a core that counts as progress. A thread that only waits for the interpreter's lock, which a hung one
-# holds, wakes 200 times a second and uses up to 1 %.
+SILENCE_S = 5 * HEARTBEAT_S  # silence after which the process is examined
+STUCK_S = 30.0  # neither runnable nor using CPU for so long: it hangs in a lock or a system call
+RUNAWAY_S = 300.0  # silence after which it is lost even if it uses CPU
+# The minimum CPU use that counts as progress. A thread that waits for the interpreter's lock, held by a hung thread,
+# wakes 200 times a second and uses up to 1 %.
 PROGRESS_SHARE = 0.05
 GONE_STATES = frozenset("TtZXx")  # stopped, traced, zombie, dead
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
@@ -34,7 +34,7 @@ class ProcessLook(NamedTuple):
 
 
 def look_at(pid: int) -> ProcessLook | None:
-    """Read the state of a process; None where it is gone or there is no /proc."""
+    """Read the state of a process; None if it does not exist or there is no /proc."""
     try:
         fields = _stat_fields(Path(f"/proc/{pid}/stat"))
         threads = [_stat_fields(path)[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
@@ -44,7 +44,7 @@ def look_at(pid: int) -> ProcessLook | None:
 
 
 def _stat_fields(path: Path) -> list[str]:
-    """Return the fields behind the command's name, which may hold spaces and parentheses."""
+    """Return the fields after the command's name, which may contain spaces and parentheses."""
     return path.read_text().rpartition(")")[2].split()
 
 
@@ -54,7 +54,7 @@ class Liveness:
         look: Callable[[int], ProcessLook | None] = look_at,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pid: int | None = None  # without a process, nothing is judged
+        self.pid: int | None = None  # None: there is no process to examine
         self._look, self._clock = look, clock
         self._ticked_s = clock()
         self._last: ProcessLook | None = None
@@ -63,14 +63,14 @@ class Liveness:
         self.verdict: Verdict = "heard"
 
     def heard(self) -> None:
-        """Note that the core has sent a message."""
+        """Record that the core has sent a message."""
         self.silent_s = self._stuck_s = 0.0
         self._last = None
         self.verdict = "heard"
 
     def tick(self) -> None:
-        """Call every TICK_S. Time by which the calls come late is this process's own delay and is not counted: messages of
-        the core may wait unread."""
+        """Examine the core; call every TICK_S. If calls are late, this process was delayed: that time is not counted,
+        because messages of the core may be unread."""
         now_s = self._clock()
         passed_s = min(now_s - self._ticked_s, 2 * TICK_S)
         self._ticked_s = now_s
@@ -89,7 +89,7 @@ class Liveness:
 
     @property
     def reason(self) -> str:
-        """The verdict in words."""
+        """The verdict as text."""
         silence = f"the engine core has been silent for {self.silent_s:.0f} s"
         if self.verdict == "starved":
             return f"{silence}; its process is alive and gets too little CPU, or hangs"

@@ -24,7 +24,7 @@ PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """A PEFT adapter in a folder. The first request with it reads the folder; another number reads the folder again."""
+    """A PEFT adapter in a folder. The first request with it reads the folder; another number makes it read again."""
 
     lora_name: str
     lora_int_id: Annotated[int, Meta(ge=1)]
@@ -42,7 +42,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def split_salt(prompt: Prompt) -> tuple[str | list[int], str | None]:
     """Return the text or the token ids of a prompt, and its cache salt."""
-    if isinstance(prompt, bytes):  # the core's own form, which is not checked again
+    if isinstance(prompt, bytes):  # already checked and encoded
         raise InvalidRequest("prompt", "bytes given; a text or a list of token ids is expected")
     if not isinstance(prompt, dict):
         return prompt, None
@@ -69,7 +69,7 @@ def for_each(field: str, given: T | Sequence[T | None] | None, kind: type[T], nu
 
 
 class LoadedAdapters:
-    """The adapters of earlier calls. Beyond `most`, the least recently used one is unloaded."""
+    """The adapters of earlier calls, at most `most`; the least recently used one is unloaded first."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -119,9 +119,9 @@ class Progress:
 
 @contextlib.contextmanager
 def interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Delay Ctrl-C until the yielded function is called: an interrupted step leaves half of its writes.
+    """Delay Ctrl-C until the yielded function is called, because an interrupted step would be half applied.
 
-    A second Ctrl-C is not delayed. Outside the main thread no signal arrives, and nothing is changed.
+    A second Ctrl-C is not delayed. Outside of the main thread there are no signals, and this does nothing.
     """
     pending: list[int] = []
 

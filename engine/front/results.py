@@ -46,9 +46,7 @@ class CompletionOutput(msgspec.Struct):
     stop_reason: int | str | None = None
     logprobs: list[Candidates] | None = None
     cumulative_logprob: float | None = None
-    weights_versions: list[int] | None = (
-        None  # of the weights that made each token, as numbers of updates; None without updates
-    )
+    weights_versions: list[int] | None = None  # weights version of each token; None before any update
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -62,7 +60,7 @@ class RequestOutput(msgspec.Struct):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
-    prompt_logprobs: list[Candidates | None] | None = None  # None for the first token, which nothing predicts
+    prompt_logprobs: list[Candidates | None] | None = None  # None for the first token, which is not predicted
     metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
     finished: bool = True
 
@@ -90,7 +88,7 @@ class ScoringOutput(msgspec.Struct):
 
 
 class PooledRequestOutput(msgspec.Struct, Generic[Shown]):
-    """The result of a prompt without an answer, as `LLM.embed`, `classify` and `score` return it."""
+    """The result of a prompt for `LLM.embed`, `classify` or `score`."""
 
     request_id: str
     prompt: str | None
@@ -102,7 +100,7 @@ class PooledRequestOutput(msgspec.Struct, Generic[Shown]):
 
 
 class RequestsFailed(RuntimeError):
-    """Some requests of a call failed while they ran. `results` has those of the others, each in its place."""
+    """Some requests of a call failed while they ran. `results` has the results of the others, at their positions."""
 
     def __init__(self, errors: Sequence[str | None], results: Sequence[Any]) -> None:
         place, error = next((place, error) for place, error in enumerate(errors) if error is not None)
@@ -113,7 +111,7 @@ class RequestsFailed(RuntimeError):
 
 
 def completed(answer: Answer, prompt: str | None, text: TokenText | None) -> RequestOutput:
-    """Return the result of a finished answer whose updates have not been read."""
+    """Return the result of a finished answer whose updates have not been read yet."""
     entries, is_scored = answer.prompt_logprobs, answer.messages[0].sampling.prompt_logprobs is not None
     return RequestOutput(
         request_id=answer.request_id,

@@ -1,4 +1,4 @@
-"""From a user's request to the core's messages: what the server and the offline LLM check and build alike."""
+"""Converts a user's request to the core's messages; shared by the server and the offline LLM."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -56,8 +56,8 @@ def token_bytes(tokens: Sequence[int], vocab_size: int, field: str = "prompt") -
     if not tokens:
         raise InvalidRequest(field, "the prompt is empty; at least one token is needed")
     try:
-        packed = array("I", tokens)  # without a sign: below 0 is an overflow as well
-        # 131k ids: 3.1 ms; numpy's maximum takes 1.6, and its import 70 that a start and the first request would wait.
+        packed = array("I", tokens)  # unsigned, so negative ids overflow as well
+        # 3.1 ms for 131k ids. numpy's maximum takes 1.6, but its import would delay the start or first request by 70.
         if max(packed) < vocab_size:
             return packed.tobytes()
     except TypeError:
@@ -77,7 +77,7 @@ def check_length(num_tokens: int, info: ModelInfo, field: str = "prompt", num_an
 
 
 def check_room(num_tokens: int, max_tokens: int | None, info: ModelInfo, field: str = "max_tokens") -> None:
-    """Raise InvalidRequest unless an answer of `max_tokens` fits behind the prompt."""
+    """Raise InvalidRequest unless an answer of `max_tokens` tokens fits into the context after the prompt."""
     room = info.max_model_len - num_tokens
     if max_tokens is not None and max_tokens > room:
         raise InvalidRequest(
@@ -96,13 +96,16 @@ def submissions(
     kv_transfer: KvTransfer | None = None,
     **fields: Unpack[SubmitFields],
 ) -> list[Submit]:
-    """Return one message per choice, named `request_id.index`. The choices find each other's prompt in the prefix cache.
-    `sampling` is made of `params`; each choice gets its own seed."""
+    """Return one message per choice, with the ids `request_id.index`.
+
+    Later choices hit the first one's prompt in the prefix cache. `sampling` is derived from `params`; each choice gets
+    its own seed.
+    """
     has_grammar = fields.get("grammar") is not None
     assert (params.structured_outputs is None) != has_grammar, "a grammar is made of structured_outputs"
     given = kv_transfer or KvTransfer()
     peer = None if given.peer is None else peer_name(given.peer)
-    if given.peer is not None and peer not in info.stores:  # the operator alone says with whom this engine connects
+    if given.peer is not None and peer not in info.stores:  # only the operator chooses peers
         raise InvalidRequest("kv_transfer_params.peer", f"{given.peer[:64]!r} is none of this engine's --kv-peer")
     room = info.max_model_len - len(prompt) // 4
     return [

@@ -30,36 +30,37 @@ class AccessLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     queue_ms: float | None = None
     first_token_ms: float | None = None
     first_byte_ms: float | None = None  # for relayed answers
-    finish_reason: str | None = None  # of all choices
+    finish_reason: str | None = None  # finish reasons of all choices
     replica: str | None = None  # the replica that answered, in a router's line
     attempts: int | None = None
     trace_id: str | None = None
 
 
 class AccessLog:
-    """Lines stand at level info, those of probes at debug, under the name of the room that writes them."""
+    """Writes access lines at level info, those of probes at level debug, to the logger of the calling room."""
 
     def __init__(self, form: AccessForm, room: str) -> None:
         self._is_json, self._room = form == "json", room
         self._log = logging.getLogger(f"penstock.{room}.access")
-        if self._is_json:  # the line is all there is
+        if self._is_json:  # JSON without a prefix
             handler = logging.StreamHandler(sys.stderr)
             handler.setFormatter(logging.Formatter("%(message)s"))
             self._log.handlers, self._log.propagate = [handler], False
 
     def level(self, is_probe: bool) -> int | None:
-        """Return the level of a line; None if it is not to be written."""
+        """Return the level of a line; None if it must not be written."""
         level = logging.DEBUG if is_probe else logging.INFO
         return level if self._log.isEnabledFor(level) else None
 
     def write(self, level: int, line: AccessLine) -> None:
         text = as_json(line) if self._is_json else as_text(line)
-        # Without a look at who calls, which takes longer than the line.
+        # Without finding the caller's source line, which would take longer than writing the line.
         self._log.handle(self._log.makeRecord(self._log.name, level, "", 0, text, (), None))
 
 
 def as_json(line: AccessLine) -> str:
-    """Return the line as JSON in ASCII: some readers take other characters than a line feed for the end of a line."""
+    """Return the line as JSON in ASCII, because some log readers also take other characters than a line feed as a line
+    end."""
     line.time = datetime.now(UTC).isoformat(timespec="milliseconds")
     return json.dumps(msgspec.to_builtins(line), separators=(",", ":"))
 

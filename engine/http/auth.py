@@ -1,7 +1,7 @@
-"""Checks API keys: one choke point before routing, closed unless a route is listed as open.
+"""Checks API keys at one place before routing. A route requires a key unless it is listed as open.
 
-The decision uses the method and the path exactly as the router will match them, never a path put together
-from the Host header, and never a prefix: both have been ways round a key in other servers.
+The decision uses the method and the path exactly as the router matches them, never a path derived from the Host header
+and never a prefix: both have been ways around a key in other servers.
 """
 
 import hashlib
@@ -34,12 +34,13 @@ class Keys:
         return bool(self._digests)
 
     def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Return whether the request carries a key, as `Authorization: Bearer KEY` or `x-api-key: KEY`, and no wrong one."""
+        """Return whether the request has a key, as `Authorization: Bearer KEY` or `x-api-key: KEY`, and no wrong
+        one."""
         return self.number(headers) is not None
 
     def number(self, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-        """Return which of the keys the request carries, counted from 1; this number may be logged. None: it carries none,
-        or one that is not accepted. Of several accepted keys the first counts."""
+        """Return the number of the request's key, from 1, which may be logged; None: it has none, or one that is not
+        accepted. If it has several accepted keys, the first counts."""
         numbers = [self._number_of(given) for given in _digests_of(headers)]
         return None if not numbers or None in numbers else numbers[0]
 
@@ -51,7 +52,7 @@ class Keys:
 
 
 class Authentication:
-    """ASGI middleware: without one of the keys only OPEN_ROUTES answer, and `refusal` all else, whatever the method."""
+    """ASGI middleware: without an accepted key only OPEN_ROUTES answer; `refusal` answers all other requests."""
 
     def __init__(self, app: ASGIApp, keys: Keys, refusal: ASGIApp) -> None:
         self.app, self.keys, self.refusal = app, keys, refusal
@@ -67,18 +68,18 @@ class Authentication:
 
 
 def key_digest(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the digest of the first key that came with a request; None: there is none."""
+    """Return the digest of the request's first key; None if it has none."""
     return next(iter(_digests_of(headers)), None)
 
 
 def _digests_of(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes | None]:
-    """Return the digest of every key that came with a request; None stands for a value that holds no key."""
+    """Return the digests of all keys in the request; None for a value without a key."""
     parts = [value.partition(b" ") for value in bearers(headers)]
     return [_digest(key.strip()) if scheme.lower() == b"bearer" else None for scheme, _, key in parts]
 
 
 def bearers(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-    """Return all keys that came, as values of `Authorization`."""
+    """Return all keys in the request, in the form of `Authorization` values."""
     return [value if name == b"authorization" else b"Bearer " + value for name, value in headers if name in CARRIERS]
 
 

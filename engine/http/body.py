@@ -1,8 +1,7 @@
-"""Decodes the bytes of a request into a typed struct, refuses early, and names the field at fault.
+"""Decodes the bytes of a request into a typed struct, with early refusal and errors that name the field.
 
-Decoding goes in two passes: the first only finds where each top-level value begins and ends (1 GB/s), so that unknown,
-duplicate and oversized fields are refused before anything is built from them; the second decodes into the struct,
-strictly.
+Decoding has two passes: the first only finds the bounds of each top-level value (1 GB/s), so that unknown, duplicate
+and oversized fields are refused before anything is built from them; the second decodes into the struct, strictly.
 """
 
 import re
@@ -28,7 +27,7 @@ _MEDIA = re.compile(r"invalid value ('(?:image|document)')")  # msgspec's messag
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Read the whole body. The connection has bounded its size."""
+    """Read the whole body. The connection has limited its size."""
     chunks: list[bytes] = []
     while True:
         message = await receive()
@@ -63,7 +62,7 @@ def split_object(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def decode(kind: type[T], source: bytes | msgspec.Raw, field: str = "") -> T:
-    """Decode `source`, the value of `field` or the whole body; an objection becomes a 400 that names its place."""
+    """Decode `source`, the value of `field` or the whole body; raise a 400 that names the path of an invalid value."""
     try:
         found: T = _decoder(kind).decode(source)  # type: ignore[arg-type]  # types are hashable
         return found

@@ -1,9 +1,8 @@
-"""uvicorn's httptools connection with the guards it lacks: header size, slow senders, body size, unread answers.
+"""uvicorn's httptools connection with limits that it lacks: header size, slow senders, body size, unread answers.
 
-httptools has no limit on headers (200 MB of them were accepted elsewhere), and an ASGI application sees a
-request only when its headers are complete, so these guards have to sit here. A refusal is written in the
-error format of the API, then what the client still sends is thrown away for a moment: a reset would
-otherwise overtake the answer.
+httptools does not limit headers (another server accepted 200 MB of them), and an ASGI application gets a request only
+when its headers are complete, so these checks have to be here. A refusal is written in the error format of the API;
+then further input is discarded for a moment, because a reset could overtake the answer.
 """
 
 import asyncio
@@ -144,7 +143,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._refuse(413, f"the body is larger than {self.limits.max_body_bytes} bytes (--max-body-bytes)")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer `status` if it is this request's turn to be answered, and end the connection."""
+        """Answer with `status` if it is this request's turn, and end the connection."""
         if self._is_refused:  # the parser may refuse it too
             return
         self.refused[status] += 1
@@ -169,7 +168,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._set_deadline(LINGER_S, self.transport.abort)
 
     def _is_own_turn(self) -> bool:
-        """Return whether the client would take an answer written now for the answer to the request being read."""
+        """Return whether the client would interpret an answer sent now as the answer to the request being read."""
         if self._is_in_headers:
             return self.cycle is None or self.cycle.response_complete
         return not self.cycle.response_started and not self.pipeline

@@ -1,4 +1,4 @@
-"""The parts of which server and router make their metrics: a histogram that costs a bisection to observe, and families of figures."""
+"""Building blocks of the server's and the router's metrics: histograms and metric families."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 class Distribution:
-    """Counts per bucket. `bounds` are upper limits, the last bucket is open."""
+    """A histogram. `bounds` are the upper limits of its buckets; the last bucket is open."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
         self.name, self.help_text, self.bounds = name, help_text, bounds
@@ -31,7 +31,7 @@ class Distribution:
 def family(
     kind: Kind, name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
 ) -> Metric:
-    """Return a family of figures. `rows`: the values of the labels, and the figure."""
+    """Return a metric family. `rows`: label values, and the sample's value."""
     found = kind(name, text, labels=labels)
     for values, figure in rows:
         found.add_metric(values, figure)

@@ -1,8 +1,8 @@
-"""The one error format of every HTTP answer: `{"type": "error", "error": {"message", "type", "param", "code"}}`, in which
-clients of OpenAI's and of Anthropic's API find what they look for.
+"""The error format of every HTTP response: `{"type": "error", "error": {"message", "type", "param", "code"}}`, which
+clients of OpenAI's and of Anthropic's API understand.
 
-Whatever a client sent is clipped before it is echoed: a body once made another server answer with five
-thousand times its size.
+Values sent by a client are truncated before they are echoed: a body once made another server send a response five
+thousand times as large.
 """
 
 import re
@@ -40,7 +40,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
 
 class HttpError(Exception):
-    """The error for an answer other than success. `param` is the request field at fault."""
+    """An error response. `param` is the invalid field of the request."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
@@ -56,7 +56,7 @@ class HttpError(Exception):
 
 
 class ClientGone(Exception):
-    """The error raised when the client has closed the connection, so that nobody would read an answer."""
+    """Raised when the client has closed the connection, so that nobody would read a response."""
 
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:

@@ -1,7 +1,7 @@
-"""The life of the HTTP server: accept, close. Signals and draining are the caller's.
+"""The lifetime of the HTTP server: accepts connections and closes them. Signals and draining are the caller's task.
 
-uvicorn's own Server is not used: it owns the signals, polls, and closes the listener before it drains, so a
-client would see a refused connection where it should see 503.
+uvicorn's own Server is not used: it handles signals itself, polls, and closes the listener before it drains, so clients
+would get a refused connection instead of a 503.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class Listener:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        """Stop accepting; complete answers get a moment to be written, all other connections are aborted."""
+        """Stop accepting. Complete answers get a moment to be written; all other connections are aborted."""
         assert self._clock is not None
         for server in self._servers:
             server.close()
@@ -73,7 +73,7 @@ class Listener:
         await self._settle()
 
     async def _settle(self) -> None:
-        """Wait until no connection and no request is left, but not for long."""
+        """Wait briefly until no connection and no request is left."""
         deadline_s = time.monotonic() + SETTLE_S
         while (self.connections or self._state.tasks) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)

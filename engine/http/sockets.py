@@ -1,4 +1,4 @@
-"""Binds the sockets of a server, before anything is loaded that serves them."""
+"""Binds the sockets of a server before the model is loaded."""
 
 import errno
 import socket

@@ -40,7 +40,7 @@ class Telemetry:
 
 
 def traces_url(endpoint: str) -> str:
-    """Return where spans are posted; ValueError if `endpoint` is no address of a collector."""
+    """Return the URL that spans are posted to; raise ValueError if `endpoint` is not the address of a collector."""
     try:
         parts = urlsplit(endpoint)
         is_usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -55,7 +55,7 @@ def traces_url(endpoint: str) -> str:
 
 
 def check(telemetry: Telemetry, environment: Mapping[str, str]) -> None:
-    """Raise a ValueError that names the option that cannot run."""
+    """Raise a ValueError that names an invalid option."""
     log_levels(telemetry.log_level or environment.get(LOG_VARIABLE, "info"))
     if telemetry.otlp_traces_endpoint is not None:
         traces_url(telemetry.otlp_traces_endpoint)

@@ -2,8 +2,8 @@
 
     u32 little-endian: length of the JSON │ the JSON, its `messages` or `prompt` null │ ids, int32 little-endian
 
-39,000 ids are 156 KB here and 284 KB of JSON, and the engine neither renders nor tokenizes again. A client with a key
-may ask in this form: ids are checked against the vocabulary, as those in a `prompt` are.
+39,000 ids are 156 KB here and 284 KB in JSON, and the engine neither renders nor tokenizes again. Any client with a key
+may use this form: ids are checked against the vocabulary, like those in a `prompt`.
 """
 
 import struct

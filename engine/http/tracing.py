@@ -1,8 +1,8 @@
-"""Spans through the OpenTelemetry SDK, and the trace that a request belongs to (W3C Trace Context).
+"""Spans of the OpenTelemetry SDK, and the trace that a request belongs to (W3C Trace Context).
 
-Loaded only where traces are asked for: the SDK is the extra `penstock[otel]`. Its own environment variables configure the
-exporter, the batches, the resource and, without --trace-share, the sampler. Spans are made from times that the process has
-measured on the monotonic clock; all of a request are moved to the wall clock by the same distance.
+Imported only if tracing is enabled: the SDK is the extra `penstock[otel]`. Its own environment variables configure the
+exporter, the batches, the resource and, without --trace-share, the sampler. Spans are made from times on the monotonic
+clock; all spans of a request are shifted to the wall clock by the same offset.
 """
 
 import logging
@@ -47,7 +47,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("penstock", penstock.__version__)
 
     def begin(self, headers: Iterable[tuple[bytes, bytes]], name: str, begun_s: float) -> "Trace":
-        """Begin the span of a request that came with these headers, whose names are in lower case."""
+        """Begin the span of a request with these headers, whose names are in lower case."""
         carrier: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
         for name_sent, value in headers:
             if (found := carrier.get(name_sent.decode("latin-1"))) is not None:
@@ -114,7 +114,8 @@ def open_exporter(telemetry: Telemetry) -> SpanExporter:
 
 
 def _resource(service: str) -> Resource:
-    """Return what describes this process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come first."""
+    """Return the resource that describes this process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take
+    precedence."""
     own: dict[str, str | int] = {
         "service.name": service,
         "service.version": penstock.__version__,

@@ -1,4 +1,4 @@
-"""Builds the requests of `penstock bench serve` with their arrival times, then sends each at its time and measures its answer."""
+"""Builds the requests of `penstock bench serve`, sends each at its arrival time and measures its answer."""
 
 import argparse
 import asyncio
@@ -74,7 +74,7 @@ def build_calls(
 
 
 def _times(args: argparse.Namespace, samples: list[Sample]) -> list[float]:
-    """Return when each of the samples is sent, in seconds after the start."""
+    """Return the time to send each sample, in seconds after the start."""
     if samples[0].arrival_s is None:
         return arrival_times(len(samples), args.request_rate, args.burstiness, random.Random(args.seed))
     if not math.isinf(args.request_rate):
@@ -83,11 +83,11 @@ def _times(args: argparse.Namespace, samples: list[Sample]) -> list[float]:
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
-    """Draw when each of `count` requests is sent, in seconds after the start, at `rate` per second on average.
+    """Draw the times to send `count` requests, in seconds after the start, at `rate` per second on average.
 
-    The gaps follow a gamma distribution: burstiness 1 is a Poisson process, less comes in bursts, more is
-    more even, infinity is a metronome. An infinite rate sends all at once. The times are scaled so that
-    the last one falls on count / rate, so that two seeds put the same load on a server.
+    The gaps follow a gamma distribution: burstiness 1 is a Poisson process, less is burstier, more is more regular, and
+    infinity means equal gaps. An infinite rate sends all at once. The times are scaled so that the last one is count /
+    rate, so that two seeds put the same load on a server.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -126,10 +126,8 @@ def headers_of(given: Iterable[str]) -> dict[str, str]:
 
 
 async def first_model(client: Client, headers: dict[str, str], timeout_s: float) -> str:
-    """Return the name of the first model that the server lists; it may take `timeout_s` to be up.
-
-    Raises ConfigError where there is no server then, or none that lists a model; at once where it refuses the key.
-    """
+    """Return the name of the first model that the server lists, waiting up to `timeout_s` for the server. Raise
+    ConfigError if there is no server then, or no model; at once if the server refuses the key."""
     where = f"{client.target.host}:{client.target.port}"
     deadline = time.monotonic() + timeout_s
     while True:
@@ -155,7 +153,7 @@ async def first_model(client: Client, headers: dict[str, str], timeout_s: float)
 async def drive(
     client: Client, calls: Sequence[EncodedCall], max_concurrency: int | None = None, show: bool = False
 ) -> Run:
-    """Send every call at its arrival time, or later where `max_concurrency` holds it back in the client."""
+    """Send every call at its arrival time, or later if `max_concurrency` delays it in the client."""
     allow_open_files(min(len(calls), max_concurrency or len(calls)) + SPARE_FILES)
     room = asyncio.Semaphore(max_concurrency or len(calls))
     started = time.perf_counter()
@@ -178,7 +176,7 @@ async def drive(
 
 
 async def _send(client: Client, call: EncodedCall, room: asyncio.Semaphore, ended: Callable[[], object]) -> Outcome:
-    """Send one call when there is room for it, and measure its answer."""
+    """Send one call when `max_concurrency` allows it, and measure its answer."""
     async with room:
         reply = MeasuredAnswer(time.perf_counter())
         try:

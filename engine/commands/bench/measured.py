@@ -10,7 +10,7 @@ import msgspec
 from penstock.engine.commands.bench.summary import Outcome
 from penstock.engine.commands.prove.stream import Events
 
-ERROR_BYTES = 2000  # of an error's body are kept
+ERROR_BYTES = 2000  # kept of an error's body
 
 
 class _Delta(msgspec.Struct):
@@ -26,7 +26,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def piece(self) -> str | None:
-        """Return the text that arrived; None for an event without a token: the role of a chat, or a bare end mark."""
+        """Return the event's text; None for an event without a token: the role of a chat, or an end mark."""
         if self.delta is not None:
             delta = self.delta
             return delta.content or delta.reasoning or delta.reasoning_content or ("" if delta.tool_calls else None)
@@ -54,7 +54,7 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 
 class MeasuredAnswer:
-    """One answer while it arrives. Times are of the caller's clock, in seconds."""
+    """One answer while it arrives. Times are on the caller's clock, in seconds."""
 
     def __init__(self, start_s: float) -> None:
         self.start_s = start_s
@@ -70,7 +70,7 @@ class MeasuredAnswer:
         self._events = Events()
 
     def take(self, status: int, data: bytes, now_s: float) -> None:
-        """Take in bytes of the body that have just arrived."""
+        """Add bytes of the body that have just arrived."""
         if status != 200:
             self._error += data[: ERROR_BYTES - len(self._error)]
             return

@@ -1,4 +1,4 @@
-"""Prompts from files: ShareGPT's conversations, and traces of what a service was asked and when."""
+"""Prompts from files: ShareGPT's conversations, and recorded traces of services."""
 
 import argparse
 import csv
@@ -76,7 +76,7 @@ def timed_trace_samples(args: argparse.Namespace, count: int, source: PromptSour
         mooncake = (msgspec.json.decode(line, type=_Asked) for line in _lines(path))
         asked.extend(
             islice(_azure(path) if path.suffix == ".csv" else mooncake, count)
-        )  # one by one, so that the error can name the bad one
+        )  # one by one, so that the error can name an invalid line
     except BAD_DATA as error:
         raise ConfigError(
             f"dataset_path: {path}, request {len(asked) + 1}: {error}; no trace of a known format"
@@ -122,7 +122,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _enough(found: list[Sample], count: int, path: Path) -> list[Any]:
-    """Return `count` samples; where the file has fewer, repeat them and say so on stderr."""
+    """Return `count` samples; if the file has fewer, repeat them and report that on stderr."""
     if not found:
         raise ConfigError(f"dataset_path: {path} has no prompt that can be used")
     if len(found) < count:

@@ -1,6 +1,6 @@
-"""`penstock bench startup`: the time from starting a server's process to the first token it answers with.
+"""`penstock bench startup`: measures the time from starting a server's process to the first token of its first answer.
 
-It starts `penstock serve`, or any other server with `--command`, and polls it over HTTP until a completion is answered: a
+It starts `penstock serve`, or another server with `--command`, and polls it over HTTP until a completion is answered: a
 server that listens or reports good health may not answer yet.
 """
 
@@ -130,7 +130,7 @@ def measure(
 
 
 def _poll(server: "subprocess.Popen[bytes]", port: int, method: str, path: str, body: Any, deadline: float) -> Any:
-    """Poll until the answer is 200. Answers of a server that is still loading (refused connections, 404, 503) are not final."""
+    """Poll until the status is 200. Responses of a server that is still loading (refused, 404, 503) are not final."""
     last = "nothing listens"
     while time.perf_counter() < deadline:
         if server.poll() is not None:

@@ -1,4 +1,4 @@
-"""Synthetic prompts: of random tokens, or with a few prefixes that repeat."""
+"""Synthetic prompts: random tokens, or a few prefixes with many suffixes."""
 
 import argparse
 import random

@@ -1,8 +1,8 @@
-"""The page at `/` of a server: one HTML document, with its style and script within it.
+"""The page at `/` of a server: one HTML document that contains its style and script.
 
-One document because `/` is the one route beside the liveness probe that is open without a key; it carries no data,
-and its script asks the other routes with the key that the user gives. The policy names the style and the script by
-their digests and forbids HTML made from text, so nothing that a model or a user wrote can become part of the page.
+It is a single document because only `/` and the liveness probe are open without a key; it contains no data, and its
+script requests the other routes with the key that the user enters. The content security policy names the style and the
+script by their digests and forbids HTML made from text, so text of a model or a user cannot become part of the page.
 """
 
 import base64
@@ -22,7 +22,7 @@ class Page(NamedTuple):
 
 
 def document() -> Page:
-    """Return the page and the headers that lock it down."""
+    """Return the page and its headers, including the content security policy."""
     style = _read("page.css")
     script = "\n".join(map(_read, SCRIPTS))
     assert "</" not in style and "</script" not in script  # either would end its element
