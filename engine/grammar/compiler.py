@@ -29,8 +29,6 @@ COMPILE_LIMIT_S = 2.0  # CPU time of the compiling thread, so that load on the m
 WAIT_LIMIT_S = 20.0  # wall time since a thread started the job
 LOOK_S = 0.05  # interval between two checks of the limits
 MAX_KEPT = 256
-MAX_REFUSED = 32
-REFUSED_S = 60.0  # how long a refusal is cached
 MAX_KEPT_CHARS = 4 << 20  # total length of the cached sources; a compiled grammar grows with its source
 LIMITS = LLParserLimits(
     # The work is quadratic in the length of a chain of optional parts: with the default of a million, 256 KiB of them
@@ -97,9 +95,7 @@ class Compiler:
         self._loading = threading.Lock()
         self._kept: OrderedDict[str, tuple[LLMatcher, Lexer]] = OrderedDict()  # in initial state; each use copies it
         self._kept_chars = 0
-        # Source → (expiry time, message). A client sends the same invalid tool with every request.
-        self._refused: OrderedDict[str, tuple[float, str]] = OrderedDict()
-        self._lock = threading.Lock()  # guards the cached grammars, the refusals and the abandoned jobs
+        self._lock = threading.Lock()  # guards the cached grammars and the abandoned jobs
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_threads = 0
         self._given_up: set[Future[Matcher]] = set()  # abandoned jobs that still run; their threads have been replaced
@@ -162,7 +158,6 @@ class Compiler:
     def check(self) -> None:
         with self._lock:
             assert self._kept_chars == sum(map(len, self._kept))
-            assert len(self._refused) <= MAX_REFUSED
             assert len(self._kept) <= MAX_KEPT and (self._kept_chars <= MAX_KEPT_CHARS or len(self._kept) == 1)
 
     def _spawn(self) -> None:
@@ -197,10 +192,6 @@ class Compiler:
             return self._vocabulary
 
     def _compile(self, source: str) -> Matcher:
-        with self._lock:
-            ends_at_s, why = self._refused.get(source, (0.0, ""))
-        if time.monotonic() < ends_at_s:
-            raise GrammarRefused(why)
         vocabulary = self._load_once()
 
         def compile() -> LLMatcher:
@@ -212,9 +203,7 @@ class Compiler:
             backend.compute_bitmask()  # builds most lexer states now, so that all copies share them
         if backend.is_error():
             error = shortened(backend.get_error())
-            why = NOTHING_FITS if error in NO_WAY_ON else error
-            self._refuse(source, why)
-            raise GrammarRefused(why)
+            raise GrammarRefused(NOTHING_FITS if error in NO_WAY_ON else error)
         lexer = Lexer(compile, time.monotonic() - began_s)
         fresh = backend.deep_copy()
         with self._lock:
@@ -224,13 +213,6 @@ class Compiler:
             while len(self._kept) > MAX_KEPT or (self._kept_chars > MAX_KEPT_CHARS and len(self._kept) > 1):
                 self._drop(next(iter(self._kept)))
         return Matcher(fresh, vocabulary, lexer)
-
-    def _refuse(self, source: str, why: str) -> None:
-        with self._lock:
-            self._refused.pop(source, None)  # so that the newest entry is last
-            self._refused[source] = time.monotonic() + REFUSED_S, why
-            if len(self._refused) > MAX_REFUSED:
-                self._refused.popitem(last=False)
 
     def _drop(self, source: str) -> None:
         del self._kept[source]

@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 
 from penstock.engine.grammar import compiler as compiler_module
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused
@@ -150,33 +149,6 @@ def test_what_was_compiled_is_kept_and_every_user_gets_a_matcher_of_its_own() ->
     first = compiler.start(source).result.result(60)
     second = compiler.cached(source)
     assert second is not None and accepts(first, "ab") and accepts(second, "ab")
-    compiler.close()
-
-
-def test_a_refusal_is_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-
-    def counted(vocabulary: LLTokenizer, source: str, **options: Any) -> LLMatcher:
-        compiled.append(source)
-        return LLMatcher(vocabulary, source, **options)
-
-    monkeypatch.setattr(compiler_module, "LLMatcher", counted)
-    monkeypatch.setattr(compiler_module, "MAX_REFUSED", 2)
-    compiler = Compiler(vocabulary)
-
-    def ask(*sources: str) -> int:
-        compiled.clear()
-        said = {str(compiler.start(source).result.exception(10)) for source in sources}
-        assert len(said) == 1 and "None" not in said
-        compiler.check()
-        return len(compiled)
-
-    impossible = [f"start: A\nA: /{letter}/ & /x/" for letter in "abc"]
-    assert ask(impossible[0], impossible[0], impossible[1], impossible[0]) == 2
-    assert ask(impossible[2]) == 1 and ask(impossible[0]) == 1 and ask(impossible[2]) == 0
-    now_s = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now_s + compiler_module.REFUSED_S + 1)
-    assert ask(impossible[2], impossible[2]) == 1
     compiler.close()
 
 
