@@ -1,5 +1,6 @@
 """Tracks the position of one sequence in its grammar. The scheduler advances it; masks.py computes masks from it."""
 
+import re
 from array import array
 from collections.abc import Callable
 
@@ -70,6 +71,7 @@ class Matcher:
         return shortened(self.backend.get_error())
 
 
+_OF_SCHEMA = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: ")
 ONE_OF_REFUSED = "oneOf constraints are not supported"  # llguidance's message goes on with the name of its own option
 ONE_OF_ADVICE = (
     "two schemas of a oneOf can hold for the same value; with structured_outputs.coerce_one_of or --coerce-one-of it is"
@@ -78,8 +80,11 @@ ONE_OF_ADVICE = (
 
 
 def shortened(error: str) -> str:
-    """Return llguidance's message without verbosity marks and stack trace, limited to MAX_ERROR_CHARS."""
+    """Return llguidance's message without verbosity marks, stack trace and, for a schema, its place in our grammar,
+    limited to MAX_ERROR_CHARS."""
     text = error.replace("<non-verbose/>", "").partition("<backtrace>")[0].strip()
+    if (found := _OF_SCHEMA.match(text)) is not None:
+        text = re.split(r"\n +\d+ \| ", text[found.end() :])[0]
     if ONE_OF_REFUSED in text:
         return ONE_OF_ADVICE
     return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]} …"

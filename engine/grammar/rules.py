@@ -69,13 +69,15 @@ class Rules:
             return f"({opening})? thoughts "
         return "thoughts " if thinking.is_open else f"({opening} thoughts)? "
 
-    def answer(self, wanted: StructuredOutputs, thinking: Thinking | None = None) -> str:
-        """Add a rule for an answer that follows the request's structured_outputs and return its name."""
-        kind = wanted.kind
+    def answer(self, wanted: StructuredOutputs, thinking: Thinking | None = None, field: str = "") -> str:
+        """Add a rule for an answer that follows the request's structured_outputs and return its name. `field`: the
+        client's name for the value, if it is not the one in `wanted`."""
+        kind, field = wanted.kind, field or wanted.field
         value = getattr(wanted, kind)
         if kind in ("json", "json_object"):
-            field = "structured_outputs.json"
             schema = {"type": "object"} if kind == "json_object" else parsed(value, field)
+            if schema is False:
+                raise InvalidRequest(field, "the schema 'false' accepts no answer at all")
             body = lark_json(schema, field, coerce_one_of=wanted.coerce_one_of, whitespace_pattern=WHITESPACE)
         elif kind == "regex":
             body = f"/{slashed(value)}/"

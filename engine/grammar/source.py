@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.grammar.json_schema import ESCAPES, WHITESPACE, lark_json, parsed, prepared
+from penstock.engine.grammar.json_schema import WHITESPACE, lark_json, parsed
 from penstock.engine.grammar.rules import Rules
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 
@@ -44,19 +44,8 @@ def grammar_source(
         return str(value)
     if kind == "structural_tag":
         return _tags(parsed(value, field), special_ids, field, wanted.coerce_one_of)
-    if kind in ("json", "json_object"):
-        return json_source(parsed(value, field) if kind == "json" else {"type": "object"}, field, wanted.coerce_one_of)
     rules = Rules(special_ids)
-    return "\n".join([f"start: {rules.answer(wanted)}", *rules.lines])
-
-
-def json_source(schema: Any, field: str, coerce_one_of: bool) -> str:
-    """Return the grammar for a JSON schema. It does not use Lark, so llguidance's errors refer to the schema only."""
-    if schema is False:
-        raise InvalidRequest(field, "the schema 'false' accepts no answer at all")
-    options = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES, "coerce_one_of": coerce_one_of}
-    grammar = {"json_schema": {**prepared(schema, field), "x-guidance": options}}
-    return msgspec.json.encode({"grammars": [grammar]}).decode()
+    return "\n".join([f"start: {rules.answer(wanted, field=field)}", *rules.lines])
 
 
 def _tags(value: Any, special_ids: Mapping[str, int], field: str, coerce_one_of: bool = False) -> str:
