@@ -14,13 +14,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from penstock.engine.grammar.json_schema import lark_json, lark_prepared, prepared
 from penstock.engine.grammar.rules import ANY, BLANK, Rules, escaped, slashed
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text.tools.arguments import kinds, typed
-from penstock.engine.text.tools.formats import Parameters, ToolFormat, ToolSpec
+from penstock.engine.text.tools.arguments import Parameters, kinds, target, typed
+from penstock.engine.text.tools.call_kinds import ToolFormat
+from penstock.engine.text.tools.formats import ToolSpec
 from penstock.engine.text.tools.scan import MAX_DEPTH
 
 # One space after comma and colon, as chat templates print JSON. With whitespace fixed, the model has no meaningless
@@ -172,13 +172,7 @@ class _Arguments(ABC):
         return len(frozenset().union(*types)) == sum(map(len, types))
 
     def _target(self, reference: str) -> Any:
-        found: Any = self._root
-        for part in unquote(reference.removeprefix("#")).split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            try:
-                found = found[int(name)] if isinstance(found, list) else found[name]
-            except (LookupError, ValueError, TypeError):
-                found = None
+        found = target(reference, self._root)
         if not isinstance(found, dict) or not reference.startswith("#"):
             self._refuse(f"$ref: {reference[:100]!r} is not a place in this schema")
         return found

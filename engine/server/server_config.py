@@ -15,9 +15,9 @@ from penstock.engine.http.telemetry import AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
 from penstock.engine.options import Count, Delay, Length, Port, check, converted, flag, json_object
 from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
-from penstock.engine.text.tools import formats, harmony, thinking
+from penstock.engine.text.tools import formats, thinking
 
-TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES, harmony.NAME, *formats.ALIASES)
+TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES, *formats.ALIASES)
 REASONING_PARSERS = ("auto", "none", *thinking.NAMES)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"

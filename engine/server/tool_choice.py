@@ -23,6 +23,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools import formats, harmony, thinking
 from penstock.engine.text.tools.answer_reader import AnswerReader
+from penstock.engine.text.tools.call_kinds import tokens_in
 from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.harmony_reader import HarmonyReader
 from penstock.engine.text.tools.thinking import Thinking
@@ -71,10 +72,9 @@ class Tools:
         has_args = tokenizer.backend.token_to_id("[ARGS]") is not None
         self._tokenizer = tokenizer
         named = formats.ALIASES.get(config.tool_call_parser, config.tool_call_parser)
-        if named == harmony.NAME or (named == "auto" and harmony.is_written(source)):
-            self.form: formats.ToolFormat | None = harmony.FORM
-        elif named == "auto":
-            self.form = formats.detect(source, template is not None and template.has_tools, has_args)
+        if named == "auto":
+            has_tools = template is not None and template.has_tools
+            self.form = formats.detect(source, has_tools, has_args)
         else:
             self.form = None if named == "none" else formats.named(named, source, has_args)
         if template is not None and not template.has_tools and self.form not in (None, formats.HERMES, formats.CODER):
@@ -87,7 +87,7 @@ class Tools:
         self.marks = thinking.detect(source) if parser == "auto" else thinking.NAMES.get(parser)
         self._constrains_auto = config.constrain_auto_tools
         self._coerces_one_of = config.coerce_one_of
-        texts = [*formats.tokens_in(*(self.marks or ())[:2]), *(self.form.tokens if self.form else ())]
+        texts = [*tokens_in(*(self.marks or ())[:2]), *(self.form.tokens if self.form else ())]
         texts += harmony.TOKENS if self.marks is thinking.HARMONY else ()
         ids = {text: tokenizer.backend.token_to_id(text) for text in texts}
         self._special_ids = {text: id_ for text, id_ in ids.items() if id_ in tokenizer.special_ids}

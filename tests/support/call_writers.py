@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.engine.text.tools.formats import ToolFormat, named
+from penstock.engine.text.tools.call_kinds import ToolFormat
+from penstock.engine.text.tools.formats import named
 
 Call = tuple[str, dict[str, Any]]
 

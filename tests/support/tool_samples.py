@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from penstock.engine.text.tools.answer_reader import AnswerReader
-from penstock.engine.text.tools.formats import Calls, ToolFormat, ToolSpec
+from penstock.engine.text.tools.call_kinds import ToolFormat
+from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 from penstock.engine.text.tools.thinking import Thinking
 from tests.support.call_writers import FORMS, WRITERS

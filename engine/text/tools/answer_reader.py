@@ -5,14 +5,15 @@ Whitespace next to the reasoning marks is dropped. The result does not depend on
 
 from penstock.engine.text.tools.formats import Calls
 from penstock.engine.text.tools.reader import MAX_CALLS, CallReader, Content, Piece, Reasoning
-from penstock.engine.text.tools.scan import Wait, num_held
+from penstock.engine.text.tools.scan import Source, Wait, num_held, skip_blank
 from penstock.engine.text.tools.thinking import Thinking
 
 
-class AnswerReader:
+class AnswerReader(Source):
     """Parses one answer: call `feed` per piece, then `finish`. `is_certain`: a grammar enforces the call format."""
 
     def __init__(self, calls: Calls | None, thinking: Thinking | None, *, is_certain: bool) -> None:
+        super().__init__()
         self._calls = None
         if calls is not None:
             functions = {function.name: function.parameters for function in calls.functions}
@@ -20,8 +21,7 @@ class AnswerReader:
             held = ("", *calls.form.marks) if calls.must else calls.form.triggers
             self._calls = CallReader(calls.form, functions, held if is_certain else (), max_calls=limit)
         self._is_thinking = self._has_reasoned = False
-        self._text = ""  # undecided text, which may be the beginning of a mark
-        self._blanks: list[str] = []  # undecided whitespace before `_text`
+        self._blanks: list[str] = []  # whitespace at the end of the reasoning
         self._out: list[Piece] = []
         self._thinking = None if thinking is None else self._think(thinking)  # None: reasoning has ended
 
@@ -33,18 +33,18 @@ class AnswerReader:
     def feed(self, text: str) -> list[Piece]:
         if self._thinking is None:
             return self._answer(text)
-        self._text += text
+        self.text += text
         if next(self._thinking, True):
             self._thinking = None
-            self._out += self._answer(self._text)
+            self._out += self._answer(self.text[self.at :])
         return self._taken()
 
     def finish(self) -> list[Piece]:
         """Return the pieces held back so far. Unfinished reasoning is returned as reasoning."""
         if self._is_thinking:
-            self._reason(self._text)
+            self._reason(self.text[self.at :])
         elif self._thinking is not None:
-            self._out += self._answer("".join(self._blanks) + self._text)
+            self._out += self._answer(self.text[self.at :])
         self._thinking = None
         return self._taken() + (self._calls.finish() if self._calls is not None else [])
 
@@ -55,32 +55,29 @@ class AnswerReader:
             self._calls.check()
 
     def _think(self, thinking: Thinking) -> Wait[None]:
-        """Parse the reasoning, leaving the beginning of the answer in `_text`; yield when more text is needed."""
+        """Parse the reasoning up to the beginning of the answer; yield when more text is needed."""
         opening, closing, is_implied = thinking.marks
-        self._is_thinking = thinking.is_open
+        self._is_thinking, place = thinking.is_open, 0
         while not self._is_thinking:
-            body = self._text.lstrip()
-            self._blanks.append(self._text[: len(self._text) - len(body)])
-            self._text = body
-            if body.startswith(opening):
-                self._is_thinking, self._text, self._blanks = True, body[len(opening) :], []
-            elif opening.startswith(body):
+            place = skip_blank(self.text, place)
+            if opening.startswith(self.text[place:]) and self.text[place:] != opening:
                 yield
+            elif self.text.startswith(opening, place):
+                self._is_thinking, self.at = True, place + len(opening)
             elif is_implied and not thinking.is_over:
                 self._is_thinking = True
             else:
-                self._text = "".join(self._blanks) + body
                 return
-        while (end := self._text.find(closing)) < 0:
-            end = len(self._text) - num_held(self._text, 0, (closing,))
-            self._reason(self._text[:end])
-            self._text = self._text[end:]
-            yield
-        self._reason(self._text[:end])
-        self._is_thinking, self._text, self._blanks = False, self._text[end + len(closing) :].lstrip(), []
-        while not self._text:
-            yield
-            self._text = self._text.lstrip()
+        while (end := self.text.find(closing, self.at)) < 0:
+            stop = len(self.text) - num_held(self.text, self.at, (closing,))
+            self._reason(self.text[self.at : stop])
+            self.at = stop
+            yield from self.wait()
+        self._reason(self.text[self.at : end])
+        self._is_thinking, self.at = False, skip_blank(self.text, end + len(closing))
+        while self.at == len(self.text):
+            yield from self.wait()
+            self.at = skip_blank(self.text, self.at)
 
     def _reason(self, text: str) -> None:
         body = text.rstrip()

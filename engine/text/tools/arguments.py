@@ -1,24 +1,23 @@
-"""Converts call arguments in formats other than JSON (formats.py) to JSON incrementally.
+"""Converts call arguments in formats other than JSON (formats.py) to JSON while they arrive.
 
-A reader is fed text from a position on. It returns how far it has read, the JSON for that text, and whether the
-arguments have ended. It reads each character a bounded number of times, and the result does not depend on the pieces.
+Each character is read a bounded number of times, and the result does not depend on how the text is split.
 """
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 
-from penstock.engine.text.tools.formats import Parameters, ToolFormat
 from penstock.engine.text.tools.scan import (
     MAX_DEPTH,
     MAX_FRAME_CHARS,
-    Fed,
+    STRING_REST,
     Malformed,
-    ObjectScan,
+    Source,
+    Wait,
     num_held,
     skip_blank,
 )
@@ -31,6 +30,7 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?")
 _NAME = re.compile(r"[^\W\d]\w*+")
 _STRING = frozenset(("string",))
 _NESTED = {"[": "array", "{": "object"}
+_CLOSING = {"[": "]", "{": "}", "(": ")"}
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _TYPES = {
     type(None): "null",
@@ -47,9 +47,23 @@ _ESCAPE_CHARS = {"x": 4, "u": 6, "U": 10}
 _MEANT = dict(zip("ntrbfva/'\"\\", "\n\t\r\b\f\v\a/'\"\\", strict=True)) | {"\n": ""}
 
 
-class ArgumentsReader(Protocol):
-    def feed(self, text: str, at: int) -> Fed:
-        """Read from `at` on; raise Malformed, with the JSON found so far, if the text is not arguments."""
+class Parameters(NamedTuple):
+    """The spelling of arguments that are not JSON: one after the other, separated by `join`.
+
+    Without `quote`, a value is the text up to `after_value`, and the schema determines its type. With the quote '"',
+    values are Python literals. With any other quote, values are JSON, except that strings are verbatim between two
+    quotes and names are unquoted."""
+
+    before_key: str
+    before_value: str
+    after_value: str = ""
+    join: str = ""
+    quote: str = ""
+
+    @property
+    def trims(self) -> bool:
+        """True if a line break at the start or end of a value is not part of it."""
+        return self.before_value.endswith("\n")
 
 
 def kinds(schema: Any, root: Any) -> frozenset[str]:
@@ -76,10 +90,19 @@ def _kinds(schema: Any, root: Any, seen: set[str]) -> frozenset[str]:
     if reference in seen:
         return frozenset()
     seen.add(reference)
+    return _kinds(target(reference, root), root, seen)
+
+
+def target(reference: str, root: Any) -> Any:
+    """Return the part of a schema that a reference such as "#/$defs/a" names, or None."""
     found = root
-    for part in reference.split("/")[1:]:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return _kinds(found, root, seen)
+    for part in unquote(reference).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def typed(text: str, wanted: Collection[str]) -> str:
@@ -98,28 +121,14 @@ def typed(text: str, wanted: Collection[str]) -> str:
         except (msgspec.DecodeError, RecursionError):
             pass
         if body[:1] in ("{", "[") and "string" not in wanted:  # some templates print lists and objects in Python syntax
+            source = Source(body)
             try:
-                place, found, is_done = Literals('"', is_value=True).feed(body, 0)
-                if is_done and place == len(body) and msgspec.json.decode(found) is not None:
-                    return found
+                is_done = next(literals(source, '"', ""), True)
+                if is_done and source.at == len(body) and msgspec.json.decode("".join(source.json)) is not None:
+                    return "".join(source.json)
             except (Malformed, msgspec.DecodeError, RecursionError):
                 pass
     return json.dumps(text, ensure_ascii=False)
-
-
-def expect(text: str, at: int, words: Collection[str]) -> int | None:
-    """Return the position after these words, each with optional whitespace before it; None if more text is needed."""
-    start = at
-    for word in words:
-        at = skip_blank(text, at)
-        if at - start > MAX_FRAME_CHARS:
-            raise Malformed(start)
-        if not text.startswith(word, at):
-            if not word.startswith(text[at:]):
-                raise Malformed(start)
-            return None
-        at += len(word)
-    return at
 
 
 def _inside(text: str) -> str:
@@ -127,199 +136,174 @@ def _inside(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-class PieceReader(ABC):
-    """Base class of readers that parse one piece after the other until the text runs out or the arguments end."""
-
-    def __init__(self, found: str) -> None:
-        self._found = [found]
-        self._is_done = False
-
-    def feed(self, text: str, at: int) -> Fed:
-        try:
-            goes_on = True
-            while goes_on and not self._is_done:
-                at, goes_on = self._piece(text, at)
-        except Malformed as error:
-            error.found = "".join(self._found)
-            raise
-        found, self._found = "".join(self._found), []
-        return at, found, self._is_done
-
-    @abstractmethod
-    def _piece(self, text: str, at: int) -> tuple[int, bool]:
-        """Parse one piece; return the position after it, and whether another one may be in the text already."""
-
-
-class Tagged(PieceReader):
-    """Reads arguments whose values are text between marks; the function's schema determines their types."""
-
-    def __init__(self, parameters: Parameters, schema: Mapping[str, Any], end: str) -> None:
-        super().__init__("{")
-        self._parameters, self._schema, self._end = parameters, schema, end
-        self._closer = parameters.after_value.strip()
-        self._held = (self._closer, *(("\n" + self._closer,) if parameters.trims else ()))
-        self._wanted: frozenset[str] = frozenset()  # accepted types of the current value; empty between values
-        self._is_begun = self._is_json = self._is_quoted = False  # state of the current value; inside a JSON string
-        self._parts: list[str] = []  # text of the current value; that of a string is passed on at once instead
-        self._join = ""
-
-    def _piece(self, text: str, at: int) -> tuple[int, bool]:
-        return self._value(text, at) if self._wanted else self._key(text, skip_blank(text, at))
-
-    def _key(self, text: str, at: int) -> tuple[int, bool]:
-        if text.startswith(self._end, at):
-            self._found.append("}")
-            self._is_done = True
-            return at, False
-        if self._end.startswith(text[at:]):
-            return at, False
-        place = expect(text, at, self._parameters.before_key.split())
-        key = None if place is None else _KEY.match(text, place)
-        if key is not None and len(key[0]) == MAX_KEY_CHARS:
-            raise Malformed(at)
-        if key is None or key.end() == len(text):
-            return at, False
-        properties, others = self._schema.get("properties"), self._schema.get("additionalProperties")
-        schema = properties.get(key[0], others) if isinstance(properties, Mapping) else others
-        wanted = kinds(schema, self._schema)
-        place = expect(text, key.end(), self._parameters.before_value.split())
-        if place is None:
-            return at, False
-        self._found.append(f"{self._join}{json.dumps(key[0], ensure_ascii=False)}: ")
-        self._join, self._wanted, self._is_begun, self._is_quoted = ", ", wanted, False, False
-        if wanted == _STRING:
-            self._found.append('"')
-        return place, True
-
-    def _value(self, text: str, at: int) -> tuple[int, bool]:
-        if not self._is_begun:
-            start = at + text.startswith("\n", at)
-            first = skip_blank(text, start)
-            if first == len(text) and first - start <= MAX_FRAME_CHARS:
-                return at, False
-            at, self._is_begun = start if self._parameters.trims else at, True
-            self._is_json = _NESTED.get(text[first : first + 1]) in self._wanted
-        stop, end = self._ended(text, at)
-        stop -= end > at and self._parameters.trims and text[end - 1] == "\n"
-        is_string = self._wanted == _STRING
-        (self._found if is_string else self._parts).append(_inside(text[at:stop]) if is_string else text[at:stop])
-        if end < 0:
-            return stop, False
-        self._found.append('"' if is_string else typed("".join(self._parts), self._wanted))
-        self._wanted, self._parts = frozenset(), []
-        return end + len(self._closer), True
-
-    def _ended(self, text: str, at: int) -> tuple[int, int]:
-        """Return the end of the value's text so far, and the position of its mark (outside JSON strings) or -1."""
-        while True:
-            if self._is_quoted:
-                rest = _PLAIN['"'].match(text, at)
-                assert rest is not None  # the pattern also matches the empty string
-                at = rest.end()
-                if text[at : at + 1] in ("", "\\") and len(text) - at < 2:
-                    return at, -1
-                self._is_quoted = text[at] == "\\"
-                at += 1 + self._is_quoted
-                if self._is_quoted:
-                    continue
-            end = text.find(self._closer, at)
-            quote = text.find('"', at, len(text) if end < 0 else end) if self._is_json else -1
-            if quote < 0:
-                return (end, end) if end >= 0 else (len(text) - num_held(text, at, self._held), -1)
-            at, self._is_quoted = quote + 1, True
+def tagged(source: Source, parameters: Parameters, schema: Mapping[str, Any], end: str) -> Wait[None]:
+    """Read arguments whose values are text between marks, up to `end`; the schema determines their types."""
+    properties, others = schema.get("properties"), schema.get("additionalProperties")
+    before = "{"
+    while True:
+        place = yield from source.sign()
+        if (yield from source.passed(place, end)) > place:
+            source.take(place, "}" if before == ", " else "{}")
+            return
+        yield from source.match(*parameters.before_key.split())
+        key = _KEY.match(source.text, source.at)
+        while key is not None and key.end() == len(source.text):
+            yield
+            key = _KEY.match(source.text, source.at)
+        if key is None or len(key[0]) == MAX_KEY_CHARS:
+            raise Malformed(source.at)
+        source.take(key.end())
+        yield from source.match(*parameters.before_value.split())
+        source.take(source.at, f"{before}{json.dumps(key[0], ensure_ascii=False)}: ")
+        known = properties.get(key[0], others) if isinstance(properties, Mapping) else others
+        yield from _tagged_value(source, parameters, kinds(known, schema))
+        before = ", "
 
 
-class Literals(PieceReader):
-    """Reads arguments written as literals, up to the closing bracket: Python literals, or JSON-like ones whose strings
-    are enclosed in `quote`. With `is_value`, reads a single list or object instead of arguments."""
+def _tagged_value(source: Source, parameters: Parameters, wanted: frozenset[str]) -> Wait[None]:
+    """Read a value up to its closing mark. A string is passed on while it arrives, other values when they are complete.
+    In a list or an object, the mark does not count within a JSON string."""
+    closer, is_string = parameters.after_value.strip(), wanted == _STRING
+    held = (closer, *(("\n" + closer,) if parameters.trims else ()))
+    while True:
+        start = source.at + source.text.startswith("\n", source.at)
+        first = skip_blank(source.text, start)
+        if first < len(source.text) or first - start > MAX_FRAME_CHARS:
+            break
+        yield from source.wait()
+    is_json, is_quoted = _NESTED.get(source.text[first : first + 1]) in wanted, False
+    source.take(start if parameters.trims else source.at, '"' if is_string else "")
+    parts: list[str] = []
+    while True:
+        text, at = source.text, source.at
+        place, end, is_quoted = _closing_mark(text, at, closer, is_json, is_quoted)
+        stop = place - (0 if end < 0 else end > at and parameters.trims and text[end - 1] == "\n")
+        if end < 0 and not is_quoted:
+            stop -= num_held(text, at, held)
+        parts += [] if is_string else [text[at:stop]]
+        source.take(stop, _inside(text[at:stop]) if is_string else "")
+        if end >= 0:
+            source.take(end + len(closer), '"' if is_string else typed("".join(parts), wanted))
+            return
+        yield from source.wait()
 
-    def __init__(self, quote: str, is_value: bool = False) -> None:
-        super().__init__("" if is_value else "{")
-        self._quote, self._is_python = quote, quote == '"'
-        self._open = [] if is_value else [")" if self._is_python else "}"]  # expected closing brackets
-        self._string = ""  # closing quote of the current string; empty outside strings
 
-    def _piece(self, text: str, at: int) -> tuple[int, bool]:
-        if at == len(text):
-            return at, False
-        if self._string:
-            return self._python_string(text, at) if self._is_python else self._quoted_string(text, at)
-        sign = text[at]
-        if sign.isspace():
-            return skip_blank(text, at), True
-        if self._is_python and sign in "'\"":
-            return self._sign(at + 1, '"', string=sign)
-        if not self._is_python and self._quote.startswith(text[at : at + len(self._quote)]):
-            is_whole = text.startswith(self._quote, at)
-            return self._sign(at + len(self._quote), '"', string=self._quote) if is_whole else (at, False)
-        if sign in "{[":
-            self._open.append("}" if sign == "{" else "]")
-            if len(self._open) > MAX_DEPTH:
+def _closing_mark(text: str, at: int, closer: str, is_json: bool, is_quoted: bool) -> tuple[int, int, bool]:
+    """Return how far the value goes, the position of its mark (outside JSON strings) or -1, and whether the text ends
+    within a JSON string."""
+    while True:
+        if is_quoted:
+            rest = STRING_REST.match(text, at)
+            assert rest is not None  # the pattern also matches the empty string
+            at = rest.end()
+            if not text.startswith('"', at):
+                return at, -1, True
+            at, is_quoted = at + 1, False
+        end = text.find(closer, at)
+        quote = text.find('"', at, len(text) if end < 0 else end) if is_json else -1
+        if quote < 0:
+            return len(text) if end < 0 else end, end, False
+        at, is_quoted = quote + 1, True
+
+
+def literals(source: Source, quote: str, closing: str) -> Wait[None]:
+    """Read arguments written as literals, up to the bracket `closing`: Python literals, or JSON-like ones whose strings
+    are enclosed in `quote`. Without `closing`, read a single list or object instead of arguments."""
+    is_python, stack = quote == '"', [*closing]  # the expected closing brackets
+    source.take(source.at, "{" if closing else "")
+    while True:
+        text, at = source.text, source.at
+        sign = text[at : at + 1]
+        is_cut = not is_python and quote.startswith(text[at:]) and text[at:] != quote
+        if not sign or is_cut:
+            yield from source.wait()
+        elif sign.isspace():
+            source.take(skip_blank(text, at))
+        elif is_python and sign in "'\"":
+            source.take(at + 1, '"')
+            yield from _python_string(source, sign)
+        elif not is_python and text.startswith(quote, at):
+            source.take(at + len(quote), '"')
+            yield from _verbatim_string(source, quote)
+        elif sign in "{[":
+            if len(stack) == MAX_DEPTH:
                 raise Malformed(at)
-            return self._sign(at + 1, sign)
-        if sign in ")}]":
-            if not self._open or self._open.pop() != sign:
+            stack.append(_CLOSING[sign])
+            source.take(at + 1, sign)
+        elif sign in ")}]":
+            if not stack or stack.pop() != sign:
                 raise Malformed(at)
-            self._is_done = not self._open
-            return self._sign(at + 1, "}" if sign == ")" else sign)
-        return self._sign(at + 1, f"{sign} ") if sign in ",:" else self._word(text, at)
+            source.take(at + 1, "}" if sign == ")" else sign)
+            if not stack:
+                return
+        elif sign in ",:":
+            source.take(at + 1, f"{sign} ")
+        else:
+            yield from _word(source, stack, is_python)
 
-    def _sign(self, place: int, found: str, string: str = "") -> tuple[int, bool]:
-        self._found.append(found)
-        self._string = string
-        return place, True
 
-    def _word(self, text: str, at: int) -> tuple[int, bool]:
-        """Read a name, a number or a constant; the character after it decides which."""
+def _word(source: Source, stack: list[str], is_python: bool) -> Wait[None]:
+    """Read a name, a number or a constant; the character after it decides which."""
+    while True:
+        text, at = source.text, source.at
         found = _WORD.match(text, at)
         place = at if found is None else skip_blank(text, found.end())
         if found is None or place - at > MAX_FRAME_CHARS:
             raise Malformed(at)
-        if place == len(text):
-            return at, False
-        word, is_top = found[0], len(self._open) == 1
-        if text[place] == "=" and self._is_python and is_top and _NAME.fullmatch(word):
-            return self._sign(place + 1, f"{json.dumps(word, ensure_ascii=False)}: ")
-        if text[place] == ":" and not self._is_python and self._open[-1:] == ["}"]:
-            return self._sign(place + 1, f"{json.dumps(word, ensure_ascii=False)}: ")
-        if word not in _CONSTANTS and not _NUMBER.fullmatch(word):
-            raise Malformed(at)
-        return self._sign(found.end(), _CONSTANTS.get(word, word))
+        if place < len(text):
+            break
+        yield from source.wait()
+    word = found[0]
+    if is_python:
+        is_name = text[place] == "=" and len(stack) == 1 and _NAME.fullmatch(word) is not None
+    else:
+        is_name = text[place] == ":" and stack[-1:] == ["}"]
+    if is_name:
+        source.take(place + 1, f"{json.dumps(word, ensure_ascii=False)}: ")
+    elif word in _CONSTANTS or _NUMBER.fullmatch(word):
+        source.take(found.end(), _CONSTANTS.get(word, word))
+    else:
+        raise Malformed(at)
 
-    def _python_string(self, text: str, at: int) -> tuple[int, bool]:
-        plain = _PLAIN[self._string].match(text, at)
+
+def _python_string(source: Source, quote: str) -> Wait[None]:
+    while True:
+        text = source.text
+        plain = _PLAIN[quote].match(text, source.at)
         assert plain is not None  # the pattern also matches the empty string
-        self._found.append(_inside(plain[0]))
-        at = plain.end()
-        if at == len(text):
-            return at, False
-        if text[at] == self._string:
-            return self._sign(at + 1, '"')
+        source.take(plain.end(), _inside(plain[0]))
+        at = source.at
         escape = _ESCAPE.match(text, at)
-        if escape is None:
-            if len(text) - at >= _ESCAPE_CHARS.get(text[at + 1 : at + 2], 2):
-                raise Malformed(at)
-            return at, False
-        code = int(escape[1] or escape[3] or "0", 16)
-        if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        if text.startswith(quote, at):
+            source.take(at + 1, '"')
+            return
+        if escape is not None:
+            source.take(escape.end(), _unescaped(escape, at))
+        elif len(text) - at >= _ESCAPE_CHARS.get(text[at + 1 : at + 2], 2):
             raise Malformed(at)
-        letter = escape[4]
-        meant = chr(code) if letter is None else _MEANT.get(letter, "\\" + letter)
-        # A \u escape is copied unchanged, like in JSON: it may be one half of a surrogate pair.
-        self._found.append(f"\\u{escape[2]}" if escape[2] else _inside(meant))
-        return escape.end(), True
-
-    def _quoted_string(self, text: str, at: int) -> tuple[int, bool]:
-        end = text.find(self._string, at)
-        stop = end if end >= 0 else len(text) - num_held(text, at, (self._string,))
-        self._found.append(_inside(text[at:stop]))
-        return self._sign(end + len(self._string), '"') if end >= 0 else (stop, False)
+        else:
+            yield from source.wait()
 
 
-def arguments_reader(form: ToolFormat, schema: Mapping[str, Any], mark: str) -> ArgumentsReader:
-    """Return a reader for the arguments of one call that is written as a name followed by arguments."""
-    if form.parameters is None:
-        return ObjectScan()
-    if form.parameters.quote:
-        return Literals(form.parameters.quote)
-    return Tagged(form.parameters, schema, (form.written.after_arguments.split() or form.closing(mark))[0])
+def _unescaped(escape: re.Match[str], at: int) -> str:
+    """Return a Python escape as the inside of a JSON string."""
+    code = int(escape[1] or escape[3] or "0", 16)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise Malformed(at)
+    letter = escape[4]
+    # A \u escape is copied unchanged, like in JSON: it may be one half of a surrogate pair.
+    return (
+        f"\\u{escape[2]}" if escape[2] else _inside(chr(code) if letter is None else _MEANT.get(letter, "\\" + letter))
+    )
+
+
+def _verbatim_string(source: Source, quote: str) -> Wait[None]:
+    while True:
+        text, at = source.text, source.at
+        end = text.find(quote, at)
+        stop = end if end >= 0 else len(text) - num_held(text, at, (quote,))
+        source.take(stop, _inside(text[at:stop]))
+        if end >= 0:
+            source.take(end + len(quote), '"')
+            return
+        yield from source.wait()

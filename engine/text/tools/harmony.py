@@ -9,7 +9,7 @@ without a recipient introduces calls and is part of the answer's text; so is a m
 module treats the marks as text; tool_choice.py handles them as special tokens.
 """
 
-from penstock.engine.text.tools.formats import ToolFormat, Written
+from penstock.engine.text.tools.call_kinds import NamedCalls
 from penstock.engine.text.tools.thinking import HARMONY as MARKS
 from penstock.engine.text.tools.thinking import Thinking
 
@@ -17,19 +17,14 @@ NAME = "harmony"
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 TOKENS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
-FORM = ToolFormat(
+# HarmonyReader (harmony_reader.py) parses whole answers in this format, instead of the class here.
+FORM = NamedCalls(
     NAME,
-    (),
-    Written("", f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", "", "", ""),
-    {},
+    *("", "", (f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", "")),
+    found_by=((CHANNEL, MESSAGE),),
     extra=TOKENS,
     has_many=False,  # a call ends the turn
 )
-
-
-def is_written(source: str) -> bool:
-    """Return whether a chat template uses this format."""
-    return CHANNEL in source and MESSAGE in source
 
 
 def after_prompt(prompt: str) -> Thinking:

@@ -1,4 +1,4 @@
-"""Incremental parser that splits a model's answer into text and tool calls.
+"""Incremental parser that splits a model's answer into text and tool calls; formats.py parses what follows a mark.
 
 The result does not depend on how the text is split into pieces. A call is announced only once its name and the opening
 brace of its arguments have arrived; text that is not a call is returned verbatim as content. If a grammar enforces the
@@ -8,26 +8,14 @@ cannot retract text. Whitespace around calls is dropped.
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from penstock.engine.text.tools.arguments import ArgumentsReader, arguments_reader
-from penstock.engine.text.tools.formats import ToolFormat
-from penstock.engine.text.tools.scan import (
-    MAX_FRAME_CHARS,
-    Head,
-    Incoming,
-    Malformed,
-    ObjectScan,
-    Wait,
-    num_held,
-    skip_blank,
-)
+from penstock.engine.text.tools.scan import Malformed, Source, Wait, num_held, skip_blank
 
 MAX_CALLS = 128  # per answer; further calls are returned as text
 MAX_FALSE = 64  # failed attempts to parse a call, after which the rest of the answer is text
-CONTEXT = 2  # number of parsed characters to keep, which show whether a paragraph begins
 
 
 class Reasoning(NamedTuple):
@@ -54,310 +42,170 @@ class Arguments(NamedTuple):
 Piece = Reasoning | Content | CallStart | Arguments
 
 
-class CallReader:
+class CallForm(Protocol):
+    """The part of a format (formats.py) that the reader needs."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts that open calls."""
+
+    @property
+    def is_bare(self) -> bool:
+        """True if a paragraph that begins with a bracket may be a call without a mark."""
+
+    def parse(self, reader: "CallReader", mark: str) -> Wait[None]:
+        """Parse the calls that follow `mark` ("" if there is none); raise Malformed if the text is not a call."""
+
+
+class CallReader(Source):
     """Parses one answer: call `feed` for each piece, then `finish`. `functions` maps names to schemas. `held` are the
     marks after which a grammar enforces calls ("" for calls without a mark)."""
 
     def __init__(
-        self, form: ToolFormat, functions: Mapping[str, Any], held: Collection[str] = (), *, max_calls: int = MAX_CALLS
+        self, form: CallForm, functions: Mapping[str, Any], held: Collection[str] = (), *, max_calls: int = MAX_CALLS
     ) -> None:
+        super().__init__()
+        self.functions = functions
         self.num_calls = 0
+        self.is_certain = False  # a grammar enforces the current call
         self.is_within_call = False  # the text so far ends within a call that has been announced
+        self.is_closing = False  # the undecided text can only be the end of a complete call
         self._num_false = 0
-        self._form, self._marks = form, form.marks
-        self._functions = functions
+        self._form = form
         self._held = held
-        self._is_certain = False  # a grammar enforces the current call
         self._max_calls = max_calls
-        # The characters that can begin a call without a mark.
-        self._bare = "{[" if form.is_bare else ""
-        openings = [*map(re.escape, form.marks), *([r"(?<=\n\n)(?=[{\[])"] if form.is_bare else [])]
-        self._opening = re.compile("|".join(openings))
-        self._source = Incoming()
-        self._at = 0  # position in the source; all text before it is decided
+        bare = [r"(?<=\n\n)(?=[{\[])"] if form.is_bare else []
+        self._opening = re.compile("|".join([*map(re.escape, form.marks), *bare]))
         self._blanks: list[str] = []  # whitespace at the end of the content, dropped if a call follows
-        self._raw: list[str] = []  # source text of an unannounced call, which may still turn out to be content
-        self._found: list[str] = []  # the JSON of that call's arguments
-        self._is_closing = False  # the undecided text can only be the end of a complete call
         self._out: list[Piece] = []
         self._reading = self._answer()
 
     def feed(self, text: str) -> list[Piece]:
         """Return the pieces that `text` completes."""
-        self._source.text += text
+        self.text += text
         next(self._reading)
+        self._flush()
         return self._taken()
 
     def finish(self) -> list[Piece]:
         """Return the pieces held back so far; an unfinished closing mark of a complete call is dropped."""
         self._reading.close()
-        self._content("".join(self._raw) + ("" if self._is_closing else self._source.text[self._at :]))
+        is_dropped = self.is_closing or self.is_within_call
+        self._content("".join(self.raw) + ("" if is_dropped else self.text[self.at :]))
         if self._blanks and not self.num_calls:
             self._out.append(Content("".join(self._blanks)))
-        self._at, self._blanks = len(self._source.text), []
+        self.at, self._blanks = len(self.text), []
         return self._taken()
 
     def check(self) -> None:
         """Assert the invariants that hold between two pieces."""
-        assert 0 <= self._at <= len(self._source.text)
+        assert 0 <= self.at <= len(self.text)
         assert not self._out
-        assert not (self._raw and self.is_within_call)
+        assert not (self.raw and self.is_within_call)
         assert self.num_calls <= self._max_calls
 
-    # -- parsers of the parts of an answer; each starts at self._at -------------------------------------------
+    # -- used by the formats -------------------------------------------------------------------------------------
+
+    @property
+    def is_full(self) -> bool:
+        """True if the answer has as many calls as allowed."""
+        return self.num_calls == self._max_calls
+
+    def begin_call(self, name: str) -> None:
+        """Raise Malformed if there is no such function; announce the call if a grammar enforces it."""
+        if name not in self.functions:
+            raise Malformed(self.at)
+        if self.is_certain:
+            self._announce(name)
+
+    def end_call(self, name: str) -> None:
+        """End a call. Unless it was announced, raise Malformed if its arguments are not a JSON object."""
+        if not self.is_within_call:
+            found = "".join(self.json) or "{}"
+            arguments = object_in(found, is_quoted=found[0] == '"')
+            if arguments is None:
+                raise Malformed(self.at)
+            self._announce(name)
+            self.json.append(arguments)
+        self._flush()
+        self.is_within_call = False
+
+    def skip(self, end: int) -> None:
+        """Drop the text up to `end`, which closes or separates calls, and the whitespace before it."""
+        self.at, self._blanks = end, []
+
+    def skip_word(self, word: str) -> Wait[bool]:
+        """Skip whitespace and then `word` if it follows; return whether it did."""
+        yield from self.skip_blanks()
+        end = yield from self.passed(self.at, word)
+        is_here = end > self.at
+        if is_here:
+            self.skip(end)
+        return is_here
+
+    def skip_blanks(self) -> Wait[None]:
+        """Skip whitespace, which becomes content unless a call follows."""
+        while True:
+            end = skip_blank(self.text, self.at)
+            if end > self.at:
+                self._blanks.append(self.text[self.at : end])
+                self.at = end
+            if end < len(self.text):
+                return
+            yield from self.wait()
+
+    # -- text between calls --------------------------------------------------------------------------------------
 
     def _answer(self) -> Wait[None]:
         """Parse text and calls alternately, yielding whenever more text is needed."""
         is_call = False
-        if self._bare:
-            yield from self._skip_blanks()
-            is_call = self._source.text[self._at] in self._bare
+        if self._form.is_bare:
+            yield from self.skip_blanks()
+            is_call = self.text[self.at] in "{["
         while True:
             mark = "" if is_call else (yield from self._read_text())
-            is_call, self._is_certain = False, mark in self._held
+            is_call, self.is_certain = False, mark in self._held
             try:
-                yield from self._read_frames(mark) if self._form.is_framed else self._read_calls(mark)
+                yield from self._form.parse(self, mark)
             except Malformed as error:
                 self._give_up(error.place)
-            self._is_closing = self.is_within_call = False
+            self.is_closing = self.is_within_call = False
 
     def _read_text(self) -> Wait[str]:
         """Read content up to a mark and return the mark."""
-        may_call = self.num_calls < self._max_calls and self._num_false < MAX_FALSE
+        may_call = not self.is_full and self._num_false < MAX_FALSE
         while True:
-            text, at = self._source.text, self._at
+            text, at = self.text, self.at
             found = self._opening.search(text, at) if may_call else None
             if found is not None:
                 self._content(text[at : found.start()])
-                self._raw, self._at = [found[0]], found.end()
+                self.raw, self.json, self.at = [found[0]], [], found.end()
                 return found[0]
-            self._at = len(text) - (num_held(text, at, self._marks) if may_call else 0)
-            self._content(text[at : self._at])
-            yield from self._wait()
-
-    def _read_calls(self, mark: str) -> Wait[None]:
-        """Read a call and the calls that directly follow it. `mark`: the mark that opened the current call, or ""."""
-        form, in_list, is_first = self._form, False, True
-        while True:
-            head = yield from self._read_head(mark, is_first)
-            in_list = head.is_list or (in_list and not is_first)
-            yield from self._read_call(head, ObjectScan(in_string=head.kind == "string"))
-            is_call = False
-            while not is_call:
-                self._is_closing = True
-                yield from self._skip_blanks()
-                at = end = self._at
-                if head.has_tail:
-                    end, is_call = yield from self._read_after(mark, in_list)
-                if (is_call and self.num_calls == self._max_calls) or (not is_call and end == at):
-                    return
-                if end > at:
-                    self._at, self._blanks = end, []  # drops whitespace before punctuation of the format
-                if is_call:
-                    self._raw = [self._source.text[at:end]]
-                elif not (self._goes_on(mark) if in_list else form.is_bare):
-                    return
-                else:
-                    mark, in_list = mark if in_list else "", False
-            self._is_closing, is_first = False, not in_list
-            if is_first and not form.closers.get(mark):
-                mark = ""  # a mark without a closer opens only one call
-
-    def _read_head(self, mark: str, is_first: bool) -> Wait[Head]:
-        """Read a call up to its arguments. `is_first`: it directly follows `mark`, which is "" if there is none."""
-        source, form, at = self._source, self._form, self._at
-        place = at
-        if is_first and mark in form.fences:
-            place = yield from source.passed(at, "json")
-        brace = place = yield from source.sign(at, place)
-        if is_first and source.text[place] == "[":
-            brace = yield from source.sign(at, place + 1)
-        if source.text[brace] == "{":
-            head = yield from source.call_head(brace)
-            if mark in ("", *form.fences) and not (head.is_plain and head.kind != "none"):
-                raise Malformed(head.end)
-            head = head._replace(is_list=brace > place)
-        elif form.has_args and brace == place and is_first:
-            head = yield from self._read_bare_head(place)
-        else:
-            raise Malformed(place if mark else brace)  # a mark may begin at `place`; else skip "["
-        if (head.name is not None or head.kind == "none") and head.name not in self._functions:
-            raise Malformed(head.end)
-        return head
-
-    def _read_bare_head(self, at: int) -> Wait[Head]:
-        """Read `f[ARGS]{`, `f[CALL_ID]abc[ARGS]{` or `f{`."""
-        source = self._source
-        end = behind = yield from source.run(at)
-        id_at = yield from source.passed(end, "[CALL_ID]")
-        if id_at > end:
-            behind = yield from source.run(id_at)
-        behind = yield from source.passed(behind, "[ARGS]")
-        brace = yield from source.sign(at, behind)
-        if source.text[brace] != "{":
-            raise Malformed(end)
-        return Head(source.text[at:end], brace, has_tail=False)
-
-    def _read_frames(self, mark: str) -> Wait[None]:
-        """Read calls that consist of a name and arguments, up to their closing text."""
-        form, words = self._form, self._form.opening(mark).split()
-        while True:
-            head = yield from self._read_frame_head(words)
-            yield from self._read_call(head, arguments_reader(form, self._functions[head.name or ""], mark))
-            self._is_closing = True
-            for word in [] if form.parameters and form.parameters.quote else form.written.after_arguments.split():
-                yield from self._pass(word)
-            closing = form.closing(mark)
-            if (yield from self._pass(closing[0])):
-                for word in closing[1:]:
-                    yield from self._pass(word)
-                return
-            at, words = self._at, form.written.before_name.split()
-            place = at + (self._source.text[at] in ",;")
-            place = yield from self._source.sign(at, place)
-            if words:
-                is_call = (yield from self._source.passed(place, words[0])) > place
-            else:
-                is_call = self._source.text[place].isalpha()
-            if not is_call or self.num_calls == self._max_calls:
-                return
-            self._raw, self._at, self._is_closing = [self._source.text[at:place]], place, False
-
-    def _read_frame_head(self, words: list[str]) -> Wait[Head]:
-        source, form, at = self._source, self._form, self._at
-        place = yield from source.words(at, at, words)
-        place = yield from source.sign(at, place)
-        end = yield from source.run(place)
-        name = source.text[place:end]
-        if name not in self._functions:
-            raise Malformed(end)
-        behind = yield from source.words(at, end, form.written.before_arguments.split())
-        if form.parameters is None:
-            behind = yield from source.sign(at, behind)
-            if source.text[behind] != "{":
-                raise Malformed(behind)
-        return Head(name, behind, has_tail=False)
-
-    def _pass(self, word: str) -> Wait[bool]:
-        """Skip whitespace and then `word` if it follows; return whether it did."""
-        yield from self._skip_blanks()
-        end = yield from self._source.passed(self._at, word)
-        is_here = end > self._at
-        if is_here:
-            self._at, self._blanks = end, []
-        return is_here
-
-    def _read_call(self, head: Head, arguments: ArgumentsReader) -> Wait[None]:
-        """Read the arguments and the end of a call; then announce it if it is valid and was not announced before."""
-        source, name = self._source, head.name
-        is_announced = self._is_certain and name is not None and head.kind == "object"
-        self.is_within_call = is_announced
-        if is_announced:
-            self._announce(name)
-        else:
-            self._raw.append(source.text[self._at : head.end])
-        self._at, self._found = head.end, []
-        if head.kind != "none":
-            yield from self._read_arguments(arguments)
-        if head.kind != "none" and head.has_tail:
-            self._is_closing = is_announced
-            tail = yield from source.call_tail(self._at, name)
-            if tail.name not in self._functions:
-                raise Malformed(tail.end)
-            if not is_announced:
-                self._raw.append(source.text[self._at : tail.end])
-            name, self._at = tail.name, tail.end
-        if not is_announced:
-            found = "".join(self._found) if head.kind != "none" else "{}"
-            whole = object_in('"' + found if head.kind == "string" else found, head.kind == "string")
-            if whole is None:
-                raise Malformed(self._at)
-            self._announce(name)
-            self._out.append(Arguments(self.num_calls - 1, whole))
-        self.is_within_call = False
-
-    def _read_arguments(self, arguments: ArgumentsReader) -> Wait[None]:
-        while True:
-            text, at = self._source.text, self._at
-            try:
-                self._at, found, is_done = arguments.feed(text, at)
-            except Malformed as error:
-                if self.is_within_call:  # the call was announced, so pass on its arguments so far
-                    self._at = error.place
-                    self._take_arguments(at, error.found)
-                raise
-            self._take_arguments(at, found)
-            if is_done:
-                return
-            yield from self._wait()
-
-    def _read_after(self, mark: str, in_list: bool) -> Wait[tuple[int, bool]]:
-        """Return the position after a call's closer or separator, and whether another call without a mark follows."""
-        at = self._at
-        if in_list and self._source.text[at] == "]":
-            return at + 1, False
-        if in_list:
-            return (yield from self._find_call(at, ",", "{", needs_separator=True))
-        end = yield from self._source.passed(at, self._form.closers.get(mark, ""))
-        if end > at or not self._goes_on(mark):
-            return end, False
-        return (yield from self._find_call(at, ";,", "{[", needs_separator=False))
-
-    def _find_call(self, at: int, separators: str, opening: str, needs_separator: bool) -> Wait[tuple[int, bool]]:
-        is_separated = self._source.text[at] in separators
-        while True:
-            text = self._source.text
-            place = skip_blank(text, at + is_separated)
-            if place - at > MAX_FRAME_CHARS or needs_separator > is_separated:
-                return at, False
-            if place < len(text):
-                return (place, True) if text[place] in opening else (at, False)
-            yield
-
-    def _skip_blanks(self) -> Wait[None]:
-        """Skip whitespace, which becomes content unless a call follows."""
-        while True:
-            end = skip_blank(self._source.text, self._at)
-            if end > self._at:
-                self._blanks.append(self._source.text[self._at : end])
-                self._at = end
-            if end < len(self._source.text):
-                return
-            yield from self._wait()
-
-    def _wait(self) -> Wait[None]:
-        """Drop the text that has been parsed, and yield for more text."""
-        kept = max(self._at - CONTEXT, 0)
-        self._source.text = self._source.text[kept:]
-        self._at -= kept
-        yield
-
-    # -- output ------------------------------------------------------------------------------------------------
-
-    def _goes_on(self, mark: str) -> bool:
-        """Return whether a closing mark or another call may follow a call."""
-        return self._form.is_bare or bool(self._form.closers.get(mark))
-
-    def _take_arguments(self, start: int, found: str) -> None:
-        """Store or pass on `found`, the JSON of the arguments that were read from `start` on."""
-        if not self.is_within_call:
-            self._raw.append(self._source.text[start : self._at])
-            self._found.append(found)
-        elif found:
-            self._out.append(Arguments(self.num_calls - 1, found))
-
-    def _announce(self, name: str | None) -> None:
-        assert name is not None
-        self._out.append(CallStart(self.num_calls, name))
-        self.num_calls += 1
-        self._raw, self._blanks = [], []
+            self.at = len(text) - (num_held(text, at, self._form.marks) if may_call else 0)
+            self._content(text[at : self.at])
+            yield from self.wait()
 
     def _give_up(self, place: int) -> None:
         """Turn the text of a failed call into content. It is not searched again, since the time for many failed calls
         would be quadratic."""
-        self._content("".join(self._raw) + self._source.text[self._at : place])
-        self._raw, self._at = [], place
+        self._flush()
+        self._content("".join(self.raw) + self.text[self.at : place])
+        self.raw, self.at = [], place
         self._num_false += 1
+
+    def _announce(self, name: str) -> None:
+        """Begin a call in the output. Until `end_call`, its arguments are passed on as they are read."""
+        self._out.append(CallStart(self.num_calls, name))
+        self.num_calls += 1
+        self.raw, self.json, self._blanks = [], [], []
+        self.is_within_call = True
+
+    def _flush(self) -> None:
+        """Pass on the arguments of an announced call that were read since the last time."""
+        if self.is_within_call:
+            if found := "".join(self.json):
+                self._out.append(Arguments(self.num_calls - 1, found))
+            self.raw, self.json = [], []
 
     def _content(self, text: str) -> None:
         body = text.rstrip()

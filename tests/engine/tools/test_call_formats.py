@@ -20,7 +20,8 @@ from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.answer_reader import AnswerReader
 from penstock.engine.text.tools.arguments import kinds, typed
-from penstock.engine.text.tools.formats import Calls, ToolFormat, ToolSpec
+from penstock.engine.text.tools.call_kinds import NamedCalls, ToolFormat
+from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.reader import Arguments, CallStart
 from penstock.engine.text.tools.thinking import GEMMA, IMPLIED, SEED, THINK, Marks, Thinking
 from tests.support.call_writers import FORMS, PRINTED, WRITERS, Call
@@ -49,7 +50,7 @@ SHORT: list[Call] = [
     ("free", {"a": [0]}),
 ]
 BY_FORMAT = pytest.mark.parametrize("name", WRITERS)
-NEW = pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.is_framed])
+NEW = pytest.mark.parametrize("name", [name for name, form in FORMS.items() if isinstance(form, NamedCalls)])
 CERTAIN = pytest.mark.parametrize("certain", [False, True], ids=["free", "held"])
 
 
@@ -291,7 +292,7 @@ def test_the_schema_says_what_a_text_means(text: str, schema: dict[str, Any], me
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, form in FORMS.items() if form.is_framed and form.parameters is not None]
+    "name", [name for name, form in FORMS.items() if isinstance(form, NamedCalls) and form.parameters is not None]
 )
 def test_what_a_format_cannot_be_held_to_is_refused_if_strict_and_left_out_if_not(name: str) -> None:
     parameters = {

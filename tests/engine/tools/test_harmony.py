@@ -14,7 +14,7 @@ from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools import formats, thinking
 from penstock.engine.text.tools.formats import Calls
-from penstock.engine.text.tools.harmony import FORM, TOKENS, after_prompt, is_written
+from penstock.engine.text.tools.harmony import FORM, TOKENS, after_prompt
 from penstock.engine.text.tools.harmony_reader import HarmonyReader
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 from penstock.engine.text.tools.scan import MAX_FRAME_CHARS
@@ -175,6 +175,6 @@ def test_an_answer_has_its_form_in_the_final_channel_behind_reasoning(special: b
 
 
 def test_the_format_is_found_in_the_template_and_not_in_others() -> None:
-    assert is_written(HARMONY) and thinking.detect(HARMONY) is thinking.HARMONY
+    assert formats.detect(HARMONY, True, False) is FORM and thinking.detect(HARMONY) is thinking.HARMONY
     phi = "<|user|>{{ m }}<|end|>{{ tools }}"
-    assert not is_written(phi) and thinking.detect(phi) is None and formats.detect(phi, True, False) is None
+    assert thinking.detect(phi) is None and formats.detect(phi, True, False) is None
