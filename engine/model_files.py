@@ -63,7 +63,7 @@ def resolve_model(model: str | None = None, *, revision: str | None = None, need
     """
     is_hub_name = model is not None and _HUB_NAME.fullmatch(model) is not None and not model.endswith(".gguf")
     if revision is not None and (not is_hub_name or Path(model or "").exists()):
-        raise ModelRefused(f"revision: {revision!r} given; only a model of the hub has any")
+        raise ModelRefused(f"revision: {revision!r} given; only models of the hub have revisions")
     if model is None:
         return _default_model()
     path = Path(model).expanduser()
@@ -165,7 +165,7 @@ def _refuse_code(config: dict[str, Any], where: str) -> None:
     architecture = str(given[0] if isinstance(given, list) else given)
     if config.get("auto_map") and not runs(architecture):
         raise ModelRefused(
-            f"model: {where} wants its own code to run (auto_map in config.json, for {architecture}); "
+            f"model: {where} requires its own code (auto_map in config.json, for {architecture}); "
             "Penstock runs no code from a model, so choose a model of a built-in architecture (`penstock models`)"
         )
 
@@ -203,7 +203,7 @@ def _from_hub(name: str, revision: str | None, need_weights: bool) -> ModelFiles
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFound(
-            f"model: {name!r} is no local path and the hub does not give it ({reason}); "
+            f"model: {name!r} is no local path and the hub does not provide it ({reason}); "
             "check the name, and for a gated model accept its terms and set HF_TOKEN"
         ) from None
     return _folder(Path(folder), name, need_weights)

@@ -234,9 +234,9 @@ def log_levels(text: str) -> dict[str, str]:
     for part in text.split(","):
         room, mark, level = part.strip().rpartition("=")
         if mark and room not in ROOMS:
-            raise ValueError(f"log_level: {room[:40]!r} is no room; {', '.join(ROOMS)} are")
+            raise ValueError(f"log_level: {room[:40]!r} is not a room; rooms are {', '.join(ROOMS)}")
         if level.lower() not in LEVELS:
-            raise ValueError(f"log_level: {level[:40]!r} is no level; {', '.join(LEVELS)} are")
+            raise ValueError(f"log_level: {level[:40]!r} is not a level; levels are {', '.join(LEVELS)}")
         if room in found:
             raise ValueError(f"log_level: given twice for {room or 'all'}")
         found[room] = level.lower()

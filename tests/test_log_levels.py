@@ -38,12 +38,12 @@ def test_levels_are_read_by_room(text: str, found: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("loud", "log_level: 'loud' is no level; debug, info, warning, error, critical are"),
-        ("", "log_level: '' is no level"),
-        ("info,", "log_level: '' is no level"),
-        ("kitchen=info", "log_level: 'kitchen' is no room; engine, executor, cache, router are"),
-        ("router=", "log_level: '' is no level"),
-        ("=info", "log_level: '' is no room"),
+        ("loud", "log_level: 'loud' is not a level; levels are debug, info, warning, error, critical"),
+        ("", "log_level: '' is not a level"),
+        ("info,", "log_level: '' is not a level"),
+        ("kitchen=info", "log_level: 'kitchen' is not a room; rooms are engine, executor, cache, router"),
+        ("router=", "log_level: '' is not a level"),
+        ("=info", "log_level: '' is not a room"),
         ("info,debug", "log_level: given twice for all"),
         ("router=info,router=debug", "log_level: given twice for router"),
     ],
@@ -63,9 +63,9 @@ def test_every_room_that_has_a_level_logs(room: str) -> None:
 def test_a_command_refuses_it_before_anything_starts(command: str) -> None:
     words = [sys.executable, "-m", "penstock.cli", command]
     done = subprocess.run([*words, "--log-level", "router=loud"], capture_output=True, text=True)
-    assert done.returncode == 2 and "--log-level: log_level: 'loud' is no level" in done.stderr
+    assert done.returncode == 2 and "--log-level: log_level: 'loud' is not a level" in done.stderr
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, LOG_VARIABLE: "kitchen=info"})
-    assert done.returncode == 2 and "log_level: 'kitchen' is no room" in done.stderr
+    assert done.returncode == 2 and "log_level: 'kitchen' is not a room" in done.stderr
 
 
 @pytest.mark.parametrize(

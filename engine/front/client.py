@@ -216,8 +216,8 @@ class AsyncEngine:
             raise EngineDead(self._death)
         limit = self.config.scheduler.max_sequences
         if num_sequences > limit:
-            what = f"{num_sequences} sequences asked for; this server takes {limit} at a time (--max-num-seqs and --max-queued-requests)"
-            raise InvalidRequest("prompt", what)
+            limits = f"{limit} at a time (--max-num-seqs and --max-queued-requests)"
+            raise InvalidRequest("prompt", f"{num_sequences} sequences requested; this server allows {limits}")
         if len(self._open) + num_preparing + num_sequences > limit:
             raise QueueFull(
                 f"{len(self._open) + num_preparing} sequences are in flight and {limit} are the limit; try again later",

@@ -80,5 +80,7 @@ class FamiliarTokenizer:
         if self._template is None:
             raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
         if documents and not self._template.has_documents:
-            raise InvalidRequest("documents", "the model's chat template knows none; put their text into a message")
+            raise InvalidRequest(
+                "documents", "the model's chat template does not support them; put their text into a message"
+            )
         return chat_prompt(self._template, conversation, documents=documents, **options)

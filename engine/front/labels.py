@@ -16,10 +16,12 @@ def labels_of(info: ModelInfo, is_scored: bool = False) -> LabelInfo:
         raise InvalidRequest(
             "model",
             f"{info.architecture} has no labels: classifying and scoring take a model with a classification head, or "
-            "classifier_from_token in its config or in hf_overrides; of others there are embeddings to compare",
+            "classifier_from_token in its config or in hf_overrides; for other models, compare embeddings",
         )
     if is_scored and len(info.labels.names) != 1:
-        raise InvalidRequest("model", f"it has {len(info.labels.names)} labels, and a score needs one alone; classify")
+        raise InvalidRequest(
+            "model", f"it has {len(info.labels.names)} labels; a score requires exactly one: use classify"
+        )
     return info.labels
 
 

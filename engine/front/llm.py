@@ -221,7 +221,7 @@ class LLM:
     def get_tokenizer(self) -> "FamiliarTokenizer":
         """Return the model's tokenizer with the interface of transformers' tokenizers."""
         if self.tokenizer is None:
-            raise ValueError("skip_tokenizer: there is no tokenizer, as it was left out")
+            raise ValueError("skip_tokenizer: given; there is no tokenizer")
 
         from penstock.engine.front.hf_interface import FamiliarTokenizer
 

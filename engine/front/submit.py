@@ -106,7 +106,7 @@ def submissions(
     given = kv_transfer or KvTransfer()
     peer = None if given.peer is None else peer_name(given.peer)
     if given.peer is not None and peer not in info.stores:  # only the operator chooses peers
-        raise InvalidRequest("kv_transfer_params.peer", f"{given.peer[:64]!r} is none of this engine's --kv-peer")
+        raise InvalidRequest("kv_transfer_params.peer", f"{given.peer[:64]!r} is not a --kv-peer of this engine")
     room = info.max_model_len - len(prompt) // 4
     return [
         Submit(
@@ -149,7 +149,7 @@ def begin_answer(
     check and to sort, and a call may have a thousand prompts.
     """
     if fields.get("pooling") is None and info.labels is not None and info.labels.tokens is None:
-        raise InvalidRequest("model", "it classifies texts and writes none; ask it to classify, to score or to rerank")
+        raise InvalidRequest("model", "it classifies texts and generates none; use /classify, /score or /rerank")
     if like is None:
         params.check(info.vocab_size, max_logprobs)
     if not isinstance(prompt, bytes):

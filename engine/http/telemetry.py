@@ -64,7 +64,7 @@ def check(telemetry: Telemetry, environment: Mapping[str, str]) -> None:
                 "otlp_traces_endpoint: needs the OpenTelemetry SDK, which is not installed; run `pip install penstock[otel]`"
             )
     elif telemetry.trace_share is not None:
-        raise ValueError("trace_share: given; it needs otlp_traces_endpoint, without which nothing is traced")
+        raise ValueError("trace_share: given; it requires otlp_traces_endpoint")
 
 
 def has_sdk() -> bool:

@@ -45,7 +45,7 @@ class Adapters:
     async def load(self, name: str, path: str, in_place: bool = False) -> None:
         async with self._lock:
             if name in self._taken:
-                raise InvalidRequest("lora_name", f"{name[:64]!r} is what the model itself is called")
+                raise InvalidRequest("lora_name", f"{name[:64]!r} is the name of the model itself")
             if name in self.served and not in_place:
                 raise InvalidRequest("lora_name", f"{name[:64]!r} is in use; unload it first, or set load_inplace")
             try:
@@ -58,7 +58,7 @@ class Adapters:
 
     def unload(self, name: str) -> None:
         if name not in self.served:
-            raise HttpError(404, f"lora_name: {clip(name)!r} is no adapter that is loaded", param="lora_name")
+            raise HttpError(404, f"lora_name: {clip(name)!r} is not a loaded adapter", param="lora_name")
         self._engine.unload_adapter(self.served.pop(name).key)
 
     async def load_all(self, modules: Iterable[LoraModule]) -> None:

@@ -44,7 +44,7 @@ def sampling_params(service: Service, request: GenerateRequest, **special: Any) 
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "cannot be streamed")
     if request.stream_options is not None and not request.stream:
-        raise InvalidRequest("stream_options", "only a stream has any; set stream to true")
+        raise InvalidRequest("stream_options", "given; it requires stream: true")
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
     params = SamplingParams(**{**service.config.default_sampling, **given, **special})
     params.check(service.info.vocab_size, service.config.max_logprobs)

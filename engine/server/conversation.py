@@ -90,7 +90,9 @@ class Conversation:
             field, role = f"messages[{place}]", message["role"]
             ids = [call["id"] for call in message.get("tool_calls", ())]
             if ids and role != "assistant":
-                raise InvalidRequest(f"{field}.tool_calls", f"only an assistant calls; the role is {clip(role)!r}")
+                raise InvalidRequest(
+                    f"{field}.tool_calls", f"only assistant messages have calls; the role is {clip(role)!r}"
+                )
             if len(ids) > MAX_PAST_CALLS:
                 raise InvalidRequest(f"{field}.tool_calls", f"{len(ids)} calls; at most {MAX_PAST_CALLS} are allowed")
             if len({*ids}) < len(ids):
@@ -128,17 +130,17 @@ def check_braces(field: str, raw: Raw, info: ModelInfo) -> None:
 def _check_result(field: str, role: str, call_id: str | None, called: set[str]) -> None:
     if role != "tool":
         if call_id is not None:
-            raise InvalidRequest(field, f"only a tool answers a call; the role is {clip(role)!r}")
+            raise InvalidRequest(field, f"only tool messages have it; the role is {clip(role)!r}")
     elif call_id is None:
         raise InvalidRequest(field, "the field is required in a tool's message")
     elif call_id not in called:
-        raise InvalidRequest(field, f"{clip(call_id)!r} is the id of no call before it")
+        raise InvalidRequest(field, f"{clip(call_id)!r} is not the id of an earlier call")
 
 
 def _plain(place: str, message: Message) -> dict[str, Any]:
     """Return a message as a dictionary for the template, without unset fields."""
     if message.role == "function":
-        raise InvalidRequest(f"{place}.role", "the older form of 'tool', which is served")
+        raise InvalidRequest(f"{place}.role", "the older form of 'tool', which is supported")
     for field, what in (("function_call", "use tool_calls"), ("audio", "only text is understood")):
         if getattr(message, field) is not None:
             raise InvalidRequest(f"{place}.{field}", what)

@@ -67,8 +67,8 @@ class KvPublisher:
         """Bind the sockets; raise ConfigError if an endpoint cannot be bound."""
         if self._info.hits_at_ends:
             raise ConfigError(
-                "kv_events_config: this model's recurrent states are cached at some ends of prompts alone, which vLLM's "
-                "events cannot say; GET /kv_events can"
+                "kv_events_config: given; prefixes of this model are cached only up to checkpoints, which vLLM's events "
+                "cannot express; use GET /kv_events"
             )
         self._socket = self._bind(zmq.PUB, "endpoint", self._config.endpoint, self._config.hwm)
         if self._config.replay_endpoint is not None:

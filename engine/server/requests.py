@@ -257,7 +257,7 @@ UNSERVED: dict[str, Unserved] = {
     "early_stopping": Unserved(_BEAM, (False,)),
     "bad_words": Unserved("words cannot be banned; banned_token_ids bans tokens", ([],)),
     "logits_processors": Unserved("use logit_bias, allowed_token_ids, banned_token_ids or structured_outputs", ([],)),
-    "logprob_token_ids": Unserved("log-probabilities of chosen tokens cannot be asked for", ([],)),
+    "logprob_token_ids": Unserved("log-probabilities of chosen tokens are not supported", ([],)),
     "spaces_between_special_tokens": Unserved("no spaces are added", (False, True)),
     "thinking_token_budget": Unserved("reasoning has no budget of its own; use max_tokens"),
     "repetition_detection": Unserved("repetition is not detected"),

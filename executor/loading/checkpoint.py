@@ -48,7 +48,7 @@ def open_tensors(path: Path, model: Path, config: ExecutorConfig) -> Checkpoint:
     """Open a safetensors file of unquantized tensors for the model at `model`, which itself may be stored quantized. A
     file in shared memory must be sealed (executor/shared_tensors.py), so that it does not change while it is read."""
     if not path.is_file():
-        raise ExecutorError(f"{path}: no folder of weights, and no file")
+        raise ExecutorError(f"{path}: neither a folder with weights nor a file")
     check_sealed(path)
     settings = open_checkpoint(model, config).config
     return SafetensorsFolder(path, {key: value for key, value in settings.items() if key != "quantization_config"})

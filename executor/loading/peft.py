@@ -55,7 +55,7 @@ class PeftFolder:
         for name in sorted(self._file.keys()):
             self._add(name)
         if not self.modules:
-            raise ExecutorError(f"{self._path}: no tensors; an adapter without any changes nothing")
+            raise ExecutorError(f"{self._path}: the adapter has no tensors")
         for module in self.modules:
             self._check(module, max_rank)
 

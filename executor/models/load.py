@@ -166,7 +166,7 @@ def load_model(
     computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
     computed += ["codes"] if weights.made.num_code_bytes else []
     if fixed and not all(experts.is_fused for experts in model.experts):
-        raise ExecutorError("batch_invariant: given; these experts' weights have no kernel of fixed sums on a GPU")
+        raise ExecutorError("batch_invariant: given; the GPU has no batch-invariant kernel for these experts")
     fingerprint = digests.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed, *fixed)
     memory = _memory(weights, dtype, "coded" if checkpoint.has_codes else "FP8")
     adapters = None
@@ -187,14 +187,14 @@ def _check_fixed(spec: Spec, world: int) -> None:
     elif isinstance(spec, DecoderSpec) and spec.is_qk_norm_wide and world > 1:
         what = "norms over the heads of several ranks"
     if what:
-        raise ExecutorError(f"batch_invariant: given; {what} cannot be computed so on a GPU: leave it out")
+        raise ExecutorError(f"batch_invariant: given; the GPU has no batch-invariant kernel for {what}")
 
 
 def _open_adapters(
     config: ExecutorConfig, name: str, spec: Spec, model: CausalModel, weights: Weights, device: torch.device
 ) -> AdapterStore:
     if not model.adapted or not isinstance(spec, DecoderSpec):
-        raise ExecutorError(f"enable_lora: given; adapters of {name} are not computed here")
+        raise ExecutorError(f"enable_lora: given; LoRA is not supported for {name}")
     products = {linear: weights.products[linear] for linear in model.adapted}
     return AdapterStore(config, products, spec.arrangement, weights.group, weights.dtype, device)
 
@@ -229,8 +229,8 @@ def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> Plan | No
         return None
     if config.batch_invariant and sparse[0].num_experts % world:
         raise ExecutorError(
-            f"batch_invariant: given; enable_expert_parallel shares {sparse[0].num_experts} experts out evenly over "
-            f"{world} ranks (tensor_parallel_size) only with second copies, which tokens are sent to by their place in a step"
+            f"batch_invariant: given; enable_expert_parallel divides {sparse[0].num_experts} experts evenly among "
+            f"{world} ranks (tensor_parallel_size) only with second copies, and the copy depends on a token's index in the step"
         )
     asked = sparse[0].num_experts + (config.eplb_config.redundant_experts if config.enable_eplb else 0)
     return plan(np.ones((len(sparse), sparse[0].num_experts)), -(-asked // world) * world, world)

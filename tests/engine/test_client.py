@@ -131,7 +131,7 @@ def test_a_reader_that_sleeps_finds_everything_in_one_update() -> None:
 def test_more_than_the_queue_holds_is_no_reason_to_come_back() -> None:
     async def run() -> None:
         async with running(max_num_seqs=2, max_queued_requests=3) as engine:
-            with pytest.raises(InvalidRequest, match="6 sequences asked for; this server takes 5 at a time"):
+            with pytest.raises(InvalidRequest, match="6 sequences requested; this server allows 5 at a time"):
                 engine.admit(6)
             engine.admit(5)
             with pytest.raises(QueueFull, match="^1 sequences are in flight"):

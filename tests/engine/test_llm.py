@@ -168,7 +168,7 @@ def test_tools_are_shown_and_documents_refused_where_the_template_knows_neither(
         tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
         (result,) = llm.chat(messages, GREEDY, use_tqdm=False, tools=[tool])
         assert b'"name": "weather"' in bytes(result.prompt_token_ids)
-        with pytest.raises(InvalidRequest, match="^documents: the model's chat template knows none"):
+        with pytest.raises(InvalidRequest, match="^documents: the model's chat template does not support them"):
             llm.chat(messages, GREEDY, use_tqdm=False, documents=[{"text": "x"}])
 
 

@@ -189,7 +189,7 @@ def test_a_request_may_name_no_peer_but_those_of_the_operator() -> None:
         (message,) = make(known)
         assert (message.peer, message.peer_wait_s) == (f"peer {known}", 3.0)
         for peer in ("169.254.169.254:80", "disk", "", f"peer {known}"):
-            with pytest.raises(InvalidRequest, match="kv_transfer_params.peer: .* none of this engine's --kv-peer"):
+            with pytest.raises(InvalidRequest, match="kv_transfer_params.peer: .* not a --kv-peer of this engine"):
                 make(peer)
 
 

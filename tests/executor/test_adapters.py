@@ -138,7 +138,7 @@ def test_no_more_are_held_than_there_is_room_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["opt", "gemma4"])
 def test_models_that_take_none_say_so(case: str) -> None:
-    with pytest.raises(ExecutorError, match="enable_lora: given; adapters of .* are not computed here"):
+    with pytest.raises(ExecutorError, match="enable_lora: given; LoRA is not supported for .*"):
         with_adapters(case)
 
 

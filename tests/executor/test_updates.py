@@ -174,8 +174,8 @@ def test_another_model_a_file_cut_short_and_open_memory_are_refused(tmp_path: Pa
         (str(folder("llama-wide")), "another model: its intermediate_size is 1536, and that of the one that serves 96"),
         (str(cut), "cut.safetensors: not a whole safetensors file"),
         (f"/proc/self/fd/{loose}", "shared memory that is not sealed"),
-        (gone, "no folder of weights, and no file"),
-        (str(tmp_path / "nowhere"), "no folder of weights, and no file"),
+        (gone, "neither a folder with weights nor a file"),
+        (str(tmp_path / "nowhere"), "neither a folder with weights nor a file"),
         (str(tmp_path), "config.json: No such file"),
     ):
         with pytest.raises(WeightsError, match=message):
@@ -444,6 +444,6 @@ def test_a_trainer_of_its_own_process_that_is_killed_leaves_nothing_behind(tmp_p
             expected, info = said(executor), executor.info
         finally:
             trainer.kill()
-    with pytest.raises(WeightsError, match="no folder of weights, and no file"):
+    with pytest.raises(WeightsError, match="neither a folder with weights nor a file"):
         executor.update_weights(shared)
     assert executor.info == info and said(executor) == expected

@@ -265,7 +265,7 @@ def test_a_prefill_replica_that_goes_down_meanwhile_is_waited_for_no_longer() ->
 
 
 def test_that_a_decode_replica_does_not_know_the_peer_is_said_to_the_client() -> None:
-    said = b'{"error":{"message":"kv_transfer_params.peer: ... is none of this engine\'s --kv-peer"}}'
+    said = b'{"error":{"message":"kv_transfer_params.peer: ... is not a --kv-peer of this engine"}}'
     with split_fleet() as ((prefill,), (decode,), router):
         prefill.answer = Hold()
         decode.answer = lambda seen, sock: whole(said, b"400 Bad Request")

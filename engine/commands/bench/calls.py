@@ -78,7 +78,7 @@ def _times(args: argparse.Namespace, samples: list[Sample]) -> list[float]:
     if samples[0].arrival_s is None:
         return arrival_times(len(samples), args.request_rate, args.burstiness, random.Random(args.seed))
     if not math.isinf(args.request_rate):
-        raise ConfigError("request_rate: a rate is given; a trace says itself when its requests come (--trace-speed)")
+        raise ConfigError("request_rate: given; a trace has its own arrival times (see --trace-speed)")
     return [sample.arrival_s or 0.0 for sample in samples]
 
 
@@ -140,7 +140,7 @@ async def first_model(client: Client, headers: dict[str, str], timeout_s: float)
             break
         await asyncio.sleep(0.1)
     if status == 401:
-        raise ConfigError(f"base_url: {where} wants an API key, and {' or '.join(KEY_VARIABLES)} has not the right one")
+        raise ConfigError(f"base_url: {where} requires an API key; {' or '.join(KEY_VARIABLES)} has no accepted one")
     if status != 200:
         waited = f" in {timeout_s:g} s (--ready-check-timeout-sec)" if timeout_s else ""
         raise ConfigError(f"base_url: {what}{waited}")

@@ -60,7 +60,7 @@ def output_file(name: str) -> str:
     """Return the name; refuse a file that cannot be written, before minutes are spent on the measurement."""
     path = Path(name)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{name} cannot be written; a file in a folder that is there is expected")
+        raise argparse.ArgumentTypeError(f"{name} cannot be written; a file in an existing folder is expected")
     return name
 
 

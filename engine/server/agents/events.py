@@ -57,7 +57,7 @@ class Writer(ABC):
 
     def tokens(self, _logprobs: ChatLogprobs, /) -> None:
         """Add the log-probabilities of the text that follows."""
-        raise AssertionError("log-probabilities cannot be asked for")
+        raise AssertionError("this API has no log-probabilities")
 
     @abstractmethod
     async def end(self, reason: ChatFinish, stop: int | str | None) -> None:

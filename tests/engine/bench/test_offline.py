@@ -124,7 +124,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
     for path in (tmp_path, tmp_path / "none" / "out.json"):
         with pytest.raises(SystemExit):
             run(name, "--output-json", str(path))
-        assert f"argument --output-json: {path} cannot be written; a file in a folder" in capsys.readouterr().err
+        assert (
+            f"argument --output-json: {path} cannot be written; a file in an existing folder" in capsys.readouterr().err
+        )
 
 
 def test_a_result_that_cannot_be_written_at_the_end_is_printed(

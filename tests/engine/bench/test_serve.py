@@ -216,7 +216,7 @@ def test_a_trace_is_replayed_at_its_own_times_and_no_rate_may_be_given_beside(tm
     result, endpoint = bench(*options)
     assert result["completed"] == 6 and {len(body["prompt"]) for body in bodies(endpoint)} == {9}
     assert result["duration"] >= 0.1
-    with pytest.raises(ConfigError, match="request_rate: a rate is given; a trace says itself"):
+    with pytest.raises(ConfigError, match="request_rate: given; a trace has its own arrival times"):
         bench(*options, "--request-rate", "5")
 
 

@@ -65,8 +65,8 @@ def test_what_cannot_be_loaded_is_named_and_nothing_changes(server: Running, tmp
     first = ids(server, "sql")
     for answer, status, message in (
         (load(server, "sql", other), 400, "lora_name: 'sql' is in use; unload it first, or set load_inplace"),
-        (load(server, MODEL, path), 400, "lora_name: 'tiny' is what the model itself is called"),
-        (server.post(UNLOAD, {"lora_name": "law"}), 404, "lora_name: 'law' is no adapter that is loaded"),
+        (load(server, MODEL, path), 400, "lora_name: 'tiny' is the name of the model itself"),
+        (server.post(UNLOAD, {"lora_name": "law"}), 404, "lora_name: 'law' is not a loaded adapter"),
         (server.post(LOAD, {"lora_name": "law"}), 400, "lora_path: the field is required"),
         (server.post(LOAD, {"lora_name": "", "lora_path": path}), 400, "lora_name"),
     ):

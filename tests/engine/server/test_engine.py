@@ -101,7 +101,7 @@ def test_more_than_the_queue_holds_is_refused_with_a_time() -> None:
         until(lambda: num_open(server) == 0)
         assert server.complete(["a"] * 4, max_tokens=5).status_code == 200
         answer = server.complete(["a"] * 5, max_tokens=5)  # no time makes room for it
-        assert answer.status_code == 400 and "this server takes 4 at a time" in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "this server allows 4 at a time" in answer.json()["error"]["message"]
 
 
 def test_when_the_core_is_killed_every_request_ends_and_health_says_so() -> None:

@@ -281,7 +281,7 @@ def test_the_sdks_environment_names_the_service_adds_headers_and_samples(
         (Telemetry(otlp_traces_endpoint="127.0.0.1:4318"), "otlp_traces_endpoint: "),
         (Telemetry(otlp_traces_endpoint="http://host:port/"), "otlp_traces_endpoint: 'http://host:port/' is not a URL"),
         (Telemetry(otlp_traces_endpoint="http://"), "otlp_traces_endpoint: "),
-        (Telemetry(trace_share=0.5), "trace_share: given; it needs otlp_traces_endpoint"),
+        (Telemetry(trace_share=0.5), "trace_share: given; it requires otlp_traces_endpoint"),
     ],
 )
 def test_what_is_no_collector_is_refused_by_name(said: Telemetry, message: str) -> None:

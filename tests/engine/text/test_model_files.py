@@ -170,7 +170,7 @@ def test_a_hub_model_with_code_is_refused_before_its_weights_are_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = fake_hub(monkeypatch, hf_folder(tmp_path / "c0ffee", {"auto_map": {"AutoModel": "m.M"}}))
-    with pytest.raises(ModelRefused, match="org/name wants its own code to run"):
+    with pytest.raises(ModelRefused, match="org/name requires its own code"):
         resolve_model("org/name")
     assert hub.asked == []
 
