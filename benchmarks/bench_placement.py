@@ -87,7 +87,7 @@ def decisions(placement: Placement, tokens: bytes, rounds: int) -> dict[str, dic
     fresh = np.random.default_rng(1).integers(0, 150_000, (rounds, 8), dtype="<i4")
     new = ((row.tobytes() + tokens[32:],) for row in fresh)
     return {
-        f"match of {len(keys):,} keys": measure(lambda: placement.knowledge.index.match(keys), 10 * rounds),
+        f"match of {len(keys):,} keys": measure(lambda: placement.caches.index.match(keys), 10 * rounds),
         "choose and charge": measure(lambda: place(prompt), rounds),
         "whole decision, known prompt": measure(lambda: place(placement.prepare(tokens)), rounds),
         "whole decision, new prompt": measure(lambda tokens: place(placement.prepare(tokens)), rounds, new),
@@ -139,7 +139,7 @@ def grown(num_replicas: int, blocks_each: int, num_tokens: int) -> dict[str, flo
     placement.check()
     return {
         "replicas": num_replicas,
-        "facts": placement.knowledge.index.stats()["facts"],
+        "facts": placement.caches.index.stats()["facts"],
         "memory_mb": memory_mb,
         "events_per_cpu_s": num_events / updates_s,
         "decision_p50_us": statistics.median(decide_us),

@@ -1,4 +1,4 @@
-/* The choice of a replica (router/placement/load.py, router/placement/knowledge.py): the columns of a fleet, one value per replica. */
+/* The choice of a replica (router/placement/load.py and cache_map.py): the columns of a fleet, one value per replica. */
 
 /* A fleet; Python owns its memory. router/placement/load.py explains the columns. */
 struct penstock_fleet {

@@ -1,11 +1,11 @@
 /* The router's index: maps a key and a group of 64 slots to the bitmask of the slots that hold the block.
  *
- * It has three tables (route_table.h). *Facts* come from the replicas' events. *Hopes* are the router's own
- * predictions, in two generations, of which the older is emptied at each `fade`: a hope lives between one and two
- * fading intervals, and no clock is needed here. A flood of requests can only evict hopes, never facts.
+ * It has three tables (route_table.h). *Facts* come from the replicas' events. *Predictions* are the router's own, in two
+ * generations; each call of `age_predictions` empties the older one, so a prediction lives for one to two intervals between
+ * these calls, and no clock is needed here. A flood of requests can only evict predictions, never facts.
  *
- * Memory is bounded: a full table of facts evicts its least recently used entry, full hopes fade early, and the number
- * of facts per slot has a limit.
+ * Memory is bounded: a full table of facts evicts its least recently used entry, a full table of predictions is aged
+ * early, and the number of facts per slot has a limit.
  *
  * A retired slot stops matching at once (its bit in `live` is cleared). The calls that change the index clear its bits
  * in the facts, a limited number of entries each, so that no call walks the whole table. If every slot number is taken
@@ -23,13 +23,13 @@ enum { MAX_SLOTS = 8192, SLOTS_PER_GROUP = 64, MAX_GROUPS = MAX_SLOTS / SLOTS_PE
 
 struct index {
     pthread_mutex_t lock;
-    struct table facts, hopes[2]; /* hopes[0] is the younger generation */
+    struct table facts, predictions[2]; /* predictions[0] is the younger generation */
     uint64_t seed, num_evicted;
     uint32_t num_slots;             /* all slots ever used are below this */
     uint64_t live[MAX_GROUPS];      /* the slots in use */
     uint64_t at_ends[MAX_GROUPS];   /* slots in which a key implies all keys before it */
     uint64_t limits[MAX_SLOTS], held[MAX_SLOTS];
-    uint8_t fades_left[MAX_SLOTS];  /* for a retired slot: fades until no hope contains its bit */
+    uint8_t ages_left[MAX_SLOTS];  /* for a retired slot: aging steps until no prediction contains its bit */
     uint32_t num_retired, num_dead; /* retired and not reused; those of them that no sweep has started to clear */
     uint32_t sweep_at;              /* the next fact to sweep; 0: no sweep is in progress */
     uint64_t sweeping[MAX_GROUPS], dead[MAX_GROUPS]; /* retired before this sweep started, and since */
@@ -83,14 +83,14 @@ static void sweep(struct index *index, uint32_t num_entries) {
         entry->mask &= ~gone;
         if (!entry->mask) drop(facts, index->seed, index->sweep_at);
     }
-    if (index->sweep_at > facts->num_used) index->sweep_at = 0; /* swept slots can be reused once `fades_left` is 0 */
+    if (index->sweep_at > facts->num_used) index->sweep_at = 0; /* swept slots can be reused once `ages_left` is 0 */
 }
 
 static int is_reusable(const struct index *index, uint32_t slot) {
     uint32_t group = slot / SLOTS_PER_GROUP;
     uint64_t bit = bit_of(slot);
     int swept = !(index->dead[group] & bit) && !(index->sweep_at && index->sweeping[group] & bit);
-    return !(index->live[group] & bit) && swept && index->fades_left[slot] == 0;
+    return !(index->live[group] & bit) && swept && index->ages_left[slot] == 0;
 }
 
 static int take_slot(struct index *index, uint32_t slot, uint64_t limit) {
@@ -111,13 +111,13 @@ static int find_slot(struct index *index, uint64_t limit) {
     return index->num_slots < MAX_SLOTS ? take_slot(index, index->num_slots, limit) : -1;
 }
 
-static void fade(struct index *index) {
-    struct table older = index->hopes[1];
-    index->hopes[1] = index->hopes[0];
+static void age_predictions(struct index *index) {
+    struct table older = index->predictions[1];
+    index->predictions[1] = index->predictions[0];
     table_empty(&older);
-    index->hopes[0] = older;
+    index->predictions[0] = older;
     for (uint32_t slot = 0; index->num_retired && slot < index->num_slots; slot++)
-        if (index->fades_left[slot]) index->fades_left[slot]--;
+        if (index->ages_left[slot]) index->ages_left[slot]--;
 }
 
 static inline uint64_t holders(const struct index *index, uint64_t key, uint32_t group) {
@@ -125,8 +125,8 @@ static inline uint64_t holders(const struct index *index, uint64_t key, uint32_t
     uint32_t at = find(&index->facts, index->seed, key, group);
     if (at) mask = index->facts.entries[at].mask;
     for (int i = 0; i < 2; i++)
-        if (index->hopes[i].num_entries && (at = find(&index->hopes[i], index->seed, key, group)))
-            mask |= index->hopes[i].entries[at].mask;
+        if (index->predictions[i].num_entries && (at = find(&index->predictions[i], index->seed, key, group)))
+            mask |= index->predictions[i].entries[at].mask;
     return mask;
 }
 
@@ -199,14 +199,14 @@ static inline uint64_t low_64(const uint8_t *key) {
 
 /* -- functions called by router/placement/index.py ------------------------------------------------------------------ */
 
-void *penstock_route_open(uint32_t capacity, uint32_t num_hopes, uint64_t seed) {
+void *penstock_route_open(uint32_t capacity, uint32_t num_predictions, uint64_t seed) {
     struct index *index = calloc(1, sizeof *index);
     if (!index) return NULL;
     pthread_mutex_init(&index->lock, NULL);
     index->seed = seed;
     int is_open = table_open(&index->facts, capacity);
-    is_open = table_open(&index->hopes[0], num_hopes) && is_open;
-    is_open = table_open(&index->hopes[1], num_hopes) && is_open;
+    is_open = table_open(&index->predictions[0], num_predictions) && is_open;
+    is_open = table_open(&index->predictions[1], num_predictions) && is_open;
     if (is_open) return index;
     penstock_route_close(index);
     return NULL;
@@ -215,8 +215,8 @@ void *penstock_route_open(uint32_t capacity, uint32_t num_hopes, uint64_t seed) 
 void penstock_route_close(void *opened) {
     struct index *index = opened;
     table_close(&index->facts);
-    table_close(&index->hopes[0]);
-    table_close(&index->hopes[1]);
+    table_close(&index->predictions[0]);
+    table_close(&index->predictions[1]);
     pthread_mutex_destroy(&index->lock);
     free(index);
 }
@@ -227,7 +227,7 @@ int penstock_route_add_slot(void *opened, uint64_t limit) {
     if (slot < 0 && index->num_retired) { /* every number is taken or not swept yet */
         for (int i = 0; i < 2; i++) { /* the sweep in progress, and one for slots retired since */
             sweep(index, SWEEP_PER_CALL);
-            fade(index);
+            age_predictions(index);
         }
         slot = find_slot(index, limit);
     }
@@ -246,7 +246,7 @@ void penstock_route_retire_slot(void *opened, uint32_t slot) {
     if (is_live(index, slot)) {
         index->live[slot / SLOTS_PER_GROUP] &= ~bit_of(slot);
         index->dead[slot / SLOTS_PER_GROUP] |= bit_of(slot);
-        index->fades_left[slot] = 2;
+        index->ages_left[slot] = 2;
         index->num_retired++;
         index->num_dead++;
     }
@@ -298,36 +298,36 @@ void penstock_route_remove(void *opened, uint32_t slot, const uint8_t *keys, siz
     unlock(index);
 }
 
-static void hope(struct index *index, uint64_t key, uint32_t group, uint64_t bit) {
-    struct table *hopes = &index->hopes[0];
-    uint32_t at = find(hopes, index->seed, key, group);
+static void predict(struct index *index, uint64_t key, uint32_t group, uint64_t bit) {
+    struct table *predictions = &index->predictions[0];
+    uint32_t at = find(predictions, index->seed, key, group);
     if (!at) {
-        if (hopes->num_entries == hopes->capacity) fade(index); /* a full table fades early */
-        at = add(hopes, index->seed, key, group);
+        if (predictions->num_entries == predictions->capacity) age_predictions(index); /* a full table is aged early */
+        at = add(predictions, index->seed, key, group);
     }
-    hopes->entries[at].mask |= bit;
+    predictions->entries[at].mask |= bit;
 }
 
-void penstock_route_hope(void *opened, uint32_t slot, const uint64_t *keys, size_t num_keys, size_t num_known) {
+void penstock_route_predict(void *opened, uint32_t slot, const uint64_t *keys, size_t num_keys, size_t num_known) {
     struct index *index = locked(opened);
     uint32_t group = slot / SLOTS_PER_GROUP;
     uint64_t bit = bit_of(slot);
     for (size_t i = is_live(index, slot) ? num_keys : 0; i-- > 0;) {
         if (i >= FAR) {
-            fetch_bucket(i - FAR < num_known ? &index->facts : &index->hopes[0], index->seed, keys[i - FAR], group);
-            fetch_entry(i - NEAR < num_known ? &index->facts : &index->hopes[0], index->seed, keys[i - NEAR], group);
+            fetch_bucket(i - FAR < num_known ? &index->facts : index->predictions, index->seed, keys[i - FAR], group);
+            fetch_entry(i - NEAR < num_known ? &index->facts : index->predictions, index->seed, keys[i - NEAR], group);
         }
         uint32_t at = i < num_known ? find(&index->facts, index->seed, keys[i], group) : NONE;
         if (at) touch(&index->facts, at); /* mark as recently used */
-        if (!at || !(index->facts.entries[at].mask & bit)) hope(index, keys[i], group, bit);
+        if (!at || !(index->facts.entries[at].mask & bit)) predict(index, keys[i], group, bit);
     }
     unlock(index);
 }
 
-void penstock_route_fade(void *opened) {
+void penstock_route_age_predictions(void *opened) {
     struct index *index = locked(opened);
     sweep(index, SWEEP_PER_CALL);
-    fade(index);
+    age_predictions(index);
     unlock(index);
 }
 
@@ -362,16 +362,16 @@ uint64_t penstock_route_num_held(void *opened, uint32_t slot) {
 void penstock_route_stats(void *opened, uint64_t out[4]) {
     struct index *index = locked(opened);
     out[0] = index->facts.num_entries;
-    out[1] = (uint64_t)index->hopes[0].num_entries + index->hopes[1].num_entries;
+    out[1] = (uint64_t)index->predictions[0].num_entries + index->predictions[1].num_entries;
     out[2] = index->num_evicted;
-    out[3] = table_bytes(&index->facts) + 2 * table_bytes(&index->hopes[0]);
+    out[3] = table_bytes(&index->facts) + 2 * table_bytes(&index->predictions[0]);
     unlock(index);
 }
 
 int penstock_route_check(void *opened) {
     struct index *index = locked(opened);
-    int sound = table_is_sound(&index->facts, index->seed) && table_is_sound(&index->hopes[0], index->seed) &&
-                table_is_sound(&index->hopes[1], index->seed);
+    int sound = table_is_sound(&index->facts, index->seed) && table_is_sound(&index->predictions[0], index->seed) &&
+                table_is_sound(&index->predictions[1], index->seed);
     uint64_t *seen = calloc(index->num_slots + 1ull, sizeof *seen);
     for (uint32_t at = index->facts.newest; seen && sound && at; at = index->facts.entries[at].older)
         for (uint64_t mask = index->facts.entries[at].mask; mask; mask &= mask - 1)

@@ -16,6 +16,7 @@ from penstock.engine.http.access_line import AccessLog
 from penstock.engine.http.auth import NO_KEY, Keys
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
+from penstock.router.access_lines import line_of
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig
 from penstock.router.exchange import BeginTrace, Exchange, as_refusal
@@ -24,10 +25,9 @@ from penstock.router.fleet.replica import Replica
 from penstock.router.http.edge import ClientConnection, Edge
 from penstock.router.http.heads import ClientRequest, Headers
 from penstock.router.http.upstream import ConnectFailed, fetch
-from penstock.router.lines import line_of
 from penstock.router.metrics import RouterMetrics
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, NOTHING, PROMPTS, Asked, Routable, Texts
-from penstock.router.question import RoutedRequest, stored_id
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, NOTHING, PROMPTS, PromptReader, RequestFields, Routable
+from penstock.router.routed_request import RoutedRequest, stored_id
 from penstock.router.routes import METHODS, OPEN, OWN, PROBED, PROXIED, STORED, is_proxied
 
 LOOK_S = 0.5  # between two looks at running requests and at the loop's lag
@@ -46,17 +46,19 @@ class ReplicaChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer: str | None = None
 
 
-class RouteQuestion(Asked):
+class PreviewFields(RequestFields):
     """The body of `POST /route`: of a completion, a chat or an agents' API; `path` where the body does not say which."""
 
     path: str | None = None
 
 
 class RouterApp:
-    def __init__(self, config: RouterConfig, fleet: Fleet, texts: Texts, version: str, begin_trace: BeginTrace) -> None:
+    def __init__(
+        self, config: RouterConfig, fleet: Fleet, prompts: PromptReader, version: str, begin_trace: BeginTrace
+    ) -> None:
         self.config = config
         self.fleet = fleet
-        self.texts = texts
+        self.prompts = prompts
         self.version = version
         self.edge = Edge(self, config.limits)
         self.begin_trace = begin_trace
@@ -158,36 +160,36 @@ class RouterApp:
     # Requests for a replica.
 
     def _proxy(self, request: ClientRequest, connection: ClientConnection) -> None:
-        asked = decode(Asked, request.body) if request.body or request.path in PROXIED else Asked()
-        if asked.kv_transfer_params not in (NOTHING, NULL) and self.fleet.has_prefills:
+        parsed = decode(RequestFields, request.body) if request.body or request.path in PROXIED else RequestFields()
+        if parsed.kv_transfer_params not in (NOTHING, NULL) and self.fleet.has_prefills:
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
             raise HttpError(400, message, param="kv_transfer_params")
         exchange = Exchange(self.fleet, self.metrics, request, connection, self.begin_trace(request), self._ended)
         connection.reader = exchange
         self.exchanges.add(exchange)
         try:
-            response_id = stored_id(request.path, asked)
-            group = self.fleet.group_of(asked.model) if response_id is None else None
-            if group is None or self.texts.is_long(request.path, request.body):
-                self.fleet.tasks.spawn(self._prepare_and_start(exchange, asked, group, response_id))
+            response_id = stored_id(request.path, parsed)
+            group = self.fleet.group_of(parsed.model) if response_id is None else None
+            if group is None or self.prompts.is_long(request.path, request.body):
+                self.fleet.tasks.spawn(self._prepare_and_start(exchange, parsed, group, response_id))
                 return
-            adapter = group.adapters.get(asked.model or "")
-            routable = self.texts.prepare(request.path, request.body, asked, group.placement, adapter)
-            exchange.start(group, RoutedRequest(request, asked, routable, self._client_key(request)))
+            adapter = group.adapters.get(parsed.model or "")
+            routable = self.prompts.prepare(request.path, request.body, parsed, group.placement, adapter)
+            exchange.start(group, RoutedRequest(request, parsed, routable, self._client_key(request)))
         except Exception as error:  # as in `handle`
             exchange.fail(error)
 
     async def _prepare_and_start(
-        self, exchange: Exchange, asked: Asked, group: ReplicaGroup | None, response_id: str | None
+        self, exchange: Exchange, parsed: RequestFields, group: ReplicaGroup | None, response_id: str | None
     ) -> None:
         """Prepare a request that is long, or that names a stored response, which only the replica that made it knows."""
         request, holder = exchange.request, None
         try:
             if group is None:
-                group, holder = await self._home_of(response_id or "", asked, request)
-            routable = await self.prepare(request.path, request.body, asked, group)
+                group, holder = await self._home_of(response_id or "", parsed, request)
+            routable = await self.prepare(request.path, request.body, parsed, group)
             if exchange.state == "preparing":  # the client has not left meanwhile
-                exchange.start(group, RoutedRequest(request, asked, routable, self._client_key(request)), holder)
+                exchange.start(group, RoutedRequest(request, parsed, routable, self._client_key(request)), holder)
         except Exception as error:  # as in `handle`
             exchange.fail(error)
 
@@ -196,16 +198,16 @@ class RouterApp:
         self._log(exchange.request, status, exchange)
 
     async def _home_of(
-        self, response_id: str, asked: Asked, request: ClientRequest
+        self, response_id: str, parsed: RequestFields, request: ClientRequest
     ) -> tuple[ReplicaGroup, Replica | None]:
         """Return the replica that stores the response, with its group. Without one, any replica says in its own words that it
         does not know the previous response."""
-        replica = await self._holder_of(response_id, asked.model, request)
-        if replica is not None and (group := self.fleet.home(replica)) is not None:
+        replica = await self._holder_of(response_id, parsed.model, request)
+        if replica is not None and (group := self.fleet.group_with(replica)) is not None:
             return group, replica
-        if asked.previous_response_id is None:
+        if parsed.previous_response_id is None:
             raise HttpError(404, f"response_id: {clip(response_id)!r} is stored at no replica", param="response_id")
-        return self.fleet.group_of(asked.model), None
+        return self.fleet.group_of(parsed.model), None
 
     async def _holder_of(self, response_id: str, model: str | None, request: ClientRequest) -> Replica | None:
         """Ask the replicas which of them stores the response; None if no replica says so."""
@@ -218,7 +220,7 @@ class RouterApp:
         client_key = self._client_key(request)
 
         async def has(replica: Replica) -> bool:
-            lines, timeout_s = replica.key_line or client_key, self.config.patience.probe_timeout_s
+            lines, timeout_s = replica.key_line or client_key, self.config.timeouts.probe_timeout_s
             try:
                 status, _ = await fetch(replica.pool, f"{STORED}{response_id}", lines, timeout_s)
             except (ConnectFailed, TimeoutError):
@@ -228,25 +230,25 @@ class RouterApp:
         found = await asyncio.gather(*map(has, replicas))
         return next((replica for replica, is_here in zip(replicas, found, strict=True) if is_here), None)
 
-    async def prepare(self, path: str, body: bytes, asked: Asked, group: ReplicaGroup) -> Routable:
+    async def prepare(self, path: str, body: bytes, parsed: RequestFields, group: ReplicaGroup) -> Routable:
         """Prepare a prompt in a thread."""
-        adapter = group.adapters.get(asked.model or "")
-        return await self.texts.prepare_aside(path, body, asked, group.placement, adapter)
+        adapter = group.adapters.get(parsed.model or "")
+        return await self.prompts.prepare_aside(path, body, parsed, group.placement, adapter)
 
     async def _preview(self, request: ClientRequest, connection: ClientConnection) -> None:
         """Explain a routing decision without sending the request, for callers that proxy requests themselves. Nothing is
         charged, so two calls at once get the same answer."""
         try:
-            asked = decode(RouteQuestion, request.body)
-            path = asked.path or (CHAT if bytes(asked.messages) else COMPLETIONS)
+            parsed = decode(PreviewFields, request.body)
+            path = parsed.path or (CHAT if bytes(parsed.messages) else COMPLETIONS)
             if path not in PROMPTS:
                 raise HttpError(400, f"path: {clip(path)!r} is not one of {', '.join(PROMPTS)}", param="path")
-            group = self.fleet.group_of(asked.model)
-            question = RoutedRequest(request, asked, await self.prepare(path, request.body, asked, group), b"")
-            prompt, num_tokens = question.routable.prompt, question.routable.num_tokens
-            reply = group.placement.preview(prompt, num_tokens, question.session, group.not_for(asked.model))
+            group = self.fleet.group_of(parsed.model)
+            routed = RoutedRequest(request, parsed, await self.prepare(path, request.body, parsed, group), b"")
+            prompt, num_tokens = routed.routable.prompt, routed.routable.num_tokens
+            reply = group.placement.preview(prompt, num_tokens, routed.session, group.excluded_for(parsed.model))
             if reply is None:
-                raise self.fleet.refusal(group, asked.model)
+                raise self.fleet.refusal(group, parsed.model)
         except Exception as error:  # as in `handle`
             self._refuse(request, connection, error)
         else:
@@ -268,7 +270,7 @@ class RouterApp:
         self.metrics.loop_lag.observe(max(loop.time() - due_s, 0.0))
         now_s = time.monotonic()
         for exchange in list(self.exchanges):
-            exchange.look(now_s, self.config.patience.response_s)
+            exchange.look(now_s, self.config.timeouts.response_s)
         for replica in self.fleet.replicas.values():
             replica.pool.sweep()
         due_s = loop.time() + LOOK_S

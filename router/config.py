@@ -24,7 +24,7 @@ PolicyName = Literal["predicted-ttft", "least-loaded", "round-robin"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class Timeouts:
     """How long the router waits for replicas, and how much it retries."""
 
     connect_s: Seconds = 2.0
@@ -86,7 +86,7 @@ class RouterConfig:
     access_log: AccessForm = flag("a line of the log for each request (default: %(default)s)", default="off")
     telemetry: Telemetry = Telemetry()
     limits: Limits = Limits()
-    patience: Patience = Patience()
+    timeouts: Timeouts = Timeouts()
 
     @property
     def key_variables(self) -> frozenset[str]:

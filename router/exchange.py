@@ -26,7 +26,7 @@ from penstock.router.metrics import RouterMetrics
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import NO_NAMES
 from penstock.router.prefill import PrefillLeg, start_prefill
-from penstock.router.question import RoutedRequest
+from penstock.router.routed_request import RoutedRequest
 
 log = logging.getLogger("penstock.router")
 
@@ -77,12 +77,12 @@ class Exchange:
 
     __slots__ = (
         *("_answer", "_cached", "_fleet", "_group", "_is_whole", "_metrics", "_num_data", "_num_data_then"),
-        *("_num_lost", "_num_reported", "_on_end", "_prefills_tried", "_question", "_quiet_since_s", "_reads_usage"),
+        *("_num_lost", "_num_reported", "_on_end", "_prefills_tried", "_routed", "_quiet_since_s", "_reads_usage"),
         *("_status", "_tried", "begun_s", "connection", "first_byte_s", "leg", "model", "num_attempts", "prefill"),
         *("replica", "request", "state", "trace"),
     )
     _group: ReplicaGroup
-    _question: RoutedRequest  # until the first byte
+    _routed: RoutedRequest  # until the first byte
 
     def __init__(
         self,
@@ -117,9 +117,9 @@ class Exchange:
         """The head that the client has seen."""
         return None if self.first_byte_s is None else self._answer.head
 
-    def start(self, group: ReplicaGroup, question: RoutedRequest, only: Replica | None = None) -> None:
+    def start(self, group: ReplicaGroup, routed: RoutedRequest, only: Replica | None = None) -> None:
         """Ask a replica of the group. `only`: no other one stores what the request names."""
-        self._group, self._question, self.model = group, question, question.asked.model or group.root
+        self._group, self._routed, self.model = group, routed, routed.parsed.model or group.root
         if only is not None:
             self._tried = frozenset(group.replicas) - {only.url}
         self._fleet.budget.deposit(self._fleet.num_in_flight)
@@ -148,13 +148,13 @@ class Exchange:
     # One replica after the other.
 
     def _next(self) -> None:
-        group, question = self._group, self._question
-        routable, model = question.routable, question.asked.model
+        group, routed = self._group, self._routed
+        routable, model = routed.routable, routed.parsed.model
         charge = group.placement.choose(
             routable.prompt,
             num_tokens=routable.num_tokens,
-            session=question.session,
-            exclude=group.not_for(model, self._tried),
+            session=routed.session,
+            exclude=group.excluded_for(model, self._tried),
             expects=group.prefills is None,
         )
         if charge is None:
@@ -167,19 +167,19 @@ class Exchange:
         self._num_data = self._num_reported = self._num_data_then = 0
         if group.prefills is not None:
             self._split(group.prefills, charge)
-        lines, body = question.form_for(leg.replica)
+        lines, body = routed.form_for(leg.replica)
         if self.prefill is not None:
-            body = self.prefill.hint(body, is_form=question.has_ids_for(leg.replica))
+            body = self.prefill.hint(body, is_form=routed.has_ids_for(leg.replica))
         request = self.request
-        leg.start(request.target, lines, body, request.method, is_repeatable=question.is_repeatable)
+        leg.start(request.target, lines, body, request.method, is_repeatable=routed.is_repeatable)
 
     def _split(self, prefills: ReplicaGroup, charge: Charge) -> None:
         """Have the prompt computed elsewhere, if enough of it is missing here and a replica is there to do it."""
-        prompt = self._question.routable.prompt
+        prompt = self._routed.routable.prompt
         num_missing = charge.num_tokens - charge.predicted_cached_tokens
         if not self._is_whole and num_missing >= self._fleet.config.prefill_threshold:
             self.prefill = start_prefill(
-                self._fleet, prefills, self._question, self._prefills_tried, self.trace.leg, self._prefill_ended
+                self._fleet, prefills, self._routed, self._prefills_tried, self.trace.leg, self._prefill_ended
             )
         if self.prefill is not None:
             charge.hand_over(self.prefill.predicted_ttft_s)
@@ -222,7 +222,7 @@ class Exchange:
         elif outcome == "exhausted":  # every other replica would fail in the same way
             message = f"the router has no resources left for another connection: {reason}"
             self._give_up(HttpError(503, message, headers={"retry-after": "1"}))
-        elif is_unclear and leg.upstream is not None and not self._question.is_repeatable:
+        elif is_unclear and leg.upstream is not None and not self._routed.is_repeatable:
             self._do_not_retry(outcome, f"{reason}; the request may have taken effect, so it is not sent again")
         elif self._num_lost >= MAX_LOST:
             self._do_not_retry(outcome, reason)
@@ -237,7 +237,7 @@ class Exchange:
     async def _retry_if_dead(self, replica: Replica, outcome: Outcome, reason: str) -> None:
         """No retry is left. But if the process has died, its requests have died with it, and to send this one again is no
         more work than there was."""
-        if await replica.has_died(self._fleet.config.patience.probe_timeout_s):
+        if await replica.has_died(self._fleet.config.timeouts.probe_timeout_s):
             self._metrics.counts["retries", outcome] += 1
             self._retry()
         else:
@@ -315,7 +315,7 @@ class Exchange:
         """Write the first byte. From here on no other replica can be asked."""
         assert self.leg is not None
         self.state = "relaying"
-        charge, prompt = self.leg.charge, self._question.routable.prompt
+        charge, prompt = self.leg.charge, self._routed.routable.prompt
         charge.first_token(self._answer.head.cached_tokens)
         self._metrics.count(self.request, self._status)
         self.first_byte_s = time.monotonic() - self.begun_s
@@ -331,7 +331,7 @@ class Exchange:
         elif self._group.prefills is not None:
             self._metrics.counts["split_requests", "direct"] += 1
         # The request is not sent again. A body of megabytes must not stay in memory as long as its answer streams.
-        del self._question
+        del self._routed
         self.request.body = b""
         self.leg.drop_body()
         self._answer.begin(data, is_whole=is_whole)

@@ -83,7 +83,7 @@ class Leg:
         self._span.end(outcome, status)
         self.charge.release(is_ok)
         self._fleet.end(self.replica)
-        self._fleet.judge(self.replica, outcome, status, reason)
+        self._fleet.record_outcome(self.replica, outcome, status, reason)
 
     def drop_body(self) -> None:
         """Forget the request, which will not be sent again."""

@@ -13,11 +13,11 @@ from penstock.router.http.heads import AnswerHead
 from penstock.router.leg import Leg, LegSpan
 from penstock.router.placement.load import Charge
 from penstock.router.placement.prompts import COMPLETIONS
-from penstock.router.question import RoutedRequest
+from penstock.router.routed_request import RoutedRequest
 from penstock.router.split import Fields, form_with_hint, ids_of, prompt_of, splittable, with_hint
 
 LEAST_WAIT_S = 2.0
-MOST_WAIT_S = 60.0
+MAX_WAIT_S = 60.0
 
 
 class PrefillLeg:
@@ -50,7 +50,7 @@ class PrefillLeg:
         """
         peer = self.leg.replica.peer
         assert peer is not None
-        wait_s = min(LEAST_WAIT_S + 2 * self.predicted_ttft_s, MOST_WAIT_S)
+        wait_s = min(LEAST_WAIT_S + 2 * self.predicted_ttft_s, MAX_WAIT_S)
         hint = {"peer": peer, "wait_s": round(wait_s, 3)}
         return form_with_hint(body, hint) if is_form else with_hint(self._fields, hint)
 
@@ -80,30 +80,30 @@ class PrefillLeg:
 def start_prefill(
     fleet: Fleet,
     prefills: ReplicaGroup,
-    question: RoutedRequest,
+    routed: RoutedRequest,
     tried: frozenset[str],
     span_of: Callable[[Charge, str], LegSpan],
     on_end: Callable[[PrefillLeg, Outcome], None],
 ) -> PrefillLeg | None:
     """Start the leg; return None where the prompt has to be computed with the answer, or no other replica can do it soon."""
-    request, routable = question.request, question.routable
+    request, routable = routed.request, routed.routable
     fields = splittable(request.path, request.body, routable.fields)
     if routable.prompt is None or fields is None:
         return None
     charge = prefills.placement.choose(
         routable.prompt,
         num_tokens=routable.num_tokens,
-        session=question.session,
-        exclude=prefills.not_for(question.asked.model, tried),
+        session=routed.session,
+        exclude=prefills.excluded_for(routed.parsed.model, tried),
     )
     if charge is None:
         return None
-    if charge.predicted_ttft_s > MOST_WAIT_S:
+    if charge.predicted_ttft_s > MAX_WAIT_S:
         charge.release(ok=False)
         return None
     prefill = PrefillLeg(fleet, charge, fields, span_of(charge, "prefill"), on_end)
-    path, (lines, body) = request.path, question.form_for(prefill.leg.replica)
-    if question.has_ids_for(prefill.leg.replica):
+    path, (lines, body) = request.path, routed.form_for(prefill.leg.replica)
+    if routed.has_ids_for(prefill.leg.replica):
         path, body = COMPLETIONS, ids_of(body)  # ids are the same whatever made them
     else:
         body = prompt_of(fields)

@@ -31,8 +31,8 @@ from penstock.router.fleet.probe import Prober, ServedModel
 from penstock.router.fleet.replica import Replica
 from penstock.router.placement.placement import Placement
 from penstock.router.placement.policy import PolicyConfig
-from penstock.router.placement.prompts import Texts
-from penstock.router.tokenizing import agrees
+from penstock.router.placement.prompts import PromptReader
+from penstock.router.tokenizer_check import tokenizes_alike
 
 log = logging.getLogger("penstock.router")
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:  # an invalid level in the environment
         raise RouteError(str(error)) from None
     config = check(args)
-    _say_if_empty(config)
+    _check_backends(config)
     import uvloop
 
     try:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         return uvloop.run(serve_alone(config, sockets))
 
 
-def _say_if_empty(config: RouterConfig) -> None:
+def _check_backends(config: RouterConfig) -> None:
     if config.backends or config.discover:
         return
     if not config.admin_api_keys:
@@ -136,12 +136,12 @@ async def serve_alone(config: RouterConfig, sockets: list[socket.socket]) -> int
 class RouterProcess:
     """The running router of one process, on one event loop."""
 
-    def __init__(self, config: RouterConfig, texts: Texts) -> None:
+    def __init__(self, config: RouterConfig, prompts: PromptReader) -> None:
         self.config = config
-        self.texts = texts
+        self.prompts = prompts
         self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
         begin_trace, self._export_spans = spans_of(config)
-        self.app = RouterApp(config, self.fleet, texts, __version__, begin_trace)
+        self.app = RouterApp(config, self.fleet, prompts, __version__, begin_trace)
         self.prober = Prober(self.fleet, config, self._on_info)
         self.feeds = KvFeeds(self.fleet)
         self.discovery = Discovery(config.discover, lambda method, text: self.app.apply(method, text, None))
@@ -156,15 +156,15 @@ class RouterProcess:
         for prefill in self.config.prefills:
             self.prober.watch(self.fleet.add(prefill.url, prefill.peer))
         self.discovery.start()
-        await self._know_the_fleet()
+        await self._wait_for_probes()
         for sock in sockets:
             server = await loop.create_server(self.app.edge.connection, sock=sock, backlog=BACKLOG)
             self._servers.append(server)
 
-    async def _know_the_fleet(self) -> None:
+    async def _wait_for_probes(self) -> None:
         """Wait until every replica has been probed once, or has had the time: a router that is started again must not say
         that no replica is there."""
-        deadline_s = time.monotonic() + self.config.patience.probe_timeout_s
+        deadline_s = time.monotonic() + self.config.timeouts.probe_timeout_s
         while time.monotonic() < deadline_s and any(
             replica.state == "starting" for replica in self.fleet.replicas.values()
         ):
@@ -183,11 +183,11 @@ class RouterProcess:
         await asyncio.to_thread(self._export_spans)  # may wait for the collector
         for replica in (*self.fleet.replicas.values(), *self.fleet.detached):
             replica.pool.close()
-        self.texts.close()
+        self.prompts.close()
 
     def _on_info(self, replica: Replica, model: ServedModel) -> None:
-        self.texts.max_model_len = max(self.texts.max_model_len, model.max_model_len or 0)
-        if self.texts.digest is not None and model.text_digest not in (None, self.texts.digest):
+        self.prompts.max_model_len = max(self.prompts.max_model_len, model.max_model_len or 0)
+        if self.prompts.digest is not None and model.text_digest not in (None, self.prompts.digest):
             log.warning(
                 "%s has another tokenizer or chat template than --tokenizer names: it is sent text, and what it has "
                 "cached is only guessed",
@@ -201,8 +201,8 @@ class RouterProcess:
     async def _follow_engine(self, replica: Replica) -> None:
         """Follow the engine's events if the router makes the same tokens, because the events name blocks by their tokens."""
         is_same: bool | None = False
-        if self.texts.tokenizer is not None:
-            is_same = await agrees(replica, self.texts, self.config.patience.response_s)
+        if self.prompts.tokenizer is not None:
+            is_same = await tokenizes_alike(replica, self.prompts, self.config.timeouts.response_s)
         if is_same is False:
             log.warning(
                 "%s makes other tokens of a text than --tokenizer does, or none is given: its cache events are not used, and what it has "
@@ -215,13 +215,13 @@ class RouterProcess:
         self.feeds.watch(replica)
 
 
-def texts_of(config: RouterConfig) -> Texts:
+def prompt_reader_of(config: RouterConfig) -> PromptReader:
     if config.tokenizer is None:
-        return Texts()
-    texts = Texts(*load_text(config.tokenizer, config.chat_template))
-    if texts.segments is not None and not texts.segments.is_exact:
+        return PromptReader()
+    prompts = PromptReader(*load_text(config.tokenizer, config.chat_template))
+    if prompts.segments is not None and not prompts.segments.is_exact:
         log.warning("this tokenizer cannot be cut at special tokens; every prompt is tokenized whole")
-    return texts
+    return prompts
 
 
 def spans_of(config: RouterConfig) -> tuple[BeginTrace, Callable[[], None]]:
@@ -263,7 +263,7 @@ async def serve(
 ) -> int:
     """Run the router until it is stopped; return the exit code."""
     config = with_room_for_connections(config)
-    router = RouterProcess(config, texts_of(config))
+    router = RouterProcess(config, prompt_reader_of(config))
     # Objects from start-up live as long as the process, and requests make few cycles. Scanning them all again and again
     # would only cause pauses.
     gc.collect()
@@ -275,7 +275,7 @@ async def serve(
     log.info("shutting down: %d requests are in flight", len(router.app.exchanges))
     router.app.is_draining = True
     await wait_for(
-        lambda: not router.app.exchanges and router.app.edge.is_written, stopping.stop, config.patience.drain_s
+        lambda: not router.app.exchanges and router.app.edge.is_written, stopping.stop, config.timeouts.drain_s
     )
     await router.close()
     return 0

@@ -14,8 +14,8 @@ from penstock.engine.http.errors import HttpError
 from penstock.router.placement.prompts import CHAT, COMPLETIONS, RENDERED
 
 HINT = "kv_transfer_params"
-BESIDE_THE_IDS = frozenset({"model", "cache_salt", "priority"})
-MAKES_THE_PROMPT = BESIDE_THE_IDS | RENDERED | {"prompt", "tools", "documents", "truncate_prompt_tokens"}
+KEPT_WITH_IDS = frozenset({"model", "cache_salt", "priority"})
+MAKES_THE_PROMPT = KEPT_WITH_IDS | RENDERED | {"prompt", "tools", "documents", "truncate_prompt_tokens"}
 ONE_TOKEN = {"max_tokens": Raw(b"1"), "temperature": Raw(b"0")}
 NEEDS_EVERY_POSITION = ("prompt_logprobs", "echo")  # computed where they are answered; such a prompt skips the cache
 ABSENT = Raw(b"null")
@@ -47,7 +47,7 @@ def prompt_of(fields: Fields) -> bytes:
 def ids_of(form: bytes) -> bytes:
     """Return a request for the prompt alone, as the token ids of `form`."""
     text, ids = token_form.cut(form)
-    kept = {name: raw for name, raw in split_object(text).items() if name in BESIDE_THE_IDS}
+    kept = {name: raw for name, raw in split_object(text).items() if name in KEPT_WITH_IDS}
     return token_form.join(msgspec.json.encode({**kept, "prompt": None, **ONE_TOKEN}), ids)
 
 

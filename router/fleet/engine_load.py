@@ -55,7 +55,7 @@ def load_of(text: str) -> EngineLoad | None:
     return load if is_found else None
 
 
-async def ask_load(pool: Pool, key_line: bytes, timeout_s: float) -> EngineLoad | None:
+async def fetch_load(pool: Pool, key_line: bytes, timeout_s: float) -> EngineLoad | None:
     """Fetch and parse an engine's metrics; return None if that fails: probes detect engines that do not answer."""
     try:
         status, body = await fetch(pool, "/metrics", key_line, timeout_s)

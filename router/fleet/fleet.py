@@ -43,17 +43,17 @@ class ReplicaGroup:
     def names(self) -> list[str]:
         return list(dict.fromkeys(name for replica in self.replicas.values() for name in replica.models))
 
-    def lacking(self, name: str | None) -> frozenset[str]:
+    def without_model(self, name: str | None) -> frozenset[str]:
         """Return the replicas of the group that do not serve the model under this name."""
         if name is None or not self.is_mixed:
             return NO_NAMES
         return frozenset(url for url, replica in self.replicas.items() if name not in replica.models)
 
-    def not_for(self, name: str | None, tried: frozenset[str] = NO_NAMES) -> frozenset[str]:
+    def excluded_for(self, name: str | None, tried: frozenset[str] = NO_NAMES) -> frozenset[str]:
         """Return the replicas that a request cannot use, including those that it has tried."""
         if not (tried or self.full or self.is_mixed):
             return NO_NAMES
-        return self.lacking(name) | self.full | tried
+        return self.without_model(name) | self.full | tried
 
 
 class Fleet:
@@ -64,7 +64,7 @@ class Fleet:
         self.groups: dict[str, ReplicaGroup] = {}  # root → the group that answers clients
         self.prefills: dict[str, ReplicaGroup] = {}  # root → the group that computes prompts for it
         self._by_name: dict[str, ReplicaGroup] = {}
-        self.budget = RetryBudget(config.patience.retry_share)
+        self.budget = RetryBudget(config.timeouts.retry_share)
         self.num_in_flight = 0
         self.tasks = Tasks()  # background tasks of requests
         self.on_down: Callable[[Replica], None] = lambda _replica: None  # moves requests waiting at a dead replica
@@ -75,7 +75,7 @@ class Fleet:
     def add(self, text: str, peer: str | None = None) -> Replica:
         """Add a replica given in the form described in router/backend.py. Raise RouteError if it is invalid."""
         backend = Backend.of(text)
-        replica = Replica(backend, self.config.patience.connect_s, self.key_line(backend), peer)
+        replica = Replica(backend, self.config.timeouts.connect_s, self.key_line(backend), peer)
         self.replicas[backend.url] = replica
         return replica
 
@@ -92,26 +92,26 @@ class Fleet:
             )
         return backend.lines(os.environ) or self.config.backend_lines
 
-    def introduce(self, replica: Replica, root: str, models: tuple[str, ...], info: ReplicaInfo) -> None:
+    def assign_group(self, replica: Replica, root: str, models: tuple[str, ...], info: ReplicaInfo) -> None:
         """Put a replica into the group of its model when its models become known or have changed after a restart.
 
         Raise ValueError if the information is invalid; the replica then belongs to no group."""
         if self.replicas.get(replica.url) is not replica:
             return  # removed while its models were requested: another replica may have its address by now
         self._leave_group(replica)
-        groups = self._side(replica)
+        groups = self._groups_beside(replica)
         group = groups.get(root) or ReplicaGroup(root, self._new_placement())
         group.placement.add_replica(replica.url, info)  # may raise: nothing has changed so far
         groups[root] = group
         group.replicas[replica.url] = replica
         replica.root, replica.models, replica.info = root, models, info
-        self._name_groups()
-        self.settle(replica)
+        self._index_names()
+        self.update_availability(replica)
 
     def rename(self, replica: Replica, models: tuple[str, ...], adapters: dict[str, str]) -> None:
         """Set the names and adapters that the replica serves now; the knowledge about its cache stays."""
         replica.models, replica.adapters = models, adapters
-        self._name_groups()
+        self._index_names()
 
     def detach(self, replica: Replica) -> None:
         """Take the replica out of service and free its address; its requests in flight continue until `forget`."""
@@ -125,9 +125,9 @@ class Fleet:
         self.detached.remove(replica)
         replica.pool.close()
 
-    def home(self, replica: Replica) -> ReplicaGroup | None:
+    def group_with(self, replica: Replica) -> ReplicaGroup | None:
         """Return the replica's group; None while its models are unknown."""
-        return self._side(replica).get(replica.root or "")
+        return self._groups_beside(replica).get(replica.root or "")
 
     @property
     def has_prefills(self) -> bool:
@@ -159,19 +159,19 @@ class Fleet:
         replica.begin()
         self.num_in_flight += 1
         if replica.num_in_flight >= self._limit_of(replica):
-            self._count_full(replica)
+            self._update_full(replica)
 
     def end(self, replica: Replica) -> None:
         was_full = replica.num_in_flight >= self._limit_of(replica)
         replica.end()
         self.num_in_flight -= 1
         if was_full:
-            self._count_full(replica)
+            self._update_full(replica)
 
-    def judge(self, replica: Replica, outcome: Outcome, status: int, reason: str) -> None:
+    def record_outcome(self, replica: Replica, outcome: Outcome, status: int, reason: str) -> None:
         """Update the state of a replica from the outcome of a request."""
         is_well = outcome == "answered" and (status < 500 or status in (501, 505))
-        if is_well and replica.is_sound:
+        if is_well and replica.is_healthy:
             return
         now_s = time.monotonic()
         with self.observing(replica):
@@ -184,13 +184,13 @@ class Fleet:
             elif outcome == "late":
                 replica.failed(reason, now_s)
             elif outcome == "busy" and status == 503:
-                replica.said_it_drains()
+                replica.reported_draining()
         if outcome in ("unreachable", "lost") or (outcome == "busy" and status == 503):
             self.probe_now(replica)
 
     def refusal(self, group: ReplicaGroup, model: str | None) -> HttpError:
         """Return the error for a request without an available replica: 429 if all are full, else 503."""
-        lacking = group.lacking(model)
+        lacking = group.without_model(model)
         here = [each for url, each in group.replicas.items() if url not in lacking and self.is_available(each)]
         if here and all(each.num_in_flight >= self._limit_of(each) for each in here):
             count = sum(each.num_in_flight for each in here)
@@ -201,9 +201,9 @@ class Fleet:
             )
         return HttpError(503, f"no replica of {clip(group.root)!r} is available", headers={"retry-after": "1"})
 
-    def settle(self, replica: Replica) -> None:
+    def update_availability(self, replica: Replica) -> None:
         """Update the placement's availability of all replicas in the group of a replica whose state may have changed."""
-        group = self.home(replica)
+        group = self.group_with(replica)
         if group is not None:
             for each in group.replicas.values():
                 group.placement.set_available(each.url, self.is_available(each))
@@ -211,7 +211,7 @@ class Fleet:
     def is_available(self, replica: Replica) -> bool:
         if replica.is_up:
             return True
-        group = self.home(replica)
+        group = self.group_with(replica)
         return replica.state in EXCLUDED_FOR_FAILURES and group is not None and replica not in self._excluded(group)
 
     def changed(self, replica: Replica, before: State) -> None:
@@ -219,8 +219,8 @@ class Fleet:
         if replica.state == before:
             return
         log.info("%s: %s → %s (%s)", replica.url, before, replica.state, replica.reason)
-        self._count_full(replica)
-        self.settle(replica)
+        self._update_full(replica)
+        self.update_availability(replica)
         if replica.state == "down":
             self.on_down(replica)
 
@@ -258,7 +258,7 @@ class Fleet:
 
     def _excluded(self, group: ReplicaGroup) -> set[Replica]:
         """Return the failing replicas to exclude: ejected ones first, at most `max_ejected_share` of the group."""
-        room = int(len(group.replicas) * self.config.patience.max_ejected_share)
+        room = int(len(group.replicas) * self.config.timeouts.max_ejected_share)
         out = [each for each in group.replicas.values() if each.state in EXCLUDED_FOR_FAILURES]
         out.sort(key=lambda each: (each.state != "ejected", each.url))
         return set(out[:room])
@@ -266,8 +266,8 @@ class Fleet:
     def _limit_of(self, replica: Replica) -> int:
         return 1 if replica.state == "trial" else self.config.max_requests
 
-    def _count_full(self, replica: Replica) -> None:
-        group = self.home(replica)
+    def _update_full(self, replica: Replica) -> None:
+        group = self.group_with(replica)
         if group is None:
             return
         if replica.num_in_flight >= self._limit_of(replica):
@@ -275,7 +275,7 @@ class Fleet:
         else:
             group.full.discard(replica.url)
 
-    def _name_groups(self) -> None:
+    def _index_names(self) -> None:
         self._by_name = {name: group for group in self.groups.values() for name in group.names}
         for _, group in self.all_groups():
             group.is_mixed = len({replica.models for replica in group.replicas.values()}) > 1
@@ -283,18 +283,18 @@ class Fleet:
         for root, group in self.groups.items():
             group.prefills = self.prefills.get(root)
 
-    def _side(self, replica: Replica) -> dict[str, ReplicaGroup]:
+    def _groups_beside(self, replica: Replica) -> dict[str, ReplicaGroup]:
         return self.groups if replica.peer is None else self.prefills
 
     def _leave_group(self, replica: Replica) -> None:
-        group = self.home(replica)
+        group = self.group_with(replica)
         if group is not None and group.replicas.pop(replica.url, None) is not None:
             group.placement.remove_replica(replica.url)
             group.full.discard(replica.url)
             if not group.replicas:
-                del self._side(replica)[group.root]
+                del self._groups_beside(replica)[group.root]
         replica.root, replica.models = None, ()
-        self._name_groups()
+        self._index_names()
 
     def check(self) -> None:
         replicas = [*self.replicas.values(), *self.detached]

@@ -27,7 +27,7 @@ from penstock.router.placement.engine_blocks import OtherBlockSize
 log = logging.getLogger("penstock.router")
 
 PATH = "/kv_events"
-SILENT_S = 5 * ALIVE_S  # a source without a frame for so long has stalled
+STALL_S = 5 * ALIVE_S  # a source without a frame for so long has stalled
 FIRST_PAUSE_S = 0.1  # before reconnecting; doubled up to LONGEST_PAUSE_S, with jitter
 LONGEST_PAUSE_S = 5.0
 
@@ -70,7 +70,7 @@ class KvFeeds:
             try:
                 async with contextlib.aclosing(source.frames()) as batches:
                     while self._is_ours(replica):
-                        async with asyncio.timeout(SILENT_S):
+                        async with asyncio.timeout(STALL_S):
                             frames = await anext(batches)
                         num_frames += len(frames)
                         if not self._take(replica, frames):
@@ -85,25 +85,25 @@ class KvFeeds:
                 return
             except OtherBlockSize as error:
                 log.info("%s: %s", replica.url, error)
-                self._introduce_again(replica, error.block_size)
+                self._correct_block_size(replica, error.block_size)
                 return
             pause_s = FIRST_PAUSE_S if num_frames else min(2 * pause_s, LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s * (0.5 + random.random()))
 
     def _take(self, replica: Replica, frames: Sequence[Frame]) -> bool:
         """Pass the frames to the placement; return False after a gap, which requires a new snapshot."""
-        group = self._fleet.home(replica)
+        group = self._fleet.group_with(replica)
         if group is None or replica.url not in group.replicas or not frames:
             return True
         group.placement.apply_events(replica.url, frames)
         is_within_snapshot = isinstance(frames[-1], Snapshot) and not frames[-1].is_last
         return is_within_snapshot or not group.placement.needs_snapshot(replica.url)
 
-    def _introduce_again(self, replica: Replica, block_size: int) -> None:
+    def _correct_block_size(self, replica: Replica, block_size: int) -> None:
         """Correct the replica's block size, which rebuilds its placement entry, and restart its feed."""
         if replica.root is not None and self._is_ours(replica):
             info = msgspec.structs.replace(replica.info, block_size=block_size)
-            self._fleet.introduce(replica, replica.root, replica.models, info)
+            self._fleet.assign_group(replica, replica.root, replica.models, info)
             asyncio.get_running_loop().call_soon(self.watch, replica)
 
     def _is_ours(self, replica: Replica) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.router.background import Tasks, keep_running
 from penstock.router.config import RouterConfig
-from penstock.router.fleet.engine_load import LOOK_S, EngineLoad, ask_load
+from penstock.router.fleet.engine_load import LOOK_S, EngineLoad, fetch_load
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.upstream import ConnectFailed, fetch
@@ -71,7 +71,7 @@ class Prober:
             watched.wake.clear()
             await self._probe(replica, watched)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.patience.probe_interval_s):
+                async with asyncio.timeout(self._config.timeouts.probe_interval_s):
                     await watched.wake.wait()
         while replica.num_in_flight:
             await asyncio.sleep(0.05)
@@ -83,14 +83,14 @@ class Prober:
             watched.num_probes += 1
             is_due = watched.num_probes % PROBES_PER_LIST == 0
             if status == 200 and (replica.root is None or not replica.is_up or is_due):
-                await self._introduce(replica, watched)
+                await self._update_models(replica, watched)
         except (ConnectFailed, TimeoutError, msgspec.MsgspecError, ValueError) as error:
             if isinstance(error, ConnectFailed) and error.is_local:
                 log.warning("%s could not be probed, because the router lacks resources: %s", replica.url, error)
                 return
             with self._fleet.observing(replica):
                 if isinstance(error, TimeoutError) or (isinstance(error, ConnectFailed) and not error.is_dead):
-                    replica.probe_silent()
+                    replica.probe_timed_out()
                 else:
                     replica.probe_refused(str(error)[:200], is_draining=False)
         else:
@@ -105,7 +105,7 @@ class Prober:
                     replica.probe_refused(f"/ready answered {status}", is_draining=status == 503)
 
     async def _ask(self, replica: Replica, path: str) -> tuple[int, bytes]:
-        return await fetch(replica.pool, path, replica.key_line, self._config.patience.probe_timeout_s)
+        return await fetch(replica.pool, path, replica.key_line, self._config.timeouts.probe_timeout_s)
 
     async def _ask_ready(self, replica: Replica, watched: "ProbeState") -> int:
         status, _ = await self._ask(replica, watched.path)
@@ -114,7 +114,7 @@ class Prober:
             status, _ = await self._ask(replica, watched.path)
         return status
 
-    async def _introduce(self, replica: Replica, watched: "ProbeState") -> None:
+    async def _update_models(self, replica: Replica, watched: "ProbeState") -> None:
         """Request the replica's models, which may have changed after a restart, and update its group."""
         status, body = await self._ask(replica, "/v1/models")
         if status != 200:
@@ -132,7 +132,7 @@ class Prober:
         if replica.root is None or watched.described != described:
             watched.described = described
             replica.text_digest = first.text_digest
-            self._fleet.introduce(replica, first.root or first.id, names, replica_info(first, load))
+            self._fleet.assign_group(replica, first.root or first.id, names, replica_info(first, load))
             self._on_info(replica, first)
         if (replica.models, replica.adapters) != (names, adapters):
             self._fleet.rename(replica, names, adapters)
@@ -140,15 +140,15 @@ class Prober:
     async def _look(self, replica: Replica) -> None:
         """Request the load of a vLLM or SGLang engine and report the part caused by other clients to the placement."""
         before = replica.num_in_flight
-        timeout_s = self._config.patience.probe_timeout_s
-        load = await ask_load(replica.pool, replica.key_line, timeout_s)
+        timeout_s = self._config.timeouts.probe_timeout_s
+        load = await fetch_load(replica.pool, replica.key_line, timeout_s)
         if load is None:  # no such metrics, or no answer in time
             return
         replica.load = load
-        group = self._fleet.home(replica)
+        group = self._fleet.group_with(replica)
         if group is not None and replica.url in group.replicas:
             others = load.running + load.waiting - max(before, replica.num_in_flight)
-            group.placement.see_others(replica.url, max(others, 0.0))
+            group.placement.set_other_requests(replica.url, max(others, 0.0))
 
 
 class ProbeState:

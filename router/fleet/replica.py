@@ -23,7 +23,7 @@ State = Literal["starting", "up", "suspect", "down", "draining", "ejected", "tri
 FAILURES_TO_EJECT = 5  # consecutive failures of a replica that is up
 EJECTION_S = 1.0  # the first time; doubled each time until a trial succeeds
 MAX_EJECTION_S = 30.0
-SILENT_PROBES = 2  # consecutive unanswered probes until the replica is down; a busy replica may miss one
+MAX_SILENT_PROBES = 2  # consecutive unanswered probes until the replica is down; a busy replica may miss one
 
 
 class Replica:
@@ -62,7 +62,7 @@ class Replica:
         return self.state in ("up", "trial")
 
     @property
-    def is_sound(self) -> bool:
+    def is_healthy(self) -> bool:
         """Return whether the replica is up without recent failures, so that another success changes nothing."""
         return self.state == "up" and self._failures_in_row == 0
 
@@ -80,10 +80,10 @@ class Replica:
         A successful connection does not prove that it is alive: the kernel closes the sockets of a killed process one
         after the other, and the listening socket may be the last."""
         if self._health_request is None or self._health_request.done():
-            self._health_request = asyncio.get_running_loop().create_task(self._ask_health(timeout_s))
+            self._health_request = asyncio.get_running_loop().create_task(self._fetch_health(timeout_s))
         return await asyncio.shield(self._health_request)
 
-    async def _ask_health(self, timeout_s: float) -> bool:
+    async def _fetch_health(self, timeout_s: float) -> bool:
         try:
             await fetch(self.pool, "/health", self.key_line, timeout_s)
         except ConnectFailed as error:
@@ -110,9 +110,9 @@ class Replica:
         if self.state != "removing":
             self._set("draining" if is_draining else "down", reason)
 
-    def probe_silent(self) -> None:
+    def probe_timed_out(self) -> None:
         self._silent_probes += 1
-        if self.state != "removing" and self._silent_probes >= SILENT_PROBES:
+        if self.state != "removing" and self._silent_probes >= MAX_SILENT_PROBES:
             self._set("down", f"{self._silent_probes} probes in a row were not answered")
 
     # Outcomes of requests.
@@ -139,7 +139,7 @@ class Replica:
             self.num_ejections += 1
             self._set("ejected", reason)
 
-    def said_it_drains(self) -> None:
+    def reported_draining(self) -> None:
         if self.state in ("up", "suspect", "trial"):
             self._set("draining", "the replica answered that it is shutting down")
 

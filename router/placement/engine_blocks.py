@@ -26,7 +26,7 @@ MEDIA = {"GPU": "device", "CPU": "host"}
 WHOLE = (None, "full_attention", "mla_attention", "chunked_local_attention")  # kinds of layers that need every block
 
 
-class Stored(msgspec.Struct):
+class BlockStored(msgspec.Struct):
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
     token_ids: list[int | tuple[int, int]]
@@ -46,22 +46,19 @@ class Stored(msgspec.Struct):
         return [each if isinstance(each, int) else each[0] for each in self.token_ids]
 
 
-class Removed(msgspec.Struct):
+class BlockRemoved(msgspec.Struct):
     block_hashes: list[Hash]
     medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None
 
 
-class Cleared(msgspec.Struct):
+class AllBlocksCleared(msgspec.Struct):
     pass
 
 
-EVENTS: dict[str, type[Stored | Removed | Cleared]] = {
-    "BlockStored": Stored,
-    "BlockRemoved": Removed,
-    "AllBlocksCleared": Cleared,
-}
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
 
 class BadEvents(Exception):
@@ -76,7 +73,7 @@ class OtherBlockSize(Exception):
         self.block_size = block_size
 
 
-def events_of(payload: bytes) -> list[Stored | Removed | Cleared]:
+def events_of(payload: bytes) -> list[Event]:
     """Return the events of a batch that are of a known kind."""
     try:
         batch = msgspec.msgpack.decode(payload)
@@ -86,7 +83,7 @@ def events_of(payload: bytes) -> list[Stored | Removed | Cleared]:
         raise BadEvents(f"a batch of cache events: {str(error)[:120]}") from None
 
 
-def _event(said: Any) -> Stored | Removed | Cleared | None:
+def _event(said: Any) -> Event | None:
     if isinstance(said, dict):
         kind = EVENTS.get(said["type"])
         return None if kind is None else msgspec.convert(said, kind)
@@ -116,9 +113,9 @@ class EngineBlocks:
         changes: defaultdict[str, KeyChanges] = defaultdict(KeyChanges)  # by tier
         is_cleared = False
         for event in events_of(payload):
-            if isinstance(event, Stored):
+            if isinstance(event, BlockStored):
                 self._store(event, changes[_tier(event.medium)])
-            elif isinstance(event, Removed):
+            elif isinstance(event, BlockRemoved):
                 self._remove(event, changes[_tier(event.medium)])
             else:
                 self._clear()
@@ -143,7 +140,7 @@ class EngineBlocks:
 
     # -- events --------------------------------------------------------------------------------------------
 
-    def _store(self, event: Stored, changes: KeyChanges) -> None:
+    def _store(self, event: BlockStored, changes: KeyChanges) -> None:
         names, size = event.block_hashes, event.block_size
         if event.kv_cache_spec_kind not in WHOLE or not names or not self._is_ours(event):
             return
@@ -159,7 +156,7 @@ class EngineBlocks:
         root = self._root(event)
         if root is None:
             return
-        names = names[: _num_plain(event)]
+        names = names[: _num_text_blocks(event)]
         if len(names) < len(event.block_hashes):
             self.counts["not_text"] += len(event.block_hashes) - len(names)
         held = self._held[_tier(event.medium)]
@@ -173,18 +170,18 @@ class EngineBlocks:
                 self._keys[name] = key
                 changes.note(key[:KEY_BYTES], True)
 
-    def _root(self, event: Stored) -> bytes | None:
+    def _root(self, event: BlockStored) -> bytes | None:
         """Return what the first block's key is chained to; None if it stands behind an unknown block."""
         if event.parent_block_hash is not None:
             parent = self._keys.get(event.parent_block_hash)
             if parent is None:
                 self.counts["unknown_parent"] += len(event.block_hashes)
             return parent
-        words = _beside_adapter(event, 0)
+        words = _extra_keys(event, 0)
         salt = words[0] if len(words) == 1 and isinstance(words[0], str) else event.cache_salt
         return namespace_root(model=self._fingerprint, adapter=event.lora_name, salt=salt)
 
-    def _remove(self, event: Removed, changes: KeyChanges) -> None:
+    def _remove(self, event: BlockRemoved, changes: KeyChanges) -> None:
         held = self._held[_tier(event.medium)]
         for name in event.block_hashes if self._is_ours(event) else ():
             if name not in held:
@@ -203,7 +200,7 @@ class EngineBlocks:
         kept: set[Hash] = set().union(*self._held.values())
         self._keys = {name: key for name, key in self._keys.items() if name in kept}
 
-    def _is_ours(self, event: Stored | Removed) -> bool:
+    def _is_ours(self, event: BlockStored | BlockRemoved) -> bool:
         return event.locality != "REMOTE" and self._group in (None, event.group_idx)
 
     def check(self) -> None:
@@ -216,7 +213,7 @@ def _tier(medium: str | None) -> str:
     return "device" if not medium else MEDIA.get(medium[:3].upper(), "disk")
 
 
-def _beside_adapter(event: Stored, index: int) -> Sequence[Any]:
+def _extra_keys(event: BlockStored, index: int) -> Sequence[Any]:
     """Return what a block's name depends on besides tokens and adapter: a salt, images."""
     extra = event.extra_keys[index] if event.extra_keys and index < len(event.extra_keys) else None
     words = list(extra or ())
@@ -225,10 +222,10 @@ def _beside_adapter(event: Stored, index: int) -> Sequence[Any]:
     return words
 
 
-def _num_plain(event: Stored) -> int:
+def _num_text_blocks(event: BlockStored) -> int:
     """Return how many of its blocks, from the first, depend on tokens, adapter and salt alone."""
     for index in range(len(event.block_hashes)):
-        words = _beside_adapter(event, index)
+        words = _extra_keys(event, index)
         is_salt = index == 0 and event.parent_block_hash is None and len(words) == 1 and isinstance(words[0], str)
         if words and not is_salt:
             return index

@@ -54,17 +54,17 @@ class NoSlotLeft(RuntimeError):
 
 
 class RouteIndex:
-    """Holds facts, which replicas reported, until they are withdrawn or evicted; and hopes, the router's predictions, until
-    they fade."""
+    """Holds facts, which replicas reported, until they are withdrawn or evicted; and the router's predictions, until they
+    have aged twice."""
 
-    def __init__(self, capacity: int, num_hopes: int = 2**17, seed: int | None = None) -> None:
-        for name, value in (("capacity", capacity), ("num_hopes", num_hopes)):
+    def __init__(self, capacity: int, num_predictions: int = 2**17, seed: int | None = None) -> None:
+        for name, value in (("capacity", capacity), ("num_predictions", num_predictions)):
             if not 1 <= value <= 2**31:
                 raise ValueError(f"{name}: {value} is outside 1 … 2^31")
         seed = secrets.randbits(64) if seed is None else seed
-        opened = lib.penstock_route_open(capacity, num_hopes, seed)
+        opened = lib.penstock_route_open(capacity, num_predictions, seed)
         if opened == ffi.NULL:
-            raise MemoryError(f"capacity: no memory for {capacity} facts and {num_hopes} hopes")
+            raise MemoryError(f"capacity: no memory for {capacity} facts and {num_predictions} predictions")
         self._index = ffi.gc(opened, lib.penstock_route_close)
         self.num_slots = 0
 
@@ -95,13 +95,13 @@ class RouteIndex:
         raw = ffi.from_buffer(BYTES, keys)
         lib.penstock_route_remove(self._index, slot, raw, len(raw) // 8)
 
-    def hope(self, slot: int, keys: Keys, num_known: int | None = None) -> None:
+    def predict(self, slot: int, keys: Keys, num_known: int | None = None) -> None:
         """Store predictions. `num_known`: how many leading keys may be facts of this slot already (default: all)."""
         known = len(keys) if num_known is None else num_known
-        lib.penstock_route_hope(self._index, slot, ffi.from_buffer(U64S, keys), len(keys), known)
+        lib.penstock_route_predict(self._index, slot, ffi.from_buffer(U64S, keys), len(keys), known)
 
-    def fade(self) -> None:
-        lib.penstock_route_fade(self._index)
+    def age_predictions(self) -> None:
+        lib.penstock_route_age_predictions(self._index)
 
     def match(self, keys: Keys) -> Counts:
         """Return per slot how many leading keys it holds."""
@@ -123,7 +123,7 @@ class RouteIndex:
     def stats(self) -> dict[str, int]:
         out = ffi.new("uint64_t[4]")
         lib.penstock_route_stats(self._index, out)
-        return dict(zip(("facts", "hopes", "evictions_total", "reserved_bytes"), out, strict=True))
+        return dict(zip(("facts", "predictions", "evictions_total", "reserved_bytes"), out, strict=True))
 
     def check(self) -> None:
         """Assert every invariant; O(entries)."""

@@ -132,7 +132,7 @@ class LoadTable:
 COLUMNS = tuple(get_annotations(LoadTable))
 
 
-class Ledger(msgspec.Struct):
+class PredictionTotals(msgspec.Struct):
     """Sums over all charges of predicted and actual values. The fields are the names of the metrics."""
 
     decisions_total: int = 0
@@ -163,14 +163,14 @@ class Ledger(msgspec.Struct):
 class ReplicaLoad:
     """One replica's row, its charges in order of placement, and what is learned from them."""
 
-    def __init__(self, table: LoadTable, row: int, ledger: Ledger, clock: Callable[[], float]) -> None:
+    def __init__(self, table: LoadTable, row: int, totals: PredictionTotals, clock: Callable[[], float]) -> None:
         self.table = table
         self.row = row
-        self.ledger = ledger
+        self.totals = totals
         self.clock = clock
         self.is_gone = False  # removed: charges still in flight count for nothing
         self.num_active = 0
-        self.num_others = 0.0  # requests there of other routers and clients, over the last looks
+        self.num_other_requests = 0.0  # requests there of other routers and clients, over the last looks
         self._is_seen = False
         self._waiting: dict[Charge, None] = {}  # no first token yet, oldest first
         self._sample_tokens = self._sample_s = 0.0
@@ -188,7 +188,7 @@ class ReplicaLoad:
         next_own = 0.0 if oldest is None else oldest.own_tokens
         lib.penstock_fleet_answer(self.table.c, self.row, charge.own_tokens, next_own, now_s)
 
-    def lighten(self, charge: "Charge", own_tokens: float) -> None:
+    def reduce_work(self, charge: "Charge", own_tokens: float) -> None:
         """Lower the work that a waiting request is for this replica."""
         if not self.is_gone:
             self.table.queued[self.row] -= charge.own_tokens - own_tokens
@@ -196,12 +196,12 @@ class ReplicaLoad:
                 self.table.head[self.row] = own_tokens
         charge.own_tokens = own_tokens
 
-    def see_others(self, count: float) -> None:
+    def set_other_requests(self, count: float) -> None:
         """Record how many requests of other routers and clients are in flight here. The mean over several looks is used, because
         a look is seconds old when it counts and most of the requests have ended by then."""
         if not self.is_gone:
-            change = (1 - OTHERS_MEMORY * self._is_seen) * (count - self.num_others)
-            self.num_others += change
+            change = (1 - OTHERS_MEMORY * self._is_seen) * (count - self.num_other_requests)
+            self.num_other_requests += change
             self._is_seen = True
             self.table.active[self.row] += change
 
@@ -229,7 +229,7 @@ class ReplicaLoad:
         if not self.is_gone:
             queued = sum(charge.own_tokens for charge in self._waiting)
             assert abs(self.table.queued[self.row] - queued) < 1e-3, (self.table.queued[self.row], queued)
-            assert abs(self.table.active[self.row] - self.num_active - self.num_others) < 1e-6
+            assert abs(self.table.active[self.row] - self.num_active - self.num_other_requests) < 1e-6
             assert self.num_active >= len(self._waiting) == self.table.waiting[self.row]
             assert self.table.speed[self.row] > 0
 
@@ -263,7 +263,7 @@ class Charge:
         self.is_answered = self.is_released = self.is_handed_over = False
         self._load = load
         self.placed_s = now_s
-        load.ledger.decisions_total += 1
+        load.totals.decisions_total += 1
         load.place(self)
 
     def hand_over(self, ttft_s: float) -> None:
@@ -271,7 +271,7 @@ class Charge:
         counts as one token, and this replica's speed is not learned from it."""
         assert not self.is_answered and not self.is_released, "only a prompt that waits can be computed elsewhere"
         self.is_handed_over = True
-        self._load.lighten(self, 1.0)
+        self._load.reduce_work(self, 1.0)
         self.predicted_cached_tokens, self.predicted_ttft_s = self.num_tokens - 1, ttft_s
 
     def first_token(self, cached_tokens: int | None = None) -> None:
@@ -284,12 +284,12 @@ class Charge:
         if not self.is_handed_over:
             load.learn(self.ahead_tokens + own, now_s - self.placed_s)
         load.answer(self, now_s)
-        load.ledger.compare(self, cached_tokens, now_s - self.placed_s)
+        load.totals.compare(self, cached_tokens, now_s - self.placed_s)
 
     def counted(self, cached_tokens: int) -> None:
         """Record the cached tokens of a replica that reports them at the end of its answer."""
         if not self.is_handed_over:
-            self._load.ledger.count(self, cached_tokens)
+            self._load.totals.count(self, cached_tokens)
 
     def tokens(self, count: int) -> None:
         """Record `count` more tokens of the answer. Each holds a place in the replica's cache."""
@@ -309,6 +309,6 @@ class Charge:
             self._load.answer(self, self._load.clock())
         self._load.leave(self)
         if ok:
-            self._load.ledger.requests_ok_total += 1
+            self._load.totals.requests_ok_total += 1
         else:
-            self._load.ledger.requests_failed_total += 1
+            self._load.totals.requests_failed_total += 1

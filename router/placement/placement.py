@@ -17,9 +17,9 @@ from msgspec import Meta
 from penstock._csrc import ffi
 from penstock.engine.http.kv_stream import Frame
 from penstock.engine.options import converted
+from penstock.router.placement.cache_map import STREAM_COUNTS, CacheMap, ReplicaCache
 from penstock.router.placement.index import KeySpace, PromptKeys
-from penstock.router.placement.knowledge import STREAM_COUNTS, Knowledge, ReplicaCache
-from penstock.router.placement.load import Charge, Ledger, LoadTable, ReplicaLoad
+from penstock.router.placement.load import Charge, LoadTable, PredictionTotals, ReplicaLoad
 from penstock.router.placement.policy import PolicyConfig, Speed
 
 GUESSED_TOKENS = 2**18  # assumed capacity of a replica that reports none; small, so that a guess is forgotten in time
@@ -63,8 +63,8 @@ class Placement:
     ) -> None:
         self.policy = converted(msgspec.structs.asdict(policy), PolicyConfig)  # checked
         self.loads = LoadTable(policy, seed)
-        self.knowledge = Knowledge(policy, clock)
-        self.ledger = Ledger()
+        self.caches = CacheMap(policy, clock)
+        self.totals = PredictionTotals()
         self._clock = clock
         self._replicas: dict[str, PlacedReplica] = {}
         self._rows: dict[int, PlacedReplica] = {}
@@ -84,8 +84,8 @@ class Placement:
             self._spaces = (*self._spaces, space)
         capacity = info.num_blocks * info.block_size or np.inf
         row = self.loads.add(capacity, info.prefill_tokens_per_s)
-        cache = self.knowledge.add(row, space, info.num_blocks or max(GUESSED_TOKENS // info.block_size, 1))
-        replica = PlacedReplica(name, info, ReplicaLoad(self.loads, row, self.ledger, self._clock), cache)
+        cache = self.caches.add(row, space, info.num_blocks or max(GUESSED_TOKENS // info.block_size, 1))
+        replica = PlacedReplica(name, info, ReplicaLoad(self.loads, row, self.totals, self._clock), cache)
         self._replicas[name] = self._rows[row] = replica
         self._count_spaces()
 
@@ -94,7 +94,7 @@ class Placement:
         replica = self._replicas.pop(name)
         del self._rows[replica.load.row]
         replica.load.is_gone = True
-        self.knowledge.remove(replica.cache)
+        self.caches.remove(replica.cache)
         self.loads.remove(replica.load.row)
         in_use = {other.cache.space for other in self._replicas.values()}
         self._spaces = tuple(space for space in self._spaces if space in in_use)
@@ -103,9 +103,9 @@ class Placement:
     def set_available(self, name: str, available: bool) -> None:
         self.loads.is_open[self._replicas[name].load.row] = float(available)
 
-    def see_others(self, name: str, count: float) -> None:
+    def set_other_requests(self, name: str, count: float) -> None:
         """Record how many requests of other clients and routers are in flight at the replica."""
-        self._replicas[name].load.see_others(count)
+        self._replicas[name].load.set_other_requests(count)
 
     # -- a request -----------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Placement:
         """Choose a replica and charge it with the request; return None if no replica may take it. `expects`: count the prompt
         as cached there at once; otherwise the caller does so later, with `expect`."""
         now_s = self._clock()
-        self.knowledge.tick(now_s)
+        self.caches.tick(now_s)
         row = self._row(prompt, num_tokens, session, exclude, now_s)
         if row < 0:
             return None
@@ -183,31 +183,31 @@ class Placement:
         for space, keys in prompt.spaces:
             if space == replica.cache.space and len(keys.keys):
                 num_known = charge.predicted_cached_tokens // space.block_size + 1
-                self.knowledge.expect(replica.cache, keys, min(num_known, len(keys.keys)))
+                self.caches.expect(replica.cache, keys, min(num_known, len(keys.keys)))
 
     def counted(self, charge: Charge, cached_tokens: int) -> None:
         """Record the cached tokens that an answer reported at its end."""
         charge.counted(cached_tokens)
         replica = self._replicas.get(charge.replica)
         if replica is not None:
-            self.knowledge.compare(replica.cache, charge.predicted_cached_tokens, cached_tokens)
+            self.caches.compare(replica.cache, charge.predicted_cached_tokens, cached_tokens)
 
     def _row(
         self, prompt: Prompt | None, num_tokens: int, session: str | None, exclude: frozenset[str], now_s: float
     ) -> int:
         """Return the row of the replica that is chosen, or -1."""
-        self._look_up(prompt)
+        self._match_prompt(prompt)
         sticky = self._replicas.get(self._sessions.get(session, "")) if session is not None else None
         excluded = [self._replicas[name].load.row for name in exclude if name in self._replicas] if exclude else ()
         return self.loads.choose(num_tokens, now_s, -1 if sticky is None else sticky.load.row, excluded)
 
-    def _look_up(self, prompt: Prompt | None) -> None:
+    def _match_prompt(self, prompt: Prompt | None) -> None:
         """Fill the column `cached` with the cached tokens of the prompt at each replica."""
         self.loads.cached.fill(0.0)
         for space, keys in () if prompt is None else prompt.spaces:
             if space in self._spaces:  # otherwise the last replica of this key space has left
                 index = self._spaces.index(space)
-                self.knowledge.cached_tokens(keys, space.block_size, self._space_of_row, index, self.loads.c)
+                self.caches.cached_tokens(keys, space.block_size, self._space_of_row, index, self.loads.c)
 
     def _remember(self, session: str, name: str) -> None:
         self._sessions[session] = name
@@ -221,7 +221,7 @@ class Placement:
         """Take in frames of the replica's event stream, in their order."""
         cache = self._replicas[name].cache
         for frame in batch:
-            self.knowledge.take(cache, frame)
+            self.caches.take(cache, frame)
 
     def needs_snapshot(self, name: str) -> bool:
         """Return whether an event was missed or none has come yet. A new connection begins with a snapshot."""
@@ -239,16 +239,16 @@ class Placement:
         return {
             "available": bool(self.loads.is_open[row]),
             "active_requests": replica.load.num_active,
-            "others_requests": round(replica.load.num_others, 1),
+            "others_requests": round(replica.load.num_other_requests, 1),
             "queued_tokens": round(self.loads.backlog_of(row, now_s)),
             "held_tokens": int(self.loads.held[row]),
             "capacity_tokens": replica.info.num_blocks * replica.info.block_size or None,
             "prefill_tokens_per_s": round(float(self.loads.speed[row]), 1),
             "delay_per_answer_s": round(float(self.loads.delay[row]), 6),
-            "cached_blocks": self.knowledge.num_held(cache),
+            "cached_blocks": self.caches.num_held(cache),
             "knowledge": cache.kind,
             "events_seq": cache.seq,
-            "events_age_s": round(now_s - cache.heard_s, 3),
+            "events_age_s": round(now_s - cache.last_frame_s, 3),
             "events_gaps": cache.counts["event_gaps_total"],
             "events_stalls": cache.counts["event_stalls_total"],
             "keys_refused": cache.counts["keys_refused_total"],
@@ -257,17 +257,17 @@ class Placement:
     def metrics(self) -> dict[str, float]:
         """Return counters and gauges of all replicas together. `view` has those of each replica."""
         return {
-            **msgspec.structs.asdict(self.ledger),
-            "approximate_replicas": sum(replica.cache.is_guess for replica in self._replicas.values()),
+            **msgspec.structs.asdict(self.totals),
+            "approximate_replicas": sum(replica.cache.is_estimated for replica in self._replicas.values()),
             "answers_replicas": sum(replica.cache.kind == "answers" for replica in self._replicas.values()),
-            **{name: self.knowledge.totals[name] for name in STREAM_COUNTS},
-            **{f"index_{name}": value for name, value in self.knowledge.index.stats().items()},
+            **{name: self.caches.totals[name] for name in STREAM_COUNTS},
+            **{f"index_{name}": value for name, value in self.caches.index.stats().items()},
             "sessions": len(self._sessions),
         }
 
     def check(self) -> None:
         """Assert every invariant; O(index)."""
-        self.knowledge.check()
+        self.caches.check()
         for name, replica in self._replicas.items():
             assert self._rows[replica.load.row] is replica and replica.name == name
             replica.load.check()

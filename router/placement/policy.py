@@ -25,7 +25,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     affinity_s: Delay = 0.05  # a session stays where it was unless another replica is better by more
     host_credit: Share = 0.8  # what a token cached in host memory saves, of one on the device
     disk_credit: Share = 0.5
-    hope_s: Seconds = 5.0  # a prediction counts for at most so long
+    prediction_s: Seconds = 5.0  # a prediction counts for at most so long
     stall_s: Seconds = 5.0  # a replica whose events are silent for longer is guessed at
     max_sessions: Count = 50_000
     max_facts: Count = 2**22  # entries of the index, 36 bytes each when in use

@@ -39,7 +39,7 @@ PROMPTS = {
 }
 
 # Fields that do not change the prompt. With a field that is not listed, the replica is not sent ids.
-BESIDE_THE_PROMPT = frozenset(
+NOT_IN_PROMPT = frozenset(
     {
         *("model", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature"),
         *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop"),
@@ -58,7 +58,7 @@ _FLAG = msgspec.json.Decoder(bool | None)
 _IDS = msgspec.json.Decoder(list[int])
 
 
-class Asked(msgspec.Struct):
+class RequestFields(msgspec.Struct):
     """The fields of a request that the router reads."""
 
     model: str | None = None
@@ -82,7 +82,7 @@ class Asked(msgspec.Struct):
         return None
 
 
-class ToRender(msgspec.Struct):
+class ChatFields(msgspec.Struct):
     """The fields of a chat that its template is given."""
 
     messages: list[dict[str, Any]]
@@ -95,7 +95,7 @@ class ToRender(msgspec.Struct):
     documents: list[dict[str, Any]] | None = None
 
 
-_CHAT = msgspec.json.Decoder(ToRender)
+_CHAT = msgspec.json.Decoder(ChatFields)
 
 
 class Routable(msgspec.Struct, frozen=True, gc=False):
@@ -116,7 +116,7 @@ class Ids(NamedTuple):
     is_exact: bool
 
 
-class Texts:
+class PromptReader:
     def __init__(self, tokenizer: Tokenizer | None = None, template: ChatTemplate | None = None) -> None:
         self.tokenizer = tokenizer
         self.template = template
@@ -133,38 +133,38 @@ class Texts:
         return len(body) > INLINE_CHARS and path in PROMPTS
 
     async def prepare_aside(
-        self, path: str, body: bytes, asked: Asked, placement: Placement, adapter: str | None
+        self, path: str, body: bytes, parsed: RequestFields, placement: Placement, adapter: str | None
     ) -> Routable:
         return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self.prepare, path, body, asked, placement, adapter
+            self._threads, self.prepare, path, body, parsed, placement, adapter
         )
 
     def prepare(
-        self, path: str, body: bytes, asked: Asked, placement: Placement, adapter: str | None = None
+        self, path: str, body: bytes, parsed: RequestFields, placement: Placement, adapter: str | None = None
     ) -> Routable:
         """Prepare a request. Safe in any thread. `adapter`: the key of the adapter that the model name stands for. Raises
         HttpError for a body that no replica would take."""
         if path not in PROMPTS:
             return Routable(None, len(body) // BYTES_PER_TOKEN)
-        ids = self.ids(path, body, asked) if path in (CHAT, COMPLETIONS) else None
+        ids = self.ids(path, body, parsed) if path in (CHAT, COMPLETIONS) else None
         if ids is None:
-            text = b"".join([getattr(asked, name) for name in PROMPTS[path]])
-            return Routable(placement.prepare(text, asked.cache_salt, adapter), len(text) // BYTES_PER_TOKEN)
-        prompt = placement.prepare(ids.packed, asked.cache_salt, adapter)
+            text = b"".join([getattr(parsed, name) for name in PROMPTS[path]])
+            return Routable(placement.prepare(text, parsed.cache_salt, adapter), len(text) // BYTES_PER_TOKEN)
+        prompt = placement.prepare(ids.packed, parsed.cache_salt, adapter)
         form = token_form.pack(ids.fields, PROMPTS[path][0], ids.packed) if ids.is_exact else None
         return Routable(prompt, len(ids.packed) // 4, form, self.digest, ids.fields)
 
-    def ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
+    def ids(self, path: str, body: bytes, parsed: RequestFields) -> Ids | None:
         """Return the token ids of a request; None without a tokenizer, for several prompts, and for a body that only the
         replica can check."""
-        if path == COMPLETIONS and bytes(asked.prompt)[:1] == b"[":
-            return _given_ids(asked.prompt, split_object(body))
+        if path == COMPLETIONS and bytes(parsed.prompt)[:1] == b"[":
+            return _given_ids(parsed.prompt, split_object(body))
         limit = MAX_CHARS_PER_TOKEN * self.max_model_len
         if self.segments is None or (limit and len(body) > 4 * limit):
             return None
         fields = split_object(body)
         try:
-            return self._render(body, fields) if path == CHAT else self._complete(asked.prompt, fields)
+            return self._render(body, fields) if path == CHAT else self._complete(parsed.prompt, fields)
         except (ValueError, RecursionError, msgspec.MsgspecError):
             return None  # the replica reports the error
 
@@ -172,7 +172,7 @@ class Texts:
         if bytes(prompt)[:1] != b'"' or self.segments is None:
             return None
         adds = _FLAG.decode(fields.get("add_special_tokens", b"null"))
-        is_exact = fields.keys() <= BESIDE_THE_PROMPT | {"prompt", "add_special_tokens"}
+        is_exact = fields.keys() <= NOT_IN_PROMPT | {"prompt", "add_special_tokens"}
         return Ids(self.segments.encode(_TEXT.decode(prompt), adds is not False), fields, is_exact)
 
     def _render(self, body: bytes, fields: dict[str, Raw]) -> Ids | None:
@@ -188,7 +188,7 @@ class Texts:
         )
         # The engine reads the reasoning state of a message to be continued from its text.
         is_plain = not chat.continue_final_message and all(map(_is_plain, chat.messages))
-        is_exact = is_plain and fields.keys() <= BESIDE_THE_PROMPT | RENDERED
+        is_exact = is_plain and fields.keys() <= NOT_IN_PROMPT | RENDERED
         return Ids(self.segments.encode(text, bool(chat.add_special_tokens)), fields, is_exact)
 
 
@@ -198,7 +198,7 @@ def _given_ids(prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
         ids = array("i", _IDS.decode(prompt))
     except (msgspec.MsgspecError, OverflowError):
         return None  # several prompts, or ids that the replica will refuse
-    is_exact = bool(ids) and fields.keys() <= BESIDE_THE_PROMPT | {"prompt", "add_special_tokens", "echo"}
+    is_exact = bool(ids) and fields.keys() <= NOT_IN_PROMPT | {"prompt", "add_special_tokens", "echo"}
     return Ids(ids.tobytes(), fields, is_exact)
 
 

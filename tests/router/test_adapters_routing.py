@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from penstock.cache.keys import block_keys, namespace_root
-from penstock.router.placement.prompts import COMPLETIONS, Asked, Texts
+from penstock.router.placement.prompts import COMPLETIONS, PromptReader, RequestFields
 from tests.engine.server.test_adapters_api import UNLOAD, engine_of, load
 from tests.engine.test_adapters import folder_of
 from tests.support.fake_engine import byte_tokenizer
@@ -26,11 +26,11 @@ def test_a_replica_is_asked_again_for_its_adapters_and_their_keys_tell_them_apar
                 listed = (await asyncio.to_thread(server.http.get, "/v1/models/sql")).json()
                 assert group.adapters == {"sql": listed["adapter"]} and fleet.group_of("sql") is known
                 assert group.placement is placement, "what is known of its cache stays"
-                texts = Texts(byte_tokenizer())
+                texts = PromptReader(byte_tokenizer())
                 body = b'{"model": "sql", "prompt": "' + b"a" * 64 + b'"}'
-                asked = Asked(model="sql", prompt=b'"' + b"a" * 64 + b'"')  # type: ignore[arg-type]
+                parsed = RequestFields(model="sql", prompt=b'"' + b"a" * 64 + b'"')  # type: ignore[arg-type]
                 for name, adapter in ((MODEL, None), ("sql", listed["adapter"])):
-                    found = texts.prepare(COMPLETIONS, body, asked, placement, group.adapters.get(name)).prompt
+                    found = texts.prepare(COMPLETIONS, body, parsed, placement, group.adapters.get(name)).prompt
                     assert found is not None
                     ((_, match),) = found.spaces
                     root = namespace_root(model=bytes.fromhex(listed["fingerprint"]), adapter=adapter)

@@ -83,7 +83,7 @@ def test_a_slot_that_is_handed_out_again_matches_as_its_new_owner_does() -> None
     assert index.match(keys[:5])[slots].tolist() == [3, 0] * 35
     index.retire_slot(slots[0])
     for _ in range(3):
-        index.fade()
+        index.age_predictions()
     again = index.add_slot(100)
     assert again == slots[0]
     index.store(again, keys[[2, 5]])

@@ -195,10 +195,10 @@ def test_a_stream_whose_replica_is_killed_ends_with_an_error_event_and_the_end_m
 
 
 def test_a_stopped_replica_is_taken_out_and_what_waited_there_goes_elsewhere() -> None:
-    patience = dataclasses.replace(QUICK, probe_timeout_s=1.0)  # less, and a busy machine is taken for a stop
+    timeouts = dataclasses.replace(QUICK, probe_timeout_s=1.0)  # less, and a busy machine is taken for a stop
     with contextlib.ExitStack() as stack:
         replicas = stack.enter_context(mock_replicas(3, prefill_tps=2000, inter_token_s=0.01))
-        router = stack.enter_context(running_router(*(each.url for each in replicas), patience=patience))
+        router = stack.enter_context(running_router(*(each.url for each in replicas), timeouts=timeouts))
 
         def stop_until_it_is_out() -> None:
             """And no longer: an engine that was stopped for 8 s takes its core for dead."""
@@ -352,11 +352,11 @@ def silence(seen: Seen, sock: socket.socket) -> None:
 
 
 def test_a_replica_that_never_answers_is_given_up_without_a_second_try() -> None:
-    patience = dataclasses.replace(QUICK, response_s=1.0)
+    timeouts = dataclasses.replace(QUICK, response_s=1.0)
     with contextlib.ExitStack() as stack:
         mute = stack.enter_context(stub(silence))
         other = stack.enter_context(stub())
-        router = stack.enter_context(running_router(mute.url, other.url, policy="round-robin", patience=patience))
+        router = stack.enter_context(running_router(mute.url, other.url, policy="round-robin", timeouts=timeouts))
         codes = sorted(router.complete().status_code for _ in range(2))
         assert codes == [200, 504]
 
@@ -386,8 +386,8 @@ def test_rubbish_from_a_replica_is_a_502_and_never_passed_on(rubbish: bytes) -> 
 
 
 def test_a_router_whose_own_loop_was_busy_does_not_blame_the_replicas() -> None:
-    patience = dataclasses.replace(QUICK, probe_timeout_s=0.2, connect_s=0.2)
-    with stub() as backend, running_router(backend.url, patience=patience) as router:
+    timeouts = dataclasses.replace(QUICK, probe_timeout_s=0.2, connect_s=0.2)
+    with stub() as backend, running_router(backend.url, timeouts=timeouts) as router:
         block = threading.Event()
         for _ in range(4):
             router.call(lambda: block.wait(0.8))  # the event loop stands still for longer than every time-out
@@ -399,8 +399,8 @@ def test_a_router_whose_loop_is_held_up_does_not_take_a_replica_that_answers_for
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every round of the loop takes most of a time-out, so timers are due before what came in time is read."""
-    patience = dataclasses.replace(QUICK, probe_timeout_s=0.05, connect_s=0.05)
-    with stub() as backend, running_router(backend.url, patience=patience) as router:
+    timeouts = dataclasses.replace(QUICK, probe_timeout_s=0.05, connect_s=0.05)
+    with stub() as backend, running_router(backend.url, timeouts=timeouts) as router:
         left = 30
 
         def hold_up() -> None:

@@ -19,10 +19,10 @@ class Model:
 
     def __init__(self) -> None:
         self.facts: dict[int, set[int]] = {}
-        self.hopes: list[dict[int, set[int]]] = [{}, {}]
+        self.predictions: list[dict[int, set[int]]] = [{}, {}]
 
     def holds(self, slot: int, key: int) -> bool:
-        return any(key in part.get(slot, ()) for part in (self.facts, *self.hopes))
+        return any(key in part.get(slot, ()) for part in (self.facts, *self.predictions))
 
     def count(self, slot: int, keys: list[int]) -> int:
         return next((i for i, key in enumerate(keys) if not self.holds(slot, key)), len(keys))
@@ -41,7 +41,7 @@ def test_a_random_life_gives_the_counts_of_a_plain_model(seed: int) -> None:
             slots.append(index.add_slot(10_000))
         elif action < 0.04 and len(slots) > 6:
             index.retire_slot(gone := slots.pop(rng.randrange(len(slots))))
-            for part in (model.facts, *model.hopes):
+            for part in (model.facts, *model.predictions):
                 part.pop(gone, None)
             num_retired += 1
         elif action < 0.5:
@@ -56,12 +56,12 @@ def test_a_random_life_gives_the_counts_of_a_plain_model(seed: int) -> None:
             model.facts.setdefault(slot, set()).difference_update(keys.tolist())
         elif action < 0.8:
             slot, keys = rng.choice(slots), rng.choice(chains)
-            index.hope(slot, keys)
+            index.predict(slot, keys)
             fresh = set(keys.tolist()) - model.facts.get(slot, set())
-            model.hopes[0].setdefault(slot, set()).update(fresh)
+            model.predictions[0].setdefault(slot, set()).update(fresh)
         elif action < 0.85:
-            index.fade()
-            model.hopes = [{}, model.hopes[0]]
+            index.age_predictions()
+            model.predictions = [{}, model.predictions[0]]
         keys = rng.choice(chains)
         counts = index.match(keys)
         whole = keys.tolist()
@@ -96,7 +96,7 @@ def test_a_full_index_forgets_what_was_used_least_recently_and_the_ends_of_chain
     assert index.match(new)[slot] == 60
     assert index.match(old)[slot] == 40
     assert index.stats()["facts"] == 100 and index.stats()["evictions_total"] == 20
-    index.hope(slot, old[:40])  # asked for again
+    index.predict(slot, old[:40])  # asked for again
     index.store(slot, chain(3, 50))
     assert index.match(old)[slot] == 40
     assert index.match(new)[slot] == 10
@@ -104,20 +104,20 @@ def test_a_full_index_forgets_what_was_used_least_recently_and_the_ends_of_chain
 
 
 def test_hopes_fade_at_the_second_call_and_push_out_no_fact() -> None:
-    index = RouteIndex(1000, num_hopes=50, seed=1)
+    index = RouteIndex(1000, num_predictions=50, seed=1)
     slot = index.add_slot(1000)
     known, hoped = chain(1, 100), chain(2, 50)
     index.store(slot, known)
-    index.hope(slot, hoped)
+    index.predict(slot, hoped)
     for flood in range(3, 30):
-        index.hope(slot, chain(flood, 50))
+        index.predict(slot, chain(flood, 50))
     assert index.match(known)[slot] == 100 and index.match(hoped)[slot] == 0
-    index.hope(slot, hoped)
-    index.fade()
+    index.predict(slot, hoped)
+    index.age_predictions()
     assert index.match(hoped)[slot] == 50
-    index.fade()
+    index.age_predictions()
     assert index.match(hoped)[slot] == 0
-    assert index.stats()["hopes"] == 0
+    assert index.stats()["predictions"] == 0
     index.check()
 
 
@@ -142,7 +142,7 @@ def test_a_retired_slot_holds_nothing_at_once_and_its_number_comes_back_clean() 
     assert index.match(keys).tolist() == [0, 20_000]
     numbers = set()
     for _ in range(20):
-        index.fade()  # each sweeps a stretch
+        index.age_predictions()  # each sweeps a stretch
         index.check()
         numbers.add(slot := index.add_slot(30_000))
         index.retire_slot(slot)
@@ -183,7 +183,7 @@ def test_a_call_sweeps_a_stretch_and_no_more_though_no_number_is_left() -> None:
 
 
 def test_threads_may_change_and_match_at_once() -> None:
-    index = RouteIndex(2000, num_hopes=200, seed=1)
+    index = RouteIndex(2000, num_predictions=200, seed=1)
     slots = [index.add_slot(2000) for _ in range(4)]
     failures: list[str] = []
 
@@ -191,14 +191,14 @@ def test_threads_may_change_and_match_at_once() -> None:
         rng = random.Random(number)
         for _ in range(400):
             keys = chain(rng.randrange(40), 60)
-            actions: list[Callable[[int, Keys], object]] = [index.store, index.remove, index.hope]
+            actions: list[Callable[[int, Keys], object]] = [index.store, index.remove, index.predict]
             action = rng.choice(actions)
             action(rng.choice(slots), keys)
             counts = index.match(keys)
             if counts.min() < 0 or counts.max() > 60:
                 failures.append(f"{counts}")
             if rng.random() < 0.02:
-                index.fade()
+                index.age_predictions()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:

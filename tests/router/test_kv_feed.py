@@ -76,7 +76,7 @@ def test_a_gap_is_noticed_at_once_though_frames_come_one_by_one() -> None:
 
 
 def test_a_stream_that_stalls_is_left_and_connected_to_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_feed, "SILENT_S", 0.2)
+    monkeypatch.setattr(kv_feed, "STALL_S", 0.2)
     num_streams, may_end = 0, threading.Event()
 
     def events(_seen: Seen, sock: socket.socket) -> None:

@@ -48,7 +48,7 @@ def live(placement: Placement, name: str, tokens: bytes = b"", seq: int = 0) -> 
 
 def cached(placement: Placement, tokens: bytes, salt: str | None = None, adapter: str | None = None) -> dict[str, int]:
     """What the placement thinks each replica has of a prompt, without choosing for good."""
-    placement._look_up(placement.prepare(tokens, salt, adapter))
+    placement._match_prompt(placement.prepare(tokens, salt, adapter))
     return {name: int(placement.loads.cached[replica.load.row]) for name, replica in placement._replicas.items()}
 
 
@@ -95,7 +95,7 @@ def test_load_is_released_exactly_once(ending: str) -> None:
     charge.release(True)
     charge.release(False)
     assert placement.loads.queued[0] == placement.loads.active[0] == placement.loads.held[0] == 0
-    assert (placement.ledger.requests_ok_total, placement.ledger.requests_failed_total) == (1, 0)
+    assert (placement.totals.requests_ok_total, placement.totals.requests_failed_total) == (1, 0)
     placement.check()
 
 
@@ -135,13 +135,13 @@ def test_what_an_answer_in_flight_costs_is_learned_from_streams() -> None:
 
 def test_requests_of_others_count_as_the_mean_of_what_is_seen() -> None:
     placement, _ = fleet(1)
-    placement.see_others("r0", 6.0)
+    placement.set_other_requests("r0", 6.0)
     assert placement.loads.active[0] == 6.0  # the first look is all there is
-    placement.see_others("r0", 0.0)
+    placement.set_other_requests("r0", 0.0)
     assert placement.loads.active[0] == 4.5
     charge = placement.choose(None, num_tokens=1)
     for _ in range(60):
-        placement.see_others("r0", 0.0)
+        placement.set_other_requests("r0", 0.0)
     assert charge is not None and placement.loads.active[0] == pytest.approx(1.0)
     placement.check()
     charge.release()

@@ -40,7 +40,7 @@ def test_a_replica_that_is_taken_out_while_it_is_asked_does_not_push_out_its_suc
     fleet.detach(before)
     after = fleet.add(*config.backends)
     for replica in (after, before):  # the answer of the one before comes late
-        fleet.introduce(replica, "m", ("m",), ReplicaInfo())
+        fleet.assign_group(replica, "m", ("m",), ReplicaInfo())
     assert fleet.group_of("m").replicas == {after.url: after}
     fleet.check()
 

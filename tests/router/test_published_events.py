@@ -53,7 +53,7 @@ def test_what_is_published_and_what_is_streamed_are_the_same(tmp_path: Path, kv_
         with running_router(replica.url, tokenizes=True) as streamed, running_router(backend, tokenizes=True) as read:
             until(lambda: brain(streamed)["knowledge"] == brain(read)["knowledge"] == "events")
             for text in (*TEXTS, *TEXTS[:5]):
-                # Past both: what a router sends itself it also hopes for.
+                # Past both: what a router sends itself it also predicts.
                 body = {"prompt": text, "max_tokens": 40}
                 assert httpx.post(replica.url + "/v1/completions", json=body, timeout=60).status_code == 200
             until(lambda: brain(streamed)["cached_blocks"] == brain(read)["cached_blocks"])

@@ -10,7 +10,14 @@ import pytest
 
 from penstock.router.backend import Backend
 from penstock.router.fleet.budget import RESERVE, RetryBudget
-from penstock.router.fleet.replica import EJECTION_S, FAILURES_TO_EJECT, MAX_EJECTION_S, SILENT_PROBES, Replica, State
+from penstock.router.fleet.replica import (
+    EJECTION_S,
+    FAILURES_TO_EJECT,
+    MAX_EJECTION_S,
+    MAX_SILENT_PROBES,
+    Replica,
+    State,
+)
 from tests.support.router_stub import Seen, stub
 
 
@@ -21,16 +28,16 @@ def up() -> Replica:
 
 
 def state(replica: Replica) -> State:
-    """Asked anew: a type checker takes a state for the last one seen."""
+    """Return the state, read again: a type checker assumes the last value that it saw."""
     return replica.state
 
 
 def test_one_unanswered_probe_is_a_busy_moment_and_two_are_not() -> None:
     replica = up()
-    for _ in range(SILENT_PROBES - 1):
-        replica.probe_silent()
+    for _ in range(MAX_SILENT_PROBES - 1):
+        replica.probe_timed_out()
     assert state(replica) == "up"
-    replica.probe_silent()
+    replica.probe_timed_out()
     assert state(replica) == "down"
     replica.probe_passed(1.0)
     assert state(replica) == "up"
@@ -78,10 +85,10 @@ def test_what_was_removed_stays_removed() -> None:
     replica.remove()
     replica.probe_passed(1.0)
     replica.probe_refused("no", is_draining=False)
-    replica.probe_silent()
-    replica.probe_silent()
+    replica.probe_timed_out()
+    replica.probe_timed_out()
     replica.connection_broke("gone", 0.0)
-    replica.said_it_drains()
+    replica.reported_draining()
     assert state(replica) == "removing"
 
 

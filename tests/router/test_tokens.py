@@ -16,7 +16,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import PolicyConfig
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, Asked, Routable, Texts
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, PromptReader, RequestFields, Routable
 from penstock.router.placement.segments import SegmentCache
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router
@@ -131,13 +131,13 @@ def _timeless(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name not in ("id", "created")}
 
 
-def _prepared(body: dict[str, Any], texts: Texts | None = None) -> Routable:
+def _prepared(body: dict[str, Any], texts: PromptReader | None = None) -> Routable:
     placement = Placement(PolicyConfig())
     placement.add_replica("a", ReplicaInfo(fingerprint=b"m", block_size=16, num_blocks=64))
     raw = json.dumps(body).encode()
-    texts = texts or Texts(byte_tokenizer(), line_template())
+    texts = texts or PromptReader(byte_tokenizer(), line_template())
     return texts.prepare(
-        CHAT if "messages" in body else COMPLETIONS, raw, msgspec.json.decode(raw, type=Asked), placement
+        CHAT if "messages" in body else COMPLETIONS, raw, msgspec.json.decode(raw, type=RequestFields), placement
     )
 
 
@@ -171,13 +171,13 @@ def test_ids_are_sent_only_where_they_are_beyond_doubt(body: dict[str, Any], is_
 def test_a_field_that_two_names_share_is_refused_before_anything_is_made_of_it() -> None:
     raw = b'{"prompt":"a","prompt":"b"}'
     with pytest.raises(HttpError, match="more than once"):
-        Texts(byte_tokenizer()).prepare(
-            COMPLETIONS, raw, msgspec.json.decode(raw, type=Asked), Placement(PolicyConfig())
+        PromptReader(byte_tokenizer()).prepare(
+            COMPLETIONS, raw, msgspec.json.decode(raw, type=RequestFields), Placement(PolicyConfig())
         )
 
 
 def test_without_a_tokenizer_a_token_is_four_bytes() -> None:
-    prepared = _prepared({"prompt": "x" * 400}, Texts())
+    prepared = _prepared({"prompt": "x" * 400}, PromptReader())
     assert (prepared.num_tokens, prepared.body_with_ids) == (100, None)
 
 

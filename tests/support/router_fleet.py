@@ -14,18 +14,18 @@ import uvloop
 
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.sockets import bind_sockets
-from penstock.router.config import Patience, RouterConfig, resolve
+from penstock.router.config import RouterConfig, Timeouts, resolve
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.probe import Prober
 from penstock.router.fleet.replica import Replica
 from penstock.router.placement.placement import Placement
 from penstock.router.placement.policy import PolicyConfig
-from penstock.router.placement.prompts import Texts
+from penstock.router.placement.prompts import PromptReader
 from penstock.router.serve import RouterProcess
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.fork_server import fork_server
 
-QUICK = Patience(probe_interval_s=0.05, probe_timeout_s=2.0, connect_s=2.0)
+QUICK = Timeouts(probe_interval_s=0.05, probe_timeout_s=2.0, connect_s=2.0)
 
 
 class MockReplica:
@@ -105,10 +105,10 @@ def running_router(
 ) -> Iterator[RunningRouter]:
     """A router in front of `backends`, once `wait_for` of them (all, unless given) are up."""
     config = resolve(
-        RouterConfig(**{"port": 0, "backends": backends, "patience": QUICK, "limits": limits or Limits(), **settings}),
+        RouterConfig(**{"port": 0, "backends": backends, "timeouts": QUICK, "limits": limits or Limits(), **settings}),
         {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
     )
-    texts = Texts(byte_tokenizer(), line_template()) if tokenizes else Texts()
+    texts = PromptReader(byte_tokenizer(), line_template()) if tokenizes else PromptReader()
     started: list[RunningRouter] = []
     is_up, stop = threading.Event(), asyncio.Event()
 
@@ -144,7 +144,7 @@ def running_router(
 @contextlib.asynccontextmanager
 async def probed(url: str) -> AsyncIterator[tuple[Fleet, Replica]]:
     """A fleet of this one replica, once it is up; no router. For at most half a minute."""
-    config = RouterConfig(backends=(url,), patience=Patience(probe_interval_s=0.01))
+    config = RouterConfig(backends=(url,), timeouts=Timeouts(probe_interval_s=0.01))
     fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
     prober = Prober(fleet, config, lambda *_: None)
     replica = fleet.add(url)

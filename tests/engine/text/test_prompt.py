@@ -18,7 +18,7 @@ from penstock.engine.server.server_config import ServerConfig, resolve
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import NOT_VARIABLES, chat_prompt
 from penstock.engine.text.template import ChatTemplate
-from penstock.router.placement.prompts import CHAT, Asked, Texts
+from penstock.router.placement.prompts import CHAT, PromptReader, RequestFields
 from tests.support.fake_engine import FakeEngine, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -35,7 +35,7 @@ def service_of(template: ChatTemplate, **settings: Any) -> Service:
 
 
 SERVICE = service_of(TEMPLATE)
-ASK = msgspec.json.Decoder(Asked)
+ASK = msgspec.json.Decoder(RequestFields)
 HELLO = {"role": "user", "content": "hello"}
 REPLY = {"role": "assistant", "content": "good day"}
 
@@ -58,7 +58,7 @@ def served(body: bytes, service: Service = SERVICE) -> list[int] | str:
 
 def routed(body: bytes) -> list[int] | None:
     """What the router sends in place of the text; None: the text itself, for the replica to judge."""
-    texts = Texts(TOKENIZER, TEMPLATE)
+    texts = PromptReader(TOKENIZER, TEMPLATE)
     try:
         ids = texts.ids(CHAT, body, ASK.decode(body))
         return memoryview(ids.packed).cast("i").tolist() if ids is not None and ids.is_exact else None
@@ -87,7 +87,7 @@ def test_a_template_without_tools_gets_calls_as_text_whatever_format_the_server_
     assert '<tool_call>\n{"name": "f"' in text and "<tool_response>\n4" in text
     body = json.dumps({"messages": messages}).encode()
     assert served(body, service_of(template, tool_call_parser=parser)) == TOKENIZER.encode(text, False)
-    texts = Texts(TOKENIZER, template)
+    texts = PromptReader(TOKENIZER, template)
     hint = texts.ids(CHAT, body, ASK.decode(body))
     texts.close()
     assert hint is not None and memoryview(hint.packed).cast("i").tolist() == TOKENIZER.encode(text, False)

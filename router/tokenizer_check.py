@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.upstream import ConnectFailed, fetch
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, Asked, Texts
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, PromptReader, RequestFields
 
 SAMPLE = "Grüße, 42 of them:\n\n\tone  two — three"
 
@@ -22,7 +22,7 @@ class _Tokens(msgspec.Struct):
 _TOKENS = msgspec.json.Decoder(_Tokens)
 
 
-async def ask_tokens(replica: Replica, body: bytes, timeout_s: float) -> bytes | None:
+async def fetch_tokens(replica: Replica, body: bytes, timeout_s: float) -> bytes | None:
     """Return the token ids of a request, packed as `Ids` are; None if the replica does not say."""
     try:
         status, answer = await fetch(replica.pool, "/tokenize", replica.key_line, timeout_s, body)
@@ -31,14 +31,14 @@ async def ask_tokens(replica: Replica, body: bytes, timeout_s: float) -> bytes |
         return None
 
 
-async def agrees(replica: Replica, texts: Texts, timeout_s: float) -> bool | None:
+async def tokenizes_alike(replica: Replica, prompts: PromptReader, timeout_s: float) -> bool | None:
     """Return whether the replica makes our tokens of a prompt and of a chat; None if it has no `/tokenize`."""
     messages = [{"role": "user", "content": SAMPLE}]
     is_same: list[bool] = []
     for path, fields in ((COMPLETIONS, {"prompt": SAMPLE}), (CHAT, {"messages": messages})):
         body = msgspec.json.encode({"model": replica.models[0], **fields})
-        theirs = await ask_tokens(replica, body, timeout_s)
-        ours = await asyncio.to_thread(texts.ids, path, body, msgspec.json.decode(body, type=Asked))
+        theirs = await fetch_tokens(replica, body, timeout_s)
+        ours = await asyncio.to_thread(prompts.ids, path, body, msgspec.json.decode(body, type=RequestFields))
         if theirs is not None and ours is not None:
             is_same.append(theirs == ours.packed)
     return all(is_same) if is_same else None

@@ -5,7 +5,7 @@ import msgspec
 from penstock.engine.http.token_form import CONTENT_TYPE, REPORT_HEADER
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.heads import ClientRequest
-from penstock.router.placement.prompts import Asked, Routable
+from penstock.router.placement.prompts import RequestFields, Routable
 from penstock.router.routes import PROXIED, RESPONSES, STORED
 
 _JSON = REPORT_HEADER + b": cached-tokens\r\ncontent-type: application/json\r\n"
@@ -16,21 +16,21 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     """The exchange drops it at the first byte of the answer, and the body with it."""
 
     request: ClientRequest
-    asked: Asked
+    parsed: RequestFields
     routable: Routable
     client_key: bytes  # the header with the client's own key, for replicas that need none of ours
 
     @property
     def session(self) -> str | None:
         given = self.request.session
-        return given.decode("latin-1")[:256] if given else self.asked.session
+        return given.decode("latin-1")[:256] if given else self.parsed.session
 
     @property
     def is_repeatable(self) -> bool:
         """Tell whether the request may be sent again after it may have reached a replica. It may not where that would store
         another response, or delete or cancel one twice."""
         if self.request.path in PROXIED:
-            return self.request.path != RESPONSES or self.asked.store is False
+            return self.request.path != RESPONSES or self.parsed.store is False
         return self.request.method == b"GET"
 
     def has_ids_for(self, replica: Replica) -> bool:
@@ -46,9 +46,9 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
         return request.lines + kind + (replica.key_line or self.client_key), form
 
 
-def stored_id(path: str, asked: Asked) -> str | None:
+def stored_id(path: str, parsed: RequestFields) -> str | None:
     """Return the id of the stored response that a request names, in its path or as the one that it continues; else None."""
     if path not in PROXIED:
         return path.removeprefix(STORED).partition("/")[0]
-    given = asked.previous_response_id
+    given = parsed.previous_response_id
     return given if isinstance(given, str) else None

@@ -231,7 +231,7 @@ def test_a_replica_that_cannot_be_is_refused_by_name(given: dict[str, Any], mess
     ("given", "message"),
     [
         ({"name": "best"}, "name: 'best' given; invalid enum value"),
-        ({"hope_s": 0.0}, "hope_s: 0.0 given; expected `float` > 0"),
+        ({"prediction_s": 0.0}, "prediction_s: 0.0 given; expected `float` > 0"),
         ({"wear": -1.0}, "wear: -1.0 given; expected `float` >= 0"),
         ({"host_credit": 1.5}, "host_credit: 1.5 given; expected `float` <= 1"),
     ],

@@ -1,6 +1,6 @@
-"""The router's knowledge of what each replica has cached.
+"""The router's map of what each replica has cached.
 
-Facts come as frames of a replica's event stream. Hopes are the router's predictions: blocks that requests which were just
+Facts come as frames of a replica's event stream. Predictions are the router's own: blocks that requests which were just
 placed there will put into the cache. If a replica publishes no events, its cache is guessed: what was sent to it counts as
 cached, in two generations of half its cache each, so that the guess forgets about as fast as the replica does.
 docs/router.md has a figure.
@@ -33,23 +33,23 @@ class ReplicaCache:
     def __init__(self, row: int, space: KeySpace, num_blocks: int, now_s: float) -> None:
         self.row = row
         self.space = space
-        self.num_blocks = self.most_blocks = num_blocks
+        self.num_blocks = self.max_blocks = num_blocks
         self.engine_id: str | None = None
         self.seq: int | None = None  # of the last frame taken in; None: no snapshot yet
-        self.heard_s = now_s
+        self.last_frame_s = now_s
         self.hits_at_ends = False  # as its Hello states
-        self.is_guess = True  # until the first snapshot
+        self.is_estimated = True  # until the first snapshot
         self.wants_snapshot = True
-        self.is_counted = False  # answers report how much was cached
+        self.reports_cached_tokens = False  # answers report how much was cached
         self.counts: Counter[str] = Counter()
 
     @property
     def kind(self) -> str:
         """Return what the knowledge of this cache is based on."""
-        return "events" if not self.is_guess else "answers" if self.is_counted else "approximate"
+        return "events" if not self.is_estimated else "answers" if self.reports_cached_tokens else "approximate"
 
 
-class Knowledge:
+class CacheMap:
     """The caches of all replicas, in one index. Of this only `RouteIndex` may be used from any thread."""
 
     def __init__(self, config: PolicyConfig, clock: Callable[[], float], seed: int | None = None) -> None:
@@ -67,7 +67,7 @@ class Knowledge:
         self._name_slots()
         self._caches: dict[int, ReplicaCache] = {}
         self._num_deep = 0  # replicas with something in a tier beneath the device
-        self._faded_s = clock()
+        self._aged_s = clock()
 
     def add(self, row: int, space: KeySpace, num_blocks: int) -> ReplicaCache:
         while row >= self._slots.shape[1]:
@@ -87,17 +87,17 @@ class Knowledge:
 
     def take(self, cache: ReplicaCache, frame: Frame) -> None:
         """Take in a frame of a replica's event stream. A wrong frame costs hits and no memory, for each replica has a limit."""
-        cache.heard_s = self._clock()
+        cache.last_frame_s = self._clock()
         if isinstance(frame, Hello):
-            self._greet(cache, frame)
+            self._take_hello(cache, frame)
         elif isinstance(frame, Snapshot):
             self._take_snapshot(cache, frame)
         elif isinstance(frame, Changes):
             self._take_changes(cache, frame)
         elif isinstance(frame, Alive) and cache.seq is not None and frame.seq != cache.seq:
-            self._miss(cache)
+            self._record_gap(cache)
 
-    def _greet(self, cache: ReplicaCache, hello: Hello) -> None:
+    def _take_hello(self, cache: ReplicaCache, hello: Hello) -> None:
         cache.wants_snapshot = False  # a snapshot follows
         cache.seq = None
         is_new = cache.engine_id not in (None, hello.engine_id)  # a new process, with an empty cache
@@ -113,7 +113,7 @@ class Knowledge:
         self._store(cache, part.tier, part.keys)
         if part.is_last:
             cache.seq = part.seq
-            cache.is_guess = False
+            cache.is_estimated = False
 
     def _take_changes(self, cache: ReplicaCache, changes: Changes) -> None:
         if cache.seq is not None:
@@ -121,7 +121,7 @@ class Knowledge:
                 self._count(cache, "event_repeats_total")
                 return
             if changes.seq > cache.seq + 1:
-                self._miss(cache)
+                self._record_gap(cache)
             cache.seq = changes.seq
         layer = _layer(changes.tier)
         if layer is None:
@@ -133,7 +133,7 @@ class Knowledge:
             self.index.remove(int(self._slots[layer, cache.row]), changes.removed)
         self._store(cache, changes.tier, changes.stored)
 
-    def _miss(self, cache: ReplicaCache) -> None:
+    def _record_gap(self, cache: ReplicaCache) -> None:
         self._count(cache, "event_gaps_total")
         cache.wants_snapshot = True
         cache.seq = None
@@ -165,7 +165,7 @@ class Knowledge:
 
     def _add_slot(self, cache: ReplicaCache, times: int = 1) -> int:
         """Return a new slot, or EMPTY if none is free now; the caller then tries again later."""
-        limit = 2 * cache.most_blocks + 1024  # twice its capacity: room for changes in flight
+        limit = 2 * cache.max_blocks + 1024  # twice its capacity: room for changes in flight
         try:
             return self.index.add_slot(limit * times, cache.hits_at_ends)
         except NoSlotLeft:
@@ -183,8 +183,8 @@ class Knowledge:
             return
         if cache.hits_at_ends:  # the last checkpoint of a prompt is before its last token
             keys, num_known = keys[max(0, last - 1) : last], int(num_known >= last)
-        if not cache.is_guess:
-            self.index.hope(slot, keys, num_known)
+        if not cache.is_estimated:
+            self.index.predict(slot, keys, num_known)
             return
         self.index.store(slot, keys)
         if self.index.num_held(slot) >= max(cache.num_blocks // 2, 1):
@@ -195,23 +195,23 @@ class Knowledge:
     def compare(self, cache: ReplicaCache, predicted: int, actual: int) -> None:
         """Adapt the guessed capacity to how much of a prompt was cached. A guess that predicted too much assumes a cache that
         is too large, and forgets too late."""
-        cache.is_counted = True
-        if not cache.is_guess or not predicted:
+        cache.reports_cached_tokens = True
+        if not cache.is_estimated or not predicted:
             return
         if actual < predicted // 2:
             cache.num_blocks = max(int(cache.num_blocks * SHRINK), LEAST_BLOCKS)
         elif actual >= predicted - cache.space.block_size:
-            cache.num_blocks = min(int(cache.num_blocks * GROW) + 1, cache.most_blocks)
+            cache.num_blocks = min(int(cache.num_blocks * GROW) + 1, cache.max_blocks)
 
     def tick(self, now_s: float) -> None:
-        """Let hopes fade, and guess the caches of replicas whose events have stalled. Cheap; called for every choice."""
-        if now_s - self._faded_s < self._config.hope_s / 2:
+        """Age the predictions, and estimate the caches of replicas whose events have stalled. Cheap; called for every choice."""
+        if now_s - self._aged_s < self._config.prediction_s / 2:
             return
-        self._faded_s = now_s
-        self.index.fade()
+        self._aged_s = now_s
+        self.index.age_predictions()
         for cache in self._caches.values():
-            if not cache.is_guess and now_s - cache.heard_s > self._config.stall_s:
-                cache.is_guess = cache.wants_snapshot = True
+            if not cache.is_estimated and now_s - cache.last_frame_s > self._config.stall_s:
+                cache.is_estimated = cache.wants_snapshot = True
                 cache.seq = None
                 self._count(cache, "event_stalls_total")
 
