@@ -21,7 +21,7 @@ LARGE = 100_000
 
 def large_values(router: RunningRouter, exchange: Exchange) -> list[int]:
     """The sizes of all large strings of bytes that the exchange keeps alive, however indirectly."""
-    seen: set[int] = {id(each) for each in (router.app, router.app.exchanges, router.app.edge, router.app.texts)}
+    seen: set[int] = {id(each) for each in (router.app, router.app.exchanges, router.app.edge, router.app.prompts)}
     sizes, waiting = [], [exchange]
     while waiting:
         each: Any = waiting.pop()
