@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from penstock import __version__
 from penstock.engine.http.limits import MAX_REFUSALS, allow_open_files
-from penstock.engine.http.sockets import BACKLOG, bind_sockets, url_of
+from penstock.engine.http.sockets import BACKLOG, bind_sockets, listen, url_of
 from penstock.engine.options import add_options, built
 from penstock.engine.text.model_text import load_text
 from penstock.executor.process_life import Stopping, log_to_stderr, stop_signals, wait_for
@@ -70,10 +70,7 @@ def run(args: argparse.Namespace) -> int:
     _check_backends(config)
     import uvloop
 
-    try:
-        sockets = bind_sockets(config.host, config.port)
-    except OSError as error:
-        raise RouteError(f"port: {error.strerror or error}") from None
+    sockets = bind_sockets(config.host, config.port)
     with contextlib.ExitStack() as stack:
         for sock in sockets:
             stack.enter_context(sock)  # closed also if the router does not start
@@ -158,6 +155,7 @@ class RouterProcess:
         self.discovery.start()
         await self._wait_for_probes()
         for sock in sockets:
+            listen(sock)
             server = await loop.create_server(self.app.edge.connection, sock=sock, backlog=BACKLOG)
             self._servers.append(server)
 

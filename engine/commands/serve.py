@@ -98,10 +98,7 @@ def server_config(args: argparse.Namespace, name: str, recommended: dict[str, An
 async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, args: argparse.Namespace) -> int:
     # starlette and uvicorn are slow to import, so they are imported while the core process loads the model.
     started_s = time.monotonic()
-    try:
-        sockets = bind_sockets(server.host, server.port)  # reports a port that is in use before the model is loaded
-    except OSError as error:
-        raise ConfigError(f"port: {error.strerror or error}") from None
+    sockets = bind_sockets(server.host, server.port)  # reports a port that is in use before the model is loaded
     task = asyncio.current_task()
     assert task is not None
     engine = AsyncEngine(config, max_logprobs=server.max_logprobs, progress=_say)

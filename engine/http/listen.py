@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from penstock.engine.http.connection import GuardedConnection
 from penstock.engine.http.limits import KEEP_ALIVE_S, Limits, allow_open_files
-from penstock.engine.http.sockets import BACKLOG
+from penstock.engine.http.sockets import BACKLOG, listen
 
 SETTLE_S = 1.0
 SPARE_FILES = 256  # file descriptors for everything that is not a client
@@ -56,6 +56,7 @@ class Listener:
         self._tick()
         loop = asyncio.get_running_loop()
         for sock in self.sockets:
+            listen(sock)
             self._servers.append(await loop.create_server(self._connection, sock=sock, backlog=BACKLOG))
         return self
 

@@ -11,11 +11,15 @@ FREE_PORT_ATTEMPTS = 20
 NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
 
 
+class PortError(OSError):
+    """A server cannot listen where it was told to; the message names address and reason."""
+
+
 def bind_sockets(host: str, port: int) -> list[socket.socket]:
     """Return a TCP socket for every address that `host` resolves to, all bound to one port and not listening yet.
 
     Binding before the model loads shows a taken port at once. Port 0 takes one that is free at every address. IPv6
-    addresses are left out where this machine has no IPv6: `localhost` may name ::1 there.
+    addresses are left out where this machine has no IPv6: `localhost` may name ::1 there. Raises PortError.
     """
     addresses = _resolve(host, port)
     num_attempts = FREE_PORT_ATTEMPTS if port == 0 else 1
@@ -24,7 +28,7 @@ def bind_sockets(host: str, port: int) -> list[socket.socket]:
             return _bind_all(addresses, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or attempt == num_attempts - 1:
-                raise
+                raise PortError(f"port: {error.strerror}") from None
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -51,7 +55,7 @@ def _resolve(host: str, port: int) -> list[Address]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise PortError(f"host: cannot listen on {host}:{port}: {error.strerror}") from None
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
@@ -72,6 +76,15 @@ def _bind(address: Address, port: int) -> socket.socket:
             sock.close()
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
     return sock
+
+
+def listen(sock: socket.socket) -> None:
+    """Make a bound socket listen. Raise PortError if another server that was bound to the same port listens by now: the
+    kernel lets both bind, and uvloop's `create_server` would close this socket without an error."""
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise PortError(f"port: cannot listen on {url_of(sock).removeprefix('http://')}: {error.strerror}") from None
 
 
 def url_of(sock: socket.socket) -> str:

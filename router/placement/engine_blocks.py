@@ -26,7 +26,7 @@ MEDIA = {"GPU": "device", "CPU": "host"}
 WHOLE = (None, "full_attention", "mla_attention", "chunked_local_attention")  # kinds of layers that need every block
 
 
-class BlockStored(msgspec.Struct):
+class StoredEvent(msgspec.Struct):
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
     token_ids: list[int | tuple[int, int]]
@@ -46,19 +46,23 @@ class BlockStored(msgspec.Struct):
         return [each if isinstance(each, int) else each[0] for each in self.token_ids]
 
 
-class BlockRemoved(msgspec.Struct):
+class RemovedEvent(msgspec.Struct):
     block_hashes: list[Hash]
     medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None
 
 
-class AllBlocksCleared(msgspec.Struct):
+class ClearedEvent(msgspec.Struct):
     pass
 
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared
-EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+Event = StoredEvent | RemovedEvent | ClearedEvent
+EVENTS: dict[str, type[Event]] = {
+    "BlockStored": StoredEvent,
+    "BlockRemoved": RemovedEvent,
+    "AllBlocksCleared": ClearedEvent,
+}
 
 
 class BadEvents(Exception):
@@ -113,9 +117,9 @@ class EngineBlocks:
         changes: defaultdict[str, KeyChanges] = defaultdict(KeyChanges)  # by tier
         is_cleared = False
         for event in events_of(payload):
-            if isinstance(event, BlockStored):
+            if isinstance(event, StoredEvent):
                 self._store(event, changes[_tier(event.medium)])
-            elif isinstance(event, BlockRemoved):
+            elif isinstance(event, RemovedEvent):
                 self._remove(event, changes[_tier(event.medium)])
             else:
                 self._clear()
@@ -140,7 +144,7 @@ class EngineBlocks:
 
     # -- events --------------------------------------------------------------------------------------------
 
-    def _store(self, event: BlockStored, changes: KeyChanges) -> None:
+    def _store(self, event: StoredEvent, changes: KeyChanges) -> None:
         names, size = event.block_hashes, event.block_size
         if event.kv_cache_spec_kind not in WHOLE or not names or not self._is_ours(event):
             return
@@ -170,7 +174,7 @@ class EngineBlocks:
                 self._keys[name] = key
                 changes.note(key[:KEY_BYTES], True)
 
-    def _root(self, event: BlockStored) -> bytes | None:
+    def _root(self, event: StoredEvent) -> bytes | None:
         """Return what the first block's key is chained to; None if it stands behind an unknown block."""
         if event.parent_block_hash is not None:
             parent = self._keys.get(event.parent_block_hash)
@@ -181,7 +185,7 @@ class EngineBlocks:
         salt = words[0] if len(words) == 1 and isinstance(words[0], str) else event.cache_salt
         return namespace_root(model=self._fingerprint, adapter=event.lora_name, salt=salt)
 
-    def _remove(self, event: BlockRemoved, changes: KeyChanges) -> None:
+    def _remove(self, event: RemovedEvent, changes: KeyChanges) -> None:
         held = self._held[_tier(event.medium)]
         for name in event.block_hashes if self._is_ours(event) else ():
             if name not in held:
@@ -200,7 +204,7 @@ class EngineBlocks:
         kept: set[Hash] = set().union(*self._held.values())
         self._keys = {name: key for name, key in self._keys.items() if name in kept}
 
-    def _is_ours(self, event: BlockStored | BlockRemoved) -> bool:
+    def _is_ours(self, event: StoredEvent | RemovedEvent) -> bool:
         return event.locality != "REMOTE" and self._group in (None, event.group_idx)
 
     def check(self) -> None:
@@ -213,7 +217,7 @@ def _tier(medium: str | None) -> str:
     return "device" if not medium else MEDIA.get(medium[:3].upper(), "disk")
 
 
-def _extra_keys(event: BlockStored, index: int) -> Sequence[Any]:
+def _extra_keys(event: StoredEvent, index: int) -> Sequence[Any]:
     """Return what a block's name depends on besides tokens and adapter: a salt, images."""
     extra = event.extra_keys[index] if event.extra_keys and index < len(event.extra_keys) else None
     words = list(extra or ())
@@ -222,7 +226,7 @@ def _extra_keys(event: BlockStored, index: int) -> Sequence[Any]:
     return words
 
 
-def _num_text_blocks(event: BlockStored) -> int:
+def _num_text_blocks(event: StoredEvent) -> int:
     """Return how many of its blocks, from the first, depend on tokens, adapter and salt alone."""
     for index in range(len(event.block_hashes)):
         words = _extra_keys(event, index)

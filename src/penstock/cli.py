@@ -86,6 +86,7 @@ def _user_errors() -> tuple[type[BaseException], ...]:
     from penstock.engine.commands.prove.options import ProveError
     from penstock.engine.config import ConfigError
     from penstock.engine.front.client import EngineDead
+    from penstock.engine.http.sockets import PortError
     from penstock.engine.model_files import ModelError
     from penstock.engine.sampling_params import InvalidRequest
     from penstock.executor.protocol import ExecutorError
@@ -93,7 +94,7 @@ def _user_errors() -> tuple[type[BaseException], ...]:
 
     return (
         *(CacheError, EngineDead, ConfigError, ModelError, InvalidRequest),
-        *(ExecutorError, RouteError, ProveError),
+        *(ExecutorError, PortError, RouteError, ProveError),
     )
 
 

@@ -9,20 +9,25 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
 import pytest
+import uvloop
+from starlette.applications import Starlette
 
 from penstock.engine.http.limits import Limits
-from penstock.engine.http.sockets import bind_sockets
+from penstock.engine.http.listen import Listener
+from penstock.engine.http.sockets import PortError, bind_sockets, listen
 from penstock.engine.server.server_config import ServerConfig, resolve
 from tests.support.running_server import running, until
 
 PROGRAM = """
 import logging, signal, sys
 import uvloop
+from starlette.applications import Starlette
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.lifetime import serve
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, line_template
@@ -204,6 +209,23 @@ def test_a_taken_port_is_an_error_that_names_it() -> None:
     with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
         bind_sockets("127.0.0.1", port)
     taken.close()
+
+
+def test_the_second_of_two_servers_that_bind_a_port_at_once_names_it() -> None:
+    """The kernel lets both bind it, as neither listens while its model is loaded."""
+    (first,) = bind_sockets("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    second = bind_sockets("127.0.0.1", port)
+
+    async def start() -> None:
+        async with Listener(Starlette(), second, Limits(), Counter()):
+            raise AssertionError("it listens")
+
+    listen(first)
+    with pytest.raises(PortError, match=f"port: cannot listen on 127.0.0.1:{port}: Address already in use"):
+        uvloop.run(start())
+    first.close()
+    second[0].close()
 
 
 @pytest.fixture
