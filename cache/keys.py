@@ -8,7 +8,7 @@ the reasons and the measurements.
 
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from hashlib import sha256
 from typing import TypeAlias
 
@@ -80,3 +80,25 @@ def _as_u32(tokens: Tokens) -> bytes:
     except struct.error:
         position, token = next((at, each) for at, each in enumerate(tokens) if not 0 <= each <= MAX_ID)
         raise ValueError(f"tokens[{position}]: {token} is outside 0 … {MAX_ID}") from None
+
+
+class KeyChanges:
+    """The net change of a set of keys since the last `take`: a key removed and added again has not changed."""
+
+    def __init__(self, came: Iterable[bytes] = ()) -> None:
+        self._changed = dict.fromkeys(came, True)  # key → whether it is in the set now
+
+    def note(self, key: bytes, is_there: bool) -> None:
+        """Record that the key was added (`is_there`) or removed."""
+        if self._changed.get(key, is_there) == is_there:
+            self._changed[key] = is_there
+        else:
+            del self._changed[key]
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the added and the removed keys, and start over."""
+        changed, self._changed = self._changed, {}
+        return [key for key, has in changed.items() if has], [key for key, has in changed.items() if not has]
+
+    def check(self, keys: Container[bytes]) -> None:
+        assert all((key in keys) == has for key, has in self._changed.items())

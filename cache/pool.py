@@ -16,6 +16,8 @@ The free ring, with block 0 (never allocated) as its anchor:
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from penstock.cache.keys import KeyChanges
+
 
 class BlockPool:
     """A pool of `num_blocks` blocks, including block 0, which the executor uses as padding and which is never allocated."""
@@ -27,7 +29,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}  # key → the one block that carries it
-        self.changes: dict[bytes, bool] | None = None  # key → is cached now; None if no subscriber wants changes
+        self._changes: KeyChanges | None = None  # None if no subscriber wants changes
         # All blocks start free, in order, so that a new pool allocates 1, 2, 3 …
         self._next = [*range(1, num_blocks), 0]
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
@@ -40,19 +42,8 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._index)
 
-    def lookup(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix of a chain, without a reference: `hold` them before allocating."""
-        blocks = []
-        get = self._index.get
-        for key in keys:
-            block = get(key)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
-
     def find(self, key: bytes) -> int:
-        """Return the block with this key; 0 if there is none."""
+        """Return the block with this key, without a reference: `hold` it before allocating. Return 0 if there is none."""
         return self._index.get(key, 0)
 
     def num_idle(self, blocks: Iterable[int]) -> int:
@@ -78,8 +69,8 @@ class BlockPool:
             if key is not None:
                 self._keys[block] = None
                 del self._index[key]
-                if self.changes is not None:
-                    self.changes[key] = False
+                if self._changes is not None:
+                    self._changes.note(key, False)
             self._refs[block] = 1
             blocks.append(block)
         return blocks
@@ -109,8 +100,8 @@ class BlockPool:
         known = self._index.setdefault(key, block)
         if known == block:
             assert self._keys[block] in (None, key), block
-            if self.changes is not None and self._keys[block] is None:
-                self.changes[key] = True
+            if self._changes is not None and self._keys[block] is None:
+                self._changes.note(key, True)
             self._keys[block] = key
         else:
             self.hold((known,))
@@ -120,12 +111,20 @@ class BlockPool:
         """Drop all cached content; return False, and drop nothing, while any block is held."""
         if self.num_free != self.num_usable:
             return False
-        if self.changes is not None:
-            self.changes.update(dict.fromkeys(self._index, False))
+        for key in self._index if self._changes is not None else ():
+            self._changes.note(key, False)
         for block in self._index.values():
             self._keys[block] = None
         self._index.clear()
         return True
+
+    def watch(self, is_on: bool) -> None:
+        """Start or stop recording changes of the cached keys."""
+        self._changes = KeyChanges() if is_on else None
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the keys that were added and removed since the last call, while they are recorded."""
+        return ([], []) if self._changes is None else self._changes.take()
 
     def cached_keys(self) -> list[bytes]:
         return list(self._index)

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "cache": {"cache", "_csrc"},
     "eplb": {"eplb"},
     "router": {
-        *("router", "cache.keys", "cache.tiers.base", "engine.options", "engine.text", "engine.http", "_csrc"),
+        *("router", "cache.keys", "engine.options", "engine.text", "engine.http", "_csrc"),
         "executor.process_life",
     },
     "__init__": {"engine"},

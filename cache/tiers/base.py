@@ -11,7 +11,7 @@ All data passes through host blocks: a store reads into a host block and writes 
 the store has verified the bytes.
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, Protocol
 
 DISK, PEER = "disk", "peer"
@@ -87,28 +87,6 @@ def chunk_view(name: str, buffer: Any, chunk_bytes: int, *, to_write: bool = Fal
     if chunk.nbytes != chunk_bytes or not chunk.c_contiguous:
         raise ValueError(f"{name}: {chunk.nbytes} bytes given; a chunk has {chunk_bytes} contiguous bytes")
     return chunk.cast("B")
-
-
-class KeyChanges:
-    """The net change of a set of keys since the last `take`: a key removed and added again has not changed."""
-
-    def __init__(self, came: Iterable[bytes] = ()) -> None:
-        self._changed = dict.fromkeys(came, True)  # key → whether it is in the set now
-
-    def note(self, key: bytes, is_there: bool) -> None:
-        """Record that the key was added (`is_there`) or removed."""
-        if self._changed.get(key, is_there) == is_there:
-            self._changed[key] = is_there
-        else:
-            del self._changed[key]
-
-    def take(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the added and the removed keys, and start over."""
-        changed, self._changed = self._changed, {}
-        return [key for key, has in changed.items() if has], [key for key, has in changed.items() if not has]
-
-    def check(self, keys: Container[bytes]) -> None:
-        assert all((key in keys) == has for key, has in self._changed.items())
 
 
 class JobTimes:

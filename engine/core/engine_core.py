@@ -226,7 +226,7 @@ def _num_tokens(step: Step) -> int:
 class CacheLog:
     """Reports cached keys for routers: all keys once, then the net changes of every step.
 
-    Without a watcher, `changes` of every pool is None and nothing is recorded.
+    Without a watcher nothing is recorded.
     """
 
     def __init__(self, pools: Mapping[str, BlockPool | UsableKeys], keys: PageKeys) -> None:
@@ -237,7 +237,7 @@ class CacheLog:
     def watch(self, is_on: bool, with_blocks: bool = False) -> None:
         self._is_new = is_on
         for pool in self._pools.values():
-            pool.changes = {} if is_on else None
+            pool.watch(is_on)
         self._blocks.clear()
         self._keys.on_keys = self._add_blocks if is_on and with_blocks else None
 
@@ -254,16 +254,12 @@ class CacheLog:
         """Return the changes since the last call; nothing without a watcher."""
         found = []
         for tier, pool in self._pools.items():
-            changes = pool.changes
+            added, removed = pool.take_changes()
             if self._is_new:
                 found.append(CacheUpdate(tier, shortened(pool.cached_keys()), b"", True))
-            elif changes:
-                stored = shortened(key for key, is_cached in changes.items() if is_cached)
-                removed = shortened(key for key, is_cached in changes.items() if not is_cached)
+            elif added or removed:
                 blocks, self._blocks = self._blocks, []
-                found.append(CacheUpdate(tier, stored, removed, blocks=blocks))
-            if changes:
-                pool.changes = {}
+                found.append(CacheUpdate(tier, shortened(added), shortened(removed), blocks=blocks))
         self._is_new = False
         return found
 

@@ -7,6 +7,7 @@ from the first block on can be hit, up to its end; too few keys are reported rat
 fewer blocks.
 """
 
+from penstock.cache.keys import KeyChanges
 from penstock.cache.pool import BlockPool
 from penstock.engine.core.kv import Kv
 
@@ -20,43 +21,38 @@ class UsableKeys:
         self._needed: dict[bytes, bytes] = {}  # key of such a page → key that may be reported
         self._usable: set[bytes] = set()  # keys that are reported now
         self._new: list[bytes] = []  # keys that were registered since the last update
-        self._net: dict[bytes, bool] | None = None
+        self._changes = KeyChanges()
 
-    @property
-    def changes(self) -> dict[bytes, bool] | None:
-        if self._net is None or self._pool.changes is None:
-            return None
+    def watch(self, is_on: bool) -> None:
+        """Start or stop recording changes of the usable keys."""
+        self._pool.watch(is_on)
+        self._changes = KeyChanges()
+        self._needs.clear()
+        self._needed.clear()
+        self._usable.clear()
+        self._new.clear()
+        listeners = self._kv.listeners
+        listeners[:] = [each for each in listeners if each != self._note]
+        if is_on:
+            listeners.append(self._note)
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the keys that have become usable since the last call, and those that no longer are."""
         new, self._new = self._new, []
-        changed, self._pool.changes = self._pool.changes, {}
+        added, removed = self._pool.take_changes()
         for key in new:
             if key not in self._needs:
                 self._add(key)
-        for key in dict.fromkeys([*(self._needed.get(key, key) for key in changed), *new]):
+        for key in dict.fromkeys([*(self._needed.get(key, key) for key in (*added, *removed)), *new]):
             if key in self._needs:
                 self._update(key)
-        gone = [key for key, is_cached in changed.items() if not is_cached]
         if len(self._needs) > 2 * self._pool.num_blocks:  # the oldest of these keys never reached this tier
-            gone += list(self._needs)[: self._pool.num_blocks]
-        for key in gone:
+            removed += list(self._needs)[: self._pool.num_blocks]
+        for key in removed:
             if key in self._needs and key not in self._usable:
                 for page in self._needs.pop(key):
                     del self._needed[page]
-        return self._net
-
-    @changes.setter
-    def changes(self, changes: dict[bytes, bool] | None) -> None:
-        """Stop recording changes (None), start again, or take those so far as reported ({})."""
-        if changes is None or self._net is None:
-            self._pool.changes = changes
-            self._needs.clear()
-            self._needed.clear()
-            self._usable.clear()
-            self._new.clear()
-            listeners = self._kv.listeners
-            listeners[:] = [each for each in listeners if each != self._note]
-            if changes is not None:
-                listeners.append(self._note)
-        self._net = changes
+        return self._changes.take()
 
     def cached_keys(self) -> list[bytes]:
         find = self._pool.find
@@ -74,12 +70,7 @@ class UsableKeys:
         self._needed.update(dict.fromkeys(pages, key))
 
     def _update(self, key: bytes) -> None:
-        assert self._net is not None
         is_usable = all(map(self._pool.find, (key, *self._needs[key])))
-        if is_usable == (key in self._usable):
-            return
-        (self._usable.add if is_usable else self._usable.remove)(key)
-        if self._net.get(key, is_usable) != is_usable:
-            del self._net[key]  # added and removed since the last report
-        else:
-            self._net[key] = is_usable
+        if is_usable != (key in self._usable):
+            (self._usable.add if is_usable else self._usable.remove)(key)
+            self._changes.note(key, is_usable)

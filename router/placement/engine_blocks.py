@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.cache.keys import block_keys, namespace_root
-from penstock.cache.tiers.base import KeyChanges
+from penstock.cache.keys import KeyChanges, block_keys, namespace_root
 from penstock.engine.http.kv_stream import KEY_BYTES, Changes, Frame, Hello, snapshot
 
 Hash = bytes | int

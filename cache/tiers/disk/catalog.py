@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.cache.tiers.base import KeyChanges
+from penstock.cache.keys import KeyChanges
 from penstock.cache.tiers.disk.snapshot import Table
 
 _FREE, _BUSY, _READY = 0, 1, 2

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterable
 from itertools import islice
 
-from penstock.cache.tiers.base import KeyChanges
+from penstock.cache.keys import KeyChanges
 
 _AT_ONCE = 256  # keys per acquisition of the lock, so that the other thread does not wait long
 
