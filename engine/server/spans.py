@@ -47,19 +47,19 @@ class RequestSpans:
         ended_s = time.monotonic() if times.finished_s is None else begun_s + times.finished_s
         first_s = ended_s if times.first_token_s is None else begun_s + times.first_token_s
         queued_s = min(begun_s + (times.queued_s or 0.0), first_s)
-        of: dict[str, Value] = {"penstock.prompt.index": place}
-        read: dict[str, Value] = {
+        prompt: dict[str, Value] = {"penstock.prompt.index": place}
+        input_usage: dict[str, Value] = {
             "gen_ai.usage.input_tokens": answer.num_prompt_tokens,
             "gen_ai.usage.cache_read.input_tokens": answer.num_cached_tokens,
         }
-        written: dict[str, Value] = {
+        output_usage: dict[str, Value] = {
             "gen_ai.usage.output_tokens": answer.num_tokens,
             "penstock.preemptions": times.num_preemptions or None,
         }
-        trace.record("queue", begun_s, queued_s, of)
-        trace.record("prefill", queued_s, first_s, of | read)
+        trace.record("queue", begun_s, queued_s, prompt)
+        trace.record("prefill", queued_s, first_s, prompt | input_usage)
         if times.first_token_s is not None:
-            trace.record("decode", first_s, ended_s, of | written)
+            trace.record("decode", first_s, ended_s, prompt | output_usage)
 
     def end(self, call: Call, route: str, status: int) -> None:
         """End the request's span; called when the response is complete or the client has disconnected."""
@@ -80,30 +80,30 @@ class RequestSpans:
             "error.type": str(status) if status >= 400 else "error" if is_failed else None,
         }
         if call.answers:
-            attributes |= _of_answers(call)
+            attributes |= _answer_attributes(call)
         trace.span.update_name(f"{operation} {call.model}" if operation and call.model else f"POST {route}")
         trace.end(trace.span, time.monotonic(), attributes, is_failed)
 
 
-def _of_answers(call: Call) -> dict[str, Value]:
-    first, asked = call.answers[0], call.answers[0].messages[0]
-    found: dict[str, Value] = {
+def _answer_attributes(call: Call) -> dict[str, Value]:
+    first, message = call.answers[0], call.answers[0].messages[0]
+    attributes: dict[str, Value] = {
         "gen_ai.response.model": call.model,
         "gen_ai.usage.input_tokens": call.num_prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": call.num_cached_tokens,
         "penstock.prompts": len(call.answers) if len(call.answers) > 1 else None,
     }
-    if asked.pooling is not None:
-        return found
-    sampling, first_s = asked.sampling, first.metrics.first_token_s
+    if message.pooling is not None:
+        return attributes
+    sampling, first_s = message.sampling, first.metrics.first_token_s
     if call.is_stream and first_s is not None:
-        found["gen_ai.response.time_to_first_chunk"] = first.started_s + first_s - call.begun_s
-    return found | {
+        attributes["gen_ai.response.time_to_first_chunk"] = first.started_s + first_s - call.begun_s
+    return attributes | {
         "gen_ai.usage.output_tokens": call.num_tokens,
         "gen_ai.response.finish_reasons": call.finish_reasons,
         "gen_ai.request.stream": call.is_stream or None,
         "gen_ai.request.choice.count": len(first.choices) if len(first.choices) > 1 else None,
-        "gen_ai.request.max_tokens": asked.max_tokens,
+        "gen_ai.request.max_tokens": message.max_tokens,
         "gen_ai.request.temperature": float(sampling.temperature),
         "gen_ai.request.top_p": float(sampling.top_p),
         "gen_ai.request.top_k": sampling.top_k or None,

@@ -16,18 +16,14 @@ import pytest
 
 from penstock.engine.commands import serve
 from penstock.router import serve as route
-from tests.docs.configuration import parsers
+from tests.docs.test_pages import BLOCK, KNOWN, PAGES, ROOT
 from tests.support.default_file import default_file
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(r"(?:\w+=\S+ +)*(?:\S*/)?([\w-]+)")
 # Pages that explain how a part works; every other page is about a task.
 INTERNALS = {"architecture.md", "block-keys.md", "caches.md", "configuration.md", "glossary.md", "log.md", "ring.md"}
 OTHERS = {"apt-get", "export", "grep", "lm_eval", "llama-server", "pip", "printf", "ray", "some-other-server", "vllm"}
 TARGETS = set(re.findall(r"^\.PHONY:(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split())
-PARSERS = dict(parsers())
 CHECKS: dict[str, Callable[[argparse.Namespace], object]] = {
     "penstock serve": serve.check,
     "penstock route": route.check,
@@ -67,7 +63,7 @@ def commands(code: str) -> list[list[str]]:
 
 
 def check_penstock(words: list[str]) -> None:
-    parser = next(parser for name, parser in PARSERS.items() if words[: len(name.split())] == name.split())
+    parser = next(parser for name, parser in KNOWN.items() if words[: len(name.split())] == name.split())
     args = parser.parse_args(words[len(parser.prog.split()) :])
     if parser.prog in CHECKS:
         CHECKS[parser.prog](args)
