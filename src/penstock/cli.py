@@ -92,10 +92,8 @@ def _user_errors() -> tuple[type[BaseException], ...]:
     from penstock.executor.protocol import ExecutorError
     from penstock.router.backend import RouteError
 
-    return (
-        *(CacheError, EngineDead, ConfigError, ModelError, InvalidRequest),
-        *(ExecutorError, PortError, RouteError, ProveError),
-    )
+    engine = (CacheError, ConfigError, EngineDead, InvalidRequest, ModelError, PortError)
+    return (*engine, ExecutorError, ProveError, RouteError)
 
 
 def _serve() -> Command:
