@@ -39,8 +39,9 @@ def worlds(*shapes: dict[str, Any]) -> Iterator[list[World]]:
 
 
 def transfers_of(world: World) -> RankTransfers:
-    assert world.executor._transfers is not None
-    return world.executor._transfers
+    transfers = world.executor._transfers
+    assert isinstance(transfers, RankTransfers)
+    return transfers
 
 
 def peers_of(world: World) -> list[Any]:
@@ -52,7 +53,7 @@ def is_connected(world: World) -> bool:
 
 
 def name_of_peer(world: World) -> str:
-    return next(name for name in world.executor.info.stores if name.startswith("peer "))
+    return next(str(name) for name in world.executor.info.stores if name.startswith("peer "))
 
 
 def cached(world: World, name: str, prompt: list[int] = PROMPT, **options: Any) -> int:
