@@ -59,12 +59,12 @@ class Absent:
 def main(group: str, *names: str) -> None:
     driver = Absent()
     triton.runtime.driver.set_active(driver)
-    compiled: dict[int, tuple[str, int, Any]] = {}  # those of one case, each once
+    compiled: dict[int, tuple[str, Any]] = {}  # those of one case, each once
 
     def launch(self: JITFunction, grid: Any) -> Any:
         def compile_only(*arguments: Any, **options: Any) -> None:
             kernel = self.run(*arguments, grid=grid, warmup=True, **options)
-            compiled[id(kernel)] = (self.__name__, grid[0], kernel)
+            compiled[id(kernel)] = (self.__name__, kernel)
 
         return compile_only
 
@@ -91,8 +91,8 @@ def main(group: str, *names: str) -> None:
                     call()
                 except Exception as error:
                     print(json.dumps(found | {"error": f"{type(error).__name__}: {error}"[:1000]}), flush=True)
-                for kernel, programs, code in compiled.values():
-                    print(json.dumps(found | {"kernel": kernel, "programs": programs} | describe(code)), flush=True)
+                for kernel, code in compiled.values():
+                    print(json.dumps(found | {"kernel": kernel} | describe(code)), flush=True)
 
 
 def describe(kernel: Any) -> dict[str, Any]:
@@ -112,10 +112,13 @@ def describe(kernel: Any) -> dict[str, Any]:
         "stack": stack,
         "shared": kernel.metadata.shared,
         "warps": kernel.metadata.num_warps,
+        "stages": kernel.metadata.num_stages,
         # What reaches a sum of a product: the instruction, and how a program's warps share its output.
         "products": sorted(set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.\S+", kernel.asm["ptx"]))),
         "layouts": sorted(set(re.findall(r"#mma\d* = #ttg\.nvidia_mma<(.*)>", kernel.asm["ttgir"]))),
         "joins": kernel.asm["ptx"].count("atom.global.gpu.acq_rel.add"),
+        # The largest number of copies that a loop leaves in flight while it waits for the others.
+        "in_flight": max(map(int, re.findall(r"async_wait .*num = (\d+)", kernel.asm["ttgir"])), default=0),
         "narrows": kernel.asm["ptx"].count("cvt.rn.satfinite.e4m3x2"),
         "keeps_nan": len(re.findall(r"\b(?:min|max)\S*\.NaN", kernel.asm["ptx"])),
         "is_dependent": bool(kernel.metadata.launch_pdl),

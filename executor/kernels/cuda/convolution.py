@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch, StatePages
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.rows import activate
-from penstock.executor.kernels.cuda.work import find_row
+from penstock.executor.kernels.cuda.tile_order import find_row
 
 TILES = {True: (1, 512, 2), False: (32, 128, 4)}  # is single-token row → tokens, channels, warps
 

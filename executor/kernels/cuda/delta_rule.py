@@ -22,8 +22,8 @@ from penstock.executor.kernels.cuda.convolution import state_pages, unit_offset
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import block_of
 from penstock.executor.kernels.cuda.rows import activate, normalize
+from penstock.executor.kernels.cuda.tile_order import find_row
 from penstock.executor.kernels.cuda.tiles import power_of_2
-from penstock.executor.kernels.cuda.work import find_row
 from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
 
 CHUNK = tl.constexpr(64)  # tokens: a warpgroup's product has 64 rows

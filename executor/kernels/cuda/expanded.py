@@ -14,11 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels.cuda import attention_kernels as kernels
+from penstock.executor.kernels.cuda.attention_kernels import AttentionShape
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.pages import block_of, layout_of, load_inside, page_rows
-from penstock.executor.kernels.cuda.softmax import LOG2_E, empty_softmax, softmax_step
+from penstock.executor.kernels.cuda.pages import block_of, layout_of, page_numbers, page_offsets
+from penstock.executor.kernels.cuda.softmax import LOG2_E
+from penstock.executor.kernels.cuda.tile_order import find_row, order_tiles
 from penstock.executor.kernels.cuda.tiles import expanded_tile
-from penstock.executor.kernels.cuda.work import find_row, order_tiles, take_tile
 
 PIECE_ELEMENTS = 1 << 27  # maximum elements of expanded keys and values: 256 MiB in bfloat16
 GATHERED_ROWS = 16  # positions per program of the gathering kernel
@@ -97,16 +99,14 @@ def _attend(q, latents, made, key_starts, batch, first_row, piece, scale, out) -
     assert q.is_contiguous() and made.is_contiguous()
     tile = expanded_tile(q.element_size())
     order = order_tiles(batch, first_row + piece.first, first_row + piece.end, 1, tile)
-    pointers = q, latents, made, key_starts, batch.block_tables, batch.query_starts, batch.context_lens, order, out
-    numbers = batch.block_tables.stride(0), scale * LOG2_E, first_row, piece.first, piece.first_head
-    _expanded[(heads, len(order))](
-        *pointers,
-        *numbers,
-        HEADS=num_heads,
-        ROPE=rope_dim,
-        NOPE=nope_dim,
-        VALUE=value_dim,
+    shape = AttentionShape("expanded", num_heads, 1, nope_dim, rope_dim, value_dim)
+    kernels._prefill[(heads, len(order))](
+        *(q, made, made, latents, q, batch.block_tables, batch.query_starts, batch.context_lens, key_starts),
+        *(order, out, batch.block_tables.stride(0), scale * LOG2_E, 0.0, 0),
+        *(first_row, first_row + piece.first, piece.first_head),
+        SHAPE=shape,
         PAGES=layout_of(latents),
+        SPLIT=0,
         **tile.constants(),
     )
 
@@ -130,80 +130,9 @@ def _gather_latents(
     position = tile * ROWS + tl.arange(0, ROWS)
     inside = position < tl.load(starts_ptr + row + 1) - start
     table_ptr = tables_ptr + (first_row + row).to(tl.int64) * table_stride
-    cells = page_rows(table_ptr, position, inside, PAGES)
+    cells = page_offsets(page_numbers(table_ptr, position, inside, PAGES), position, PAGES)
     rank = tl.arange(0, block_of(RANK))
     mask = inside[:, None] & (rank < RANK)[None, :]
     latent = tl.load(latents_ptr + ROPE + cells[:, None] + rank[None, :], mask=mask, other=0.0)
     goal = (start + position).to(tl.int64) * RANK
     tl.store(gathered_ptr + goal[:, None] + rank[None, :], latent.to(gathered_ptr.dtype.element_ty), mask=mask)
-
-
-@kernel
-def _expanded(
-    q_ptr,
-    latents_ptr,
-    made_ptr,
-    key_starts_ptr,
-    tables_ptr,
-    starts_ptr,
-    contexts_ptr,
-    order_ptr,
-    out_ptr,
-    table_stride,
-    scale,
-    first_row,
-    piece_row,
-    first_head,
-    HEADS: tl.constexpr,
-    ROPE: tl.constexpr,
-    NOPE: tl.constexpr,
-    VALUE: tl.constexpr,
-    PAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Attend for one head and ROWS tokens of one row. q and out begin with the tokens of row first_row."""
-    head, heads = tl.program_id(0), tl.num_programs(0)
-    row, tile, begin, count = take_tile(order_ptr, tl.program_id(1), starts_ptr)
-    token = tile * ROWS + tl.arange(0, ROWS)
-    is_token = token < count
-    before = tl.load(contexts_ptr + row) - count
-    position = before + token
-    begin -= tl.load(starts_ptr + first_row)
-    place = (begin + token).to(tl.int64) * HEADS + first_head + head
-    rope = tl.arange(0, block_of(ROPE))
-    nope = tl.arange(0, block_of(NOPE))
-    value = tl.arange(0, block_of(VALUE))
-    q_ptr += place[:, None] * (ROPE + NOPE)
-    q_rope = tl.load(q_ptr + rope[None, :], mask=is_token[:, None] & (rope < ROPE)[None, :], other=0.0)
-    q_nope = tl.load(q_ptr + ROPE + nope[None, :], mask=is_token[:, None] & (nope < NOPE)[None, :], other=0.0)
-    best, total, acc = empty_softmax(ROWS, block_of(VALUE))
-    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
-    key_start = tl.load(key_starts_ptr + row - first_row - piece_row)
-    key_stride = heads.to(tl.int64) * (NOPE + VALUE)
-    made_ptr += key_start * key_stride + head * (NOPE + VALUE)
-    first = before + tile * ROWS  # position of the tile's first token
-    last = first + tl.minimum(count - tile * ROWS, ROWS) - 1
-    are_whole: tl.constexpr = block_of(ROPE) == ROPE and block_of(NOPE) == NOPE and block_of(VALUE) == VALUE
-    whole = (first + 1) // COLUMNS * COLUMNS  # every token of the tile sees all positions before this one: no mask
-    for is_edge in tl.static_range(2):
-        for start in range(whole if is_edge else 0, last + 1 if is_edge else whole, COLUMNS):
-            seen = start + tl.arange(0, COLUMNS)
-            inside = seen <= last if is_edge else seen >= 0
-            cells = page_rows(table_ptr, seen, inside, PAGES)
-            made = seen * key_stride
-            mask = inside[None, :] & (rope < ROPE)[:, None]
-            rotated = load_inside(latents_ptr + cells[None, :] + rope[:, None], mask, are_whole and not is_edge)
-            mask = inside[None, :] & (nope < NOPE)[:, None]
-            k = load_inside(made_ptr + made[None, :] + nope[:, None], mask, are_whole and not is_edge)
-            mask = inside[:, None] & (value < VALUE)[None, :]
-            v = load_inside(made_ptr + NOPE + made[:, None] + value[None, :], mask, are_whole and not is_edge)
-            scores = tl.dot(q_nope, k, input_precision="ieee")
-            # Converted through float32, because Triton cannot compile FP8 to bfloat16 for 8.9.
-            scores = tl.dot(q_rope, rotated.to(tl.float32).to(q_rope.dtype), scores, input_precision="ieee") * scale
-            if is_edge:
-                scores = tl.where(seen[None, :] <= position[:, None], scores, -float("inf"))
-            best, total, acc = softmax_step(scores, v, best, total, acc)
-    out = acc / tl.maximum(total, 1.0)[:, None]
-    mask = is_token[:, None] & (value < VALUE)[None, :]
-    tl.store(out_ptr + place[:, None] * VALUE + value[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -9,20 +9,18 @@ from penstock.executor.kernels import FIXED_ON, Activation, BlockOps, GroupOps, 
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import (
     adapter_products,
+    attention_ops,
     convolution,
     delta_rule,
     draw_tokens,
     expanded,
     expert_products,
     few_rows,
-    fixed_attention,
     fixed_product,
     fp8,
-    latent_attention,
     latent_rope,
     logit_edits,
     packed_products,
-    paged_attention,
     rope_and_store,
     routing,
     rows,
@@ -49,8 +47,8 @@ class CudaOps:
     gated_linear: Callable[[Tensor, Tensor, Activation], Tensor] = staticmethod(few_rows.gated_linear)
     rope_and_store = staticmethod(rope_and_store.rope_and_store)
     latent_rope_and_store = staticmethod(latent_rope.latent_rope_and_store)
-    paged_attention = staticmethod(paged_attention.paged_attention)
-    latent_attention = staticmethod(latent_attention.latent_attention)
+    paged_attention = staticmethod(attention_ops.paged_attention)
+    latent_attention = staticmethod(attention_ops.latent_attention)
     choose_experts = staticmethod(routing.choose_experts)
     expanded_attention = staticmethod(expanded.expanded_attention)
     fused_experts = staticmethod(expert_products.fused_experts)
@@ -93,7 +91,7 @@ class InvariantOps(CudaOps):
 
     norming: NormingOps | None = None
     linear = staticmethod(fixed_product.linear)
-    paged_attention = staticmethod(fixed_attention.paged_attention)
+    paged_attention = staticmethod(partial(attention_ops.paged_attention, is_fixed=True))
     fused_experts = staticmethod(partial(expert_products.fused_experts, is_fixed=True))
     groups: GroupOps | None = _FixedGroups()
     recurrent: RecurrentOps = _FixedRecurrent()

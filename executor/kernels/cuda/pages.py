@@ -22,10 +22,15 @@ def layout_of(pages: Tensor) -> PageLayout:
 
 
 @triton.jit
-def page_rows(table_ptr, position, inside, PAGES: tl.constexpr):
+def page_numbers(table_ptr, position, inside, PAGES: tl.constexpr):
+    """Return the number of each position's page; 0 outside."""
+    return tl.load(table_ptr + position // PAGES.slots, mask=inside, other=0)
+
+
+@triton.jit
+def page_offsets(page, position, PAGES: tl.constexpr):
     """Return the offset of each position's vector in the pages, in elements. A cache may exceed 2 ** 31: 64 bits."""
-    page = tl.load(table_ptr + position // PAGES.slots, mask=inside, other=0).to(tl.int64)
-    return page * PAGES.page_stride + position % PAGES.slots * PAGES.slot_stride
+    return page.to(tl.int64) * PAGES.page_stride + position % PAGES.slots * PAGES.slot_stride
 
 
 @triton.constexpr_function

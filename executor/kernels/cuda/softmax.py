@@ -15,13 +15,11 @@ def empty_softmax(ROWS: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def add_sinks(best, total, sinks_ptr, head, is_first, HAS_SINKS: tl.constexpr):
-    """Add the attention sinks to the initial state. With split-KV only the row's first part counts its sink."""
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head, mask=is_first, other=0.0) * IN_KERNELS
-        best = tl.where(is_first, sink, best)
-        total = tl.where(is_first, 1.0, total)
-    return best, total
+def sink_softmax(sinks_ptr, head, is_head, DIM: tl.constexpr):
+    """Return the state of rows that have seen only the attention sink of their head."""
+    sink = tl.load(sinks_ptr + head, mask=is_head, other=0.0) * IN_KERNELS
+    acc = tl.zeros([head.shape[0], DIM], tl.float32)
+    return tl.where(is_head, sink, LOWEST), tl.where(is_head, 1.0, 0.0), acc
 
 
 @triton.jit
@@ -41,3 +39,16 @@ def softmax_step(scores, values, best, total, acc):
     total = total * fade + tl.sum(weights, 1)
     acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
     return new_best, total, acc
+
+
+@triton.jit
+def merge_softmax(state, other):
+    """Merge the state of later positions into that of earlier ones. Explicit fma fixes which product is rounded; the
+    compiler might choose differently in two kernels."""
+    best, total, acc = state
+    other_best, other_total, other_acc = other
+    new_best = tl.maximum(best, other_best)
+    fade = tl.exp2(best - new_best)
+    gain = tl.exp2(other_best - new_best)
+    total = tl.fma(total, fade, other_total * gain)
+    return new_best, total, tl.fma(acc, tl.broadcast_to(fade[:, None], acc.shape), other_acc * gain[:, None])

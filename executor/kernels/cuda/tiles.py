@@ -71,18 +71,21 @@ def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: i
         return Tile(16, 16, 8, 1, 2)
     is_wide, is_narrow = current_card().has_wide_products, page_itemsize == 1
     # FP8 values pass through registers on their way to a product, and many rows leave none for them.
+    stages = 3 if is_wide else 2  # two leave no copy in flight while a block is computed
     if not is_single:
-        return Tile(64 if is_wide and not is_narrow else 32, 32 if is_wide or not is_narrow else 16, 8, 2)
+        if is_narrow or current_card().capability[0] == 10:  # spills, or takes too much shared memory
+            stages = 2
+        return Tile(64 if is_wide and not is_narrow else 32, 32 if is_wide or not is_narrow else 16, 8, stages)
     if is_narrow:
-        return Tile(16, 32, 8, 2)
-    return Tile(16, 32, 4, 2, 2 if is_wide else 1) if num_heads <= 16 else Tile(32, 32, 8, 2)
+        return Tile(16, 32, 8, stages)
+    return Tile(16, 32, 4, stages, 2 if is_wide else 1) if num_heads <= 16 else Tile(32, 32, 8, stages)
 
 
 def expanded_tile(itemsize: int) -> Tile:
     """rows: tokens; columns: positions. All popular models with latents have key heads of 192."""
     if itemsize == 4:
         return Tile(32, 16, 8, 1)
-    return Tile(128 if current_card().has_wide_products else 64, 64, 8, 2)
+    return Tile(128, 64, 8, 3) if current_card().has_wide_products else Tile(64, 64, 8, 2)
 
 
 def expert_tile(

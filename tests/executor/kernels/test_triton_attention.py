@@ -11,7 +11,8 @@ import torch
 import triton
 
 from penstock.executor.kernels import KeyStore, Rotation, ScoreExtras
-from penstock.executor.kernels.cuda import expanded, tiles, work
+from penstock.executor.kernels.cuda import expanded, tile_order, tiles
+from penstock.executor.kernels.cuda.attention_ops import num_splits
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.support.kernel_cases import TOLERANCE, close, matrix
 from tests.support.paged import Cache, attend, random
@@ -165,7 +166,7 @@ def test_whatever_the_batch_the_answer_is_the_twins(device: torch.device, seed: 
     expected = torch_ops.paged_attention(q.double(), wide, cache.batch(rows), dim**-0.5, extras)
     moved = cache.to(device)
     batch = moved.batch(rows)
-    # The second layer of the same step finds the work shared out, and what is counted back at zero.
+    # The second layer of the same step uses the order of tiles again, and arrival counters that are back at zero.
     for _ in range(2):
         given = extras._replace(sinks=None if sinks is None else sinks.to(device))
         out = OPS.paged_attention(q.to(device), (moved.k_pages, moved.v_pages), batch, dim**-0.5, given)
@@ -184,40 +185,37 @@ def test_the_bits_are_the_same_in_whatever_order_programs_run(monkeypatch: pytes
             return OPS.latent_attention(q, cache.k_pages, batch, 0.2, 16)
         return OPS.paged_attention(q, (cache.k_pages, cache.v_pages), batch, 0.2)
 
-    monkeypatch.setattr(work, "num_processors", lambda device: 3)
     expected = attend_once()
-    builder = triton.runtime.interpreter.interpreter_builder
-    set_index, programs = builder.set_grid_idx, len(next(iter(batch.memo.values())).plan)
+    builder, grid = triton.runtime.interpreter.interpreter_builder, []
+    set_index = builder.set_grid_idx
+
+    def note(*index: int) -> None:
+        grid.append(index)
+        set_index(*index)
+
+    monkeypatch.setattr(builder, "set_grid_idx", note)
+    attend_once()
+    assert len({part for _, part, _ in grid}) > 2
     for seed in range(2):
-        order = Random(seed).sample(range(programs), programs)
-        monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z, order=order: set_index(order[x], y, z))
+        order = dict(zip(grid, Random(seed).sample(grid, len(grid)), strict=True))
+        monkeypatch.setattr(builder, "set_grid_idx", lambda *index, order=order: set_index(*order[index]))
         assert torch.equal(attend_once(), expected)
-    for shares in batch.memo.values():
-        assert not shares.arrivals.any()
+    (arrivals,) = batch.memo.values()
+    assert not arrivals.any()
 
 
-@pytest.mark.parametrize(("num_short", "context", "window"), [(80, 2**17, None), (0, 9000, None), (298, 9, 64)])
-def test_every_position_is_somebodys_and_nobody_has_much_more_than_others(
-    monkeypatch: pytest.MonkeyPatch, num_short: int, context: int, window: int | None
-) -> None:
-    monkeypatch.setattr(work, "num_processors", lambda device: 9)
-    contexts = [1024] * (num_short // 2) + [context, 0] + [1000] * (num_short // 2)
-    batch = Cache([0] * len(contexts), 1, 16, 16, torch.float32).batch([(row, 1, 0) for row in range(len(contexts))])
-    batch.context_lens.copy_(torch.tensor(contexts))
-    heads, tile = 8, tiles.decode_tile(256, 2, 128, 2, 2)
-    plan = work.share_singles(batch, heads, window, tile, 2, 128).plan.tolist()
-    seen = [min(length, window or length) for length in contexts]
-    blocks = [max(1, -(-length // tile.columns)) for length in seen]
-    items = [(row, head, block) for row, count in enumerate(blocks) for head in range(heads) for block in range(count)]
-    taken = 0
-    for row, head, block, count, share, length, *_ in plan:
-        assert count == max(0, min(share, len(items) - taken))
-        if count:
-            assert (row, head, block) == items[taken] and length == contexts[row]
-        taken += count
-    assert taken == len(items)
-    mean = len(items) / len(plan)
-    assert max(count for _, _, _, count, *_ in plan) <= max(1.05 * mean, work.LEAST_SHARE / tile.columns)
+@pytest.mark.parametrize(
+    ("rows", "longest", "even", "programs"),
+    [
+        (1, 131_072, 49, 49),  # one row: all programs that run at once
+        (1, 100, 1, 1),  # not worth merging
+        (32, 1024, 1, 1),
+        (32, 131_072, 1, 6),  # a long context among short ones gets more programs
+        (256, 131_072, 1, 3),
+    ],
+)
+def test_rows_are_split_so_that_they_occupy_the_gpu(rows: int, longest: int, even: int, programs: int) -> None:
+    assert num_splits(rows, 8, longest, 0, tiles.Tile(16, 64, 4, 3, programs=3)) == (even, programs)
 
 
 def test_tiles_that_see_most_begin_first(device: torch.device) -> None:
@@ -226,7 +224,7 @@ def test_tiles_that_see_most_begin_first(device: torch.device) -> None:
     batch.context_lens.copy_(torch.tensor([context for _, _, context in rows]))
     for first, end, per_token in ((1, 7, 1), (1, 7, 3), (2, 5, 8), (6, 7, 128)):
         tile = tiles.Tile(64, 64, 8, 3)
-        order = work.order_tiles(batch, first, end, per_token, tile).tolist()
+        order = tile_order.order_tiles(batch, first, end, per_token, tile).tolist()
         counts = {row: -(-rows[row][1] * per_token // tile.rows) for row in range(first, end)}
         assert sorted(order) == [[row, number] for row, count in counts.items() for number in range(count)]
         costs = [(rows[row][2] - rows[row][1]) * per_token + (number + 1) * tile.rows for row, number in order]

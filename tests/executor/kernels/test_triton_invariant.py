@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 from penstock.executor.kernels import NO_EXTRAS, ScoreExtras
 from penstock.executor.kernels.card import Card
-from penstock.executor.kernels.cuda import fixed_attention, fixed_product, tiles
+from penstock.executor.kernels.cuda import attention_ops, fixed_product, tiles
 from penstock.executor.kernels.cuda.ops import InvariantOps
 from penstock.executor.kernels.linear import pack
 from penstock.executor.kernels.select import select_ops
@@ -115,7 +115,7 @@ CASES: dict[str, tuple[int, int, int, int | None, ScoreExtras]] = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_attention(monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype, name: str) -> None:
     """A token gets the same as a row of its own, in chunks cut anywhere, behind others and beside a graph's padding."""
-    monkeypatch.setattr(fixed_attention, "SPLIT", 64)
+    monkeypatch.setattr(attention_ops, "FIXED_SPLIT", 64)
     dim, heads, kv_heads, window, extras = CASES[name]
     contexts = [140, 90, 70]
     cache = Cache(contexts, kv_heads, dim, 16, dtype)
@@ -144,7 +144,7 @@ def test_attention(monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype:
 
 
 def test_attention_over_pages_of_eight_bits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(fixed_attention, "SPLIT", 64)
+    monkeypatch.setattr(attention_ops, "FIXED_SPLIT", 64)
     cache = Cache([140], 2, 64, 16, torch.bfloat16)
     cache.k_pages, cache.v_pages = (each.to(torch.float8_e4m3fn) for each in (cache.k_pages, cache.v_pages))
     q = random(1, 140, 4, 64, dtype=torch.bfloat16, seed=9).to(device)
