@@ -111,9 +111,9 @@ class BlockPool:
         """Drop all cached content; return False, and drop nothing, while any block is held."""
         if self.num_free != self.num_usable:
             return False
-        for key in self._index if self._changes is not None else ():
-            self._changes.note(key, False)
-        for block in self._index.values():
+        for key, block in self._index.items():
+            if self._changes is not None:
+                self._changes.note(key, False)
             self._keys[block] = None
         self._index.clear()
         return True
