@@ -35,7 +35,7 @@ def with_adapters(case: str, **options: Any) -> UniprocExecutor:
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES_SLOW)])
 def test_requests_with_several_adapters_and_with_none_share_steps(case: str, tmp_path: Path) -> None:
-    """Of models with experts attention and, where there are any, shared experts."""
+    """In models with experts, adapters change attention and, where there are any, shared experts."""
     targets = (*EVERYWHERE, *ATTENTION, "gate_up_proj")
     adapters = [Adapter(case, tmp_path / str(seed), seed, targets, rank=3 + seed) for seed in range(3)]
     check_shared_steps(with_adapters(case), case, adapters, prompts(6, seed=5), COUNT)

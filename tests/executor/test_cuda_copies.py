@@ -11,8 +11,9 @@ from penstock.executor.protocol import ExecutorError, Row
 from penstock.executor.step.runner import written_blocks
 from penstock.executor.tiers.cuda_copies import CudaCopier
 from penstock.executor.tiers.transfers import RankTransfers
-from tests.support.pretended_gpu import PretendedGpu, Stream
+from tests.support.pretended_gpu import PretendedGpu
 from tests.support.pretended_memory import GPU
+from tests.support.pretended_streams import Stream
 from tests.support.races import Race
 
 BLOCKS, SLOTS, BYTES = 6, 5, 64

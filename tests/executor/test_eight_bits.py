@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def in_eight_bits(monkeypatch: pytest.MonkeyPatch, fused: FusedExperts | None = None, **changes: Any) -> None:
-    """As on a GPU, with the twins for kernels."""
+    """Compute with eight-bit weights as on a GPU, with the twins for kernels."""
     blocks = changed(eight_bits_twin, **changes)
     ops = changed(torch_ops, blocks=blocks, fused_experts=fused)
     compute_with(monkeypatch, ops)
@@ -43,7 +43,7 @@ def test_on_a_cpu_the_memory_is_that_of_the_numbers(case: str) -> None:
 
 
 def logits_of(path: Path, recorded: list[torch.Tensor], **options: Any) -> torch.Tensor:
-    """Of a prompt in chunks, its last position; [1, vocabulary]."""
+    """Return the logits [1, vocabulary] after a prompt that comes in chunks."""
     executor = executor_of(path, **options)
     driver = Driver(executor)
     recorded.clear()
@@ -76,7 +76,7 @@ def test_norm_and_activation_quantize_as_they_write(monkeypatch: pytest.MonkeyPa
     in_eight_bits(monkeypatch, **{name: counted(name) for name in names})
     driver = Driver(executor_of(folders("qwen3")[0]))
     driver.advance(driver.admit([1, 2, 3]))
-    # Of two layers: alone, the first input and what attention gives; after the norm, the other input and both MLPs'.
+    # Two layers: `quantize` alone for the first input and the outputs of attention, after a norm for the others.
     expected = {"quantize": 3, "silu_mul_quantize": 2, "add_rms_norm_quantize": 3, "block_linear": 8}
     assert calls == expected
 

@@ -1,4 +1,4 @@
-"""What is exported must load in transformers, and compute the same, without anything of ours."""
+"""An exported model loads in transformers and computes the same, without anything of ours."""
 
 import errno
 import json

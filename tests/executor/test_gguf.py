@@ -183,7 +183,7 @@ def test_a_lying_header_is_refused_before_memory_is_taken(content: bytes, messag
 
 
 def read_all(path: Path) -> bool:
-    """Whether a file loads; every tensor then has its shape. Only ExecutorError may be raised."""
+    """Return whether a file loads; every tensor then has its shape. Only ExecutorError may be raised."""
     try:
         checkpoint = GgufCheckpoint(path)
     except ExecutorError:

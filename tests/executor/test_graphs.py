@@ -32,7 +32,7 @@ PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [3, 1, 4, 1, 5, 9, 2, 6, 
 
 
 class Recorded:
-    """As a graph: it has addresses, and writes there when it is replayed."""
+    """Stands for a graph: it has addresses, and writes there when it is replayed."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call, self.num_replays = call, -1  # the first is the capture's own
@@ -60,7 +60,7 @@ class Recorder:
 
 
 class Meter:
-    """Of a device of 80 GiB on which nothing takes anything."""
+    """Measures a device of 80 GiB on which nothing takes any memory."""
 
     def __init__(self, device: torch.device) -> None: ...
 

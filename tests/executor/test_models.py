@@ -52,7 +52,7 @@ def test_a_mixed_batch_matches_transformers_row_by_row(case: str) -> None:
 
 @pytest.mark.parametrize("case", PLAIN)
 def test_plain_torch_computes_the_same_where_there_are_no_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other devices run, and what the kernels are tested against; stale blocks are NaN."""
+    """The plain-torch operations run on other devices, and are the reference of the kernels. Stale blocks are NaN."""
     compute_with(monkeypatch, torch_ops)
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 4)
     given = prompts(5, seed=1)  # which the test above asks for, too

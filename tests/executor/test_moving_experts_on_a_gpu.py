@@ -15,8 +15,9 @@ from penstock.eplb import Plan
 from penstock.executor.protocol import EplbConfig
 from penstock.executor.step import rebalance
 from penstock.executor.step.rebalance import Rebalancer
-from tests.support.pretended_gpu import PretendedGpu, Stream
+from tests.support.pretended_gpu import PretendedGpu
 from tests.support.pretended_memory import GPU
+from tests.support.pretended_streams import Stream
 
 LAYERS, EXPERTS, SLOTS = 4, 4, 4  # of both ranks
 

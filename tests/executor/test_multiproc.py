@@ -147,6 +147,7 @@ def test_more_ranks_than_the_ring_has_readers_are_refused_by_name() -> None:
         open_multiproc(ExecutorConfig(kind="multiproc", model="x", tensor_parallel_size=257))
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_missing_model_is_the_users_error_said_once_and_without_a_traceback(tmp_path: Path) -> None:
     with pytest.raises(ExecutorError) as caught:
         open_multiproc(ExecutorConfig(model=str(tmp_path / "nowhere"), tensor_parallel_size=2))

@@ -1,7 +1,6 @@
-"""What a GPU does out of order is in the order that it has to be: whole models on a made-up one, which watches; and that
-it sees what it is there for.
+"""Whole models on a pretended GPU, which watches: nothing is out of the order that it has to be in; and the watcher itself.
 
-The same worlds run on a real one, where only wrong tokens would show.
+The same worlds run on a real GPU, where only wrong tokens would show.
 """
 
 import functools
@@ -51,7 +50,7 @@ def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: Any)
 
 
 def check_greedy(world: World) -> None:
-    """Who is greedy and was left alone got what transformers gives."""
+    """Check that each greedy request that was not changed got the tokens of transformers."""
     for request in world.over:
         if request.is_greedy:
             prompt, output = request.tokens[: request.num_prompt], request.tokens[request.num_prompt :]
@@ -68,7 +67,7 @@ KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
 
 @pytest.mark.timeout(600)  # half a minute of watched work, on a machine that others may use as well
 @pytest.mark.parametrize(
-    "kind", ["mixed", "eager", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("plain", "tiers"))]
+    "kind", ["mixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eager", "plain", "tiers"))]
 )
 def test_two_steps_in_flight_touch_nothing_at_the_same_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are finished by another thread, which may lag behind: this one waits for nothing that it does."""
@@ -128,7 +127,7 @@ def _forget_the_saves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_the_originals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent may be another's at once."""
+    """Let memory that is being sent be reused at once."""
     monkeypatch.setattr(outbox, "HostCopy", lambda _, copies, event: HostCopy((), copies, event))
     monkeypatch.setattr(SampledTokens, "post", lambda sampled, to: _post_copies(sampled, to))
 

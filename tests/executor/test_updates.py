@@ -44,7 +44,7 @@ def named(case: str) -> Tensors:
 
 
 def changed(tensors: Tensors) -> Tensors:
-    """As far from them as another model: the rows of every matrix in another order."""
+    """Return tensors as far from these as another model's: the rows of every matrix in another order."""
     return {name: each if each.dim() < 2 else each.roll(1, 0).contiguous() for name, each in tensors.items()}
 
 
@@ -208,7 +208,7 @@ def adapters_of(case: str, path: Path) -> list[str]:
 
 
 def on_places(executor: UniprocExecutor) -> UniprocExecutor:
-    """As on a GPU, where adapters are copied to few places of one size; layer by layer, as there."""
+    """Keep adapters as on a GPU: copied to few places of one size, layer by layer."""
     rank, device = executor._rank, torch.device("cpu")
     with mock.patch("penstock.executor.kernels.low_rank._load_kernel", lambda: add_low_rank):
         sizes = rank._config.max_loras, rank._config.max_lora_rank

@@ -46,7 +46,7 @@ def test_no_step_is_larger_than_one_that_may_come_and_some_are_as_large(limits: 
     assert max(part.context for parts in planned for part in parts) == longest
 
 
-# What else than a size a choice of tiles may depend on, with values of models that people serve.
+# The other arguments of the choices of tiles, with values of models that people serve.
 VALUES: dict[str, tuple[int, ...]] = {
     "num_slots": (8, 32, 60, 64, 128, 256),
     "columns": (512, 768, 1408, 2048, 5632, 28672),

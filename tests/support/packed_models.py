@@ -75,7 +75,7 @@ class Made(NamedTuple):
 
 
 def quantize(weight: Tensor, case: Case, seed: int = 0) -> Made:
-    """Of a weight [N, K], each number to the nearest there is."""
+    """Round each number of a weight [N, K] to the nearest that the layout can store."""
     if case.layout == "blocks":
         values, scales = eight_bits.quantize(weight)
         return Made(values, scales, torch.zeros(0), torch.zeros(0), eight_bits.dequantize(values, scales))
@@ -145,7 +145,7 @@ def stored(name: str, made: Made, case: Case) -> dict[str, Tensor]:
 
 
 def quantization(case: Case) -> dict[str, Any]:
-    """As config.json has it."""
+    """Return the `quantization_config` of config.json."""
     if case.layout == "blocks":
         return eight_bits.QUANTIZATION
     if case.layout == "awq":
@@ -187,7 +187,7 @@ def quantization(case: Case) -> dict[str, Any]:
 
 @cache
 def folders(name: str) -> tuple[Path, Path]:
-    """As codes, and as the numbers that they stand for."""
+    """Return the folders of the model as codes, and as the numbers that they stand for."""
     case, root = (CASES | BLOCKS)[name], Path(_root().name) / name
     narrow, full = root / "narrow", root / "full"
     random_model(*MODELS[case.model]).save_pretrained(narrow)
@@ -197,7 +197,7 @@ def folders(name: str) -> tuple[Path, Path]:
     is_stored = re.compile(r"_proj(_with_mqa)?\.weight$" if case.layout == "blocks" else r"_proj\.weight$").search
     for weight in sorted(filter(is_stored, tensors)):
         layer = weight.removesuffix(".weight")
-        # Those of the same inputs may have the same order, and need not.
+        # Projections of the same inputs may have the same order, and need not.
         seed = seeds.setdefault(layer.rsplit(".", 1)[0].replace("k_proj", ""), len(seeds))
         made = quantize(tensors.pop(weight).float(), case, seed + ("k_proj" in layer))
         numbers[weight] = made.numbers

@@ -12,10 +12,9 @@ pinned memory through numpy.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.pretended_memory import CPU, Block, PinnedPool, Pool
-from tests.support.races import Clock, Place, Races, cells, here, runs
+from tests.support.pretended_ops import EMPTY, PICKING, WAITING, Op, here_name, is_kernel, leaves, replaced, written_by
+from tests.support.pretended_streams import Event, Graph, Stream
+from tests.support.races import Races, cells, here, runs
 from tests.support.twins import low_rank, sampling, torch_inputs, torch_ops
 
 aten = torch.ops.aten
@@ -102,86 +103,6 @@ class Watched(np.ndarray):
         if self.gpu is not None and isinstance(target, np.ndarray):
             self.gpu.touch_array(target, is_write=True)
         super().__setitem__(key, value)
-
-
-class Stream:
-    def __init__(self, gpu: "PretendedGpu", name: str) -> None:
-        self.gpu, self.name = gpu, name
-        self.actor = gpu.races.actor(name)
-        gpu.streams.append(self.actor)
-        self.pool = Pool(gpu, name)
-
-    def launch(self) -> None:
-        """What is launched comes after all that the host has done."""
-        self.gpu.races.wait(self.actor, self.gpu.races.now(self.gpu.host))
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.wait_event(other.record_event())
-
-    def wait_event(self, event: "Event") -> None:
-        self.launch()
-        self.gpu.races.wait(self.actor, event.moment)
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        event = event or Event(self.gpu)
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        self.gpu.races.wait(self.gpu.host, self.gpu.races.now(self.actor))
-
-
-class Event:
-    def __init__(self, gpu: "PretendedGpu", enable_timing: bool = False) -> None:
-        self.gpu, self.has_timing = gpu, enable_timing
-        self.moment: Clock = np.zeros(1, np.int64)
-
-    def record(self, stream: Stream | None = None) -> None:
-        stream = stream or self.gpu.stream
-        stream.launch()
-        self.moment = self.gpu.races.now(stream.actor)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or self.gpu.stream).wait_event(self)
-
-    def synchronize(self) -> None:
-        self.gpu.races.wait(self.gpu.host, self.moment)
-
-    def elapsed_time(self, other: "Event") -> float:
-        assert self.has_timing and other.has_timing
-        return 1.0
-
-
-class Op(NamedTuple):
-    """One operation on plain tensors, as a graph repeats it."""
-
-    func: Any
-    args: Any
-    kwargs: Any
-    reads: list[tuple[torch.Tensor, Any]]  # and which of its elements, if not all: a function as in PICKING
-    writes: list[tuple[torch.Tensor, Any]]
-    made: list[tuple[int, torch.Tensor]]  # new tensors: which result, and the memory that it has
-    place: Place
-
-    def repeat(self) -> None:
-        results = [*leaves(self.func(*self.args, **self.kwargs))]
-        for index, target in self.made:
-            target.copy_(results[index])
-
-
-class Graph:
-    def __init__(self, gpu: "PretendedGpu") -> None:
-        self._gpu = gpu
-        self.ops: list[Op] = []
-        self.num_replays = 0
-
-    def replay(self) -> None:
-        self.num_replays += 1
-        self._gpu.stream.launch()
-        with torch.inference_mode():
-            for op in self.ops:
-                self._gpu.note(op, self._gpu.stream.actor)
-                op.repeat()
 
 
 class PretendedGpu(TorchDispatchMode):
@@ -265,7 +186,7 @@ class PretendedGpu(TorchDispatchMode):
         return Stream(self, f"stream {self._num_streams} of {here_name()}")
 
     def has_waited(self, stream: Stream, other: Stream) -> bool:
-        """Whether what `stream` does next comes after all that `other` has done so far."""
+        """Return whether the next operation of `stream` comes after all that `other` has done so far."""
         return bool(self.races.now(stream.actor)[other.actor] == self.races.now(other.actor)[other.actor])
 
     @contextlib.contextmanager
@@ -408,7 +329,7 @@ class PretendedGpu(TorchDispatchMode):
         (self.races.write if is_write else self.races.read)(number, memory, touched)
 
     def _offsets(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of the elements in their storage."""
+        """Return the offsets of the tensor's elements in their storage."""
         needed = tensor.untyped_storage().nbytes() // tensor.element_size()
         if len(self._count) < needed:
             self._count = torch.arange(needed)
@@ -474,66 +395,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tracked):
         return value.inner
     return CPU if isinstance(value, torch.device) else value
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from leaves(each)
-    elif isinstance(value, dict):
-        yield from leaves(list(value.values()))
-    else:
-        yield value
-
-
-def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
-    if isinstance(value, list | tuple):
-        return [replaced(each, by) for each in value]
-    if isinstance(value, dict):
-        return {name: replaced(each, by) for name, each in value.items()}
-    return by(value)
-
-
-def written_by(func: Any, args: Any, kwargs: Any) -> set[int]:
-    """Which of the arguments, by id."""
-    places, names = written_arguments(func)
-    return {id(args[place]) for place in places if place < len(args)} | {id(kwargs[n]) for n in names if n in kwargs}
-
-
-@cache
-def written_arguments(func: Any) -> tuple[list[int], list[str]]:
-    written = [(at, a.name) for at, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
-    return [at for at, _ in written], [name for _, name in written]
-
-
-def _pick_rows(offsets: torch.Tensor, dim: int, index: torch.Tensor, *_: Any) -> torch.Tensor:
-    return offsets.index_select(dim, index)
-
-
-def _pick_each(offsets: torch.Tensor, indices: list[torch.Tensor | None], *_: Any) -> torch.Tensor:
-    picked: torch.Tensor = aten.index.Tensor(offsets, indices)
-    return picked
-
-
-# What these read or write of their first argument.
-PICKING: dict[Any, Callable[..., torch.Tensor]] = {
-    aten.index_select: _pick_rows,
-    aten.index_copy_: _pick_rows,
-    aten.index_add_: _pick_rows,
-    aten.index_fill_: _pick_rows,
-    aten.index: _pick_each,
-    aten.index_put_: _pick_each,
-    aten.gather: lambda offsets, dim, index, *_: offsets.gather(dim, index),
-}
-EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-WAITING = {aten.item, aten._local_scalar_dense, aten.equal, aten.is_nonzero}
-
-
-def here_name() -> str:
-    return here()[0][0].co_filename.rpartition("/")[2]
-
-
-def is_kernel() -> bool:
-    """Whether this is the twin of a kernel, which looks at numbers of the device's as the kernel does: there."""
-    name = here()[0][0].co_filename
-    return "/twins/" in name

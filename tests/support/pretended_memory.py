@@ -12,7 +12,8 @@ import torch
 from tests.support.races import Clock, Races
 
 if TYPE_CHECKING:
-    from tests.support.pretended_gpu import Graph, PretendedGpu
+    from tests.support.pretended_gpu import PretendedGpu
+    from tests.support.pretended_streams import Graph
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 SMALL, SEGMENT, LARGE_SEGMENT, ROUND = 1 << 20, 2 << 20, 20 << 20, 512  # of torch's allocator
@@ -34,7 +35,7 @@ class Block:
 
 
 class Segment:
-    """What an allocator gets from the driver and gives out in blocks."""
+    """Memory that an allocator gets from the driver and gives out in blocks."""
 
     def __init__(self, races: Races, name: str, size: int, order: int = 0) -> None:
         self.order, self.is_small = order, size <= SEGMENT

@@ -1,7 +1,7 @@
 """Finds accesses to memory that nothing puts into order: threads of the host and streams of a device, by vector clocks.
 
-What pretends to be a device (tests/support/pretended_gpu.py) reports who read or wrote which bytes, and who has waited
-for whom. Of two accesses to the same bytes, one of them a write, one must have happened before the other: by program
+The pretended GPU (tests/support/pretended_gpu.py) reports which stream or thread read or wrote which bytes, and which
+waited for which. Of two accesses to the same bytes, one of them a write, one must have happened before the other: by program
 order, or along waits. It does not matter which came first in this run; a race is found even where it did no harm.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 
 GRAIN = 4  # bytes that count as one
 MAX_ACTORS = 32
+WATCHERS = ("/races.py", "/pretended_gpu.py", "/pretended_ops.py", "/pretended_streams.py")
 
 Clock = np.ndarray  # int64 [actors]: the last moment of each that has happened before
 Place = tuple[tuple[CodeType, int], ...]  # code and line, innermost first
@@ -134,7 +135,7 @@ def here() -> Place:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(found) < 4:
         name = frame.f_code.co_filename
-        if ("/penstock/" in name or "/tests/" in name) and not name.endswith(("/races.py", "/pretended_gpu.py")):
+        if ("/penstock/" in name or "/tests/" in name) and not name.endswith(WATCHERS):
             found.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return tuple(found)
