@@ -91,24 +91,26 @@ class EngineOptions:
     """Every option of an engine, as flags and as keywords of `LLM(...)`. None: not given, so the default holds."""
 
     dtype: DType | None = flag(
-        "number format of weights and activations (default: the model's own; a GGUF's codes stay codes on a CPU)",
+        "number format of weights and activations (default: the model's own; GGUF weights stay quantized on a CPU)",
         read=lambda text: DTYPES.get(text, text),
         opens="engine",
     )
-    device: Device | None = flag("default: cuda when there is one, else cpu")
+    device: Device | None = flag("default: cuda if available, else cpu")
     load_format: LoadFormat | None = flag("dummy: seeded random weights, for benchmarks")
     max_model_len: Count | None = flag(
-        "tokens of prompt and answer (default: what model and memory allow)", "N", read=count
+        "maximum tokens of prompt and answer (default: what model and memory allow)", "N", read=count
     )
     max_num_seqs: Count | None = flag("sequences computed at a time (default: 256)", "N")
     max_num_batched_tokens: Count | None = flag("tokens computed per step (default: 2048)", "N")
     max_queued_requests: Length | None = flag(
-        "beyond this many, requests get 429 (default: 4096)", "N", ("--max-queued-requests", "--max-num-queued-reqs")
+        "maximum number of queued requests; further ones get 429 (default: 4096)",
+        "N",
+        ("--max-queued-requests", "--max-num-queued-reqs"),
     )
     patience_s: Annotated[float, Meta(ge=0)] | None = None
     block_size: Count | None = flag("tokens per KV block (default: 16)", "N")
     enable_prefix_caching: bool | None = flag(
-        "keep finished blocks for later requests with the same beginning (default: on)", has_off=True
+        "reuse cached KV blocks for prompts with the same prefix (default: on)", has_off=True
     )
     speculative_config: SpeculativeConfig | None = flag(
         'speculative decoding with n-grams, like {"method": "ngram", '
@@ -120,13 +122,11 @@ class EngineOptions:
         "do not use CUDA graphs; kernels are still warmed up (default: off)", has_off=True
     )
     batch_invariant: bool | None = flag(
-        "results do not depend on what else is in the batch, on a GPU as on a CPU, where they never do "
+        "make results on a GPU independent of the rest of the batch, as they always are on a CPU "
         "(default: off; slower)",
         has_off=True,
     )
-    seed: Seed | None = flag(
-        "for requests without a seed of their own, and for dummy weights (default: none, and 0)", "N"
-    )
+    seed: Seed | None = flag("seed of requests without their own, and of dummy weights (default: none, and 0)", "N")
     hf_overrides: dict[str, Any] | None = flag("entries of the model's config.json to replace", "JSON")
     kv_cache_dtype: KvDType | None = flag(
         "fp8 (or fp8_e4m3): keys and values in eight bits, on GPUs of compute capability 8.9 and later "

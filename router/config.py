@@ -25,17 +25,16 @@ PolicyName = Literal["predicted-ttft", "least-loaded", "round-robin"]
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long the router waits for replicas, and how much it retries."""
+    """Limits of the time that the router waits for replicas, and of its retries."""
 
     connect_s: Seconds = 2.0
-    # Without a byte from the replica. A queue may be long; the probes find a dead replica.
-    response_s: Seconds = flag("without a byte of an answer", "S", ("--response-timeout",), default=600.0)
-    probe_interval_s: Seconds = flag("default: %(default)g", "S", default=0.5)
+    # A queue may be long; the probes find a dead replica.
+    response_s: Seconds = flag("seconds without a byte of a response", "S", ("--response-timeout",), default=600.0)
+    probe_interval_s: Seconds = flag("seconds between probes (default: %(default)g)", "S", default=0.5)
     probe_timeout_s: Seconds = 1.0
-    retry_share: Share = flag("retries per request", "X", default=0.15)  # over time; see router/fleet/budget.py
-    # The share of a model's replicas that may be ejected. Dead replicas are always out.
-    max_ejected_share: Share = flag("of the replicas", "X", default=0.5)
-    drain_s: Delay = flag("default: %(default)g", "S", ("--drain-timeout",), default=30.0)
+    retry_share: Share = flag("maximum retries as a share of requests", "X", default=0.15)  # see router/fleet/budget.py
+    max_ejected_share: Share = flag("maximum share of replicas to eject, besides dead ones", "X", default=0.5)
+    drain_s: Delay = flag("seconds to finish requests (default: %(default)g)", "S", ("--drain-timeout",), default=30.0)
 
 
 class Prefill(msgspec.Struct, frozen=True):
@@ -70,20 +69,20 @@ class RouterConfig:
     )
     host: str = flag("address to listen on (default: %(default)s, this machine only)", default="127.0.0.1")
     port: Port = flag("0 takes any free port (default: %(default)s)", default=8080)
-    policy: PolicyName = flag("default: %(default)s", default="predicted-ttft")
+    policy: PolicyName = flag("how to choose a replica (default: %(default)s)", default="predicted-ttft")
     # None: no tokens, byte prefixes.
     tokenizer: str | None = flag("the replicas' model, for its tokenizer: hub name, folder or .gguf file", "MODEL")
-    chat_template: str | None = flag("as the replicas were given, if they were", "FILE")
-    api_keys: tuple[str, ...] = flag("ask clients for this key; repeat for several", "KEY", default=())
+    chat_template: str | None = flag("the chat template that the replicas were started with, if any", "FILE")
+    api_keys: tuple[str, ...] = flag("require this key from clients; repeat for several", "KEY", default=())
     admin_api_keys: tuple[str, ...] = flag("a client with this key may change the fleet", "KEY", default=())
-    backend_api_key: str | None = flag("the key that the replicas ask for", "KEY")
-    max_requests: Count = flag("in flight at one replica", "N", default=512)
+    backend_api_key: str | None = flag("API key of the replicas", "KEY")
+    max_requests: Count = flag("maximum requests in flight per replica", "N", default=512)
     discover: tuple[str, ...] = flag(
         "find replicas: file:PATH or dns:HOST:PORT; repeat for each",
         "SOURCE",
         default=(),
     )
-    access_log: AccessForm = flag("a line of the log for each request (default: %(default)s)", default="off")
+    access_log: AccessForm = flag("log a line for each request (default: %(default)s)", default="off")
     telemetry: Telemetry = Telemetry()
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()

@@ -48,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="with --prefill, in place of --backend: one that answers",
+        help="a decode replica; with --prefill, in place of --backend",
     )
     add(
         "--prefill",
         action="append",
         default=[],
         metavar="URL=HOST:PORT",
-        help="one that computes long prompts, and the --kv-peer by which those of --decode know it",
+        help="a prefill replica, and its address in --kv-peer of the decode replicas",
     )
     parser.set_defaults(prefill_threshold=None)  # given without --prefill, it is a mistake
 

@@ -23,15 +23,15 @@ def levels(text: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class Telemetry:
     otlp_traces_endpoint: str | None = flag(
-        f"send OpenTelemetry spans of requests there, over OTLP/HTTP, like http://127.0.0.1:4318{TRACES_PATH}; needs "
+        f"send OpenTelemetry spans of requests to this URL over OTLP/HTTP, like http://127.0.0.1:4318{TRACES_PATH}; needs "
         "penstock[otel] (default: none)",
         "URL",
     )
     trace_share: Share | None = flag(
-        "trace this share of the requests that bring no traceparent (default: as OTEL_TRACES_SAMPLER says, else 1)", "X"
+        "trace this share of the requests without a traceparent header (default: OTEL_TRACES_SAMPLER, else 1)", "X"
     )
     log_level: str | None = flag(
-        f"one for all, others for single rooms, like info,router=debug,cache=error (default: {LOG_VARIABLE} in the "
+        f"one level for all rooms, others for single rooms, like info,router=debug,cache=error (default: {LOG_VARIABLE} in the "
         "environment, else info)",
         "LEVELS",
         ("--log-level", "--uvicorn-log-level"),

@@ -78,10 +78,10 @@ class ServerConfig:
         "address to listen on (default: %(default)s, this machine only)", opens="server", default="127.0.0.1"
     )
     port: Port = flag("0 takes any free port (default: %(default)s)", default=8000)
-    api_keys: tuple[str, ...] = flag("ask for this key; repeat for more than one", "KEY", default=())
+    api_keys: tuple[str, ...] = flag("require this API key; repeat for several", "KEY", default=())
     # Answers and metrics use the first name.
     served_model_names: tuple[str, ...] = flag(
-        "what the API calls the model (default: its own name)",
+        "name of the model in the API (default: its own name)",
         "NAME",
         takes_several=True,
         default=("default",),
@@ -90,14 +90,14 @@ class ServerConfig:
     default_sampling: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None  # seeds requests that have no seed
     allowed_origins: tuple[str, ...] = flag(
-        "web pages from there may ask (CORS), like https://app.example, or * for all; repeat, or give a JSON list "
+        "origin whose web pages may send requests (CORS), like https://app.example, or * for all; repeat, or give a JSON list "
         "(default: none)",
         "ORIGIN",
         ("--allowed-origins",),
         read=_origins,
         default=(),
     )
-    pooling: Pooling = flag("of embeddings (default: %(default)s)", default="last")
+    pooling: Pooling = flag("pooling of embeddings (default: %(default)s)", default="last")
     tool_call_parser: str = flag(
         "the format in which the model writes tool calls (default: %(default)s, as its chat template does)",
         choices=TOOL_CALL_PARSERS,
@@ -109,25 +109,27 @@ class ServerConfig:
         default="auto",
     )
     constrain_auto_tools: bool = flag(
-        "hold optional tool calls to their schema by a grammar (default: on)", has_off=True, default=True
+        "constrain optional tool calls to their schema with a grammar (default: on)", has_off=True, default=True
     )
     coerce_one_of: bool = flag(
-        "take a oneOf whose schemas may hold for the same value for anyOf, in place of refusing it (default: off)",
+        "treat a oneOf whose schemas can match the same value as anyOf, instead of refusing it (default: off)",
         has_off=True,
         default=False,
     )
-    max_logprobs: Length = flag("limit (default: %(default)s)", "N", default=MAX_LOGPROBS)
+    max_logprobs: Length = flag(
+        "maximum number of log-probabilities per token (default: %(default)s)", "N", default=MAX_LOGPROBS
+    )
     kv_events_config: KvEventsConfig | None = flag(
-        'publish what is cached over ZMQ, as vLLM does: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", '
-        '"replay_endpoint": "tcp://*:5558"} (default: no; GET /kv_events needs none of it)',
+        'publish cache events over ZMQ in the format of vLLM: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", '
+        '"replay_endpoint": "tcp://*:5558"} (default: no; GET /kv_events works without it)',
         "JSON",
         read=lambda text: converted(json_object(text), KvEventsConfig),
     )
-    access_log: AccessForm = flag("a line of the log for each request (default: %(default)s)", default="text")
+    access_log: AccessForm = flag("log a line for each request (default: %(default)s)", default="text")
     telemetry: Telemetry = Telemetry()
     limits: Limits = Limits()
     lora_modules: tuple[LoraModule, ...] = flag(
-        "adapters to load at the start, as PEFT saves them; with --enable-lora",
+        "LoRA adapters in PEFT's format to load at the start; requires --enable-lora",
         "NAME=FOLDER",
         ("--lora-modules",),
         read=_lora_module,
@@ -135,14 +137,14 @@ class ServerConfig:
         default=(),
     )
     allow_lora_updates: bool = flag(
-        "let clients load adapters from the server's folders, and unload them (default: off)", default=False
+        "allow clients to load adapters from the server's folders and to unload them (default: off)", default=False
     )
     allow_weight_updates: bool = flag(
-        "let clients pause the engine, put it to sleep and give it other weights of its model (default: off)",
+        "allow clients to pause the engine, put it to sleep and replace its weights (default: off)",
         default=False,
     )
     drain_timeout_s: Delay = flag(
-        "how long a stop waits for running requests (default: %(default)g)",
+        "seconds that a stop waits for running requests (default: %(default)g)",
         "S",
         ("--drain-timeout", "--shutdown-timeout"),
         default=30.0,
