@@ -55,6 +55,12 @@ class Rules:
             text, mark = f"{rule.upper()}_UP_TO", mark.removeprefix(before)
         self.lines.append(f"{rule}: {text} {self.text(mark)}")
 
+    def until_each(self, rule: str, blocks: Mapping[str, str], text: str = "TEXT") -> str:
+        """Add rules for free text up to a mark. Return the Lark expression for one of them and the block of its mark."""
+        for number, mark in enumerate(blocks):
+            self.until(f"{rule}_{number}", mark, text)
+        return f"({' | '.join(f'{rule}_{number} {block}' for number, block in enumerate(blocks.values()))})"
+
     def has_tokens(self, text: str) -> bool:
         return any(part in self._special_ids for part in self._parts(text))
 
@@ -69,15 +75,13 @@ class Rules:
             return f"({opening})? thoughts "
         return "thoughts " if thinking.is_open else f"({opening} thoughts)? "
 
-    def answer(self, wanted: StructuredOutputs, thinking: Thinking | None = None, field: str = "") -> str:
-        """Add a rule for an answer that follows the request's structured_outputs and return its name. `field`: the
-        client's name for the value, if it is not the one in `wanted`."""
-        kind, field = wanted.kind, field or wanted.field
+    def answer(self, wanted: StructuredOutputs, thinking: Thinking | None = None) -> str:
+        """Add a rule for an answer that follows the request's structured_outputs and return its name."""
+        kind = wanted.kind
         value = getattr(wanted, kind)
         if kind in ("json", "json_object"):
+            field = "structured_outputs.json"
             schema = {"type": "object"} if kind == "json_object" else parsed(value, field)
-            if schema is False:
-                raise InvalidRequest(field, "the schema 'false' accepts no answer at all")
             body = lark_json(schema, field, coerce_one_of=wanted.coerce_one_of, whitespace_pattern=WHITESPACE)
         elif kind == "regex":
             body = f"/{slashed(value)}/"

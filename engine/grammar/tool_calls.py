@@ -99,9 +99,7 @@ def _optional(rules: Rules, calls: Calls, thinking: Thinking | None) -> str:
     without = "".join(f" & ~/{ANY}{escaped(mark)}{ANY}/" for mark in form.triggers if rules.has_tokens(mark))
     no_reasoning = "" if thinking is None else f" & ~/{BLANK}{escaped(thinking.marks.open)}{ANY}/"
     rules.lines += [f"FREE: /{ANY}/{without}", f"FIRST: /{ANY}/{without}{no_reasoning}"]
-    for number, (trigger, block) in enumerate(triggers.items()):
-        for kind in ("first", "free"):
-            rules.until(f"{kind}_{number}", trigger, kind.upper())
-        rules.lines.append(f"block_{number}: {block}")
-    first, free = (" | ".join(f"{kind}_{n} block_{n}" for n in range(len(triggers))) for kind in ("first", "free"))
-    return f"(FIRST | ({first}) {f'({free})* FREE' if calls.many else ''})"
+    rules.lines += [f"block_{number}: {block}" for number, block in enumerate(triggers.values())]
+    names = {mark: f"block_{number}" for number, mark in enumerate(triggers)}
+    first, free = rules.until_each("first", names, "FIRST"), rules.until_each("free", names, "FREE")
+    return f"(FIRST | {first} {f'{free}* FREE' if calls.many else ''})"

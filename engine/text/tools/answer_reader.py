@@ -4,55 +4,35 @@ Whitespace next to the reasoning marks is dropped. The result does not depend on
 """
 
 from penstock.engine.text.tools.formats import Calls
-from penstock.engine.text.tools.reader import MAX_CALLS, CallReader, Content, Piece, Reasoning
-from penstock.engine.text.tools.scan import Source, Wait, num_held, skip_blank
+from penstock.engine.text.tools.reader import MAX_CALLS, CallReader, Piece, Reasoning
+from penstock.engine.text.tools.scan import Wait, num_held, skip_blank
 from penstock.engine.text.tools.thinking import Thinking
 
 
-class AnswerReader(Source):
+class AnswerReader(CallReader):
     """Parses one answer: call `feed` per piece, then `finish`. `is_certain`: a grammar enforces the call format."""
 
     def __init__(self, calls: Calls | None, thinking: Thinking | None, *, is_certain: bool) -> None:
-        super().__init__()
-        self._calls = None
-        if calls is not None:
-            functions = {function.name: function.parameters for function in calls.functions}
-            limit = MAX_CALLS if calls.many else 1
-            held = ("", *calls.form.marks) if calls.must else calls.form.triggers
-            self._calls = CallReader(calls.form, functions, held if is_certain else (), max_calls=limit)
+        self._thinking = thinking
         self._is_thinking = self._has_reasoned = False
-        self._blanks: list[str] = []  # whitespace at the end of the reasoning
-        self._out: list[Piece] = []
-        self._thinking = None if thinking is None else self._think(thinking)  # None: reasoning has ended
-
-    @property
-    def has_called(self) -> bool:
-        """True if the answer has calls and the last one is complete."""
-        return self._calls is not None and self._calls.num_calls > 0 and not self._calls.is_within_call
-
-    def feed(self, text: str) -> list[Piece]:
-        if self._thinking is None:
-            return self._answer(text)
-        self.text += text
-        if next(self._thinking, True):
-            self._thinking = None
-            self._out += self._answer(self.text[self.at :])
-        return self._taken()
+        if calls is None:
+            super().__init__(None, {})
+            return
+        functions = {function.name: function.parameters for function in calls.functions}
+        held = ("", *calls.form.marks) if calls.must else calls.form.triggers
+        super().__init__(calls.form, functions, held if is_certain else (), max_calls=MAX_CALLS if calls.many else 1)
 
     def finish(self) -> list[Piece]:
         """Return the pieces held back so far. Unfinished reasoning is returned as reasoning."""
         if self._is_thinking:
             self._reason(self.text[self.at :])
-        elif self._thinking is not None:
-            self._out += self._answer(self.text[self.at :])
-        self._thinking = None
-        return self._taken() + (self._calls.finish() if self._calls is not None else [])
+            self.at, self._blanks = len(self.text), []
+        return super().finish()
 
-    def check(self) -> None:
-        """Assert the invariants that hold between two pieces."""
-        assert not self._out and not (self._is_thinking and self._thinking is None)
-        if self._calls is not None:
-            self._calls.check()
+    def _answer(self) -> Wait[None]:
+        if self._thinking is not None:
+            yield from self._think(self._thinking)
+        yield from super()._answer()
 
     def _think(self, thinking: Thinking) -> Wait[None]:
         """Parse the reasoning up to the beginning of the answer; yield when more text is needed."""
@@ -74,7 +54,7 @@ class AnswerReader(Source):
             self.at = stop
             yield from self.wait()
         self._reason(self.text[self.at : end])
-        self._is_thinking, self.at = False, skip_blank(self.text, end + len(closing))
+        self._is_thinking, self._blanks, self.at = False, [], skip_blank(self.text, end + len(closing))
         while self.at == len(self.text):
             yield from self.wait()
             self.at = skip_blank(self.text, self.at)
@@ -86,12 +66,3 @@ class AnswerReader(Source):
             self._out.append(Reasoning(whole if self._has_reasoned else whole.lstrip()))
             self._has_reasoned, self._blanks = True, []
         self._blanks.append(text[len(body) :])
-
-    def _answer(self, text: str) -> list[Piece]:
-        if self._calls is not None:
-            return self._calls.feed(text)
-        return [Content(text)] if text else []
-
-    def _taken(self) -> list[Piece]:
-        out, self._out = self._out, []
-        return out

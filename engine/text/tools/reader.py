@@ -59,10 +59,15 @@ class CallForm(Protocol):
 
 class CallReader(Source):
     """Parses one answer: call `feed` for each piece, then `finish`. `functions` maps names to schemas. `held` are the
-    marks after which a grammar enforces calls ("" for calls without a mark)."""
+    marks after which a grammar enforces calls ("" for calls without a mark). Without `form`, the whole answer is text."""
 
     def __init__(
-        self, form: CallForm, functions: Mapping[str, Any], held: Collection[str] = (), *, max_calls: int = MAX_CALLS
+        self,
+        form: CallForm | None,
+        functions: Mapping[str, Any],
+        held: Collection[str] = (),
+        *,
+        max_calls: int = MAX_CALLS,
     ) -> None:
         super().__init__()
         self.functions = functions
@@ -74,11 +79,18 @@ class CallReader(Source):
         self._form = form
         self._held = held
         self._max_calls = max_calls
-        bare = [r"(?<=\n\n)(?=[{\[])"] if form.is_bare else []
-        self._opening = re.compile("|".join([*map(re.escape, form.marks), *bare]))
+        self._marks = () if form is None else form.marks
+        self._is_bare = form is not None and form.is_bare
+        bare = [r"(?<=\n\n)(?=[{\[])"] if self._is_bare else []
+        self._opening = re.compile("|".join([*map(re.escape, self._marks), *bare]))
         self._blanks: list[str] = []  # whitespace at the end of the content, dropped if a call follows
         self._out: list[Piece] = []
         self._reading = self._answer()
+
+    @property
+    def has_called(self) -> bool:
+        """True if the answer has calls and the last one is complete."""
+        return self.num_calls > 0 and not self.is_within_call
 
     def feed(self, text: str) -> list[Piece]:
         """Return the pieces that `text` completes."""
@@ -159,12 +171,13 @@ class CallReader(Source):
     def _answer(self) -> Wait[None]:
         """Parse text and calls alternately, yielding whenever more text is needed."""
         is_call = False
-        if self._form.is_bare:
+        if self._is_bare:
             yield from self.skip_blanks()
             is_call = self.text[self.at] in "{["
         while True:
             mark = "" if is_call else (yield from self._read_text())
             is_call, self.is_certain = False, mark in self._held
+            assert self._form is not None
             try:
                 yield from self._form.parse(self, mark)
             except Malformed as error:
@@ -173,7 +186,7 @@ class CallReader(Source):
 
     def _read_text(self) -> Wait[str]:
         """Read content up to a mark and return the mark."""
-        may_call = not self.is_full and self._num_false < MAX_FALSE
+        may_call = bool(self._marks) and not self.is_full and self._num_false < MAX_FALSE
         while True:
             text, at = self.text, self.at
             found = self._opening.search(text, at) if may_call else None
@@ -181,7 +194,7 @@ class CallReader(Source):
                 self._content(text[at : found.start()])
                 self.raw, self.json, self.at = [found[0]], [], found.end()
                 return found[0]
-            self.at = len(text) - (num_held(text, at, self._form.marks) if may_call else 0)
+            self.at = len(text) - (num_held(text, at, self._marks) if may_call else 0)
             self._content(text[at : self.at])
             yield from self.wait()
 
@@ -208,7 +221,7 @@ class CallReader(Source):
             self.raw, self.json = [], []
 
     def _content(self, text: str) -> None:
-        body = text.rstrip()
+        body = text.rstrip() if self._marks else text
         if body:
             self._out.append(Content("".join(self._blanks) + body))
             self._blanks = []
