@@ -215,7 +215,6 @@ class ObjectCalls(ToolFormat):
                     continue
                 if place - at > MAX_FRAME_CHARS or reader.text[place] not in ("{" if in_list else "{["):
                     break
-                reader.skip(at)
                 reader.take(place)
                 return True, mark if in_list or self.closers.get(mark) else "", in_list
             break

@@ -1,12 +1,11 @@
 """Incremental parser of answers in the harmony format (harmony.py): splits them into reasoning, content and calls."""
 
 import re
-from collections.abc import Collection
 
 from penstock.engine.text.tools.formats import Calls
 from penstock.engine.text.tools.harmony import CALL, END, MESSAGE, RETURN, START, TOKENS
-from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning, object_in
-from penstock.engine.text.tools.scan import MAX_FRAME_CHARS, num_held
+from penstock.engine.text.tools.reader import CallReader, Content, Piece, Reasoning
+from penstock.engine.text.tools.scan import MAX_FRAME_CHARS, Malformed, Wait, num_held
 from penstock.engine.text.tools.thinking import Thinking
 
 _ENDS = (END, CALL, RETURN, START)  # START ends a message if the model omitted the other marks
@@ -15,106 +14,80 @@ _TO = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _TOKEN = re.compile("|".join(map(re.escape, TOKENS)))
 _HEADER_BEGINS = ("<|", "to=")  # after `<|start|>assistant`
+_MAX_HEADER_CHARS = MAX_FRAME_CHARS + len(MESSAGE)
 
 
-class HarmonyReader:
-    """Parses one answer, with the same interface as AnswerReader (answer_reader.py)."""
+class HarmonyReader(CallReader):
+    """Parses one answer: call `feed` per piece, then `finish`. `is_certain`: a grammar enforces the call format."""
 
     def __init__(self, calls: Calls | None, thinking: Thinking | None, *, is_certain: bool) -> None:
-        self._names: Collection[str] = () if calls is None else {function.name for function in calls.functions}
-        self._is_certain = is_certain
-        self._text = "" if thinking is None else thinking.begun  # undecided text
+        super().__init__(None, {} if calls is None else {each.name: each.parameters for each in calls.functions})
+        self.is_certain = is_certain
         self._is_header = True
         self._channel, self._function = "final", ""  # of the current message; "" if it is not to a known function
-        self._body: list[str] = []  # text of a possible call, which may still turn out to be content
-        self._num_calls, self._is_within_call = 0, False
-        self._out: list[Piece] = []
-        self.feed("")
-        self._out = []  # drops the pieces that came from the prompt
-
-    @property
-    def has_called(self) -> bool:
-        return self._num_calls > 0 and not self._is_within_call
-
-    def feed(self, text: str) -> list[Piece]:
-        self._text += text
-        while self._read_header() if self._is_header else self._read_body():
-            pass
-        out, self._out = self._out, []
-        return out
+        if thinking is not None:
+            self.feed(thinking.begun)  # these pieces are in the prompt
 
     def finish(self) -> list[Piece]:
         """Return the pieces held back so far. An unfinished header is dropped; text that is not a header is content."""
-        if self._is_header and _TOKEN.search(self._text) is None:
-            self._is_header, self._channel = False, "final"
-        if not self._is_header:
-            self._take(self._text)
+        self._reading.close()
+        rest, self.at = self.text[self.at :], len(self.text)
+        if not self._is_header or _TOKEN.search(rest) is None:
+            self._add(rest)
             self._end_message()
-        self._text = ""
-        out, self._out = self._out, []
-        return out
+        return self._taken()
 
-    def check(self) -> None:
-        """Assert the invariants that hold between two pieces."""
-        assert not self._out and not (self._is_within_call and self._body)
+    def _answer(self) -> Wait[None]:
+        while True:
+            yield from self._header()
+            if self._function and self.is_certain:
+                self._announce(self._function)
+            while (found := _END.search(self.text, self.at)) is None:
+                stop = len(self.text) - num_held(self.text, self.at, _ENDS)
+                self._add(self.text[self.at : stop])
+                self.at = stop
+                yield from self.wait()
+            self._add(self.text[self.at : found.start()])
+            self.at = found.start() if found[0] == START else found.end()
+            self._end_message()
 
-    def _read_header(self) -> bool:
-        """Parse the header if it is complete; return whether to go on. Text that cannot be a header is content."""
-        at = self._text.find(MESSAGE)
-        head = self._text.lstrip()
-        may_be = any(head.startswith(mark[: len(head)]) for mark in _HEADER_BEGINS)
-        longest = MAX_FRAME_CHARS + len(MESSAGE)
-        if not may_be or at > MAX_FRAME_CHARS or (at < 0 and len(self._text) >= longest):
-            self._is_header, self._channel = False, "final"
-            if may_be:  # strip tokens from a fixed length only, so that the result does not depend on the pieces
-                self._text = _TOKEN.sub("", self._text[:longest]) + self._text[longest:]
-            return True
-        if at < 0:
-            return False
-        header, self._text = self._text[:at], self._text[at + len(MESSAGE) :]
-        channel, to = _CHANNEL.search(header), _TO.search(header)
-        self._channel = "final" if channel is None else channel[1]
-        name = "" if to is None else to[1].removeprefix("functions.")
-        self._function = name if name in self._names else ""
+    def _header(self) -> Wait[None]:
+        """Read the header of a message. Text that cannot be one is content."""
+        while True:
+            text = self.text[self.at :]
+            head, end = text.lstrip(), text.find(MESSAGE)
+            if not any(head.startswith(mark[: len(head)]) for mark in _HEADER_BEGINS):
+                break
+            if end > MAX_FRAME_CHARS or (end < 0 and len(text) >= _MAX_HEADER_CHARS):
+                # Tokens are removed from a fixed length only, so that the result does not depend on the pieces.
+                text = _TOKEN.sub("", text[:_MAX_HEADER_CHARS]) + text[_MAX_HEADER_CHARS:]
+                self.text, self.at = text, 0
+                break
+            if end >= 0:
+                channel, to = _CHANNEL.search(text[:end]), _TO.search(text[:end])
+                self._channel = "final" if channel is None else channel[1]
+                name = "" if to is None else to[1].removeprefix("functions.")
+                self._function = name if name in self.functions else ""
+                self.at += end + len(MESSAGE)
+                break
+            yield from self.wait()
         self._is_header = False
-        if self._function and self._is_certain:
-            self._announce()
-        return True
 
-    def _read_body(self) -> bool:
-        found = _END.search(self._text)
-        if found is None:
-            kept = len(self._text) - num_held(self._text, 0, _ENDS)
-            self._take(self._text[:kept])
-            self._text = self._text[kept:]
-            return False
-        self._take(self._text[: found.start()])
-        self._text = self._text[found.start() if found[0] == START else found.end() :]
-        self._end_message()
-        return bool(self._text)
-
-    def _take(self, text: str) -> None:
-        if not text:
-            return
-        if self._is_within_call:
-            self._out.append(Arguments(self._num_calls - 1, text))
-        elif self._function:
-            self._body.append(text)
-        else:
+    def _add(self, text: str) -> None:
+        """Add text to the current message. That of a call that is not announced may still turn out to be content."""
+        if self._function:
+            self.json.append(text)
+        elif text:
             self._out.append(Reasoning(text) if self._channel == "analysis" else Content(text))
 
     def _end_message(self) -> None:
         """End the current message. Without a grammar, it is a call only if its arguments are a JSON object."""
-        if self._function and not self._is_within_call:
-            body, self._body = "".join(self._body), []
-            if object_in(body or "{}") is not None:
-                self._announce()
-                self._out.append(Arguments(self._num_calls - 1, body.strip() or "{}"))
-            elif body:
+        if self._function:
+            body = "".join(self.json)
+            self.json = [body if self.is_within_call else body.strip()]
+            try:
+                self.end_call(self._function)
+            except Malformed:
                 self._out.append(Content(body))
-        self._is_header, self._is_within_call, self._function = True, False, ""
-
-    def _announce(self) -> None:
-        self._out.append(CallStart(self._num_calls, self._function))
-        self._num_calls += 1
-        self._is_within_call = True
+        self.json = []
+        self._is_header, self._channel, self._function = True, "final", ""
