@@ -19,6 +19,7 @@ from tests.support.simulation import Simulation, submit
 from tests.support.small_models import greedy
 
 COUNT, AMPLE = 24, 300
+WAITING = ("olmo3",)  # its requests are admitted only when all pages that they can ever need are free
 NUM_GROUPS = {"gemma3": 3, "mistral-sliding": 1, "qwen2-sliding": 3}
 
 
@@ -99,7 +100,7 @@ def test_requests_get_transformers_tokens_whatever_happens_to_their_blocks(
         assert simulation.tokens(f"r{number}") == tokens, number
     stats = simulation.scheduler.stats()
     assert stats.prefix_hits > 0 and stats.num_used_blocks == 0
-    assert stats.num_preemptions > 0 or row.drafts
+    assert stats.num_preemptions > 0 or row.drafts or row.case in WAITING
     if row.drafts == "known":  # states go back behind a wrong draft, and rows compute what was right again
         assert any(part.tokens and part.count == 1 + len(part.tokens) for step in steps for part in step.rows)
         assert stats.accepted_tokens > 5
