@@ -1,4 +1,4 @@
-"""Writes a replica's answer to the client, with the replica's own chunk framing where the client knows chunks.
+"""Writes a replica's answer to the client, with the replica's chunk framing if the client supports chunks.
 
 Nothing is written before `begin`, so that until then another replica's answer can take its place. Afterwards never, for half
 an answer cannot be taken back: a stream that breaks ends with an error event.
@@ -25,7 +25,7 @@ class AnswerWriter:
 
     @property
     def is_held(self) -> bool:
-        """An error's body has come, and nothing of it was written."""
+        """Return whether an error's body is held back, so that another replica's answer can still replace it."""
         return bool(self._held)
 
     def expect(self, head: AnswerHead) -> None:
@@ -34,8 +34,8 @@ class AnswerWriter:
         self._plain = Dechunker() if head.is_chunked and self._request.is_http10 else None
 
     def hold(self, data: bytes) -> bool:
-        """Keep a piece of an error's body, which may yet be replaced or put into another form. Return False for a piece
-        that has to be written."""
+        """Hold back a piece of an error's body, which may be replaced or converted later. Return False for a piece that the
+        caller must write."""
         if self.head.status < 400 or self.head.is_stream or sum(map(len, self._held)) >= MAX_HELD_BYTES:
             return False
         self._held.append(data)
@@ -64,7 +64,8 @@ class AnswerWriter:
         self._connection.finish(self._keeps)
 
     def break_off(self, reason: str, *, is_at_boundary: bool) -> None:
-        """Half an answer is out. A stream can say so if the last chunk is complete; otherwise cut the connection."""
+        """End an answer that was partly written: with an error event if the last chunk of a stream is complete, otherwise by
+        aborting the connection."""
         if is_at_boundary and self.head.is_stream and self._plain is None:
             # Anthropic's clients look for the event's name; others read the data alone.
             event = b"event: error\ndata: " + error_body(502, f"the replica failed: {reason}") + b"\n\ndata: [DONE]\n\n"
@@ -75,5 +76,5 @@ class AnswerWriter:
 
     @property
     def _keeps(self) -> bool:
-        """Tell whether the connection stays open after this answer."""
+        """Return whether the connection stays open after this answer."""
         return self.head.is_framed and self._request.keep_alive and not self._connection.edge.is_closing

@@ -40,14 +40,14 @@ NULL = msgspec.Raw(b"null")
 
 
 class ReplicaChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST and DELETE /replicas; `peer` of a replica that only computes prompts."""
+    """The body of POST and DELETE /replicas. `peer`: the KV address of a replica that only computes prompts."""
 
     url: str
     peer: str | None = None
 
 
 class PreviewFields(RequestFields):
-    """The body of `POST /route`: of a completion, a chat or an agents' API; `path` where the body does not say which."""
+    """The body of `POST /route`: a request of any API, with its `path` if the fields do not identify the API."""
 
     path: str | None = None
 
@@ -111,7 +111,7 @@ class RouterApp:
         return path == "/replicas" and bool(self._admin_keys) and _admits(self._admin_keys, request)
 
     def _objection(self, request: ClientRequest) -> HttpError | None:
-        """Return why a request for a replica is refused; None if it is not."""
+        """Return the error with which a request for a replica is refused, or None."""
         method = request.method
         if method != b"POST" and (request.path in PROXIED or method not in (b"GET", b"DELETE")):
             return HttpError(405, f"{method.decode('latin-1')[:16]}: not a method of this route")
@@ -145,14 +145,14 @@ class RouterApp:
         connection.answer(status, headers, body)
 
     def _refuse(self, request: ClientRequest, connection: ClientConnection, error: Exception) -> None:
-        """Refuse a request that did not become an exchange; an exchange refuses by itself."""
+        """Refuse a request that did not become an exchange; an exchange has its own `refuse`."""
         refusal = as_refusal(error)
         self._log(request, refusal.status)
         self.metrics.count(request, refusal.status)
         connection.refuse(refusal)
 
     def _log(self, request: ClientRequest, status: int, exchange: Exchange | None = None) -> None:
-        """Write the request's access line, where there are any."""
+        """Write the request's access line, if the access log is on."""
         if self.lines is not None and (level := self.lines.level(request.path in PROBED)) is not None:
             key = self._keys.number((b"authorization", value) for value in request.authorization)
             self.lines.write(level, line_of(request, status, key, exchange))
@@ -200,8 +200,8 @@ class RouterApp:
     async def _home_of(
         self, response_id: str, parsed: RequestFields, request: ClientRequest
     ) -> tuple[ReplicaGroup, Replica | None]:
-        """Return the replica that stores the response, with its group. Without one, any replica says in its own words that it
-        does not know the previous response."""
+        """Return the group and the replica that stores the response. If no replica stores it, return no replica: any replica of
+        the group then answers that it does not know the previous response."""
         replica = await self._holder_of(response_id, parsed.model, request)
         if replica is not None and (group := self.fleet.group_with(replica)) is not None:
             return group, replica
@@ -255,8 +255,8 @@ class RouterApp:
             self._answer(request, connection, 200, JSON, msgspec.json.encode(reply))
 
     def _client_key(self, request: ClientRequest) -> bytes:
-        """Return the header with the client's key, written. It passes only where the router has no keys of its own, and to
-        replicas for which the router has none."""
+        """Return the header line with the client's key. It is forwarded only if the router itself requires no keys, and only to
+        replicas without a key of their own."""
         if request.authorization and not self._keys:
             return b"authorization: %b\r\n" % request.authorization[-1]
         return b""
@@ -321,7 +321,7 @@ class RouterApp:
         return {"replicas": list(self.fleet.views())}
 
     def apply(self, method: str, text: str, peer: str | None) -> None:
-        """Add or take out a replica. One that is taken out finishes what it has begun."""
+        """Add or remove a replica. A removed replica finishes the requests that it has started."""
         url = Backend.of(text).url
         replica = self.fleet.replicas.get(url)
         if method == "POST":

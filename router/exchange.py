@@ -38,13 +38,13 @@ _CACHED = re.compile(rb'"cached_tokens": ?(\d{1,9})\b')
 
 
 def cached_tokens_in(data: bytes) -> int | None:
-    """Return the usage that a piece of an answer's body states. (In a text of the model's the quotes would be escaped.)"""
+    """Return the cached tokens that a piece of a response body reports. (In generated text the quotes would be escaped.)"""
     found = _CACHED.findall(data)
     return int(found[-1]) if found else None
 
 
 def as_refusal(error: Exception) -> HttpError:
-    """Return what the client is told. The traceback of a bug goes to the log, and nothing of it to the client."""
+    """Return the error that the client gets. The traceback of a bug goes to the log only."""
     if isinstance(error, HttpError):
         return error
     log.error("a request failed in the router", exc_info=error)
@@ -52,7 +52,7 @@ def as_refusal(error: Exception) -> HttpError:
 
 
 class RequestTrace:
-    """The spans of an exchange where nothing is recorded; spans.py has the other kind."""
+    """The spans of an exchange if tracing is off; spans.py has the recording ones."""
 
     trace_id: str | None = None
 
@@ -118,7 +118,7 @@ class Exchange:
         return None if self.first_byte_s is None else self._answer.head
 
     def start(self, group: ReplicaGroup, routed: RoutedRequest, only: Replica | None = None) -> None:
-        """Ask a replica of the group. `only`: no other one stores what the request names."""
+        """Send the request to a replica of the group. `only`: the one replica that stores the response that it names."""
         self._group, self._routed, self.model = group, routed, routed.parsed.model or group.root
         if only is not None:
             self._tried = frozenset(group.replicas) - {only.url}
@@ -126,7 +126,7 @@ class Exchange:
         self._next()
 
     def refuse(self, error: HttpError) -> None:
-        """End without an answer of a replica."""
+        """End with an error of the router."""
         if self.state != "over":
             self._close(error.status)
             self.connection.reader = None
@@ -134,7 +134,7 @@ class Exchange:
             self.connection.refuse(error)
 
     def fail(self, error: Exception) -> None:
-        """End with an answer after an exception; otherwise the request would count as in flight for ever."""
+        """End with an error after an exception; otherwise the request would count as in flight for ever."""
         if self.leg is not None:
             self._end_legs("gone", "")
         self.refuse(as_refusal(error))
@@ -174,7 +174,7 @@ class Exchange:
         leg.start(request.target, lines, body, request.method, is_repeatable=routed.is_repeatable)
 
     def _split(self, prefills: ReplicaGroup, charge: Charge) -> None:
-        """Have the prompt computed elsewhere, if enough of it is missing here and a replica is there to do it."""
+        """Start a prefill leg if enough of the prompt is not cached here and a prefill replica is available."""
         prompt = self._routed.routable.prompt
         num_missing = charge.num_tokens - charge.predicted_cached_tokens
         if not self._is_whole and num_missing >= self._fleet.config.prefill_threshold:
@@ -235,8 +235,7 @@ class Exchange:
             self._do_not_retry(outcome, reason)
 
     async def _retry_if_dead(self, replica: Replica, outcome: Outcome, reason: str) -> None:
-        """No retry is left. But if the process has died, its requests have died with it, and to send this one again is no
-        more work than there was."""
+        """Retry without retry budget if the process has died: its requests have ended with it, so this adds no load."""
         if await replica.has_died(self._fleet.config.timeouts.probe_timeout_s):
             self._metrics.counts["retries", outcome] += 1
             self._retry()
@@ -248,7 +247,7 @@ class Exchange:
         self._give_up(HttpError(502, f"the replica failed: {reason}", headers={"retry-after": "1"}))
 
     def _retry(self) -> None:
-        """Ask the next replica, but not from here: this may be the callback of a connection that is being closed."""
+        """Ask the next replica from the event loop, because this may run in the callback of a closing connection."""
         asyncio.get_running_loop().call_soon(self._retry_now)
 
     def _retry_now(self) -> None:
@@ -259,7 +258,7 @@ class Exchange:
                 self.fail(error)
 
     def _give_up(self, error: HttpError) -> None:
-        """No other replica can be asked: end with a busy replica's own answer, if there was one, or with `error`."""
+        """End without another attempt: with a busy replica's own answer if there was one, otherwise with `error`."""
         status = self._answer.head.status
         if self.state == "over" or status not in BUSY or not self._answer.is_held:
             self.refuse(error)
@@ -360,7 +359,7 @@ class Exchange:
         return None if upstream is None or upstream.is_closed else upstream.transport
 
     def client_gone(self) -> None:
-        """End. An engine learns that its answer is not read any more by the closing of its connection."""
+        """End the exchange. The replica sees its connection close and aborts the request."""
         if self.state == "over":  # the router itself cut the stream
             return
         self._metrics.counts["client_gone",] += 1
@@ -369,7 +368,7 @@ class Exchange:
         self._close(CLIENT_CLOSED)
 
     def replica_down(self, replica: Replica, reason: str) -> None:
-        """If one of the legs is at this replica and the client has seen nothing, ask another."""
+        """Ask another replica if a leg is at this replica and the client has received nothing yet."""
         if self.prefill is not None and self.prefill.leg.replica is replica:
             self.prefill.end("moved", reason)
         elif self.state == "asking" and self.leg is not None and self.leg.replica is replica:

@@ -1,4 +1,4 @@
-"""Errors of engines that have another form than OpenAI's: what a client looks for is put where it looks.
+"""Conversion of other engines' error bodies into OpenAI's form.
 
 An object under `error` is OpenAI's form, and Anthropic's: such an answer passes as it came, byte for byte. Others say
 `{"object": "error", "message": …}`, `{"detail": …}`, or plain text. The status stays.
@@ -17,7 +17,7 @@ CODED = (b"content-encoding:",)  # bytes that are not read here
 
 
 def in_openais_form(head: AnswerHead, body: bytes) -> tuple[bytes, bytes] | None:
-    """Return the headers and the body that the client gets in place of a whole answer; None if it passes as it came."""
+    """Return the headers and the body that replace an error response; None if it is forwarded unchanged."""
     lines = head.lines.splitlines(keepends=True)
     if any(line.lower().startswith(CODED) for line in lines):
         return None
@@ -35,7 +35,7 @@ def in_openais_form(head: AnswerHead, body: bytes) -> tuple[bytes, bytes] | None
 
 
 def message_of(said: Any) -> str:
-    """Return the text of an error, wherever it stands in `said`."""
+    """Return the text of an error, found at any of the usual places in `said`."""
     if isinstance(said, dict):
         found = next((said[name] for name in ("message", "error", "detail", "msg") if said.get(name)), None)
         where = ".".join(map(str, said["loc"])) if isinstance(said.get("loc"), list) else ""

@@ -14,7 +14,7 @@ from penstock.router.placement.load import Charge
 
 
 class LegSpan:
-    """The span of a leg where nothing is recorded; spans.py has the other kind."""
+    """The span of a leg if tracing is off; spans.py has the recording one."""
 
     __slots__ = ()
 
@@ -50,8 +50,8 @@ class Leg:
     def start(
         self, target: bytes, lines: bytes, body: bytes, method: bytes = b"POST", *, is_repeatable: bool = True
     ) -> None:
-        """Send the request. One that must not be repeated gets a fresh connection: when a kept connection breaks, it is not
-        known whether the replica has read the request or had closed the connection before."""
+        """Send the request. A request that must not be repeated gets a new connection: if a kept connection breaks, the replica
+        may have read the request, or may have closed the connection before."""
         lines += self._span.lines(method)
         self._head, self._body = request_head(method, target, self.replica.pool.host_header, lines, len(body)), body
         upstream = self.replica.pool.take_idle() if is_repeatable else None
@@ -62,7 +62,7 @@ class Leg:
             self._send(upstream)
 
     def loss(self) -> Outcome | None:
-        """Return what the loss of the connection, or the failure to connect, counts as; None if the leg tries again.
+        """Return the outcome of a lost or failed connection; None if the leg tries again.
 
         A kept connection that the replica had closed meanwhile says nothing about the replica, so the leg connects anew. That
         costs a retry all the same: perhaps the replica read the request and closed the connection because of it."""
@@ -75,7 +75,7 @@ class Leg:
         return None
 
     def end(self, outcome: Outcome, status: int, reason: str, *, is_ok: bool) -> None:
-        """Release everything. If the answer is not complete, the replica sees the connection close and aborts."""
+        """Release the connection and the load. If the answer is not complete, the replica sees the connection close and aborts."""
         assert self.state != "over", f"{self.replica.url}: a leg ended twice"
         self.state = "over"
         if self.upstream is not None:
@@ -86,7 +86,7 @@ class Leg:
         self._fleet.record_outcome(self.replica, outcome, status, reason)
 
     def drop_body(self) -> None:
-        """Forget the request, which will not be sent again."""
+        """Free the request, which will not be sent again."""
         self._head = self._body = b""
 
     async def _connect(self) -> None:

@@ -21,7 +21,7 @@ MAX_WAIT_S = 60.0
 
 
 class PrefillLeg:
-    """The sink of the leg: drops the answer. `on_end` is called once, with what came of it."""
+    """The sink of the leg, which discards the answer. It calls `on_end` once, with the outcome."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class PrefillLeg:
 
     @property
     def is_refused(self) -> bool:
-        """The replica would not compute this prompt, and no other will."""
+        """Return whether the replica refused this prompt in a way that every other replica would."""
         return 400 <= self.status < 500 and self.status != 429
 
     def hint(self, body: bytes, *, is_form: bool) -> bytes:
-        """Return what the decode replica is sent: the client's body, and where the blocks will be.
+        """Return the decode replica's request body: the client's body and the address of the prompt's blocks.
 
         The replica waits for twice as long as we expect this to take, for the queue may be longer than we know; then it
         computes what has not come.
@@ -55,7 +55,7 @@ class PrefillLeg:
         return form_with_hint(body, hint) if is_form else with_hint(self._fields, hint)
 
     def end(self, outcome: Outcome = "gone", reason: str = "") -> None:
-        """End the leg, if it has not ended: it is not needed any more ("gone"), or has failed."""
+        """End the leg unless it has ended: it is no longer needed ("gone"), or it has failed."""
         if self.leg.state != "over":
             is_ok = outcome == "gone" or (outcome == "answered" and self.status < 400)
             self.leg.end(outcome, self.status, reason, is_ok=is_ok)
@@ -65,7 +65,7 @@ class PrefillLeg:
         self.status, self._cached_tokens = head.status, head.cached_tokens
 
     def data(self, data: bytes) -> None:
-        """Drop a token that the decode replica makes too, or an error that it will state itself."""
+        """Discard the body: a token that the decode replica also generates, or an error that it also reports."""
 
     def ended(self) -> None:
         if self.status < 400:
@@ -85,7 +85,7 @@ def start_prefill(
     span_of: Callable[[Charge, str], LegSpan],
     on_end: Callable[[PrefillLeg, Outcome], None],
 ) -> PrefillLeg | None:
-    """Start the leg; return None where the prompt has to be computed with the answer, or no other replica can do it soon."""
+    """Start the leg; return None if the decode replica must compute the prompt, or no prefill replica can do so soon."""
     request, routable = routed.request, routed.routable
     fields = splittable(request.path, request.body, routable.fields)
     if routable.prompt is None or fields is None:

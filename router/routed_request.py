@@ -1,4 +1,4 @@
-"""A client's request as it is sent to replicas."""
+"""The client's request in the forms in which replicas get it."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ _WITH_IDS = REPORT_HEADER + b": cached-tokens\r\ncontent-type: %b\r\n" % CONTENT
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
-    """The exchange drops it at the first byte of the answer, and the body with it."""
+    """The request and its routing data. The exchange frees it, with the body, at the first byte of the answer."""
 
     request: ClientRequest
     parsed: RequestFields
@@ -27,19 +27,19 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_repeatable(self) -> bool:
-        """Tell whether the request may be sent again after it may have reached a replica. It may not where that would store
-        another response, or delete or cancel one twice."""
+        """Return whether the request may be sent again although a replica may have read it: not if that could store a second
+        response, or delete or cancel one twice."""
         if self.request.path in PROXIED:
             return self.request.path != RESPONSES or self.parsed.store is False
         return self.request.method == b"GET"
 
     def has_ids_for(self, replica: Replica) -> bool:
-        """Tell whether the replica is sent token ids: it must have the tokenizer and the template that made them."""
+        """Return whether the replica gets token ids: it must have the same tokenizer and chat template as the router."""
         routable = self.routable
         return routable.body_with_ids is not None and replica.text_digest == routable.text_digest
 
     def form_for(self, replica: Replica) -> tuple[bytes, bytes]:
-        """Return the headers for the replica, written, and the body."""
+        """Return the header lines and the body for the replica."""
         request, form, kind = self.request, self.routable.body_with_ids, _WITH_IDS
         if form is None or not self.has_ids_for(replica):
             form, kind = request.body, _JSON
@@ -47,7 +47,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 def stored_id(path: str, parsed: RequestFields) -> str | None:
-    """Return the id of the stored response that a request names, in its path or as the one that it continues; else None."""
+    """Return the id of the stored response that a request names in its path or in `previous_response_id`, else None."""
     if path not in PROXIED:
         return path.removeprefix(STORED).partition("/")[0]
     given = parsed.previous_response_id

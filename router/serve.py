@@ -1,4 +1,4 @@
-"""`penstock route`: from the command line to a running router, and its end.
+"""`penstock route`: parses the command line, runs the router and shuts it down.
 
 The first SIGTERM drains: `/ready` and new requests answer 503, those in flight finish. The second ends it at once.
 """
@@ -89,7 +89,7 @@ def _check_backends(config: RouterConfig) -> None:
 
 
 def check(args: argparse.Namespace) -> RouterConfig:
-    """Return the configuration that runs; raise RouteError if it cannot."""
+    """Return the checked configuration; raise RouteError if it is invalid."""
     config = resolve(_config(args), os.environ)
     check_tokens(config)
     for source in config.discover:
@@ -160,8 +160,8 @@ class RouterProcess:
             self._servers.append(server)
 
     async def _wait_for_probes(self) -> None:
-        """Wait until every replica has been probed once, or has had the time: a router that is started again must not say
-        that no replica is there."""
+        """Wait until every replica was probed once or the probe timeout has passed, so that a restarted router does not answer
+        that no replica is available."""
         deadline_s = time.monotonic() + self.config.timeouts.probe_timeout_s
         while time.monotonic() < deadline_s and any(
             replica.state == "starting" for replica in self.fleet.replicas.values()
@@ -223,7 +223,7 @@ def prompt_reader_of(config: RouterConfig) -> PromptReader:
 
 
 def spans_of(config: RouterConfig) -> tuple[BeginTrace, Callable[[], None]]:
-    """Return the function that begins a request's spans, and the one that exports those that are left at the end."""
+    """Return a function that begins a request's spans, and one that exports the remaining spans at shutdown."""
     if config.telemetry.otlp_traces_endpoint is None:
         return lambda _request: NO_TRACE, lambda: None
     from penstock.router.spans import ExchangeSpans  # its SDK is an extra, and takes long to import

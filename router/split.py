@@ -24,8 +24,8 @@ Fields = dict[str, Raw]  # of a request's body
 
 
 def splittable(path: str, body: bytes, fields: Fields | None) -> Fields | None:
-    """Return the request's fields if another replica may compute its prompt, else None. `fields`: as they were split before,
-    if they were."""
+    """Return the request's fields if another replica may compute its prompt, else None. `fields`: the body's fields if they
+    are known already."""
     if path not in (CHAT, COMPLETIONS):
         return None
     try:
@@ -37,7 +37,7 @@ def splittable(path: str, body: bytes, fields: Fields | None) -> Fields | None:
 
 
 def prompt_of(fields: Fields) -> bytes:
-    """Return a request for the prompt alone, as text."""
+    """Return the body of a prefill request for a text prompt."""
     kept = {name: raw for name, raw in fields.items() if name in MAKES_THE_PROMPT}
     if bytes(fields.get("tool_choice", ABSENT)) == b'"none"':  # then the template is given no tools
         kept.pop("tools", None)
@@ -45,7 +45,7 @@ def prompt_of(fields: Fields) -> bytes:
 
 
 def ids_of(form: bytes) -> bytes:
-    """Return a request for the prompt alone, as the token ids of `form`."""
+    """Return the body of a prefill request for the token ids of `form`."""
     text, ids = token_form.cut(form)
     kept = {name: raw for name, raw in split_object(text).items() if name in KEPT_WITH_IDS}
     return token_form.join(msgspec.json.encode({**kept, "prompt": None, **ONE_TOKEN}), ids)
@@ -57,6 +57,6 @@ def with_hint(fields: Fields, hint: object) -> bytes:
 
 
 def form_with_hint(form: bytes, hint: object) -> bytes:
-    """Return what `with_hint` returns, for a body with ids."""
+    """Return the same as `with_hint` for a body with token ids."""
     text, ids = token_form.cut(form)
     return token_form.join(with_hint(split_object(text), hint), ids)
