@@ -156,7 +156,9 @@ def test_updates_at_once_come_one_after_the_other_and_each_answer_is_of_whole_ve
     assert sorted(each["weights_version"] for each in found) == [1, 2, 3, 4]
     assert len({each["fingerprint"] for each in found}) == 4
     for each in asking:
-        versions = each.wait()["weights_versions"] or [0] * 1500
+        versions = (
+            each.wait().get("weights_versions") or [0] * 1500
+        )  # absent from an answer that ended before the updates
         assert len(versions) == 1500 and versions == sorted(versions)
     last = max(found, key=lambda each: each["weights_version"])
     assert server.http.get("/v1/models").json()["data"][0]["fingerprint"] == last["fingerprint"]
