@@ -17,6 +17,8 @@ GEMMA = (_FOLDER / "gemma.jinja").read_text()
 
 MISTRAL = (_FOLDER / "mistral.jinja").read_text()
 
+MISTRAL_CALLS = (_FOLDER / "mistral_calls.jinja").read_text()
+
 GENERATION = (_FOLDER / "generation.jinja").read_text()
 
 TEMPLATES = {

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.executor.protocol import ModelInfo
+from tests.engine.server.refusals import table
 from tests.support.fake_engine import INFO, FakeEngine
 from tests.support.running_server import MODEL, Running, exchange, read_all, running, until
 
@@ -195,28 +196,7 @@ def test_an_expectation_is_met_unless_the_body_is_too_large(server: Running) -> 
 # What is not HTTP.
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200,
-        b"hello\r\n\r\n",
-        b"GET\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost x\r\n\r\n",
-        b"GET / HTTP/1.1\r\n\x00: x\r\n\r\n",
-        HEAD + b"content-length: -1\r\n\r\n",
-        HEAD + b"content-length: 1e3\r\n\r\n",
-        HEAD + b"content-length: 99999999999999999999999\r\n\r\n",
-        HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\nhello",
-        HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
-        HEAD + b"transfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n",
-        b"CONNECT x:1 HTTP/1.1\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET \xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"GET http://[ HTTP/1.1\r\nhost: x\r\n\r\n",
-    ],
-)
+@pytest.mark.parametrize("data", table("not http", HEAD=HEAD))
 def test_what_is_not_http_is_answered_4xx_in_the_error_format(server: Running, data: bytes) -> None:
     with server.connect() as sock:
         sock.sendall(data)

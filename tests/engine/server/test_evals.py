@@ -11,6 +11,7 @@ import torch
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.front.client import AsyncEngine
 from penstock.executor.protocol import ExecutorConfig
+from tests.engine.server.refusals import table
 from tests.engine.server.test_answers import events
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.running_server import MODEL, Running, running
@@ -159,13 +160,7 @@ def test_the_harness_may_tokenize_here(server: Running) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
-    [
-        ("suffix", "the end", "suffix"),
-        ("best_of", 3, "cumulative_logprob"),
-        ("num_beams", 4, "beam search"),
-        ("use_beam_search", True, "beam search"),
-        ("bad_words", ["no"], "banned_token_ids"),
-    ],
+    table("reasons"),
 )
 def test_what_is_not_served_is_refused_with_the_reason(server: Running, field: str, value: Any, reason: str) -> None:
     refused = server.complete(**{field: value})

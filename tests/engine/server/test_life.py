@@ -22,6 +22,7 @@ from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import Listener
 from penstock.engine.http.sockets import PortError, bind_sockets, listen
 from penstock.engine.server.server_config import ServerConfig, resolve
+from tests.engine.server.refusals import table
 from tests.support.running_server import running, until
 
 PROGRAM = """
@@ -259,16 +260,7 @@ def test_a_port_that_is_taken_at_the_second_address_is_an_error(two_addresses: t
 
 @pytest.mark.parametrize(
     "settings, message",
-    [
-        ({"port": 70000}, "port: 70000"),
-        ({"served_model_names": ()}, "served_model_names"),
-        ({"limits": Limits(header_timeout_s=0)}, "header_timeout_s: 0"),
-        ({"drain_timeout_s": float("nan")}, "drain_timeout_s: nan"),
-        ({"limits": Limits(max_body_bytes=1)}, "max_body_bytes: 1"),
-        ({"limits": Limits(max_connections=0)}, "max_connections: 0"),
-        ({"default_sampling": {"n": 2}}, "default_sampling: 'n'"),
-        ({"default_sampling": {"temperature": 9}}, "temperature: 9"),
-    ],
+    table("settings", Limits=Limits),
 )
 def test_settings_that_cannot_run_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.server.refusals import table
 from tests.support.peer_pair import SECRET, engine, is_connected
 from tests.support.peer_rig import free_addresses
 from tests.support.running_server import Running, running, until
@@ -47,13 +48,7 @@ def test_chat_takes_the_same_hint(pair: tuple[Running, Running, str]) -> None:
 
 @pytest.mark.parametrize(
     ("params", "message"),
-    [
-        ({"peer": "localhost:1", "wait_s": 601}, "wait_s"),
-        ({"peer": ""}, "kv_transfer_params"),
-        ({"wait_s": 1}, "peer"),
-        ({"peer": "a:1", "secret": "x"}, "secret"),
-        ("a:1", "kv_transfer_params"),
-    ],
+    table("peers"),
 )
 def test_what_a_request_cannot_say_of_peers_is_refused(params: dict[str, Any] | str, message: str) -> None:
     with running() as server:

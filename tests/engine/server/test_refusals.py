@@ -3,7 +3,6 @@
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -16,6 +15,7 @@ from penstock.engine.http.errors import MAX_MESSAGE_CHARS, HttpError
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import prompts
 from penstock.engine.text import prompt
+from tests.engine.server.refusals import table
 from tests.support.fake_engine import EOS, INFO, FakeEngine
 from tests.support.running_server import Running, running, until
 
@@ -49,13 +49,6 @@ def refused(answer: httpx.Response, code: int = 400, param: str | None = None) -
 
 
 MESSAGE = {"role": "user", "content": "hello"}
-
-
-def table(section: str) -> list[Any]:
-    """The cases of a section of refusals.txt, each a Python expression."""
-    text = Path(__file__).with_name("refusals.txt").read_text()
-    lines = text.partition(f"[{section}]\n")[2].partition("\n\n")[0].splitlines()
-    return [eval(line, {"MESSAGE": MESSAGE, "json": json}) for line in lines]
 
 
 BAD_FIELDS = table("fields")  # (field, value), refused by completions and by chat
@@ -95,7 +88,7 @@ def test_a_bad_prompt_or_completion_field_is_refused_by_name(
 
 @pytest.mark.parametrize(
     "fields, param",
-    table("conversations"),
+    table("conversations", MESSAGE=MESSAGE),
 )
 def test_a_bad_conversation_is_refused_by_place(server: Running, fields: dict[str, Any], param: str) -> None:
     answer = server.chat(**fields)
@@ -105,7 +98,7 @@ def test_a_bad_conversation_is_refused_by_place(server: Running, fields: dict[st
 
 @pytest.mark.parametrize(
     "path, body, param",
-    table("endpoints"),
+    table("endpoints", MESSAGE=MESSAGE),
 )
 def test_the_other_endpoints_refuse_by_name_too(server: Running, path: str, body: dict[str, Any], param: str) -> None:
     answer = server.post(path, body)

@@ -171,36 +171,6 @@ def test_reasoning_text_and_calls_are_items_and_can_be_sent_back(qwen: Running) 
     assert '{"city": "Ulm"}' in prompt_of(qwen) and "<tool_response>\n7\n</tool_response>" in prompt_of(qwen)
 
 
-def test_effort_none_asks_the_template_not_to_think(qwen: Running) -> None:
-    qwen.engine.reply = "Hello."
-    with client_of(qwen) as client:
-        client.responses.create(model=MODEL, input="Hi", reasoning={"effort": "none"})
-        assert prompt_of(qwen).endswith("<think>\n\n</think>\n\n")
-        client.responses.create(model=MODEL, input="Hi", reasoning={"effort": "low"})
-        assert not prompt_of(qwen).endswith("</think>\n\n")
-
-
-def test_a_choice_of_tools_is_held_to(qwen: Running) -> None:
-    qwen.engine.reply = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
-    clock = {"type": "function", "name": "clock", "parameters": {"type": "object"}}
-    with client_of(qwen) as client:
-        for choice in ("required", {"type": "function", "name": "weather"}):
-            client.responses.create(model=MODEL, input="Hi", tools=[TOOL, clock], tool_choice=choice)
-            outputs = qwen.engine.submitted[-1][1].structured_outputs
-            assert outputs is not None and outputs.grammar is not None
-        allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "clock"}]}
-        client.responses.create(model=MODEL, input="Hi", tools=[TOOL, clock], tool_choice=allowed)
-        assert "clock" in prompt_of(qwen) and "weather" not in prompt_of(qwen)
-
-
-def test_a_text_format_is_a_grammar(server: Running, client: Any) -> None:
-    form = {"type": "json_schema", "name": "place", "schema": SCHEMA}
-    response = client.responses.create(model=MODEL, input="Hi", text={"format": form})
-    outputs = server.engine.submitted[-1][1].structured_outputs
-    assert outputs is not None and outputs.json == SCHEMA
-    assert response.text.format.type == "json_schema"
-
-
 @pytest.mark.parametrize(("fields", "param"), json.loads(REFUSED.read_text())["responses"])
 def test_what_cannot_be_served_is_refused_under_its_own_name(
     server: Running, fields: dict[str, Any], param: str
@@ -341,10 +311,13 @@ REQUIRED = {
 
 def test_a_response_has_every_field_that_open_responses_requires(server: Running) -> None:
     asked = {"model": MODEL, "input": "Hi", "prompt_cache_key": "k", "safety_identifier": "s", "presence_penalty": 0.5}
+    form = {"type": "json_schema", "name": "place", "schema": SCHEMA}
+    asked["text"] = {"format": form}
     plain, given = (server.post("/v1/responses", body).json() for body in ({"model": MODEL, "input": "Hi"}, asked))
     assert plain.keys() >= REQUIRED
     assert (plain["prompt_cache_key"], plain["service_tier"], plain["presence_penalty"]) == (None, "default", 0)
     assert (given["prompt_cache_key"], given["safety_identifier"], given["presence_penalty"]) == ("k", "s", 0.5)
+    assert given["text"]["format"]["type"] == "json_schema"
 
 
 def test_what_codex_sends_is_answered_and_what_was_left_out_is_named(qwen: Running) -> None:

@@ -21,6 +21,7 @@ from penstock.engine.server import scoring
 from penstock.engine.server.call import Call
 from penstock.engine.text.template import ChatTemplate
 from penstock.executor.protocol import ExecutorConfig, LabelInfo
+from tests.engine.server.refusals import table
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.running_server import MODEL, Running, running
 from tests.support.small_models import SIZES, randomize
@@ -131,21 +132,7 @@ def test_inputs_are_classified(server: Running, model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("path", "body", "param"),
-    [
-        ("/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1"),
-        ("/score", {"text_1": "a"}, "text_1"),
-        ("/score", {"text_1": "a", "text_2": "b", "queries": "c"}, "text_1"),
-        ("/score", {"text_1": "a", "text_2": []}, "text_2"),
-        ("/score", {"text_1": "a", "text_2": "b" * 300}, "text_2"),
-        ("/score", {"text_1": "a", "text_2": ["b"] * 3000}, "text_2"),
-        ("/rerank", {"query": "a", "documents": []}, "documents"),
-        ("/rerank", {"query": "a" * 20_000, "documents": ["b"] * 1000}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
-        ("/rerank", {"query": "a", "documents": ["b"], "rank_fields": ["x"]}, "rank_fields"),
-        ("/classify", {"input": []}, "input"),
-        ("/v1/completions", {"prompt": "a"}, "model"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "model"),
-    ],
+    table("scoring"),
 )
 def test_what_cannot_be_scored_is_refused_by_name(server: Running, path: str, body: dict[str, Any], param: str) -> None:
     refused = server.post(path, body)

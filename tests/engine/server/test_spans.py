@@ -12,6 +12,7 @@ from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_tra
 
 from penstock.engine.http import telemetry, tracing
 from penstock.engine.http.telemetry import Telemetry, check, traces_url
+from tests.engine.server.refusals import table
 from tests.support.collector import PARENT, TRACE, Collector, collecting, traced
 from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import MODEL, Running, running, until
@@ -273,16 +274,7 @@ def test_the_sdks_environment_names_the_service_adds_headers_and_samples(
 
 @pytest.mark.parametrize(
     ("said", "message"),
-    [
-        (
-            Telemetry(otlp_traces_endpoint="grpc://127.0.0.1:4317"),
-            "otlp_traces_endpoint: 'grpc://127.0.0.1:4317' given",
-        ),
-        (Telemetry(otlp_traces_endpoint="127.0.0.1:4318"), "otlp_traces_endpoint: "),
-        (Telemetry(otlp_traces_endpoint="http://host:port/"), "otlp_traces_endpoint: 'http://host:port/' is not a URL"),
-        (Telemetry(otlp_traces_endpoint="http://"), "otlp_traces_endpoint: "),
-        (Telemetry(trace_share=0.5), "trace_share: given; it requires otlp_traces_endpoint"),
-    ],
+    table("collectors", Telemetry=Telemetry),
 )
 def test_what_is_no_collector_is_refused_by_name(said: Telemetry, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):

@@ -14,6 +14,7 @@ from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.template import ChatTemplate
 from penstock.executor.protocol import ExecutorConfig
+from tests.engine.server.refusals import table
 from tests.engine.server.test_answers import events
 from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import byte_tokenizer
@@ -91,20 +92,7 @@ def test_a_one_of_may_be_taken_for_any_of_in_one_request_or_in_all(fake: Running
 
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
-    [
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-         "response_format.json_schema.schema", "required"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objct"}}}},
-         "response_format.json_schema.schema", "Invalid type: objct"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {"pattern": "a"}}}}},
-         "response_format.json_schema.schema", "Unimplemented keys"),
-        ({"structured_outputs": {"json": {"type": "objct"}}}, "structured_outputs.json", "Invalid type: objct"),
-        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "look-ahead"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-         "structured_outputs", "only one"),
-        ({"structured_outputs": {"grammar": "start: undefined"}}, "structured_outputs.grammar", "undefined"),
-    ],
+    table("grammars"),
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_a_grammar_is_a_400_that_says_where_before_anything_is_streamed(

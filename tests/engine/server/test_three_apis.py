@@ -1,9 +1,11 @@
 """Chats, Responses and Messages give the same answer: whole and streamed, in every format of tool calls, however the engine cuts it.
 
-Each reader below turns an API's answer, or its events, into one `Seen`. An error names the field as the client of that API wrote
-it, and is the same for a stream.
+three_apis.json has the options of a request as the clients of each API write them, and the cases: what the model writes, and the
+answer. Each reader below turns an API's answer, or its events, into one `Seen`. An error names the field as the client of that API
+wrote it, and is the same for a stream.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +16,9 @@ import msgspec
 import pytest
 
 from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.tools.harmony import TOKENS
 from tests.support.call_writers import FORMS, WRITERS
-from tests.support.chat_samples import QWEN3
+from tests.support.chat_samples import HARMONY, LLAMA3, MISTRAL_CALLS, QWEN3
 from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer
 from tests.support.running_server import MODEL, Running, running
 
@@ -55,6 +58,7 @@ def whole_chat(reply: dict[str, Any]) -> Seen:
     calls = [
         (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls", ())
     ]
+    assert message["content"] != "", "an empty text is null"
     reasoning, text = message.get("reasoning_content", ""), message["content"] or ""
     return Seen(reasoning, text, calls, choice["finish_reason"], chat_usage(reply["usage"]))
 
@@ -64,8 +68,10 @@ def streamed_chat(found: list[dict[str, Any]]) -> Seen:
     parts: list[list[str]] = []
     for call in [call for delta in deltas for call in delta.get("tool_calls", ())]:
         if "id" in call:
-            assert call["index"] == len(parts)
+            assert (call["index"], call["type"], call["function"]["arguments"]) == (len(parts), "function", "")
             parts.append([call["function"]["name"], ""])
+        else:
+            assert "name" not in call["function"] and call["function"]["arguments"]
         parts[call["index"]][1] += call["function"]["arguments"]
     reasons = [choice["finish_reason"] for event in found for choice in event["choices"] if choice["finish_reason"]]
     reasoning, text = ("".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning_content", "content"))
@@ -109,7 +115,9 @@ def whole_message(reply: dict[str, Any]) -> Seen:
         "".join(block[kind] for block in blocks if block["type"] == kind) for kind in ("thinking", "text")
     )
     calls = [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
-    finish = {"tool_use": "tool_calls", "end_turn": "stop", "max_tokens": "length"}[reply["stop_reason"]]
+    finish = {"tool_use": "tool_calls", "end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length"}[
+        reply["stop_reason"]
+    ]
     return Seen(reasoning, text, calls, finish, message_usage(reply["usage"]))
 
 
@@ -205,10 +213,65 @@ def test_every_api_says_the_same_whole_and_streamed(name: str) -> None:
                 assert each == first, which
 
 
+TABLE = json.loads(Path(__file__).with_name("three_apis.json").read_text())
+FORMAT = TABLE["options"]["a format"]["messages"]["output_config"]["format"]["schema"]
+OPENED = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+MARKS = {"mistral": ("[TOOL_CALLS]", "[ARGS]"), "llama": ("<|python_tag|>",), "harmony": TOKENS}
+TEMPLATES = {"qwen": QWEN3, "llama": LLAMA3, "mistral": MISTRAL_CALLS, "harmony": HARMONY, "opened": OPENED}
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(template=ChatTemplate(QWEN3, {"bos_token": ""})) as started:
+def servers() -> Iterator[dict[str, Running]]:
+    with contextlib.ExitStack() as stack:
+        started = {"plain": stack.enter_context(running())}
+        for name, text in TEMPLATES.items():
+            template = ChatTemplate(text, {"bos_token": ""})
+            tokenizer = byte_tokenizer(*MARKS.get(name, ()))
+            engine = FakeEngine(tokenizer=tokenizer, info=msgspec.structs.replace(INFO, max_model_len=1500))
+            started[name] = stack.enter_context(running(engine, tokenizer, template))
         yield started
+
+
+def assert_text(text: str, wanted: dict[str, list[str]]) -> None:
+    assert all(each in text for each in wanted.get("has", ())), text
+    assert not any(each in text for each in wanted.get("lacks", ())), text
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        (what, name)
+        for what, case in TABLE["cases"].items()
+        for name in APIS
+        if all(name in TABLE["options"][option] for option in case["options"])
+    ],
+)
+def test_an_answer_is_read_and_a_request_is_held_to_its_options(
+    servers: dict[str, Running], what: str, name: str
+) -> None:
+    case, api = TABLE["cases"][what], APIS[name]
+    server = servers[case["server"]]
+    server.engine.reply = case["reply"]
+    fields: dict[str, Any] = {}
+    for option in case["options"]:
+        fields |= TABLE["options"][option][name]
+    whole = api.ask(server, **fields)
+    assert whole.status_code == 200, whole.text
+    pieces = events(api.ask(server, **fields, **api.stream))
+    seen = api.whole(whole.json())
+    reasoning, text, calls, finish = case["seen"]
+    assert seen[:4] == (reasoning, text, [(function, given) for function, given in calls], finish)
+    assert api.streamed(pieces) == seen
+    prompt, params, options = server.engine.submitted[-1]
+    outputs = params.structured_outputs
+    assert_text(bytes(token for token in prompt if token < 256).decode(), case.get("prompt", {}))
+    if case.get("is_json"):
+        assert outputs is not None and outputs.json == FORMAT and options["grammar"] is not None
+    elif case.get("grammar"):
+        assert outputs is not None and outputs.grammar is not None and options["grammar"] is not None
+        assert_text(outputs.grammar, case["grammar"])
+    elif "grammar" in case:
+        assert outputs is None and options["grammar"] is None
 
 
 # What is wrong → for each API, fields of a request and the name of the wrong one as that API's client wrote it.
@@ -217,9 +280,11 @@ REFUSED = json.loads(Path(__file__).with_name("refused_by_agents.json").read_tex
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("what", "name"), [(what, name) for what, apis in REFUSED.items() for name in apis])
-def test_an_error_names_the_field_as_the_client_wrote_it(server: Running, what: str, name: str, stream: bool) -> None:
+def test_an_error_names_the_field_as_the_client_wrote_it(
+    servers: dict[str, Running], what: str, name: str, stream: bool
+) -> None:
     fields, param = REFUSED[what][name]
-    answer = APIS[name].ask(server, **fields, **(APIS[name].stream if stream else {}))
+    answer = APIS[name].ask(servers["qwen"], **fields, **(APIS[name].stream if stream else {}))
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error["message"]
     assert error["message"].startswith(f"{param}: ")

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -13,34 +13,24 @@ import pytest
 from penstock.engine.server.conversation import MAX_PAST_CALLS
 from penstock.engine.server.tool_choice import MAX_SCHEMA_BYTES, MAX_TOOLS
 from penstock.engine.text.template import ChatTemplate
-from tests.support.chat_samples import LLAMA3, QWEN3
+from penstock.engine.text.tools.harmony import TOKENS as HARMONY_TOKENS
+from tests.engine.server.refusals import table
+from tests.support.chat_samples import HARMONY, MISTRAL_CALLS, QWEN3
 from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer, line_template
 from tests.support.running_server import MODEL, Running, running
 
-MARKS = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")  # special tokens of their models, unlike <tool_call> and <think>
-MISTRAL = (
-    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}"
-    "{% if m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls | tojson }}{% else %}[INST]{{ m.content }}[/INST]{% endif %}"
-    "{% endfor %}"
-)
-TEMPLATES = {"qwen": QWEN3, "llama": LLAMA3, "mistral": MISTRAL}
+MARKS = ("[TOOL_CALLS]", "[ARGS]", *HARMONY_TOKENS)  # special tokens of their models, unlike <tool_call> and <think>
+TEMPLATES = {"qwen": QWEN3, "mistral": MISTRAL_CALLS, "harmony": HARMONY}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "clock"}},
 ]
 MESSAGES = [{"role": "user", "content": "Ulm?"}]
-SAID = {
-    "qwen": 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
-    "llama": '<|python_tag|>{"name": "weather", "parameters": {"city": "Ulm"}}',
-    "mistral": 'Let me see.[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}[TOOL_CALLS]clock[ARGS]{}',
-}
-CALLED = {
-    "qwen": [("weather", '{"city": "Ulm"}'), ("clock", "{}")],
-    "llama": [("weather", '{"city": "Ulm"}')],
-    "mistral": [("weather", '{"city": "Ulm"}'), ("clock", "{}")],
-}
+SAID = (
+    'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,53 +65,11 @@ def grammar_of(server: Running) -> str | None:
     return None if wanted is None else wanted.grammar
 
 
-def gathered(stream: Iterable[Any]) -> dict[str, Any]:
-    """A streamed answer as clients put it together; checks the form of every delta."""
-    found: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "reason": None, "num_fragments": 0}
-    for event in stream:
-        (choice,) = event.choices
-        delta = choice.delta
-        found["content"] += delta.content or ""
-        found["reasoning"] += getattr(delta, "reasoning_content", None) or ""
-        for call in delta.tool_calls or []:
-            if call.id is not None:
-                assert call.index == len(found["calls"]) and call.type == "function" and not call.function.arguments
-                found["calls"].append([call.function.name, ""])
-            else:
-                assert call.function.name is None and call.function.arguments
-                found["calls"][call.index][1] += call.function.arguments
-                found["num_fragments"] += 1
-        assert found["reason"] is None
-        found["reason"] = choice.finish_reason
-    found["calls"] = [tuple(call) for call in found["calls"]]
-    return found
-
-
 # Calls.
 
 
-@pytest.mark.parametrize("model", SAID)
-def test_calls_come_back_as_calls_whole_and_streamed(servers: dict[str, Running], model: str) -> None:
-    server = servers[model]
-    server.engine.reply = SAID[model]
-    asked = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
-    with client(server) as openai_client:
-        choice = openai_client.chat.completions.create(**asked).choices[0]
-        streamed = gathered(openai_client.chat.completions.create(**asked, stream=True))
-    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
-    assert calls == streamed["calls"] == CALLED[model]
-    assert choice.finish_reason == streamed["reason"] == "tool_calls"
-    assert choice.message.content == (None if model == "llama" else "Let me see.")
-    assert streamed["content"] == (choice.message.content or "")
-    assert streamed["num_fragments"] == sum(len(arguments) for _, arguments in calls)  # one byte a step
-    ids = {call.id for call in choice.message.tool_calls}
-    assert len(ids) == len(calls)
-    pattern = "[a-z0-9]{9}" if model == "mistral" else "call_[a-f0-9]{24}"
-    assert all(re.fullmatch(pattern, call_id) for call_id in ids)
-
-
 def test_the_model_is_shown_the_tools_and_the_history_of_calls(qwen: Running) -> None:
-    qwen.engine.reply = SAID["qwen"]
+    qwen.engine.reply = SAID
     with client(qwen) as openai_client:
         asked = {"model": MODEL, "tools": TOOLS}
         answer = openai_client.chat.completions.create(**asked, messages=MESSAGES).choices[0].message
@@ -136,38 +84,32 @@ def test_the_model_is_shown_the_tools_and_the_history_of_calls(qwen: Running) ->
 
 
 def test_choices_of_one_request_are_read_apart(qwen: Running) -> None:
-    qwen.engine.reply = SAID["qwen"]
+    qwen.engine.reply = SAID
     with client(qwen) as openai_client:
         answer = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, n=3)
     assert [len(choice.message.tool_calls) for choice in answer.choices] == [2, 2, 2]
-    assert len({call.id for choice in answer.choices for call in choice.message.tool_calls}) == 6
+    ids = {call.id for choice in answer.choices for call in choice.message.tool_calls}
+    assert len(ids) == 6 and all(re.fullmatch("call_[a-f0-9]{24}", call_id) for call_id in ids)
 
 
 def test_a_call_cut_off_by_the_length_says_length(qwen: Running) -> None:
-    qwen.engine.reply = SAID["qwen"]
-    fields = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": SAID["qwen"].index("Ulm")}
+    qwen.engine.reply = SAID
+    fields = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": SAID.index("Ulm")}
     choice = qwen.chat(**fields).json()["choices"][0]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "'}
 
 
-def test_without_tools_the_signs_of_a_call_are_text(qwen: Running) -> None:
-    qwen.engine.reply = SAID["qwen"]
-    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-        choice = qwen.chat(messages=MESSAGES, **fields).json()["choices"][0]
-        assert choice["message"]["content"] == SAID["qwen"]
-        assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
-        assert grammar_of(qwen) is None and "weather" not in prompt_of(qwen)
-
-
 def test_log_probabilities_and_ids_of_a_stream_with_calls_are_all_there(qwen: Running) -> None:
-    qwen.engine.reply = SAID["qwen"]
+    qwen.engine.reply = SAID
     fields = {"messages": MESSAGES, "tools": TOOLS, "logprobs": True, "return_token_ids": True, "stream": True}
     lines = [line[6:] for line in qwen.chat(**fields).text.split("\n\n") if line.startswith("data: {")]
     choices = [json.loads(line)["choices"][0] for line in lines]
-    num_tokens = len(SAID["qwen"]) + 1
+    num_tokens = len(SAID) + 1
     assert sum(len(choice.get("token_ids", ())) for choice in choices) == num_tokens
     assert sum(len((choice["logprobs"] or {"content": []})["content"]) for choice in choices) == num_tokens
+    pieces = [call["function"]["arguments"] for each in choices for call in each["delta"].get("tool_calls", ())]
+    assert [piece for piece in pieces if piece] == [*'{"city": "Ulm"}{}'], "one byte a step"
     assert choices[0]["delta"]["role"] == "assistant" and all("role" not in each["delta"] for each in choices[1:])
 
 
@@ -178,18 +120,12 @@ def test_special_tokens_are_shown_to_the_reader_alone(servers: dict[str, Running
     assert server.chat(messages=MESSAGES, **fields).json()["choices"][0]["message"]["content"] == "ab"
     message = server.chat(messages=MESSAGES, tools=TOOLS, **fields).json()["choices"][0]["message"]
     assert message["content"] == "a[TOOL_CALLS]b"
+    server.engine.reply = "[TOOL_CALLS]clock[ARGS]{}"
+    (call,) = server.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]["message"]["tool_calls"]
+    assert re.fullmatch("[a-z0-9]{9}", call["id"]), "Mistral's templates refuse longer ones"
 
 
 # Grammars.
-
-
-def test_required_and_named_calls_are_held_by_a_grammar(qwen: Running) -> None:
-    for choice, absent in (("required", "nothing"), ({"type": "function", "function": {"name": "clock"}}, "weather")):
-        assert qwen.chat(messages=MESSAGES, tools=TOOLS, tool_choice=choice).status_code == 200
-        text = grammar_of(qwen)
-        assert text is not None and "clock" in text and absent not in text
-        assert qwen.engine.submitted[-1][2]["grammar"] is not None
-    assert "FREE" not in (grammar_of(qwen) or "")
 
 
 def test_an_optional_call_is_held_unless_the_operator_says_otherwise(qwen: Running) -> None:
@@ -259,7 +195,7 @@ def test_many_optional_tools_are_served_whatever_their_grammar(
         assert roomy.chat(messages=MESSAGES, tools=others).status_code == 200
         assert grammar_of(roomy) is None
     assert caplog.text.count("held to no grammar: too big") == 1
-    roomy.engine.reply = SAID["qwen"]
+    roomy.engine.reply = SAID
     message = roomy.chat(messages=MESSAGES, tools=[*TOOLS, *many_tools()]).json()["choices"][0]["message"]
     assert len(message["tool_calls"]) == 2  # calls are read all the same
     # A grammar that the client asked for is still refused.
@@ -273,18 +209,12 @@ def test_many_optional_tools_are_served_whatever_their_grammar(
         assert roomy.chat(**asked).status_code == 400
 
 
-def test_parallel_calls_can_be_turned_off(qwen: Running) -> None:
-    qwen.engine.reply = SAID["qwen"]
-    message = qwen.chat(messages=MESSAGES, tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]["message"]
-    assert len(message["tool_calls"]) == 1
-
-
 def test_a_wanted_form_goes_with_optional_calls_and_a_forced_call_follows_its_tool(qwen: Running) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     assert qwen.chat(messages=MESSAGES, tools=TOOLS, response_format=form).status_code == 200
     assert "answer" in (grammar_of(qwen) or "")
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        qwen.engine.reply = SAID["qwen"]
+        qwen.engine.reply = SAID
         forced = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
         assert qwen.chat(**forced).status_code == 200
         without_form = grammar_of(qwen)
@@ -292,39 +222,34 @@ def test_a_wanted_form_goes_with_optional_calls_and_a_forced_call_follows_its_to
         assert grammar_of(qwen) == without_form
 
 
+def test_gpt_oss_is_held_to_a_call_and_shown_its_history_by_its_template(servers: dict[str, Running]) -> None:
+    server = servers["harmony"]
+    server.engine.reply = (
+        "<|channel|>analysis<|message|>Ulm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+        '<|constrain|>json<|message|>{"city": "Ulm"}'
+    )
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    history = [
+        *MESSAGES,
+        {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]
+    with client(server) as openai_client:
+        asked = {"model": MODEL, "messages": history, "tools": TOOLS, "tool_choice": "required"}
+        message = openai_client.chat.completions.create(**asked).choices[0].message
+    assert message.tool_calls[0].function.name == "weather"
+    params = server.engine.submitted[-1][1]
+    assert params.structured_outputs is not None
+    grammar = params.structured_outputs.grammar or ""
+    assert "functions.weather" in grammar and "final" not in grammar
+    assert prompt_of(server).endswith(
+        "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
+        '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Ulm"}<|call|>'
+        "<|start|>tool<|message|>rain<|end|><|start|>assistant"
+    )
+
+
 # Reasoning.
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_is_set_apart(qwen: Running, stream: bool) -> None:
-    qwen.engine.reply = "<think>\nHm, <b>.\n</think>\n\nYes."
-    with client(qwen) as openai_client:
-        answer = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=stream)
-        if stream:
-            found = gathered(answer)
-            assert (found["reasoning"], found["content"], found["reason"]) == ("Hm, <b>.", "Yes.", "stop")
-        else:
-            message = answer.choices[0].message
-            assert (message.reasoning_content, message.content) == ("Hm, <b>.", "Yes.")
-
-
-def test_reasoning_may_be_left_out_of_the_answer(qwen: Running) -> None:
-    qwen.engine.reply = "<think>Hm.</think>Yes."
-    message = qwen.chat(messages=MESSAGES, include_reasoning=False).json()["choices"][0]["message"]
-    assert message["content"] == "Yes." and "reasoning_content" not in message
-    streamed = qwen.chat(messages=MESSAGES, include_reasoning=False, stream=True).text
-    assert "Hm" not in streamed and "Yes"[0] in streamed
-
-
-def test_reasoning_that_the_prompt_opens_begins_with_the_answer() -> None:
-    opened = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
-    with running(template=ChatTemplate(opened)) as server:
-        server.engine.reply = "Hm.\n</think>\nYes."
-        message = server.chat(messages=MESSAGES).json()["choices"][0]["message"]
-        assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
-        server.engine.reply = "Hm"
-        choice = server.chat(messages=MESSAGES, max_tokens=2).json()["choices"][0]
-        assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm", None)
 
 
 @pytest.mark.parametrize("as_parts", [False, True])
@@ -371,7 +296,7 @@ def test_a_wanted_form_begins_behind_the_reasoning(qwen: Running) -> None:
 
 def test_a_template_without_tools_gets_them_as_text(servers: dict[str, Running]) -> None:
     server = servers["none"]
-    server.engine.reply = SAID["qwen"]
+    server.engine.reply = SAID
     answer = server.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]["message"]
     assert len(answer["tool_calls"]) == 2
     assert '"name": "weather"' in prompt_of(server)
@@ -396,7 +321,7 @@ def test_an_unknown_format_of_calls_is_a_400_that_names_the_way_out() -> None:
         assert answer.status_code == 400 and "--tool-call-parser" in answer.json()["error"]["message"]
         assert server.chat(messages=MESSAGES, tools=TOOLS, tool_choice="none").status_code == 200
     with running(template=unknown, tool_call_parser="llama3_json") as server:
-        server.engine.reply = SAID["llama"].removeprefix("<|python_tag|>")
+        server.engine.reply = '{"name": "weather", "parameters": {"city": "Ulm"}}'
         assert server.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]["finish_reason"] == "tool_calls"
     with running(FakeEngine(), template=line_template(), tool_call_parser="none") as server:
         answer = server.chat(messages=MESSAGES, tools=TOOLS)
@@ -427,48 +352,16 @@ def past(*ids: str, role: str = "assistant", arguments: str = "{}", name: str = 
 
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
-    [
-        ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
-        ({"tools": [{**TOOLS[0], "type": "custom"}]}, "tools[0].type", "custom"),
-        ({"tools": [tool(), tool(name="g", paramters={})]}, "tools[1].function", "paramters"),
-        ({"tools": [tool(name="")]}, "tools[0].function.name", "1 to 64"),
-        ({"tools": [tool(name="a b")]}, "tools[0].function.name", "1 to 64"),
-        ({"tools": [tool(name="é")]}, "tools[0].function.name", "1 to 64"),
-        ({"tools": [tool(name="x" * 65)]}, "tools[0].function.name", "1 to 64"),
-        ({"tools": [tool(), tool()]}, "tools[1].function.name", "twice"),
-        ({"tools": [tool(name=f"f{i}") for i in range(MAX_TOOLS + 1)]}, "tools", str(MAX_TOOLS)),
-        ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters.type", "array"),
-        ({"tools": [tool(parameters={"description": "x" * MAX_SCHEMA_BYTES})]}, "tools[0].function.parameters", "bytes"),
-        ({"tools": [tool(parameters={"required": ["x" * 60_000]}, name=f"f{i}") for i in range(5)]}, "tools", "262144"),
-        ({"tools": [tool(parameters={"type": "object", "properties": {"a": {"type": "colour"}}})],
-          "tool_choice": "required"}, "tools", "colour"),
-        ({"tools": [tool(parameters={"type": "object", "properties": {"a": {"pattern": "("}}})],
-          "tool_choice": "required"}, "tools", "regex parse error"),
-        ({"tools": [*TOOLS, tool(strict=True, parameters={"properties": {"a": {"pattern": "(?=a)"}}})]},
-         "tools", "regex parse error"),
-        ({"tools": [*TOOLS, tool(strict=True, parameters={"properties": {"a": {"pattern": "a(b"}}})]},
-         "tools", "regex parse error"),
-        ({"tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "no tools"),
-        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "any"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
-         "tool_choice.function.name", "'f' is not among"),
-        ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", ""),
-        ({"tools": TOOLS, "structured_outputs": {"structural_tag": {"structures": [], "triggers": []}}}, "tools", "tag"),
-        ({"functions": [tool()["function"]]}, "functions", "tools"),
-        ({"messages": [past("a"), {"role": "tool", "content": "7"}]}, "messages[1].tool_call_id", "required"),
-        ({"messages": [past("a"), {"role": "tool", "content": "7", "tool_call_id": "b"}]},
-         "messages[1].tool_call_id", "'b'"),
-        ({"messages": [{"role": "user", "content": "7", "tool_call_id": "b"}]}, "messages[0].tool_call_id", "'user'"),
-        ({"messages": [past("a", role="user")]}, "messages[0].tool_calls", "'user'"),
-        ({"messages": [past("a", "a")]}, "messages[0].tool_calls", "same id"),
-        ({"messages": [past(*map(str, range(MAX_PAST_CALLS + 1)))]}, "messages[0].tool_calls", str(MAX_PAST_CALLS)),
-        ({"messages": [past("a", arguments="{")]}, "messages[0].tool_calls[0].function.arguments", "JSON"),
-        ({"messages": [past("a", arguments="[1]")]}, "messages[0].tool_calls[0].function.arguments", "object"),
-        ({"messages": [{"role": "function", "name": "f", "content": "7"}]}, "messages[0].role", "tool"),
-        ({"messages": [{"role": "assistant", "content": "", "function_call": {}}]}, "messages[0].function_call", ""),
-    ],
-)  # fmt: skip
+    table(
+        "calls",
+        tool=tool,
+        past=past,
+        TOOLS=TOOLS,
+        MAX_TOOLS=MAX_TOOLS,
+        MAX_SCHEMA_BYTES=MAX_SCHEMA_BYTES,
+        MAX_PAST_CALLS=MAX_PAST_CALLS,
+    ),
+)
 def test_what_cannot_be_served_is_a_400_that_names_the_field(
     qwen: Running, fields: dict[str, Any], param: str, words: str
 ) -> None:
