@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from penstock.engine.messages import Stats
-from penstock.executor.protocol import ExpertUpdate
 from tests.support.default_model import default_model
 from tests.support.fake_engine import FakeEngine
 from tests.support.page_browser import (
@@ -161,7 +160,6 @@ def test_a_key_is_asked_for_refused_when_wrong_and_kept_in_the_tab_alone(browser
 
 def test_the_live_view_shows_what_the_engine_says(browser: Any) -> None:
     engine = FakeEngine()
-    loads = {"rank_load": b"\x00\x00\x80\x3e\x00\x00\x40\x3f", "expert_load": b"\x00\x00\x00\x3f" * 2}  # ¼, ¾; ½, ½
     engine.stats = Stats(
         num_running=3,
         num_waiting=1234,
@@ -173,7 +171,6 @@ def test_the_live_view_shows_what_the_engine_says(browser: Any) -> None:
         num_steps=4,
         step_s=0.1,
         tiers={"host": {"used_blocks": 5, "capacity_blocks": 50}, "disk": {"used_blocks": 7}},
-        experts=ExpertUpdate(balance=0.5, num_moved=9, rank_load=loads["rank_load"], expert_load=loads["expert_load"]),
     )
     with running(engine) as server, visit(browser, f"{server.url}/#watch") as page:
         server.complete("abc", max_tokens=5)
@@ -182,13 +179,9 @@ def test_the_live_view_shows_what_the_engine_says(browser: Any) -> None:
         assert page.locator(".tile .figure").all_inner_texts() == ["3", "1,234", "0tok/s", "0tok/s", "25%", "25ms"]
         rows = [re.sub(r"\s+", " ", text) for text in page.locator("#tiers .meter").all_inner_texts()]
         assert rows == ["Device 16 held, 20 cached of 64", "Host 5 of 50", "Disk 7 blocks"]
-        rows = [re.sub(r"\s+", " ", text) for text in page.locator("#ranks .meter").all_inner_texts()]
-        assert rows == ["Rank 0 25 % of the tokens", "Rank 1 75 % of the tokens"]
-        assert page.locator("#expert-load i").count() == 2
         assert "Between tokens" in page.inner_text("#latency") and "p95" in page.inner_text("#latency")
         engine.stats = Stats(num_running=4)
         wait_for(page, "document.querySelector('.tile .figure').textContent === '4'")
-        assert page.is_hidden("#experts")
 
 
 def test_a_server_that_goes_away_is_said_and_found_again(browser: Any) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from penstock.engine.http.page.document import document
 from penstock.engine.messages import Stats
-from penstock.executor.protocol import ExpertUpdate
 from tests.support.router_fleet import running_router
 from tests.support.running_server import running
 
@@ -79,7 +78,7 @@ def test_every_route_that_it_asks_for_is_there() -> None:
 def test_every_metric_that_it_shows_is_one_that_is_said() -> None:
     with running() as server:
         tiers: dict[str, dict[str, float]] = {"host": {"used_blocks": 1, "capacity_blocks": 2}}
-        server.engine.stats = Stats(num_blocks=4, tiers=tiers, experts=ExpertUpdate(balance=1.0))
+        server.engine.stats = Stats(num_blocks=4, tiers=tiers)
         said = server.http.get("/metrics").text
     families = set(re.findall(r"^# TYPE (\S+)", said, re.MULTILINE))
     named = set(re.findall(r"\"((?:vllm|penstock|process)[_:]\w+)\"", HTML))

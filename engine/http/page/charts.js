@@ -22,7 +22,6 @@ function drawLive(history) {
   byId("tiles").replaceChildren(...liveTiles(history));
   byId("tiers").replaceChildren(...tierMeters(now));
   byId("latency").replaceChildren(...LATENCIES.map(([label, name]) => chart(label, history.histogram(name))));
-  drawExperts(now);
 }
 
 function liveTiles(history) {
@@ -55,36 +54,6 @@ function tierMeters(series) {
     rows.push(meter(tier[0].toUpperCase() + tier.slice(1), room ? count / room : 0, full));
   }
   return rows;
-}
-
-function drawExperts(series) {
-  const balance = total(series, "penstock:expert_balance");
-  byId("experts").hidden = balance === undefined;
-  if (balance === undefined) return;
-  const ranks = byLabel(series, "penstock:expert_rank_load", "rank");
-  byId("ranks").replaceChildren(
-    ...[...ranks].map(([rank, share]) =>
-      meter(`Rank ${rank}`, share / Math.max(...ranks.values()), `${percent(share)} % of the tokens`),
-    ),
-  );
-  const experts = byLabel(series, "penstock:expert_load", "expert");
-  const highest = Math.max(...experts.values(), 1e-9);
-  byId("expert-load").replaceChildren(
-    ...[...experts].map(([expert, share]) => {
-      const cell = make("i");
-      cell.style.opacity = 0.08 + (0.92 * share) / highest;
-      cell.title = `Expert ${expert}: ${figure(100 * share, 2)} % of the tokens`;
-      return cell;
-    }),
-  );
-  byId("expert-facts").replaceChildren(
-    ...facts([
-      ["Balance of the ranks", `${percent(balance)} %`],
-      ["Plans carried out", figure(total(series, "penstock:expert_rebalances_total"))],
-      ["Experts moved", figure(total(series, "penstock:expert_moved_total"))],
-      ["Steps waited for moves", brief(total(series, "penstock:expert_stall_seconds_total"))],
-    ]),
-  );
 }
 
 // The Prometheus text format, and differences between two samples of it.
@@ -297,9 +266,4 @@ function chart(label, buckets) {
     make("div", "ends", ...ends.map((end) => make("span", "", end))),
     make("div", "quantiles", ...quantiles),
   );
-}
-
-/** Create a description list of [term, value] pairs. */
-function facts(pairs) {
-  return pairs.map(([term, value]) => make("div", "", make("dt", "", term), make("dd", "", value)));
 }
