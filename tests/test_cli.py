@@ -89,6 +89,8 @@ def test_a_mistake_is_one_line_that_names_it(
             ["bench", "serve", "--ramp-up-strategy", "linear"],
             "--ramp-up-strategy: it was removed; run the benchmark once",
         ),
+        (["bench", "serve", "--burstiness", "2"], "--burstiness: it was removed; arrivals are a Poisson process"),
+        (["bench", "throughput", "--n", "2"], "--n: a field of each request"),
         (["bench", "serve", "--structured-ratio=1"], "--structured-ratio: it was removed; give all requests"),
         (["serve", "--response-store", "f"], "--response-store: it was removed; responses are stored in memory"),
         (["serve", "--max-responses=5"], "--max-responses: it was removed; responses are stored in memory"),

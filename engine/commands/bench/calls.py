@@ -5,7 +5,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from penstock.engine.commands.bench.datasets import load_samples
 from penstock.engine.commands.bench.measured import MeasuredAnswer
 from penstock.engine.commands.bench.summary import Outcome
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample, estimated_tokens, token_counter
-from penstock.engine.commands.prove.http_client import KEY_VARIABLES, Client, Target, key_header
+from penstock.engine.commands.prove.http_client import KEY_VARIABLES, Client, Target
 from penstock.engine.config import ConfigError
 from penstock.engine.http.limits import allow_open_files
 from penstock.engine.options import Count, Length, Seed, flag
@@ -29,10 +29,7 @@ SPARE_FILES = 64
 @dataclass(frozen=True, kw_only=True)
 class TrafficOptions:
     request_rate: Annotated[float, Meta(gt=0)] = flag(
-        "requests per second (default: all at once)", "R", default=math.inf, opens="traffic"
-    )
-    burstiness: Annotated[float, Meta(ge=0.01)] = flag(
-        "1: Poisson arrivals; less: bursts; more: more even (default: 1)", "B", default=1.0
+        "requests per second, as a Poisson process (default: all at once)", "R", default=math.inf, opens="traffic"
     )
     max_concurrency: Count | None = flag("hold requests back while this many are in flight", "N")
     num_warmups: Length = flag("requests before the measured ones (default: 0)", "N", default=0)
@@ -59,8 +56,8 @@ def build_calls(
     args: argparse.Namespace, target: Target, model: str, headers: dict[str, str]
 ) -> tuple[list[EncodedCall], list[EncodedCall]]:
     """Return the warm-up calls and the measured ones; warm-ups have other prompts, so that they fill no cache for the rest."""
-    path = args.endpoint or ENDPOINTS[args.backend]
-    is_chat = path.rstrip("/").endswith("/chat/completions")
+    path = ENDPOINTS[args.backend]
+    is_chat = args.backend == "openai-chat"
     counter = estimated_tokens if args.tokenizer is None else token_counter(args.tokenizer)
     source = PromptSource(args.random_vocab_size, is_chat, counter)
     samples = load_samples(args, args.num_prompts + args.num_warmups, source)
@@ -76,27 +73,24 @@ def build_calls(
 def _times(args: argparse.Namespace, samples: list[Sample]) -> list[float]:
     """Return the time to send each sample, in seconds after the start."""
     if samples[0].arrival_s is None:
-        return arrival_times(len(samples), args.request_rate, args.burstiness, random.Random(args.seed))
+        return arrival_times(len(samples), args.request_rate, random.Random(args.seed))
     if not math.isinf(args.request_rate):
         raise ConfigError("request_rate: given; a trace has its own arrival times (see --trace-speed)")
     return [sample.arrival_s or 0.0 for sample in samples]
 
 
-def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
-    """Draw the times to send `count` requests, in seconds after the start, at `rate` per second on average.
+def arrival_times(count: int, rate: float, rng: random.Random) -> list[float]:
+    """Draw the times to send `count` requests, in seconds after the start, from a Poisson process.
 
-    The gaps follow a gamma distribution: burstiness 1 is a Poisson process, less is burstier, more is more regular, and
-    infinity means equal gaps. An infinite rate sends all at once. The times are scaled so that the last one is count /
-    rate, so that two seeds put the same load on a server.
+    An infinite rate sends all at once. The times are scaled so that the last one is count / rate, so that two seeds put
+    the same load on a server.
     """
     if math.isinf(rate):
         return [0.0] * count
-    if math.isinf(burstiness):
-        return [(index + 1) / rate for index in range(count)]
     times: list[float] = []
     now = 0.0
     for _ in range(count):
-        now += rng.gammavariate(burstiness, 1.0)
+        now += rng.expovariate(1.0)
         times.append(now)
     return [time * count / (rate * now) for time in times]
 
@@ -112,17 +106,6 @@ def _body(args: argparse.Namespace, model: str, is_chat: bool, sample: Sample) -
     if args.ignore_eos:
         body["ignore_eos"] = True
     return msgspec.json.encode(body | (args.extra_body or {}))
-
-
-def headers_of(given: Iterable[str]) -> dict[str, str]:
-    """Return the headers of every request: those given as KEY=VALUE, and the API key from the environment."""
-    found = key_header()
-    for item in given:
-        name, separator, value = item.partition("=")
-        if not separator or not name.strip():
-            raise ConfigError(f"header: {item!r} given; KEY=VALUE is expected")
-        found[name.strip()] = value.strip()
-    return found
 
 
 async def first_model(client: Client, headers: dict[str, str], timeout_s: float) -> str:

@@ -32,9 +32,7 @@ class DatasetOptions:
     dataset_name: str = flag(
         "what prompts are made of (default: %(default)s)", choices=tuple(DATASETS), default="random", opens="dataset"
     )
-    dataset_path: str | None = flag(
-        "file of the data sets sharegpt and timed_trace (Mooncake's or Azure's format)", "FILE"
-    )
+    dataset_path: str | None = flag("file of the data sets sharegpt and timed_trace (Mooncake's format)", "FILE")
     num_prompts: Count = flag("number of measured requests (default: %(default)s)", "N", default=1000)
     random_input_len: Count = flag(
         "tokens of a random prompt (default: %(default)s)", "N", ("--random-input-len", "--input-len"), default=1024
@@ -51,9 +49,6 @@ class DatasetOptions:
     )
     prefix_repetition_num_prefixes: Count = flag("number of different prefixes (default: %(default)s)", "N", default=10)
     prefix_repetition_output_len: Count = flag("tokens of an answer (default: %(default)s)", "N", default=128)
-    sharegpt_output_len: Count | None = flag(
-        "tokens of an answer (default: as many as the answer in the file has)", "N"
-    )
     trace_speed: Factor = flag("replay the trace this many times faster (default: %(default)g)", "X", default=1.0)
     trace_length_scale: Factor = flag(
         "multiply all lengths of the trace, for a model with a shorter context (default: %(default)g)",

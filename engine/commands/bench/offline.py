@@ -25,8 +25,6 @@ class OfflineOptions:
 
     model: str | None = flag("hub name, folder or .gguf file (default: the default model)")
     skip_tokenizer_init: bool = flag("load no tokenizer, for a folder without one", default=False)
-    disable_detokenize: bool = flag("do not turn token ids into text", default=False)
-    n: Count = flag("answers per prompt (default: 1)", "N", default=1)
     output_json: str | None = flag("write the result as JSON", "FILE", read=output_file)
 
 
@@ -69,10 +67,10 @@ def throughput(args: argparse.Namespace) -> int:
             source = source._replace(count_tokens=token_counter(args.model))
         samples = load_samples(args, args.num_prompts + args.num_warmups, source)
         if args.num_warmups:
-            _generate(llm, samples[args.num_prompts :], args, show=False)
+            _generate(llm, samples[args.num_prompts :], show=False)
         samples = samples[: args.num_prompts]
         started = time.perf_counter()
-        num_input, num_output = _generate(llm, samples, args, show=True)
+        num_input, num_output = _generate(llm, samples, show=True)
         elapsed_s = time.perf_counter() - started
     num_total = num_input + num_output
     print(
@@ -118,14 +116,14 @@ def _open_llm(args: argparse.Namespace) -> Any:
     return LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **given_options(args, EngineOptions))
 
 
-def _params(args: argparse.Namespace, output_len: int) -> SamplingParams:
+def _params(output_len: int) -> SamplingParams:
     """Return parameters with which an answer has its full length."""
-    return SamplingParams(n=args.n, max_tokens=output_len, ignore_eos=True, detokenize=not args.disable_detokenize)
+    return SamplingParams(max_tokens=output_len, ignore_eos=True)
 
 
-def _generate(llm: Any, samples: list[Sample], args: argparse.Namespace, show: bool) -> tuple[int, int]:
+def _generate(llm: Any, samples: list[Sample], show: bool) -> tuple[int, int]:
     """Run the samples; return the numbers of prompt and output tokens."""
-    params = [_params(args, sample.output_len) for sample in samples]
+    params = [_params(sample.output_len) for sample in samples]
     results = llm.generate([sample.prompt for sample in samples], params, use_tqdm=show)
     num_output = sum(len(output.token_ids) for result in results for output in result.outputs)
     return sum(len(result.prompt_token_ids) for result in results), num_output
@@ -133,7 +131,7 @@ def _generate(llm: Any, samples: list[Sample], args: argparse.Namespace, show: b
 
 def _batch_seconds(args: argparse.Namespace) -> list[float]:
     """Return the seconds of each batch. Every batch has new prompts, so that the prefix cache does not shorten it."""
-    params, rng = _params(args, args.output_len), random.Random(args.seed or 0)
+    params, rng = _params(args.output_len), random.Random(args.seed or 0)
     latencies = []
     with _open_llm(args) as llm:
         length, limit = args.input_len + args.output_len, llm.info.max_model_len

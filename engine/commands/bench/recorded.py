@@ -1,12 +1,9 @@
 """Prompts from files: ShareGPT's conversations, and recorded traces of services."""
 
 import argparse
-import csv
 import os
 import random
 import sys
-from collections.abc import Iterator
-from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +20,7 @@ HASH_TOKENS = 512  # of a prompt for each hash id, in Mooncake's format
 
 
 Tokens = Annotated[int, Meta(ge=0, le=10**8)]
-BAD_DATA = (ValueError, TypeError, KeyError, RecursionError, csv.Error)
+BAD_DATA = (ValueError, TypeError, KeyError, RecursionError)
 
 
 def sharegpt_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
@@ -42,8 +39,6 @@ def sharegpt_samples(args: argparse.Namespace, count: int, source: PromptSource)
     found = []
     for question, answer in pairs:
         prompt_len, output_len = source.count_tokens(question), source.count_tokens(answer)
-        if args.sharegpt_output_len is not None:
-            output_len = args.sharegpt_output_len
         if (
             min(prompt_len, output_len) >= MIN_TOKENS
             and prompt_len <= MAX_PROMPT
@@ -55,7 +50,7 @@ def sharegpt_samples(args: argparse.Namespace, count: int, source: PromptSource)
     return _enough(found, count, path)
 
 
-class _Asked(msgspec.Struct):
+class _TraceEntry(msgspec.Struct):
     """One request of a trace in Mooncake's format."""
 
     timestamp: float  # ms
@@ -67,26 +62,23 @@ class _Asked(msgspec.Struct):
 def timed_trace_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
     """Make requests with the lengths, the times and the shared prefixes of a recorded trace.
 
-    The file has Mooncake's format (JSON lines with timestamp in ms, input_length, output_length, hash_ids) or that of
-    Azure's traces (CSV with TIMESTAMP, ContextTokens, GeneratedTokens), which has no shared prefixes.
+    The file has Mooncake's format: JSON lines with timestamp in ms, input_length, output_length and hash_ids.
     """
     path = _path(args)
-    asked: list[_Asked] = []
-    try:
-        mooncake = (msgspec.json.decode(line, type=_Asked) for line in _lines(path))
-        asked.extend(
-            islice(_azure(path) if path.suffix == ".csv" else mooncake, count)
-        )  # one by one, so that the error can name an invalid line
-    except BAD_DATA as error:
-        raise ConfigError(
-            f"dataset_path: {path}, request {len(asked) + 1}: {error}; no trace of a known format"
-        ) from None
-    if len(asked) < count:
-        raise ConfigError(f"num_prompts: {count} with the warm-ups given; the trace has {len(asked)} requests")
+    entries: list[_TraceEntry] = []
+    with path.open("rb") as file:
+        lines = (line for line in file if line.strip())
+        try:
+            for line in islice(lines, count):
+                entries.append(msgspec.json.decode(line, type=_TraceEntry))
+        except BAD_DATA as error:
+            raise ConfigError(f"dataset_path: {path}, request {len(entries) + 1}: {error}") from None
+    if len(entries) < count:
+        raise ConfigError(f"num_prompts: {count} with the warm-ups given; the trace has {len(entries)} requests")
     rng, scale, pieces = random.Random(args.seed or 0), args.trace_length_scale, dict[int, list[int]]()
     piece_len = max(1, round(HASH_TOKENS * scale))
     samples = []
-    for entry in asked:
+    for entry in entries:
         prompt_len = max(1, round(entry.input_length * scale))
         numbers: list[int] = []
         for hash_id in entry.hash_ids or ():
@@ -95,16 +87,9 @@ def timed_trace_samples(args: argparse.Namespace, count: int, source: PromptSour
             numbers += pieces[hash_id]
         numbers = numbers[:prompt_len] + source.draw(max(0, prompt_len - len(numbers)), rng)
         output_len = max(1, round(entry.output_length * scale))
-        at_s = (entry.timestamp - asked[0].timestamp) / 1000 / args.trace_speed
+        at_s = (entry.timestamp - entries[0].timestamp) / 1000 / args.trace_speed
         samples.append(Sample(source.prompt(numbers), prompt_len, output_len, at_s))
     return samples
-
-
-def _azure(path: Path) -> Iterator[_Asked]:
-    for row in csv.DictReader(line.decode() for line in _lines(path)):
-        at = datetime.fromisoformat(row["TIMESTAMP"][:26])  # to microseconds; the traces have one more digit
-        asked = {"timestamp": 1000 * at.timestamp(), "input_length": row["ContextTokens"]}
-        yield msgspec.convert(asked | {"output_length": row["GeneratedTokens"]}, _Asked, strict=False)
 
 
 def _path(args: argparse.Namespace) -> Path:
@@ -114,11 +99,6 @@ def _path(args: argparse.Namespace) -> Path:
     if not path.is_file() or not os.access(path, os.R_OK):
         raise ConfigError(f"dataset_path: {path} given; there is no such file, or it may not be read")
     return path
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from (line for line in file if line.strip())
 
 
 def _enough(found: list[Sample], count: int, path: Path) -> list[Any]:

@@ -19,12 +19,11 @@ from penstock.engine.commands.bench.calls import (
     build_calls,
     drive,
     first_model,
-    headers_of,
 )
 from penstock.engine.commands.bench.datasets import DatasetOptions
 from penstock.engine.commands.bench.report import output_file, serving_table, write_json
 from penstock.engine.commands.bench.summary import details, summarize
-from penstock.engine.commands.prove.http_client import Client, Target
+from penstock.engine.commands.prove.http_client import Client, Target, key_header
 from penstock.engine.config import ConfigError, chosen
 from penstock.engine.options import Count, Delay, Port, add_options, flag
 
@@ -40,9 +39,7 @@ class TargetOptions:
     base_url: str | None = flag("URL of the server, instead of --host and --port", "URL")
     host: str = flag("address of the server (default: %(default)s)", default="127.0.0.1")
     port: Port = flag("port of the server (default: %(default)s)", default=8000)
-    endpoint: str | None = flag("path to call (default: /v1/completions or /v1/chat/completions, by --backend)", "PATH")
     model: str | None = flag("name of the model (default: the first that the server lists)")
-    header: tuple[str, ...] = flag("HTTP headers of every request", "KEY=VALUE", takes_several=True, default=())
     ready_check_timeout_sec: Delay = flag(
         "wait this many seconds for the server to be up (default: 0)", "S", default=0.0
     )
@@ -70,11 +67,11 @@ class RequestOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultOptions:
-    metric_percentiles: str = flag(
-        "percentiles to report, like 50,90,99.9 (default: 99)", "LIST", default="99", opens="results"
-    )
     output_json: str | None = flag(
-        "write the result as JSON, with times, text and error of every request", "FILE", read=output_file
+        "write the result as JSON, with times, text and error of every request",
+        "FILE",
+        read=output_file,
+        opens="results",
     )
 
 
@@ -100,7 +97,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run the whole benchmark; return the result, with the lists of `details` in it."""
     for kind in KINDS:
         chosen(args, kind)
-    percents = _percents(args.metric_percentiles)
     host = f"[{args.host}]" if ":" in args.host else args.host
     base_url = args.base_url or f"http://{host}:{args.port}"
     try:
@@ -118,16 +114,15 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "model_id": model,
         "num_prompts": args.num_prompts,
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
-        "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
-        **summarize(finished.outcomes, finished.duration_s, percents),
+        **summarize(finished.outcomes, finished.duration_s),
         "max_send_delay_ms": 1000 * finished.max_send_delay_s,
         **details(finished.outcomes),
     }
 
 
 async def _load(client: Client, args: argparse.Namespace) -> tuple[str, Run]:
-    headers = headers_of(args.header)
+    headers = key_header()
     model = args.model
     if model is None or args.ready_check_timeout_sec:
         listed = await first_model(client, headers, args.ready_check_timeout_sec)
@@ -136,16 +131,6 @@ async def _load(client: Client, args: argparse.Namespace) -> tuple[str, Run]:
     if warmups:
         explain_failures(await drive(client, warmups, args.max_concurrency))
     return model, await drive(client, calls, args.max_concurrency, show=sys.stderr.isatty())
-
-
-def _percents(given: str) -> list[float]:
-    try:
-        percents = [float(text) for text in given.split(",")]
-    except ValueError:
-        percents = []
-    if not percents or not all(0 <= percent <= 100 for percent in percents):
-        raise ConfigError(f"metric_percentiles: {given} given; numbers from 0 to 100 are expected, like 50,90,99.9")
-    return percents
 
 
 def explain_failures(finished: Run) -> None:

@@ -8,23 +8,22 @@ import pytest
 from penstock.engine.commands.bench.calls import arrival_times
 
 
-def gaps(rate: float, burstiness: float, count: int = 20_000) -> list[float]:
-    times = arrival_times(count, rate, burstiness, random.Random(1))
+def gaps(rate: float, count: int = 20_000) -> list[float]:
+    times = arrival_times(count, rate, random.Random(1))
     return [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
 
 
-@pytest.mark.parametrize("burstiness", [0.2, 1.0, 5.0, math.inf])
-def test_the_mean_rate_is_exact_and_time_never_goes_back(burstiness: float) -> None:
-    times = arrival_times(500, 25.0, burstiness, random.Random(3))
+def test_the_mean_rate_is_exact_and_time_never_goes_back() -> None:
+    times = arrival_times(500, 25.0, random.Random(3))
     assert times[-1] == pytest.approx(20.0)
     assert times == sorted(times) and times[0] > 0
 
 
-def test_burstiness_one_is_a_poisson_process() -> None:
-    beyond = sum(gap > 0.1 for gap in gaps(10.0, 1.0)) / 20_000
+def test_arrivals_are_a_poisson_process() -> None:
+    beyond = sum(gap > 0.1 for gap in gaps(10.0)) / 20_000
     assert beyond == pytest.approx(math.exp(-1), rel=0.05)
 
 
 def test_a_seed_gives_the_same_times_again() -> None:
-    assert arrival_times(9, 5, 1, random.Random(7)) == arrival_times(9, 5, 1, random.Random(7))
-    assert arrival_times(9, 5, 1, random.Random(7)) != arrival_times(9, 5, 1, random.Random(8))
+    assert arrival_times(9, 5, random.Random(7)) == arrival_times(9, 5, random.Random(7))
+    assert arrival_times(9, 5, random.Random(7)) != arrival_times(9, 5, random.Random(8))

@@ -86,12 +86,7 @@ def test_conversations_give_their_first_question_and_the_length_of_its_answer(tm
     path.write_text(json.dumps([long, short, alone, good]))
     options = ("--dataset-name", "sharegpt", "--dataset-path", str(path))
     assert samples(*options, count=1) == [Sample("Where does the river end?", 7, 11)]
-    assert (
-        samples(*options, "--sharegpt-output-len", "5", count=2, source=PromptSource(9, False, lambda text: len(text)))[
-            0
-        ].output_len
-        == 5
-    )
+    assert samples(*options, count=1, source=PromptSource(9, False, len))[0].output_len == 42
 
 
 def test_conversations_are_repeated_where_they_do_not_suffice(
@@ -117,14 +112,6 @@ def test_a_trace_of_mooncake_keeps_its_times_lengths_and_shared_beginnings(tmp_p
     small = samples(*options, "--trace-length-scale", "0.1", count=2)
     assert [(s.prompt_len, s.output_len) for s in small] == [(120, 3), (102, 1)]
     assert small[0].prompt[:102] == small[1].prompt
-
-
-def test_a_trace_of_azure_keeps_its_times_and_lengths(tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.9799600,48,10"]
-    path.write_text("\n".join([*rows, "2023-11-16 18:17:04.4799600,31,8"]) + "\n")
-    made = samples("--dataset-name", "timed_trace", "--dataset-path", str(path), count=2)
-    assert [(s.prompt_len, s.output_len, s.arrival_s) for s in made] == [(48, 10, 0.0), (31, 8, 0.5)]
 
 
 @pytest.mark.parametrize(

@@ -58,17 +58,17 @@ def test_throughput_counts_prompts_and_all_answers(
     counting: type[CountingLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "out.json"
-    options = ("--num-prompts", "4", "--input-len", "10", "--output-len", "3", "--n", "2", "--num-warmups", "1")
+    options = ("--num-prompts", "4", "--input-len", "10", "--output-len", "3", "--num-warmups", "1")
     assert run("throughput", *options, "--model", "m", "--dtype", "float32", "--output-json", str(path)) == 0
     (llm,) = counting.made
     assert llm.model == "m" and llm.options == {"skip_tokenizer": False, "dtype": "float32"} and llm.is_closed
     assert [len(prompts) for prompts, _ in llm.batches] == [1, 4]
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("Throughput: ") and printed[0].endswith(" output tokens/s")
-    assert printed[1:] == ["Total num prompt tokens:  40", "Total num output tokens:  24"]
+    assert printed[1:] == ["Total num prompt tokens:  40", "Total num output tokens:  12"]
     saved = json.loads(path.read_text())
-    assert saved["num_requests"] == 4 and saved["total_num_tokens"] == 64
-    assert saved["tokens_per_second"] == pytest.approx(64 / saved["elapsed_time"])
+    assert saved["num_requests"] == 4 and saved["total_num_tokens"] == 52
+    assert saved["tokens_per_second"] == pytest.approx(52 / saved["elapsed_time"])
     assert saved["requests_per_second"] == pytest.approx(4 / saved["elapsed_time"])
 
 
@@ -103,7 +103,7 @@ def test_latency_reports_the_measured_iterations_only(
     [
         ("latency", "num-iters", 0, 1),
         ("latency", "num-iters-warmup", -1, 0),
-        ("latency", "n", 0, 1),
+        ("latency", "batch-size", 0, 1),
         ("throughput", "num-warmups", -2, 0),
         ("throughput", "num-prompts", 0, 1),
         ("startup", "num-iters-warmup", -1, 0),
