@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.raw_http import connect, exchange, post, read_all, status
+from tests.support.raw_http import connect, exchange, post, status
 from tests.support.router_fleet import MockReplica, RunningRouter, mock_replicas, running_router, until
 from tests.support.router_stub import Seen, Stub, whole
 
@@ -66,15 +66,6 @@ def test_a_chunked_body_reaches_the_replica_with_its_length(before: RunningRoute
     seen = backend.seen[-1]
     assert (seen.body, seen.header(b"content-length")) == (body, [b"%d" % len(body)])
     assert seen.header(b"transfer-encoding") == seen.header(b"trailer") == []
-
-
-def test_a_client_that_waits_for_100_continue_gets_it(before: RunningRouter) -> None:
-    with connect(before.port) as sock:
-        head, _, body = post(b'{"prompt":"abc"}', b"expect: 100-continue").partition(b"\r\n\r\n")
-        sock.sendall(head + b"\r\n\r\n")
-        assert sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        sock.sendall(body)
-        assert status(read_all(sock)) == 200
 
 
 def test_pipelined_requests_are_answered_in_order(before: RunningRouter, backend: Stub) -> None:

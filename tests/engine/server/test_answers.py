@@ -104,25 +104,6 @@ def test_logprobs_of_zero_show_the_chosen_token_alone(client: Any) -> None:
     assert logprobs.top_logprobs == [{"a": -0.5}]
 
 
-def test_what_lm_eval_asks_for_likelihoods_is_answered_as_it_reads_it(server: Running) -> None:
-    """As its local-completions sends them: contexts with their continuations, as ids, several at once."""
-    contexts, asked = [2, 1], {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
-    answer = server.complete([[97, 98, 99, 100], [101, 102, 103]], **asked).json()
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-    for choice, context, length in zip(answer["choices"], contexts, (4, 3), strict=True):
-        found = choice["logprobs"]
-        assert len(found["token_logprobs"]) == length + 1 and found["token_logprobs"][0] is None
-        scored = found["token_logprobs"][context:-1]
-        assert sum(scored) == -0.5 * (length - context)
-        assert all(
-            max(top.values()) == value for top, value in zip(found["top_logprobs"][context:-1], scored, strict=True)
-        )
-    until_texts = {"temperature": 0, "max_tokens": 9, "stop": ["\n\n", "c"], "seed": 1234}
-    assert [
-        choice["text"] for choice in server.complete([[97, 98, 99], [98, 99]], **until_texts).json()["choices"]
-    ] == ["ab", "b"]
-
-
 def test_echo_with_logprobs_scores_the_prompt(server: Running, client: Any) -> None:
     asked = {"model": MODEL, "prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 1}
     whole = client.completions.create(**asked).choices[0].logprobs

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,12 +17,9 @@ from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.running_server import MODEL, Running, running
 
-REFUSED = Path(__file__).with_name("refused_by_agents.json")  # fields of a request, and the name of the wrong one
 HI = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "weather", "description": "Weather.", "input_schema": SCHEMA}
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
-SHOWN = {"type": "tool_result", "tool_use_id": "call", "content": [IMAGE]}
 CALLED = '<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 
 
@@ -181,31 +177,6 @@ def test_a_call_that_is_cut_off_is_none(server: Running) -> None:
 def test_an_answer_goes_on_from_the_assistants_last_words(server: Running) -> None:
     content(server, messages=[*HI, {"role": "assistant", "content": "Well"}])
     assert prompt_of(server).endswith("Well")
-
-
-@pytest.mark.parametrize(("fields", "param"), json.loads(REFUSED.read_text())["messages"])
-def test_what_cannot_be_served_is_refused_under_its_own_name(
-    server: Running, fields: dict[str, Any], param: str
-) -> None:
-    answer = post(server, **fields)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-
-
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-@pytest.mark.parametrize(
-    ("fields", "place"),
-    [
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [SHOWN]}]}, "messages[0].content[0].content[0].type"),
-        ({"messages": HI, "system": [IMAGE]}, "system[0].type"),
-    ],
-)
-def test_an_image_is_refused_as_one(server: Running, path: str, fields: dict[str, Any], place: str) -> None:
-    limits = {"max_tokens": 5} if path == "/v1/messages" else {}
-    answer = server.post(path, {"model": MODEL, **limits, **fields})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, place)
-    assert error["message"] == f"{place}: 'image' is not served; this model reads text only"
 
 
 def test_what_is_held_back_sends_no_piece() -> None:

@@ -21,12 +21,6 @@ def test_an_idle_server_resets_and_a_busy_one_says_409() -> None:
         assert server.post("/reset_prefix_cache", {}).status_code == 200
 
 
-def test_an_unknown_field_is_named() -> None:
-    with running() as server:
-        answer = server.post("/reset_prefix_cache", {"tier": "host"})
-        assert answer.status_code == 200 and answer.headers["x-penstock-ignored"] == "tier"
-
-
 def test_a_core_forgets_what_it_had_cached() -> None:
     async def run() -> None:
         async with running_engine() as engine:

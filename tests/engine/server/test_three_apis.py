@@ -274,17 +274,29 @@ def test_an_answer_is_read_and_a_request_is_held_to_its_options(
         assert outputs is None and options["grammar"] is None
 
 
-# What is wrong → for each API, fields of a request and the name of the wrong one as that API's client wrote it.
-REFUSED = json.loads(Path(__file__).with_name("refused_by_agents.json").read_text())["same mistake"]
+# Fields of a request, and the name of the wrong one as that API's client wrote it; the same mistake by API, some with words.
+REFUSED = json.loads(Path(__file__).with_name("refused_by_agents.json").read_text())
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize(("what", "name"), [(what, name) for what, apis in REFUSED.items() for name in apis])
+@pytest.mark.parametrize(
+    ("what", "name"), [(what, name) for what, apis in REFUSED["same mistake"].items() for name in apis]
+)
 def test_an_error_names_the_field_as_the_client_wrote_it(
     servers: dict[str, Running], what: str, name: str, stream: bool
 ) -> None:
-    fields, param = REFUSED[what][name]
+    fields, param, *words = REFUSED["same mistake"][what][name]
     answer = APIS[name].ask(servers["qwen"], **fields, **(APIS[name].stream if stream else {}))
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error["message"]
-    assert error["message"].startswith(f"{param}: ")
+    assert error["message"].startswith(f"{param}: " + "".join(words))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "param"), [(name, *row) for name in ("responses", "messages") for row in REFUSED[name]]
+)
+def test_what_cannot_be_served_is_refused_under_its_own_name(
+    servers: dict[str, Running], name: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = APIS[name].ask(servers["plain"], **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

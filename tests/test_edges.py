@@ -1,0 +1,246 @@
+"""Keys and limits of the two HTTP servers, the engine's and the router's: each case is asked of both."""
+
+import contextlib
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import pytest
+
+from penstock.engine.http.auth import OPEN_ROUTES
+from penstock.engine.http.limits import Limits
+from penstock.router.routes import OPEN, OWN, PROXIED
+from tests.support.raw_http import connect, exchange, post, read_all, status
+from tests.support.router_fleet import running_router
+from tests.support.router_stub import stub
+from tests.support.running_server import running, until
+
+KEY, OTHER = "sk-client", "sk-other"
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")
+LIMITS = Limits(
+    max_header_bytes=4096, max_body_bytes=10_000, header_timeout_s=0.5, body_timeout_s=0.5, max_connections=20
+)
+
+
+class Edge(NamedTuple):
+    port: int
+    routes: list[str]
+    is_open: Callable[[str, str], bool]
+    absent: tuple[str, ...]  # routes whose resource is not there, or was removed
+    num_connections: Callable[[], int]
+
+
+@contextlib.contextmanager
+def serving(kind: str, keys: Sequence[str] = (), limits: Limits | None = None) -> Iterator[Edge]:
+    limits = limits or Limits()
+    if kind == "server":
+        fields = {name: getattr(limits, name) for name in Limits.__dataclass_fields__}
+        with running(api_keys=tuple(keys), **fields) as server:
+            routes = sorted(path.replace("{model:path}", "tiny") for path in server.app.templates)
+            listener = server.listener
+            absent = ("/v1/responses/", "/v1/conversations")
+            yield Edge(
+                server.port, routes, lambda *each: each in OPEN_ROUTES, absent, lambda: len(listener.connections)
+            )
+    else:
+        with stub() as backend, running_router(backend.url, api_keys=tuple(keys), limits=limits) as router:
+            app = router.app
+
+            def is_open(method: str, path: str) -> bool:
+                return (method.encode(), path) in OPEN
+
+            yield Edge(router.port, sorted(PROXIED | OWN), is_open, (), lambda: len(app.edge.connections))
+
+
+@pytest.fixture(scope="module", params=["server", "router"])
+def keyed(request: pytest.FixtureRequest) -> Iterator[Edge]:
+    with serving(request.param, keys=(KEY, OTHER)) as edge:
+        yield edge
+
+
+@pytest.fixture(scope="module", params=["server", "router"])
+def limited(request: pytest.FixtureRequest) -> Iterator[Edge]:
+    with serving(request.param, limits=LIMITS) as edge:
+        yield edge
+
+
+def ask(edge: Edge, method: str, target: str, *headers: str, host: str = "x") -> int:
+    lines = [f"{method} {target} HTTP/1.1", f"host: {host}", "connection: close", *headers]
+    with connect(edge.port) as sock:
+        sock.sendall("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n")
+        return status(sock.recv(65536))  # the head: /kv_events never ends
+
+
+# Keys.
+
+
+def test_without_a_key_only_the_open_routes_answer(keyed: Edge) -> None:
+    for path in keyed.routes:
+        for method in METHODS:
+            expected = 200 if keyed.is_open(method, path) else 401
+            assert ask(keyed, method, path) == expected, (method, path)
+
+
+def test_a_wrong_key_is_as_good_as_none(keyed: Edge) -> None:
+    for path in keyed.routes:
+        for value in ("Bearer sk-wrong", "Bearer ", "Bearer", f"Basic {KEY}", KEY, f"Bearer {KEY}-not"):
+            if not keyed.is_open("GET", path):
+                assert ask(keyed, "GET", path, f"authorization: {value}") == 401, (path, value)
+
+
+def test_two_authorization_headers_are_refused_even_if_one_is_right(keyed: Edge) -> None:
+    right, wrong = f"authorization: Bearer {KEY}", "authorization: Bearer x"
+    assert ask(keyed, "GET", "/v1/models", right, wrong) == 401
+    assert ask(keyed, "GET", "/v1/models", wrong, right) == 401
+
+
+def test_a_key_may_come_as_anthropic_sends_it_but_not_beside_a_wrong_one(keyed: Edge) -> None:
+    assert ask(keyed, "GET", "/v1/models", f"x-api-key: {KEY}") == 200
+    for wrong in ("sk-wrong", "", f"Bearer {KEY}", f"{KEY} {KEY}"):
+        assert ask(keyed, "GET", "/v1/models", f"x-api-key: {wrong}") == 401, wrong
+    for wrong in ("authorization: Bearer sk-wrong", "authorization: Basic x", "x-api-key: sk-wrong", "x-api-key: "):
+        assert ask(keyed, "GET", "/v1/models", f"x-api-key: {KEY}", wrong) == 401, wrong
+        assert ask(keyed, "GET", "/v1/models", wrong, f"x-api-key: {KEY}") == 401, wrong
+
+
+@pytest.mark.parametrize("other", [KEY, OTHER])
+def test_several_headers_may_carry_keys_that_are_all_accepted(keyed: Edge, other: str) -> None:
+    """Anthropic's SDK sends both headers where both of its variables are set."""
+    assert ask(keyed, "GET", "/v1/models", f"authorization: Bearer {other}", f"x-api-key: {KEY}") == 200
+
+
+@pytest.mark.parametrize("key", [KEY, OTHER])
+def test_each_of_the_keys_opens_every_route(keyed: Edge, key: str) -> None:
+    for path in keyed.routes:
+        expected = (404, 405, 400) if path.startswith(keyed.absent) else (200, 405)
+        assert ask(keyed, "GET", path, f"authorization: bearer {key}") in expected, path
+
+
+SPELLINGS = """
+    //v1/models /v1//models /v1/models/ /v1/./models /./v1/models /health/../v1/models /health/%2e%2e/v1/models
+    /%2e/v1/models /V1/MODELS /V1/models /HEALTH //health /health/ /health%20 /health%00 /health;/v1/models
+    /health/../metrics /health/..;/metrics /metrics?/health /v1/models%2f /%761/models /%76%31/models /metrics
+    /openapi.json /invocations /load * http://x/v1/models http://health/metrics
+"""
+
+
+@pytest.mark.parametrize("target", SPELLINGS.split())
+def test_no_spelling_of_a_path_or_host_gets_round_the_key(keyed: Edge, target: str) -> None:
+    for method in ("GET", "POST", "OPTIONS"):
+        for host in ("x", "x/health?", "localhost", "health"):
+            assert ask(keyed, method, target, host=host) in (400, 401), (method, target, host)
+
+
+@pytest.mark.parametrize("host", ["x/health?", "/health", "x/?", "health", "[::1]/", "x/health#", ""])
+def test_the_host_header_has_no_say(keyed: Edge, host: str) -> None:
+    assert ask(keyed, "GET", "/v1/models", host=host) == 401
+
+
+# Limits.
+
+
+def is_serving(edge: Edge) -> bool:
+    return ask(edge, "GET", "/health") == 200
+
+
+HEAD = post(b"", b"content-length: %d").partition(b"content-length")[0]
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+FLOODS = {
+    "a value a little too long": GET + b"x: " + b"y" * 5000 + b"\r\n\r\n",
+    "a long value": GET + b"x: " + b"a" * 1_000_000 + b"\r\n\r\n",
+    "one name again and again": GET + b"x: y\r\n" * 200_000,
+    "many names": GET + b"".join(b"h%d: y\r\n" % number for number in range(100_000)),
+    "an endless name": GET + b"x" * 1_000_000,
+    "a path a little too long": b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    "an endless path": b"GET /" + b"a" * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_headers_beyond_the_limit_are_answered_431_and_the_connection_ends(limited: Edge, flood: str) -> None:
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    answer = exchange(limited.port, FLOODS[flood])
+    assert status(answer) == 431
+    assert b'"error":{"message":' in answer and b"headers" in answer and b"4096" in answer
+    # The client's own megabytes are in this process too.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 20_000
+    assert is_serving(limited)
+
+
+CHUNK = b"2711\r\n" + b"x" * 10001 + b"\r\n"
+LARGE = {
+    "declared": HEAD + b"content-length: 10001\r\n\r\n",
+    "expected": HEAD + b"expect: 100-continue\r\ncontent-length: 999999999\r\n\r\n",
+    "still being sent": HEAD + b"content-length: 3000000\r\n\r\n" + b"x" * 3_000_000,
+    "in a chunk": HEAD + b"transfer-encoding: chunked\r\n\r\n" + CHUNK + b"0\r\n\r\n",
+    "in chunks without an end": HEAD + b"transfer-encoding: chunked\r\n\r\n" + CHUNK * 4,
+}
+
+
+@pytest.mark.parametrize("body", LARGE)
+def test_a_body_beyond_the_limit_is_answered_413(limited: Edge, body: str) -> None:
+    answer = exchange(limited.port, LARGE[body])
+    assert status(answer) == 413 and b"10000 bytes" in answer
+    assert is_serving(limited)
+
+
+SLOW = {
+    "headers": b"GET /health HTTP/1.1\r\nx",
+    "headers of a POST": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n",
+    "a body that does not begin": HEAD + b"content-length: 50\r\n\r\n",
+    "a body that begins": HEAD + b'content-length: 50\r\n\r\n{"prompt"',
+}
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_what_does_not_come_is_answered_408(limited: Edge, what: str) -> None:
+    with connect(limited.port) as sock:
+        sock.sendall(SLOW[what])
+        answer = read_all(sock)
+    assert status(answer) == 408 and (b"headers" if "headers" in what else b"body") in answer
+
+
+def test_the_headers_of_a_later_request_have_no_more_time_than_the_first_ones(limited: Edge) -> None:
+    with connect(limited.port) as sock:
+        sock.sendall(GET + b"\r\n")
+        assert status(sock.recv(65536)) == 200
+        sock.sendall(SLOW["headers"])
+        assert status(read_all(sock)) == 408
+
+
+def test_a_trickling_body_does_not_get_more_time_than_a_silent_one(limited: Edge) -> None:
+    with connect(limited.port) as sock:
+        sock.sendall(HEAD + b"content-length: 1000\r\n\r\n")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(100):
+                sock.sendall(b"x")
+                time.sleep(0.02)
+        assert status(read_all(sock)) == 408
+
+
+def test_a_silent_connection_is_closed_without_a_word(limited: Edge) -> None:
+    with connect(limited.port) as sock:
+        assert read_all(sock) == b""
+
+
+def test_an_expectation_is_met(limited: Edge) -> None:
+    head, _, body = post(b'{"prompt":"abc"}', b"expect: 100-continue").partition(b"\r\n\r\n")
+    with connect(limited.port) as sock:
+        sock.sendall(head + b"\r\n\r\n")
+        assert sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(body)
+        assert status(read_all(sock)) == 200
+
+
+def test_connections_beyond_the_limit_are_told_so_and_places_are_given_back(limited: Edge) -> None:
+    until(lambda: limited.num_connections() == 0)
+    with contextlib.ExitStack() as stack:
+        held: list[socket.socket] = [stack.enter_context(connect(limited.port)) for _ in range(20)]
+        until(lambda: limited.num_connections() == len(held))
+        with connect(limited.port) as sock:
+            answer = read_all(sock)
+        assert status(answer) == 503 and b"max-connections" in answer
+    until(lambda: limited.num_connections() == 0)
+    assert is_serving(limited)
