@@ -68,6 +68,7 @@ def _decode(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Attend for one row and a tile of ROWS query heads of one key-value head over every num_programs(1)-th part of the
     row's positions; without SPLIT this is at most one part. Rows without a context get zeros."""
@@ -94,7 +95,9 @@ def _decode(
     for part in range(tl.program_id(1), parts, tl.num_programs(1)):
         span = tl.maximum(low, begin + part * length), tl.minimum(context, begin + (part + 1) * length), context - 1
         nothing = empty_softmax(ROWS, block_of(SHAPE.value_dim))
-        state = _attend(nothing, queries, context, keys, span, (scale, cap, window), SHAPE, PAGES, COLUMNS, "decode")
+        state = _attend(
+            nothing, queries, context, keys, span, (scale, cap, window), SHAPE, PAGES, COLUMNS, AHEAD, "decode"
+        )
         if parts == 1:
             _store(out_ptr + inner, _with_sinks(state, sinks_ptr, first + member, is_member, SHAPE), mask)
         else:
@@ -132,6 +135,7 @@ def _prefill(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Attend for one key-value head and a tile of ROWS (token, head of the group) pairs of one row.
 
@@ -171,7 +175,7 @@ def _prefill(
         for part in range(low // SPLIT, tl.cdiv(end, SPLIT)):
             span = tl.maximum(low, part * SPLIT), tl.minimum(end - part * SPLIT, SPLIT) + part * SPLIT, first
             made = empty_softmax(ROWS, block_of(SHAPE.value_dim))
-            made = _attend(made, queries, position, keys, span, numbers, SHAPE, PAGES, COLUMNS, "edge")
+            made = _attend(made, queries, position, keys, span, numbers, SHAPE, PAGES, COLUMNS, AHEAD, "edge")
             state = merge_softmax(state, made)
     else:
         whole = low
@@ -179,8 +183,10 @@ def _prefill(
         if not SHAPE.has_window and SHAPE.kind != "latent":
             whole = (first + 1) // COLUMNS * COLUMNS
             span = low, whole, first
-            state = _attend(state, queries, position, keys, span, numbers, SHAPE, PAGES, COLUMNS, "whole")
-        state = _attend(state, queries, position, keys, (whole, end, first), numbers, SHAPE, PAGES, COLUMNS, "edge")
+            state = _attend(state, queries, position, keys, span, numbers, SHAPE, PAGES, COLUMNS, AHEAD, "whole")
+        state = _attend(
+            state, queries, position, keys, (whole, end, first), numbers, SHAPE, PAGES, COLUMNS, AHEAD, "edge"
+        )
         state = _with_sinks(state, sinks_ptr, own, is_pair, SHAPE)
     value = tl.arange(0, block_of(SHAPE.value_dim))
     mask = is_pair[:, None] & (value < SHAPE.value_dim)[None, :]
@@ -246,9 +252,13 @@ def _attend(
     SHAPE: tl.constexpr,
     PAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
     MASK: tl.constexpr,
 ):
     """Update the softmax state of queries with the positions from `start` to `end` - 1.
+
+    AHEAD: load the numbers of the next block's pages one iteration ahead, so that the copies of its keys and values,
+    which tiles of three stages start early, need not wait for them; other tiles save the registers.
 
     MASK: "whole": all rows see all positions; "edge": a row sees the positions up to its own; "decode": all rows see
     the positions up to `end`. With SPLIT all blocks need a mask: without one the compiler would fuse the scaling and
@@ -260,15 +270,18 @@ def _attend(
     pointers, table_ptr = keys
     best, total, acc = state
     column = tl.arange(0, COLUMNS)
-    # The numbers of the next block's pages are loaded one iteration ahead, so that its loads need not wait for them.
-    page = page_numbers(table_ptr, start + column, start + column < end, PAGES)
+    if AHEAD:
+        page = page_numbers(table_ptr, start + column, start + column < end, PAGES)
     for block in range(start, end, COLUMNS):
         seen = block + column
         inside = seen < end
         if SHAPE.has_window:  # blocks before the window may belong to another request by now
             inside &= seen > first - window
+        if not AHEAD:
+            page = page_numbers(table_ptr, seen, inside, PAGES)
         cells = page_offsets(page, seen, PAGES)
-        page = page_numbers(table_ptr, seen + COLUMNS, seen + COLUMNS < end, PAGES)
+        if AHEAD:
+            page = page_numbers(table_ptr, seen + COLUMNS, seen + COLUMNS < end, PAGES)
         k, rotated, v = _load_keys(pointers, cells, seen, inside, SHAPE, MASK == "whole")
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         if SHAPE.rope:

@@ -101,6 +101,7 @@ def decode(
         SHAPE=shape,
         PAGES=layout_of(k_pages),
         SPLIT=split,
+        AHEAD=tile.num_stages > 2,
         **tile.constants(),
     )
 
@@ -137,5 +138,6 @@ def prefill(
         SHAPE=shape,
         PAGES=layout_of(k_pages),
         SPLIT=split,
+        AHEAD=tile.num_stages > 2,
         **tile.constants(),
     )

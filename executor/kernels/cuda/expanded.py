@@ -107,6 +107,7 @@ def _attend(q, latents, made, key_starts, batch, first_row, piece, scale, out) -
         SHAPE=shape,
         PAGES=layout_of(latents),
         SPLIT=0,
+        AHEAD=tile.num_stages > 2,
         **tile.constants(),
     )
 
