@@ -39,7 +39,8 @@ def decode_tile(num_rows: int, group: int, head_dim: int, itemsize: int, page_it
     if itemsize == 4:
         return Tile(rows, 16 if head_dim > 128 else 32, 4, 2, 2)
     if not current_card().has_wide_products:
-        stages = 3 if current_card().capability == (8, 0) else 2  # the others have little shared memory
+        # Cards after 8.0 have little shared memory.
+        stages = 3 if current_card().capability == (8, 0) or page_itemsize == 1 else 2
         return Tile(rows, 32, 4, stages, 3) if head_dim <= 128 else Tile(rows, 16, 8, 2, 2)
     if head_dim > 128:
         return Tile(rows, 32, 4, 3, 2)
@@ -72,14 +73,17 @@ def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: i
         return Tile(16, 16, 8, 1, 2)
     is_wide, is_narrow = current_card().has_wide_products, page_itemsize == 1
     # FP8 values pass through registers on their way to a product, and many rows leave none for them.
-    stages = 3 if is_wide else 2  # two leave no copy in flight while a block is computed
+    # Two stages leave no copy in flight while a block is computed.
+    stages = 3 if current_card().shared_bytes > 100 << 10 else 2
     if not is_single:
-        if is_narrow or current_card().capability[0] == 10:  # spills, or takes too much shared memory
+        if is_narrow or current_card().capability[0] != 9:  # spills, or takes too much shared memory
             stages = 2
         return Tile(64 if is_wide and not is_narrow else 32, 32 if is_wide or not is_narrow else 16, 8, stages)
     if is_narrow:
         return Tile(16, 32, 8, stages)
-    return Tile(16, 32, 4, stages, 2 if is_wide else 1) if num_heads <= 16 else Tile(32, 32, 8, stages)
+    if num_heads > 16:
+        return Tile(32, 32, 8, stages)
+    return Tile(16, 32, 4, stages, 2) if is_wide else Tile(16, 32, 8, stages)
 
 
 def expanded_tile(itemsize: int) -> Tile:
