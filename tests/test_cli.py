@@ -23,6 +23,7 @@ from penstock.engine.config import (
 from penstock.engine.options import given_options, options_of, size_bytes
 from penstock.engine.vllm_options import IGNORED, WITH_VALUE
 from penstock.executor.protocol import ExecutorConfig
+from tests.support.refusals import table
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -56,17 +57,7 @@ def test_every_command_has_help(command: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["serve", "/nowhere"], "there is no folder or .gguf file '/nowhere'"),
-        (["serve", "--port", "70000"], "port: 70000 given; expected `int` <= 65535"),
-        (["serve", "--drain-timeout", "-1"], "drain_timeout_s: -1.0 given; expected `float` >= 0.0"),
-        (["serve", "--max-num-seqs", "0"], "max_num_seqs: 0 given"),
-        (["serve", "--max-queued-requests", "-1"], "max_queued_requests: -1 given"),
-        (["serve", "--max-logprobs", "-1"], "max_logprobs: -1 given"),
-        (["serve", "--gpu-memory-utilization", "nan"], "gpu_memory_utilization: nan given"),
-        (["serve", "--api-key", ""], "api_keys: a key must be printable"),
-        (["route", "--backend", "http://127.0.0.1:1", "--api-key", ""], "api_keys: a key must be printable"),
-    ],
+    table(__file__, "mistakes"),
 )
 def test_a_mistake_is_one_line_that_names_it(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -78,26 +69,7 @@ def test_a_mistake_is_one_line_that_names_it(
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["serve", "--max-modellen", "5"], "--max-modellen: there is no such option; did you mean --max-model-len?"),
-        (["serve", "--enable-auto-tool-choise"], "did you mean --enable-auto-tool-choice?"),
-        (["serve", "--quantization=awq"], "--quantization: there is no such option"),
-        (["serve", "-pp", "2"], "-pp: there is no such option"),
-        (["serve", "--max-model", "5"], "--max-model: there is no such option; did you mean --max-model-len?"),
-        (["serve", "--no-enable-chunked-prefill"], "--no-enable-chunked-prefill: there is no such option"),
-        (
-            ["bench", "serve", "--ramp-up-strategy", "linear"],
-            "--ramp-up-strategy: it was removed; run the benchmark once",
-        ),
-        (["bench", "serve", "--burstiness", "2"], "--burstiness: it was removed; arrivals are a Poisson process"),
-        (["bench", "throughput", "--n", "2"], "--n: a field of each request"),
-        (["bench", "serve", "--structured-ratio=1"], "--structured-ratio: it was removed; give all requests"),
-        (["serve", "--response-store", "f"], "--response-store: it was removed; responses are stored in memory"),
-        (["serve", "--max-responses=5"], "--max-responses: it was removed; responses are stored in memory"),
-        (["bench", "serve", "--num-prompt", "5"], "--num-prompt: there is no such option; did you mean --num-prompts?"),
-        (["serve", "--verify-blocks", "1000"], "--verify-blocks: it was removed; `penstock prove` compares"),
-        (["route", "--backand", "http://127.0.0.1:1"], "--backand: there is no such option; did you mean --backend?"),
-    ],
+    table(__file__, "unknown options"),
 )
 def test_an_option_that_is_not_known_here_is_named_by_its_command_with_what_to_use(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]

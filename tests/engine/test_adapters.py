@@ -14,6 +14,7 @@ from penstock.executor.protocol import AdapterError, ExecutorConfig
 from tests.engine.test_llm import folder as folder
 from tests.support.oracle import OracleExecutor
 from tests.support.oracle_engine import OracleLLM
+from tests.support.refusals import table
 from tests.support.simulation import submit
 
 PROMPT = list(range(40))
@@ -222,14 +223,7 @@ def test_without_enable_lora_adapters_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"max_loras": 4}, "max_loras: given; it requires enable_lora"),
-        ({"max_lora_rank": 8}, "max_lora_rank: given; it requires enable_lora"),
-        ({"enable_lora": True, "max_loras": 0}, "max_loras: 0 given"),
-        ({"enable_lora": True, "max_lora_rank": 512}, "max_lora_rank: 512 given"),
-        ({"enable_lora": True, "max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras: 4 given; at least max_loras .8"),
-        ({"enable_lora": True, "fully_sharded_loras": True}, "fully_sharded_loras: there is no such option"),
-    ],
+    table(__file__, "adapters"),
 )
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

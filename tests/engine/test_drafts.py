@@ -12,6 +12,7 @@ from penstock.engine.core.drafts import WINDOW, find_repeat
 from penstock.executor.protocol import Sampling
 from tests.engine.test_scheduler import storm
 from tests.engine.test_tiers import tier_storm
+from tests.support.refusals import table
 from tests.support.simulation import BLOCK_SIZE, World, alone, submit
 
 NGRAM = SpeculativeConfig(method="ngram")
@@ -228,21 +229,7 @@ def test_random_worlds_with_drafts_keep_every_invariant_and_every_token() -> Non
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [
-        ({}, "^speculative_config.method: the field is required"),
-        ({"method": "eagle"}, "method: 'eagle' given; only 'ngram' is supported"),
-        ({"method": "ngram", "model": "x"}, "unknown field `model`"),
-        (
-            {"method": "ngram", "num_speculative_tokens": 0},
-            "speculative_config.num_speculative_tokens: 0 given; expected `int` >= 1",
-        ),
-        ({"method": "ngram", "num_speculative_tokens": 65}, "num_speculative_tokens: 65 given; expected `int` <= 64"),
-        (
-            {"method": "ngram", "prompt_lookup_min": 5},
-            r"prompt_lookup_min: 5 given; it must be at most prompt_lookup_max \(4\)",
-        ),
-        ({"method": "ngram", "max_draft_rows": 0}, "speculative_config.max_draft_rows: 0 given; expected `int` >= 1"),
-    ],
+    table(__file__, "drafts"),
 )
 def test_what_cannot_be_meant_is_refused_by_name_and_limit(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

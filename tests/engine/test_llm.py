@@ -22,6 +22,7 @@ from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.protocol import StepResult
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.oracle_engine import OracleLLM
+from tests.support.refusals import table
 from tests.support.simulation import alone, submit
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -179,21 +180,7 @@ def test_a_share_of_a_gpu_that_is_not_there_is_said_to_be_without_effect(folder:
 
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
-    [
-        ([50], GREEDY, "prompt: token id 50 is outside the vocabulary, 0 to 49"),
-        ([3, -1], GREEDY, "prompt: token id -1 is outside the vocabulary"),
-        ([3, 2**40, -1], GREEDY, "prompt: token id 1099511627776 is outside the vocabulary"),
-        ([3, 2.0], GREEDY, "prompt: a list of token ids may hold integers only"),
-        ([[]], GREEDY, "prompt: the prompt is empty"),
-        ([[1] * 64], GREEDY, "prompt: 64 tokens"),
-        ("text", GREEDY, "skip_tokenizer"),
-        ([1], SamplingParams(temperature=float("nan")), "temperature: nan is out of range"),
-        ([1], SamplingParams(n=1000), "n: 1000 is out of range; it must be from 1 to 128"),
-        ([1], SamplingParams(stop_token_ids=[-1]), "stop_token_ids: -1"),
-        ([1], [GREEDY, GREEDY], "sampling_params: 2 given for 1 prompts"),
-        ([1], {"temperature": 0}, "sampling_params: dict given; a SamplingParams, or a list of them is expected"),
-        ([1], [{"temperature": 0}], "sampling_params: list given; a SamplingParams, or a list of them is expected"),
-    ],
+    table(__file__, "offline input", GREEDY=GREEDY, SamplingParams=SamplingParams),
 )
 def test_bad_input_names_the_field_and_the_limit_and_leaves_nothing_behind(
     llm: LLM, prompt: Any, params: Any, message: str
@@ -258,16 +245,7 @@ def test_the_progress_bar_counts_requests_and_tokens(llm: LLM, capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [
-        ({"max_seqs": 3}, "max_seqs: there is no such option"),
-        ({"block_size": 0}, "block_size: 0 given"),
-        ({"max_queued_requests": -1}, "max_queued_requests: -1 given; expected `int` >= 0"),
-        ({"patience_s": -1.0}, "patience_s: -1.0 given; expected `float` >= 0"),
-        ({"patience_s": float("nan")}, "patience_s: nan given"),
-        ({"max_num_seqs": 300, "max_num_batched_tokens": 200}, "max_num_batched_tokens: 200 is less"),
-        ({"dtype": "int3"}, "int3"),
-        ({"verify_blocks": 9}, "verify_blocks: it was removed; `penstock prove` .* checksum"),
-    ],
+    table(__file__, "offline options"),
 )
 def test_options_that_cannot_be_used_are_named(folder: Path, option: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -357,14 +335,7 @@ def test_a_callers_bar_that_fails_costs_the_call_and_not_the_engine(llm: LLM) ->
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [
-        ({"stop": 5}, "stop: 5 given; a text or a list"),
-        ({"stop": ["a", 5]}, r"stop: \['a', 5\] given; a text or a list"),
-        ({"stop_token_ids": 5}, "stop_token_ids: 5 given; a list of token ids"),
-        ({"allowed_token_ids": 5}, "allowed_token_ids: 5 given"),
-        ({"banned_token_ids": ["a"]}, "banned_token_ids: str given; an integer"),
-        ({"logit_bias": [1]}, r"logit_bias: \[1\] given; biases by token id"),
-    ],
+    table(__file__, "offline types"),
 )
 def test_parameters_of_another_type_are_refused_by_name(llm: LLM, given: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):

@@ -14,6 +14,7 @@ from penstock.engine.sampling_params import (
     SamplingParams,
     StructuredOutputs,
 )
+from tests.support.refusals import table
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -47,18 +48,14 @@ def test_one_form_is_accepted_and_survives_the_wire(fields: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(
     ("fields", "field", "words"),
-    [
-        ({}, "structured_outputs", "nothing given; exactly one of json, json_object"),
-        ({"json_object": False}, "structured_outputs", "nothing given"),
-        ({"json": {}, "regex": "a"}, "structured_outputs", "json, regex given"),
-        ({"regex": ""}, "structured_outputs.regex", "0 characters"),
-        ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "structured_outputs.regex", f"1 to {MAX_GRAMMAR_CHARS} are allowed"),
-        ({"choice": []}, "structured_outputs.choice", f"0 texts; 1 to {MAX_CHOICES}"),
-        ({"choice": ["a"] * (MAX_CHOICES + 1)}, "structured_outputs.choice", f"{MAX_CHOICES + 1} texts"),
-        ({"choice": ["a", ""]}, "structured_outputs.choice", "at least one character"),
-        ({"json": nested(MAX_GRAMMAR_DEPTH + 1)}, "structured_outputs.json", f"more than {MAX_GRAMMAR_DEPTH} deep"),
-        ({"json": nested(100_000)}, "structured_outputs.json", "deep"),
-    ],
+    table(
+        __file__,
+        "structured outputs",
+        MAX_CHOICES=MAX_CHOICES,
+        MAX_GRAMMAR_CHARS=MAX_GRAMMAR_CHARS,
+        MAX_GRAMMAR_DEPTH=MAX_GRAMMAR_DEPTH,
+        nested=nested,
+    ),
 )
 def test_any_other_is_refused_with_the_field_and_the_limit(fields: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:

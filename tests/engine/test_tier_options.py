@@ -17,6 +17,7 @@ from penstock.executor.protocol import ExecutorError
 from tests.support.oracle import OracleExecutor
 from tests.support.oracle_engine import OracleLLM
 from tests.support.peer_rig import free_addresses, until
+from tests.support.refusals import table
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 PROMPTS = [[number, *range(40)] for number in range(8)]
@@ -60,26 +61,7 @@ def test_sizes_are_numbers_or_texts(folder: Path, size: int | str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"kv_host_bytes": "8 gallons"}, "kv_host_bytes: '8 gallons' is not a size"),
-        ({"kv_host_bytes": 0}, "kv_host_bytes: 0 given"),
-        ({"kv_host_bytes": -5}, "kv_host_bytes: -5 given"),
-        ({"kv_host_bytes": 1.5}, "kv_host_bytes: 1.5 given"),
-        ({"kv_host_bytes": True}, "kv_host_bytes: True given"),
-        ({"kv_disk_path": "somewhere"}, "kv_disk_bytes: not given; it is required with kv_disk_path .'somewhere'"),
-        ({"kv_disk_bytes": "1GiB"}, "kv_disk_path: not given; it is required with kv_disk_bytes .1073741824"),
-        ({"kv_disk_path": 7, "kv_disk_bytes": "1GiB"}, "kv_disk_path"),
-        ({"kv_peers": "127.0.0.1:9100"}, "kv_peers: '127.0.0.1:9100' given; expected `array`"),
-        ({"kv_peers": 5}, "kv_peers: 5 given; expected `array`"),
-        ({"kv_peers": [5]}, "kv_peers\\[0\\]: 5 given; expected `str`"),
-        ({"kv_peer_listen": 9100}, "kv_peer_listen: 9100 given; expected `str`"),
-        ({"kv_peers": ["127.0.0.1:9100"] * 2}, "kv_peers: .* different HOST:PORT"),
-        ({"kv_peers": ["127.0.0.1"]}, "kv_peers: '127.0.0.1' given; HOST:PORT"),
-        ({"kv_peer_listen": "127.0.0.1:0"}, "kv_peer_listen: port 0 given"),
-        ({"kv_peers": ["10.0.0.5:9100"]}, "kv_peer_secret_file: needed for 10.0.0.5:9100"),
-        ({"kv_peer_listen": "0.0.0.0:9100"}, "PENSTOCK_KV_PEER_SECRET"),
-        ({"kv_peer_listen": "127.0.0.1:9100", "kv_peer_secret_file": "/nowhere"}, "kv_peer_secret_file: '/nowhere'"),
-    ],
+    table(__file__, "tiers"),
 )
 def test_what_cannot_be_meant_is_refused_by_name(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

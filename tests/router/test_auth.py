@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.raw_http import exchange, status
+from tests.support.refusals import table
 from tests.support.router_fleet import RunningRouter, running_router, until
 from tests.support.router_stub import Stub, stub
 
@@ -72,16 +73,7 @@ def test_without_an_admin_key_nobody_changes_the_fleet(backend: Stub) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    [
-        "https://x:1",
-        "http://",
-        "http://x/path",
-        "http://u@x:1",
-        "http://x:1?q",
-        "http://x y:1",
-        "http://x:99999",
-        "file:///etc",
-    ],
+    table(__file__, "addresses"),
 )
 def test_a_replica_must_be_a_plain_address(router: RunningRouter, url: str) -> None:
     answer = ask(router, "POST", "/replicas", f"authorization: Bearer {ADMIN}", body=b'{"url":"%s"}' % url.encode())

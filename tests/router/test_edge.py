@@ -10,6 +10,7 @@ import pytest
 
 from penstock.engine.http.limits import Limits
 from tests.support.raw_http import connect, exchange, post, read_all, status
+from tests.support.refusals import table
 from tests.support.router_fleet import RunningRouter, running_router, until
 from tests.support.router_stub import Seen, Stub, whole
 
@@ -25,39 +26,7 @@ def router(backend: Stub) -> Iterator[RunningRouter]:
 
 
 BODY = b'{"prompt":"abc"}'
-SMUGGLING = {
-    "length and coding": post(BODY, b"content-length: 16", b"transfer-encoding: chunked"),
-    "coding and length": post(BODY, b"transfer-encoding: chunked", b"content-length: 16"),
-    "two equal lengths": post(BODY, b"content-length: 16", b"content-length: 16"),
-    "two lengths": post(BODY, b"content-length: 16", b"content-length: 1"),
-    "a list of lengths": post(BODY, b"content-length: 16, 16"),
-    "a signed length": post(BODY, b"content-length: +16"),
-    "a negative length": post(BODY, b"content-length: -16"),
-    "a hexadecimal length": post(BODY, b"content-length: 0x10"),
-    "a length beyond 64 bits": post(BODY, b"content-length: 99999999999999999999999"),
-    "space before the colon": post(BODY, b"content-length : 16"),
-    "a folded header": post(BODY, b"content-length: 16\r\n x: y"),
-    "a bare line feed": post(BODY, b"content-length: 16\nx: y"),
-    "a bare carriage return": post(BODY, b"content-length: 16\rx: y"),
-    "a null in a name": post(BODY, b"content-length: 16\r\nx\x00: y"),
-    "a null in a value": post(BODY, b"content-length: 16\r\nx: \x00"),
-    "a header without a name": post(BODY, b"content-length: 16\r\n: y"),
-    "an unknown coding": post(BODY, b"transfer-encoding: xchunked"),
-    "a coding before chunked": post(b"0\r\n\r\n", b"transfer-encoding: gzip, chunked"),
-    "chunked twice": post(b"0\r\n\r\n", b"transfer-encoding: chunked", b"transfer-encoding: chunked"),
-    "a chunk size with a prefix": post(b"0x3\r\nabc\r\n0\r\n\r\n", b"transfer-encoding: chunked"),
-    "a chunk size with a space": post(b"3 \r\nabc\r\n0\r\n\r\n", b"transfer-encoding: chunked"),
-    "a chunk size with a sign": post(b"+3\r\nabc\r\n0\r\n\r\n", b"transfer-encoding: chunked"),
-    "a chunk size beyond 64 bits": post(b"fffffffffffffffff\r\nabc\r\n0\r\n\r\n", b"transfer-encoding: chunked"),
-    "a chunk longer than its size": post(b"3\r\nabcd\r\n0\r\n\r\n", b"transfer-encoding: chunked"),
-    "chunks with line feeds": post(b"3\nabc\n0\n\n", b"transfer-encoding: chunked"),
-    "two hosts": post(BODY, b"host: y", b"content-length: 16"),
-    "no host": post(BODY).replace(b"host: x\r\n", b""),
-    "a version from the future": post(BODY).replace(b"HTTP/1.1", b"HTTP/2.0"),
-    "an absolute target": post(BODY).replace(b"/v1/completions", b"http://other/v1/completions"),
-    "a tunnel": b"CONNECT other:80 HTTP/1.1\r\nhost: x\r\n\r\n",
-    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 100,
-}
+SMUGGLING: dict[str, bytes] = dict(table(__file__, "smuggling", post=post, BODY=BODY))
 
 
 @pytest.mark.parametrize("what", SMUGGLING)
@@ -156,14 +125,7 @@ def _read_by_h11(seen: Seen) -> bytes:
 
 @pytest.mark.parametrize(
     ("request_", "expected", "words"),
-    [
-        (post(BODY, b"expect: something"), 417, b"expect"),
-        (post(BODY).replace(b"application/json", b"text/plain"), 415, b"content-type"),
-        (post(b""), 400, b"valid JSON"),
-        (post(b'{"prompt":'), 400, b"valid JSON"),
-        (post(b'{"model":5}'), 400, b"model"),
-        (post(b'{"model":"other"}'), 404, b"other"),
-    ],
+    table(__file__, "fields", BODY=BODY, post=post),
 )
 def test_a_limit_is_named_with_its_field(router: RunningRouter, request_: bytes, expected: int, words: bytes) -> None:
     answer = exchange(router.port, request_)

@@ -10,6 +10,7 @@ from penstock.router.config import RouterConfig, resolve
 from penstock.router.serve import check_tokens
 from tests.support.engine_publisher import StandIn, answer_with, names_of, removed, stand_in, stored
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.refusals import table
 from tests.support.router_fleet import RunningRouter, running_router, until
 
 TEXT = "a long beginning " * 12
@@ -184,16 +185,7 @@ def test_each_replica_is_given_its_own_key(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [
-        ("http://h:1,events=5557,events=2", "each word once"),
-        ("http://h:1,colour=blue", "'colour=blue'"),
-        ("http://h:1,replay=5558", "replay without events"),
-        ("http://h:1,events=70000", "events='tcp://h:70000'"),
-        ("http://h:1,events=http://h:1", "a port, tcp://HOST:PORT"),
-        ("http://h:1,key=sk-123", "not the name of an environment variable"),
-        ("http://h:1,canary=0.1", "'canary=0.1' is no longer there"),
-        ("http://h:1,priority=lowest", "let the client or the gateway in front set"),
-    ],
+    table(__file__, "backends"),
 )
 def test_a_backend_that_is_written_wrongly_is_refused(text: str, part: str) -> None:
     with pytest.raises(RouteError) as error:

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.router.foreign_error import in_openais_form
 from penstock.router.http.heads import AnswerHead
+from tests.support.refusals import table
 from tests.support.router_fleet import RunningRouter, running_router
 from tests.support.router_stub import Stub, whole
 
@@ -19,17 +20,8 @@ def router(backend: Stub) -> Iterator[RunningRouter]:
 
 @pytest.mark.parametrize(
     ("body", "message"),
-    [
-        (b'{"object": "error", "message": "too long", "type": "BadRequestError", "code": 400}', "too long"),
-        (b'{"error": "model not loaded"}', "model not loaded"),
-        (b'{"detail": [{"loc": ["body", "n"], "msg": "not a number"}, {"msg": "and more"}]}', "body.n: not a number; and more"),
-        (b"Bad things happened\n", "Bad things happened"),
-        (b"\xff\x00", "\ufffd\x00"),
-        (b"", "the replica answered 400"),
-        (b"[" * 5000, "["),
-        (b"[" * 900 + b"]" * 900, ""),
-    ],
-)  # fmt: skip
+    table(__file__, "foreign errors"),
+)
 def test_what_is_wrong_stands_where_openais_clients_look(
     router: RunningRouter, backend: Stub, body: bytes, message: str
 ) -> None:

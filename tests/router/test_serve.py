@@ -15,6 +15,7 @@ from penstock.router.backend import RouteError, canonical_url
 from penstock.router.config import RouterConfig, resolve
 from tests.support.fork_server import ROOT
 from tests.support.raw_http import connect, post, read_all, status
+from tests.support.refusals import table
 from tests.support.router_fleet import mock_replicas, until
 
 ADMIN = {"authorization": "Bearer sk-admin"}
@@ -84,17 +85,7 @@ def test_the_second_signal_ends_it_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        ([], "backend: no replica is given, and without --admin-api-key none can be added"),
-        (["--backend", "ftp://x"], "backend: 'ftp://x' is not of the form http://HOST:PORT"),
-        (["--backend", "http://x:1", "--backend", "http://x:1/"], "given more than once"),
-        (["--port", "70000"], "port: 70000 given; expected `int` <= 65535"),
-        (["--backend", "http://x:1", "--retry-share", "2"], "retry_share: 2.0 given; expected `float` <= 1.0"),
-        (
-            ["--backend", "http://x:1", "--port", "0", "--tokenizer", "/no"],
-            "model: there is no folder or .gguf file '/no'",
-        ),
-    ],
+    table(__file__, "command lines"),
 )
 def test_what_cannot_run_is_said_in_one_line(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]

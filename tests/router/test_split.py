@@ -18,6 +18,7 @@ from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.serve import RouterProcess
 from penstock.router.split import form_with_hint, ids_of, prompt_of, splittable, with_hint
 from tests.support.raw_http import connect, post, status
+from tests.support.refusals import table
 from tests.support.router_fleet import RunningRouter, running_router, until
 from tests.support.router_stub import Answer, Seen, Stub, stub, whole
 
@@ -350,14 +351,7 @@ def test_a_null_hint_of_the_client_is_replaced() -> None:
 
 @pytest.mark.parametrize(
     ("path", "body", "expected"),
-    [
-        (COMPLETIONS, b'{"prompt":"a","echo":false,"prompt_logprobs":null}', True),
-        (CHAT, b'{"messages":[]}', True),
-        (COMPLETIONS, b'{"prompt":"a","echo":true}', False),
-        (CHAT, b'{"messages":[],"prompt_logprobs":0}', False),
-        (CHAT, b'{"messages":[],"messages":[]}', False),
-        ("/v1/embeddings", b'{"input":"a"}', False),
-    ],
+    table(__file__, "split", CHAT=CHAT, COMPLETIONS=COMPLETIONS),
 )
 def test_what_needs_every_position_computed_is_not_split(path: str, body: bytes, expected: bool) -> None:
     assert (splittable(path, body, None) is not None) is expected

@@ -19,6 +19,7 @@ from penstock.router.placement.policy import PolicyConfig
 from penstock.router.placement.prompts import CHAT, COMPLETIONS, PromptReader, RequestFields, Routable
 from penstock.router.placement.segments import SegmentCache
 from tests.support.fake_engine import byte_tokenizer, line_template
+from tests.support.refusals import table
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router
 from tests.support.router_stub import stub
 
@@ -97,27 +98,7 @@ def test_special_tokens_that_take_their_spaces_along_are_no_places_to_cut() -> N
 
 def test_answers_are_the_same_with_and_without_tokenizing(tokenizing: RunningRouter) -> None:
     plain = next(each.url for each in tokenizing.fleet.replicas.values())
-    bodies: list[dict[str, Any]] = [
-        {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0},
-        {"messages": [{"role": "user", "content": "x" * 5000}, {"role": "assistant", "content": "ab"}], "max_tokens": 8,
-         "temperature": 0, "continue_final_message": True},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "part"}]}], "max_tokens": 8, "temperature": 0,
-         "chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "high", "return_token_ids": True},
-        {"prompt": "abc<eos>def", "max_tokens": 8, "temperature": 0, "logprobs": 2},
-        {"prompt": "abc", "max_tokens": 8, "temperature": 0, "echo": True},
-        {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0, "echo": True},
-        {"prompt": ["ab", "cd"], "max_tokens": 8, "temperature": 0},
-        {"prompt": "abcdef", "max_tokens": 8, "temperature": 0, "truncate_prompt_tokens": 3},
-        {"messages": [{"role": "tool", "content": "x"}], "max_tokens": 8},
-        {"messages": [{"role": "user", "content": 5}]},
-        {"messages": []},
-        {"prompt": [1, 2, 1000]},
-        {"prompt": [-1]},
-        {"prompt": []},
-        {"prompt": "abc", "max_tokens": 8, "temperature": 0, "nonsense": 1},
-        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"add_generation_prompt": False}},
-    ]  # fmt: skip
-    for body in bodies:
+    for body in table(__file__, "bodies"):
         path = CHAT if "messages" in body else COMPLETIONS
         through = tokenizing.http.post(path, json=body)
         direct = tokenizing.http.post(plain + path, json=body)
@@ -146,22 +127,7 @@ USER = [{"role": "user", "content": "hello"}]
 
 @pytest.mark.parametrize(
     ("body", "is_exact"),
-    [
-        ({"messages": USER}, True),
-        ({"messages": USER, "temperature": 0.5, "stop": "x", "cache_salt": "s"}, True),
-        ({"messages": USER, "continue_final_message": True}, False),
-        ({"messages": USER, "tools": []}, False),
-        ({"messages": USER, "response_format": {"type": "text"}}, False),
-        ({"messages": USER, "truncate_prompt_tokens": 5}, False),
-        ({"messages": USER, "a_field_of_tomorrow": 1}, False),
-        ({"messages": USER, "chat_template_kwargs": {"tools": 1}}, False),
-        ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, False),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, False),
-        ({"prompt": "hello"}, True),
-        ({"prompt": "hello", "echo": True}, False),
-        ({"prompt": [1, 2, 3], "echo": True}, True),
-        ({"prompt": ["a", "b"]}, False),
-    ],
+    table(__file__, "exact ids", USER=USER),
 )
 def test_ids_are_sent_only_where_they_are_beyond_doubt(body: dict[str, Any], is_exact: bool) -> None:
     prepared = _prepared(body)

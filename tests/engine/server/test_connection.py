@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from penstock.executor.protocol import ModelInfo
-from tests.engine.server.refusals import table
 from tests.support.fake_engine import INFO, FakeEngine
+from tests.support.refusals import table
 from tests.support.running_server import MODEL, Running, exchange, read_all, running, until
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -111,7 +111,7 @@ def test_a_body_that_does_not_come_leaves_no_request_open(server: Running) -> No
 # What is not HTTP.
 
 
-@pytest.mark.parametrize("data", table("not http", HEAD=HEAD))
+@pytest.mark.parametrize("data", table(__file__, "not http", HEAD=HEAD))
 def test_what_is_not_http_is_answered_4xx_in_the_error_format(server: Running, data: bytes) -> None:
     with server.connect() as sock:
         sock.sendall(data)

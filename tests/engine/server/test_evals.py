@@ -11,9 +11,9 @@ import torch
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.front.client import AsyncEngine
 from penstock.executor.protocol import ExecutorConfig
-from tests.engine.server.refusals import table
 from tests.engine.server.test_answers import events
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.refusals import table
 from tests.support.running_server import MODEL, Running, running
 from tests.support.small_models import SIZES, random_model
 
@@ -160,7 +160,7 @@ def test_the_harness_may_tokenize_here(server: Running) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
-    table("reasons"),
+    table(__file__, "reasons"),
 )
 def test_what_is_not_served_is_refused_with_the_reason(server: Running, field: str, value: Any, reason: str) -> None:
     refused = server.complete(**{field: value})

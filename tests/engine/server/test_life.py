@@ -22,7 +22,7 @@ from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import Listener
 from penstock.engine.http.sockets import PortError, bind_sockets, listen
 from penstock.engine.server.server_config import ServerConfig, resolve
-from tests.engine.server.refusals import table
+from tests.support.refusals import table
 from tests.support.running_server import running, until
 
 PROGRAM = """
@@ -260,7 +260,7 @@ def test_a_port_that_is_taken_at_the_second_address_is_an_error(two_addresses: t
 
 @pytest.mark.parametrize(
     "settings, message",
-    table("settings", Limits=Limits),
+    table(__file__, "settings", Limits=Limits),
 )
 def test_settings_that_cannot_run_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.server.refusals import table
 from tests.support.peer_pair import SECRET, engine, is_connected
 from tests.support.peer_rig import free_addresses
+from tests.support.refusals import table
 from tests.support.running_server import Running, running, until
 
 PROMPT = "a prompt that is computed elsewhere " * 20 + "."
@@ -48,7 +48,7 @@ def test_chat_takes_the_same_hint(pair: tuple[Running, Running, str]) -> None:
 
 @pytest.mark.parametrize(
     ("params", "message"),
-    table("peers"),
+    table(__file__, "peers"),
 )
 def test_what_a_request_cannot_say_of_peers_is_refused(params: dict[str, Any] | str, message: str) -> None:
     with running() as server:

@@ -15,8 +15,8 @@ from penstock.engine.http.errors import MAX_MESSAGE_CHARS, HttpError
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import prompts
 from penstock.engine.text import prompt
-from tests.engine.server.refusals import table
 from tests.support.fake_engine import EOS, INFO, FakeEngine
+from tests.support.refusals import table
 from tests.support.running_server import Running, running, until
 
 
@@ -51,7 +51,7 @@ def refused(answer: httpx.Response, code: int = 400, param: str | None = None) -
 MESSAGE = {"role": "user", "content": "hello"}
 
 
-BAD_FIELDS = table("fields")  # (field, value), refused by completions and by chat
+BAD_FIELDS = table(__file__, "fields")  # (field, value), refused by completions and by chat
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
@@ -69,14 +69,14 @@ def test_a_field_out_of_range_or_of_another_endpoint_is_refused_by_name(server: 
 
 
 def test_fields_that_change_nothing_are_accepted(server: Running) -> None:
-    for field, value in table("harmless"):
+    for field, value in table(__file__, "harmless"):
         for send in (server.complete, server.chat):
             assert send(max_tokens=2, **{field: value}).status_code == 200, (field, value)
 
 
 @pytest.mark.parametrize(
     "field, value, param",
-    table("prompts"),
+    table(__file__, "prompts"),
 )
 def test_a_bad_prompt_or_completion_field_is_refused_by_name(
     server: Running, field: str, value: Any, param: str
@@ -88,7 +88,7 @@ def test_a_bad_prompt_or_completion_field_is_refused_by_name(
 
 @pytest.mark.parametrize(
     "fields, param",
-    table("conversations", MESSAGE=MESSAGE),
+    table(__file__, "conversations", MESSAGE=MESSAGE),
 )
 def test_a_bad_conversation_is_refused_by_place(server: Running, fields: dict[str, Any], param: str) -> None:
     answer = server.chat(**fields)
@@ -98,7 +98,7 @@ def test_a_bad_conversation_is_refused_by_place(server: Running, fields: dict[st
 
 @pytest.mark.parametrize(
     "path, body, param",
-    table("endpoints", MESSAGE=MESSAGE),
+    table(__file__, "endpoints", MESSAGE=MESSAGE),
 )
 def test_the_other_endpoints_refuse_by_name_too(server: Running, path: str, body: dict[str, Any], param: str) -> None:
     answer = server.post(path, body)
@@ -111,7 +111,7 @@ def test_the_other_endpoints_refuse_by_name_too(server: Running, path: str, body
 
 @pytest.mark.parametrize(
     "body",
-    table("bodies"),
+    table(__file__, "bodies"),
 )
 def test_a_body_that_is_not_a_proper_json_object_is_refused(server: Running, body: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"):

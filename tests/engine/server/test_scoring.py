@@ -21,8 +21,8 @@ from penstock.engine.server import scoring
 from penstock.engine.server.call import Call
 from penstock.engine.text.template import ChatTemplate
 from penstock.executor.protocol import ExecutorConfig, LabelInfo
-from tests.engine.server.refusals import table
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.refusals import table
 from tests.support.running_server import MODEL, Running, running
 from tests.support.small_models import SIZES, randomize
 
@@ -132,7 +132,7 @@ def test_inputs_are_classified(server: Running, model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("path", "body", "param"),
-    table("scoring"),
+    table(__file__, "scoring"),
 )
 def test_what_cannot_be_scored_is_refused_by_name(server: Running, path: str, body: dict[str, Any], param: str) -> None:
     refused = server.post(path, body)

@@ -12,9 +12,9 @@ from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_tra
 
 from penstock.engine.http import telemetry, tracing
 from penstock.engine.http.telemetry import Telemetry, check, traces_url
-from tests.engine.server.refusals import table
 from tests.support.collector import PARENT, TRACE, Collector, collecting, traced
 from tests.support.fake_engine import FakeEngine
+from tests.support.refusals import table
 from tests.support.running_server import MODEL, Running, running, until
 
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
@@ -274,7 +274,7 @@ def test_the_sdks_environment_names_the_service_adds_headers_and_samples(
 
 @pytest.mark.parametrize(
     ("said", "message"),
-    table("collectors", Telemetry=Telemetry),
+    table(__file__, "collectors", Telemetry=Telemetry),
 )
 def test_what_is_no_collector_is_refused_by_name(said: Telemetry, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):

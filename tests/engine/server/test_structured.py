@@ -14,11 +14,11 @@ from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.template import ChatTemplate
 from penstock.executor.protocol import ExecutorConfig
-from tests.engine.server.refusals import table
 from tests.engine.server.test_answers import events
 from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.oracle_engine import oracle_engine
+from tests.support.refusals import table
 from tests.support.running_server import Running, running
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}}, "required": ["a"], "additionalProperties": False}
@@ -92,7 +92,7 @@ def test_a_one_of_may_be_taken_for_any_of_in_one_request_or_in_all(fake: Running
 
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
-    table("grammars"),
+    table(__file__, "grammars"),
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_a_grammar_is_a_400_that_says_where_before_anything_is_streamed(

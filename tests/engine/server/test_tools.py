@@ -14,9 +14,9 @@ from penstock.engine.server.conversation import MAX_PAST_CALLS
 from penstock.engine.server.tool_choice import MAX_SCHEMA_BYTES, MAX_TOOLS
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tools.harmony import TOKENS as HARMONY_TOKENS
-from tests.engine.server.refusals import table
 from tests.support.chat_samples import HARMONY, MISTRAL_CALLS, QWEN3
 from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer, line_template
+from tests.support.refusals import table
 from tests.support.running_server import MODEL, Running, running
 
 MARKS = ("[TOOL_CALLS]", "[ARGS]", *HARMONY_TOKENS)  # special tokens of their models, unlike <tool_call> and <think>
@@ -351,6 +351,7 @@ def past(*ids: str, role: str = "assistant", arguments: str = "{}", name: str = 
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     table(
+        __file__,
         "calls",
         tool=tool,
         past=past,

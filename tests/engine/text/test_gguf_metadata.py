@@ -9,6 +9,7 @@ import pytest
 
 from penstock.engine.model_files import ModelRefused
 from penstock.engine.text.gguf_tokenizer import read_gguf_metadata
+from tests.support.refusals import table
 
 HEADER = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1)
 
@@ -48,27 +49,7 @@ def test_every_type_of_value_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [
-        (b"", "cannot be read"),
-        (b"GGUF", "header: needs 4 bytes at 4"),
-        (struct.pack("<4sIQQ", b"GGML", 3, 0, 0), "starts with b'GGML'"),
-        (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "version 0x3000000"),
-        (struct.pack("<4sIQQ", b"GGUF", 1, 0, 0), "version 0x1;"),
-        (struct.pack("<4sIQQ", b"GGUF", 3, 0, 2**63), "key count 9223372036854775808; at most 0 are possible"),
-        (HEADER, "key count 1; at most 0 are possible"),
-        (HEADER + struct.pack("<QQ", 2**62, 0), "a string of 4611686018427387904 bytes; at most 65535"),
-        (HEADER + struct.pack("<Q", 1000) + b"12345", "needs 1000 bytes at 32"),
-        (HEADER + struct.pack("<Q", 1) + b"\xff" + struct.pack("<IB", 0, 1), "a string is not UTF-8"),
-        (HEADER + text("k") + struct.pack("<I", 99), "value type 99"),
-        (HEADER + text("k") + struct.pack("<I", 4) + b"\0", "needs 4 bytes at 37"),
-        (HEADER + text("k") + struct.pack("<IIQ", 9, 8, 2**60), "array length 1152921504606846976; at most 0"),
-        (HEADER + text("k") + struct.pack("<IIQ", 9, 5, 1000), "array length 1000; at most 0"),
-        (HEADER + text("k") + struct.pack("<IIQQQ", 9, 8, 2, 2**63, 0), "a string of 9223372036854775808 bytes"),
-        (HEADER + text("k") + struct.pack("<IIQ", 9, 8, 2) + text("x"), "array length 2; at most 1"),
-        (HEADER + text("k") + struct.pack("<IIQQ", 9, 8, 2, 1) + b"\xff" + text("x"), "a string is not UTF-8"),
-        (HEADER + text("k") + struct.pack("<IIQ", 9, 8, 2) + text("x") + struct.pack("<Q", 2**63), "a string of 9"),
-        (HEADER + text("k") + struct.pack("<IIQ", 9, 9, 1), "array of value type 9"),
-    ],
+    table(__file__, "gguf files", HEADER=HEADER, struct=struct, text=text),
 )
 def test_a_file_that_lies_is_refused_before_its_numbers_are_used(tmp_path: Path, content: bytes, sentence: str) -> None:
     (tmp_path / "m.gguf").write_bytes(content)

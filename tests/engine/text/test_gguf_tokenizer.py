@@ -15,6 +15,7 @@ from penstock.engine.text.load_tokenizer import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import text_samples as samples
 from tests.support.default_file import default_file
+from tests.support.refusals import table
 
 gguf = import_module("gguf")
 
@@ -207,15 +208,7 @@ def test_chat_templates_come_along_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
-    [
-        ({"pre": "mystery"}, "tokenizer.ggml.pre is 'mystery', .* supported are chatglm-bpe, codeshell"),
-        ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; supported are 'gpt2', 'llama'"),
-        ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is not a list of str"),
-        ({"tokens": ["a", "b" * 1025]}, "has one of 1025 characters; at most 1024"),
-        ({"token_type": [1]}, r"lists \d+ tokens, 1 types and \d+ scores"),
-        ({"merges": ["ab"]}, "merges has 'ab'; two tokens with a space between"),
-        ({"merges": ["no such"]}, "the vocabulary and the merges do not belong together"),
-    ],
+    table(__file__, "vocabularies"),
 )
 def test_a_vocabulary_that_cannot_be_trusted_is_refused(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     path, _, _ = byte_level_file(tmp_path / "m.gguf", **{"pre": "qwen2", **changes})

@@ -17,6 +17,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import chat_samples
 from tests.support import text_samples as samples
 from tests.support.default_file import needs_model
+from tests.support.refusals import table
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 ECHO = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
@@ -152,25 +153,7 @@ def test_the_caller_s_messages_are_not_changed() -> None:
 
 @pytest.mark.parametrize(
     ("messages", "field", "sentence"),
-    [
-        ([], "messages", "a list of at least one message"),
-        ("hi", "messages", "a list of at least one message"),
-        (["hi"], "messages[0]", "str given; an object with role and content"),
-        ([{"content": "x"}], "messages[0].role", "a name of 1 to 64 characters"),
-        ([{"role": "u" * 65, "content": "x"}], "messages[0].role", "a name of 1 to 64 characters"),
-        ([{"role": "user", "content": 7}], "messages[0].content", "int given; a string or a list of text parts"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type", "only 'text' is"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text", "a string is expected"),
-        ([{"role": "user", "content": [7]}], "messages[0].content[0].type", "'int' is not supported"),
-        ([{"role": "user", "content": "\ud800"}], "messages[0].content", "half of a surrogate pair at character 0"),
-        ([{"role": "user", "content": "x", "name": b"y"}], "messages[0]", "holds a bytes; only JSON values"),
-        ([{"role": "a", "tool_calls": [7]}], "messages[0].tool_calls", "a list of objects"),
-        (
-            [{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}],
-            "messages[0].tool_calls[0].function.arguments",
-            "not valid JSON",
-        ),
-    ],
+    table(__file__, "messages"),
 )
 def test_a_malformed_message_is_answered_with_its_place(messages: Any, field: str, sentence: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -188,15 +171,7 @@ def nested(depth: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("options", "field", "sentence"),
-    [
-        ({"tools": {}}, "tools", "a list of objects"),
-        ({"tools": [{"x": nested(100)}]}, "tools", "nested more than 64 levels deep"),
-        ({"documents": ["x"]}, "documents", "a list of objects"),
-        ({"x": object()}, "chat_template_kwargs", "holds a object"),
-        ({"bos_token": "x"}, "chat_template_kwargs", "'bos_token' is given by the server"),
-        ({"messages": []}, "chat_template_kwargs", "'messages' is given by the server"),
-        ({"continue_final_message": True}, "continue_final_message", "cannot be combined"),
-    ],
+    table(__file__, "options", nested=nested),
 )
 def test_a_bad_option_is_answered_with_its_name(options: dict[str, Any], field: str, sentence: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
