@@ -19,9 +19,8 @@ from tests.support.running_server import running, until
 
 KEY, OTHER = "sk-client", "sk-other"
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")
-LIMITS = Limits(
-    max_header_bytes=4096, max_body_bytes=10_000, header_timeout_s=0.5, body_timeout_s=0.5, max_connections=20
-)
+SMALL = Limits(max_header_bytes=4096, max_body_bytes=10_000, max_connections=20)
+HASTY = Limits(header_timeout_s=0.5, body_timeout_s=0.5)
 
 
 class Edge(NamedTuple):
@@ -61,8 +60,14 @@ def keyed(request: pytest.FixtureRequest) -> Iterator[Edge]:
 
 
 @pytest.fixture(scope="module", params=["server", "router"])
-def limited(request: pytest.FixtureRequest) -> Iterator[Edge]:
-    with serving(request.param, limits=LIMITS) as edge:
+def small(request: pytest.FixtureRequest) -> Iterator[Edge]:
+    with serving(request.param, limits=SMALL) as edge:
+        yield edge
+
+
+@pytest.fixture(scope="module", params=["server", "router"])
+def hasty(request: pytest.FixtureRequest) -> Iterator[Edge]:
+    with serving(request.param, limits=HASTY) as edge:
         yield edge
 
 
@@ -159,14 +164,14 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_headers_beyond_the_limit_are_answered_431_and_the_connection_ends(limited: Edge, flood: str) -> None:
+def test_headers_beyond_the_limit_are_answered_431_and_the_connection_ends(small: Edge, flood: str) -> None:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    answer = exchange(limited.port, FLOODS[flood])
+    answer = exchange(small.port, FLOODS[flood])
     assert status(answer) == 431
     assert b'"error":{"message":' in answer and b"headers" in answer and b"4096" in answer
     # The client's own megabytes are in this process too.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 20_000
-    assert is_serving(limited)
+    assert is_serving(small)
 
 
 CHUNK = b"2711\r\n" + b"x" * 10001 + b"\r\n"
@@ -180,10 +185,10 @@ LARGE = {
 
 
 @pytest.mark.parametrize("body", LARGE)
-def test_a_body_beyond_the_limit_is_answered_413(limited: Edge, body: str) -> None:
-    answer = exchange(limited.port, LARGE[body])
+def test_a_body_beyond_the_limit_is_answered_413(small: Edge, body: str) -> None:
+    answer = exchange(small.port, LARGE[body])
     assert status(answer) == 413 and b"10000 bytes" in answer
-    assert is_serving(limited)
+    assert is_serving(small)
 
 
 SLOW = {
@@ -195,23 +200,23 @@ SLOW = {
 
 
 @pytest.mark.parametrize("what", SLOW)
-def test_what_does_not_come_is_answered_408(limited: Edge, what: str) -> None:
-    with connect(limited.port) as sock:
+def test_what_does_not_come_is_answered_408(hasty: Edge, what: str) -> None:
+    with connect(hasty.port) as sock:
         sock.sendall(SLOW[what])
         answer = read_all(sock)
     assert status(answer) == 408 and (b"headers" if "headers" in what else b"body") in answer
 
 
-def test_the_headers_of_a_later_request_have_no_more_time_than_the_first_ones(limited: Edge) -> None:
-    with connect(limited.port) as sock:
+def test_the_headers_of_a_later_request_have_no_more_time_than_the_first_ones(hasty: Edge) -> None:
+    with connect(hasty.port) as sock:
         sock.sendall(GET + b"\r\n")
         assert status(sock.recv(65536)) == 200
         sock.sendall(SLOW["headers"])
         assert status(read_all(sock)) == 408
 
 
-def test_a_trickling_body_does_not_get_more_time_than_a_silent_one(limited: Edge) -> None:
-    with connect(limited.port) as sock:
+def test_a_trickling_body_does_not_get_more_time_than_a_silent_one(hasty: Edge) -> None:
+    with connect(hasty.port) as sock:
         sock.sendall(HEAD + b"content-length: 1000\r\n\r\n")
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for _ in range(100):
@@ -220,27 +225,27 @@ def test_a_trickling_body_does_not_get_more_time_than_a_silent_one(limited: Edge
         assert status(read_all(sock)) == 408
 
 
-def test_a_silent_connection_is_closed_without_a_word(limited: Edge) -> None:
-    with connect(limited.port) as sock:
+def test_a_silent_connection_is_closed_without_a_word(hasty: Edge) -> None:
+    with connect(hasty.port) as sock:
         assert read_all(sock) == b""
 
 
-def test_an_expectation_is_met(limited: Edge) -> None:
+def test_an_expectation_is_met(small: Edge) -> None:
     head, _, body = post(b'{"prompt":"abc"}', b"expect: 100-continue").partition(b"\r\n\r\n")
-    with connect(limited.port) as sock:
+    with connect(small.port) as sock:
         sock.sendall(head + b"\r\n\r\n")
         assert sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
         sock.sendall(body)
         assert status(read_all(sock)) == 200
 
 
-def test_connections_beyond_the_limit_are_told_so_and_places_are_given_back(limited: Edge) -> None:
-    until(lambda: limited.num_connections() == 0)
+def test_connections_beyond_the_limit_are_told_so_and_places_are_given_back(small: Edge) -> None:
+    until(lambda: small.num_connections() == 0)
     with contextlib.ExitStack() as stack:
-        held: list[socket.socket] = [stack.enter_context(connect(limited.port)) for _ in range(20)]
-        until(lambda: limited.num_connections() == len(held))
-        with connect(limited.port) as sock:
+        held: list[socket.socket] = [stack.enter_context(connect(small.port)) for _ in range(20)]
+        until(lambda: small.num_connections() == len(held))
+        with connect(small.port) as sock:
             answer = read_all(sock)
         assert status(answer) == 503 and b"max-connections" in answer
-    until(lambda: limited.num_connections() == 0)
-    assert is_serving(limited)
+    until(lambda: small.num_connections() == 0)
+    assert is_serving(small)
