@@ -8,17 +8,19 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from functools import partial
 
 import msgspec
 
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import EngineConfig
+from penstock.engine.core.constraints import Constraints
 from penstock.engine.core.page_keys import PageKeys
 from penstock.engine.core.pause import PauseController
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler, refusal
 from penstock.engine.core.usable import UsableKeys
+from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.http.kv_stream import KEY_BYTES
 from penstock.engine.messages import CacheUpdate, KeyedBlock, Output, Stats, Submit
 from penstock.executor.protocol import (
@@ -31,11 +33,6 @@ from penstock.executor.protocol import (
     Step,
     step_deadline_s,
 )
-
-if TYPE_CHECKING:
-    from penstock.engine.core.constraints import Constraints
-    from penstock.engine.grammar.compiler import Compiler
-
 
 POLL_S = 0.0005  # interval of polling stores while nothing computes
 SETTLE_S = 3.0  # how long closing waits for the stores; shorter than the server waits for its core
@@ -50,7 +47,7 @@ class EngineCore:
         self,
         config: EngineConfig,
         executor: Executor,
-        make_compiler: "Callable[[], Compiler] | None" = None,
+        make_compiler: Callable[[], Compiler] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`make_compiler` is called for the first request with a grammar; without it, such requests are refused."""
@@ -66,7 +63,7 @@ class EngineCore:
         self.cache_log = CacheLog(pools, kv.keys)
         self._clock = clock
         self.last_step_tokens = 0  # tokens of the step that `step` collected
-        self.pauses = PauseController(self)
+        self.pauses = PauseController(executor, self.scheduler, partial(self.step, plans=False), self.begin)
         self._experts: ExpertUpdate | None = None
         self._adapters: Counter[str] = Counter()  # number of references; 0: unloaded after its last request
         # Read by the heartbeat thread; each is changed by one assignment.
@@ -114,8 +111,6 @@ class EngineCore:
             compiler = self._made_compiler()
             if compiler is None:
                 return refusal(message, "grammar: this engine has no tokenizer to constrain an answer with")
-            from penstock.engine.core.constraints import Constraints
-
             self._constraints = Constraints(self.scheduler, self.executor, compiler)
         return self._constraints.submit(message)
 
@@ -128,7 +123,7 @@ class EngineCore:
         if compiler is not None:
             compiler.warm()
 
-    def _made_compiler(self) -> "Compiler | None":
+    def _made_compiler(self) -> Compiler | None:
         if self._compiler is None and self._make_compiler is not None:
             self._compiler = self._make_compiler()
         return self._compiler

@@ -9,21 +9,26 @@ tokens, and their KV cache is recomputed. Block keys start from the fingerprint 
 weights can be hit in any tier.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
+from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.messages import EngineState, Output, PauseMode, Submit
-from penstock.executor.protocol import Part, SleepLevel, WeightsError
-
-if TYPE_CHECKING:
-    from penstock.engine.core.engine_core import EngineCore
+from penstock.executor.protocol import Executor, Part, SleepLevel, WeightsError
 
 
 class PauseController:
     """The pause state of one engine core, and the requests that arrive while a pause waits."""
 
-    def __init__(self, core: "EngineCore") -> None:
-        self._core = core
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        step: Callable[[], list[Output]],
+        begin: Callable[[Submit], Output | None],
+    ) -> None:
+        """`step` collects the oldest step in flight; `begin` queues a request that was held back."""
+        self._executor, self._scheduler = executor, scheduler
+        self._step, self._begin = step, begin
         self.is_paused = False
         self.asleep: list[Part] = []
         self.version = 0  # the number of weight updates
@@ -32,7 +37,7 @@ class PauseController:
 
     @property
     def state(self) -> EngineState:
-        return EngineState(self.version, self._core.info.fingerprint, self.is_paused, (*self.asleep,))
+        return EngineState(self.version, self._executor.info.fingerprint, self.is_paused, (*self.asleep,))
 
     @property
     def is_pausing(self) -> bool:
@@ -43,16 +48,16 @@ class PauseController:
         outputs of aborted requests. Does nothing if the engine is paused."""
         if self.is_paused:
             return []
-        requests = self._core.scheduler.requests
+        requests = self._scheduler.requests
         if mode == "wait" and requests:
             self._awaited = {*requests} if self._awaited is None else self._awaited
             return []
-        outputs = [self._core.abort(request_id) for request_id in [*requests]] if mode == "abort" else []
+        outputs = [self._scheduler.abort(request_id) for request_id in [*requests]] if mode == "abort" else []
         return [*filter(None, outputs), *self._stop()]
 
     def finish_pause(self) -> list[Output]:
         """Pause if the requests that the pause waits for have ended. The core calls this after every step."""
-        if self._awaited is None or not self._awaited.isdisjoint(self._core.scheduler.requests):
+        if self._awaited is None or not self._awaited.isdisjoint(self._scheduler.requests):
             return []
         return self._stop()
 
@@ -64,8 +69,8 @@ class PauseController:
     def drain(self) -> list[Output]:
         """Collect all steps in flight."""
         outputs: list[Output] = []
-        while self._core.scheduler.in_flight:
-            outputs += self._core.step(plans=False)
+        while self._scheduler.in_flight:
+            outputs += self._step()
         return outputs
 
     def resume(self) -> list[Output]:
@@ -77,7 +82,7 @@ class PauseController:
 
     def _submit_held(self) -> list[Output]:
         held, self._held = self._held, {}
-        return [*filter(None, map(self._core.begin, held.values()))]
+        return [*filter(None, map(self._begin, held.values()))]
 
     @property
     def held_adapters(self) -> set[str | None]:
@@ -95,9 +100,9 @@ class PauseController:
 
     def update_weights(self, path: str) -> None:
         """Replace the weights; call `drain` first. After a WeightsError the old weights stay in use."""
-        self._core.executor.update_weights(path)
+        self._executor.update_weights(path)
         self.version += 1
-        self._core.scheduler.change_model(self._core.info, self.version)
+        self._scheduler.change_model(self._executor.info, self.version)
         self.asleep = [part for part in self.asleep if part != "weights"]
 
     def sleep(self, level: SleepLevel) -> None:
@@ -105,10 +110,10 @@ class PauseController:
             raise WeightsError("sleep: the engine runs; pause comes first")
         if self.asleep:
             raise WeightsError(f"sleep: the engine sleeps already, without {' and '.join(self.asleep)}")
-        self._core.executor.sleep(level)
-        self._core.scheduler.change_model(self._core.info, self.version)
+        self._executor.sleep(level)
+        self._scheduler.change_model(self._executor.info, self.version)
         self.asleep = ["weights", "kv_cache"]
 
     def wake(self, parts: Sequence[Part]) -> None:
-        self._core.executor.wake(parts)
+        self._executor.wake(parts)
         self.asleep = [part for part in self.asleep if part not in parts]

@@ -11,12 +11,12 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
+from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.messages import (
     Abort,
     Connected,
@@ -47,9 +47,6 @@ from penstock.executor.protocol import (
     WeightsError,
 )
 from penstock.executors import open_executor
-
-if TYPE_CHECKING:
-    from penstock.engine.grammar.compiler import Compiler
 
 log = logging.getLogger("penstock.engine")
 
@@ -89,9 +86,8 @@ def main(open_executor: Callable[[ExecutorConfig, Callable[[str], None]], Execut
         context.destroy(linger=2000)
 
 
-def _compiler(config: ExecutorConfig, info: ModelInfo) -> "Compiler":
+def _compiler(config: ExecutorConfig, info: ModelInfo) -> Compiler:
     # Imported on first use: it needs llguidance, and many cores never get a request with a grammar.
-    from penstock.engine.grammar.compiler import Compiler
     from penstock.engine.grammar.vocabulary import load_vocabulary
 
     return Compiler(lambda: load_vocabulary(config, info))

@@ -7,15 +7,11 @@ import heapq
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from penstock.engine.core.request_kv import RequestKv, Tables
+from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.messages import FinishReason, Output, Submit
 from penstock.executor.protocol import Admission, Row, TokenLogprobs, is_penalized
-
-if TYPE_CHECKING:
-    from penstock.engine.grammar.matcher import Matcher
-
 
 NO_NEWS: tuple[int, tuple[int, ...], Tables, tuple[int, ...], tuple[int, ...]] = (0, (), (), (), ())
 
@@ -35,7 +31,7 @@ class Request:
     tokens: "array[int]"  # the prompt, then the answer
     max_tokens: int  # as requested, or as many as the context holds
     kv: RequestKv
-    matcher: "Matcher | None" = None  # follows `tokens`; None while the grammar is being compiled, or without one
+    matcher: Matcher | None = None  # follows `tokens`; None while the grammar is being compiled, or without one
 
     priority: int = field(init=False)  # the message's; preemption compares the priorities of running requests
     num_prompt: int = field(init=False)

@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,6 +23,7 @@ from penstock.engine.core.kv import Claim, Kv
 from penstock.engine.core.request import Request, WaitingQueue
 from penstock.engine.core.request_kv import RequestKv
 from penstock.engine.core.tiered_kv import TieredKv
+from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.executor.protocol import (
     NOTHING_LEFT,
@@ -33,10 +34,6 @@ from penstock.executor.protocol import (
     StepResult,
     TokenLogprobs,
 )
-
-if TYPE_CHECKING:  # it imports llguidance, which most engines never need
-    from penstock.engine.grammar.matcher import Matcher
-
 
 MOST_PASSED = 64  # requests that may wait for an adapter slot while later ones are admitted
 
@@ -86,7 +83,7 @@ class Scheduler:
         self._num_submitted = 0
         self._weights_version = 0
 
-    def submit(self, message: Submit, matcher: "Matcher | None" = None) -> Output | None:
+    def submit(self, message: Submit, matcher: Matcher | None = None) -> Output | None:
         """Queue a sequence; return its final output if it is refused. A sequence with a grammar but no matcher is held
         until `release` or `end`: it counts as waiting, keeps its position in the queue and can be aborted."""
         if message.request_id in self.requests:
@@ -125,7 +122,7 @@ class Scheduler:
         """Return the root of a request's block keys: blocks with other weights, adapters or salts never match."""
         return namespace_root(model=self.info.fingerprint, adapter=message.adapter, salt=message.cache_salt)
 
-    def release(self, request: Request, matcher: "Matcher") -> None:
+    def release(self, request: Request, matcher: Matcher) -> None:
         """Queue a held request after its grammar has been compiled."""
         del self.held[request]
         request.matcher = matcher
@@ -339,7 +336,7 @@ class Scheduler:
             self._drafter.look(request, len(tokens), sent, len(self.running))
         return request.output(tokens, reason, stop_token=stop_token, logprobs=logprobs)
 
-    def _jump(self, request: Request, matcher: "Matcher") -> list[int]:
+    def _jump(self, request: Request, matcher: Matcher) -> list[int]:
         """Append the tokens that the grammar forces next, so that one step computes all of them; return these tokens.
 
         If a step in flight still has to sample, it can sample only the first of them; the others are kept until then. A

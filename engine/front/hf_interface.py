@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.prompt import chat_prompt
-from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.template_messages import Message
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -29,6 +29,10 @@ class FamiliarTokenizer:
         self.bos_token_id, self.eos_token_id, self.pad_token_id = map(
             tokenizer.special_id, ("bos_token", "eos_token", "pad_token")
         )
+
+    def with_template(self, chat_template: str) -> "FamiliarTokenizer":
+        """Return this tokenizer with another chat template, given as its text or its file."""
+        return FamiliarTokenizer(self._tokenizer, load_template(self._tokenizer, chat_template))
 
     def __len__(self) -> int:
         return self.vocab_size

@@ -19,6 +19,7 @@ import msgspec
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer, OpenAnswers
+from penstock.engine.front.labels import asking_for, labels_of, shown
 from penstock.engine.front.offline_call import (
     Bar,
     LoadedAdapters,
@@ -46,6 +47,9 @@ from penstock.engine.front.results import (
     pooled,
 )
 from penstock.engine.front.submit import Pooling, begin_answer
+from penstock.engine.grammar.compiler import Compiler, GrammarRefused
+from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Output
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
@@ -56,9 +60,8 @@ from penstock.executor.protocol import ModelInfo, Part, Pooled, SleepLevel
 from penstock.executor.shared_tensors import SharedTensors
 from penstock.executors import open_executor
 
-if TYPE_CHECKING:  # `from penstock import LLM` imports neither jinja2 nor llguidance
+if TYPE_CHECKING:  # `from penstock import LLM` does not import jinja2
     from penstock.engine.front.hf_interface import FamiliarTokenizer
-    from penstock.engine.grammar.compiler import Compiler
     from penstock.engine.text.template import ChatTemplate
 
 
@@ -67,7 +70,7 @@ class LLM:
     after another."""
 
     _core: EngineCore | None = None  # a class attribute: `__del__` runs even if `__init__` refused its arguments
-    _compiler: "Compiler | None" = None
+    _compiler: Compiler | None = None
     _open_executor = staticmethod(open_executor)
 
     def __init__(
@@ -142,14 +145,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
-
-        from penstock.engine.front.hf_interface import FamiliarTokenizer
-        from penstock.engine.text.template import load_template
-
         if self.tokenizer is None:
             raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
-        template = self.template if chat_template is None else load_template(self.tokenizer, chat_template)
-        tokenizer = FamiliarTokenizer(self.tokenizer, template)
+        tokenizer = self.get_tokenizer()
+        if chat_template is not None:
+            tokenizer = tokenizer.with_template(chat_template)
         many: list[Messages] = messages if messages and isinstance(messages[0], list) else [messages]  # type: ignore
         texts = [
             tokenizer.prompt(
@@ -192,8 +192,7 @@ class LLM:
     ) -> list[PooledRequestOutput[ScoringOutput]]:
         """Return how well pairs of texts match: one text with each of several, or each with its own. The model must have a
         head of one label, or tokens for no and yes."""
-
-        from penstock.engine.front.labels import labels_of, pair_prompts
+        from penstock.engine.text.prompt import pair_prompts
 
         labels_of(self.info, is_scored=True)
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
@@ -204,9 +203,6 @@ class LLM:
     def _label(
         self, prompts: list[Prompt], use_tqdm: Bar, show: Callable[[list[float]], Shown]
     ) -> list[PooledRequestOutput[Shown]]:
-
-        from penstock.engine.front.labels import asking_for, labels_of, shown
-
         labels = labels_of(self.info)
         params = asking_for(labels, self.tokenizer)
         return self._pool(prompts, params, "labels", use_tqdm, lambda numbers: show(shown(labels, numbers)))
@@ -303,10 +299,6 @@ class LLM:
         if tokenizer is None:
             self._core = EngineCore(config, executor)
             return
-
-        from penstock.engine.grammar.compiler import Compiler
-        from penstock.engine.grammar.vocabulary import GrammarVocabulary
-
         vocab_size = executor.info.vocab_size
         compiler = self._compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
         self._core = EngineCore(config, executor, lambda: compiler)
@@ -397,10 +389,6 @@ class LLM:
             return None
         if self.tokenizer is None or self._compiler is None:
             raise InvalidRequest("structured_outputs", "needs a tokenizer, but skip_tokenizer=True")
-
-        from penstock.engine.grammar.compiler import GrammarRefused
-        from penstock.engine.grammar.source import grammar_source
-
         source = grammar_source(wanted, self.tokenizer.special_texts)
         try:
             self._compiler.wait(source)

@@ -13,12 +13,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple
-
-from llguidance import LLMatcher, LLParserLimits
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.engine.grammar.matcher import Lexer, Matcher, shortened
-from penstock.engine.grammar.vocabulary import GrammarVocabulary
+
+if TYPE_CHECKING:  # llguidance and the tokenizer are imported by the threads, for the first grammar
+    from llguidance import LLMatcher
+
+    from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
 NUM_THREADS = 2  # so that one slow grammar does not delay the others
 MAX_GIVEN_UP = 6  # additional threads, compiling grammars that no request waits for any more
@@ -30,16 +32,16 @@ WAIT_LIMIT_S = 20.0  # wall time since a thread started the job
 LOOK_S = 0.05  # interval between two checks of the limits
 MAX_KEPT = 256
 MAX_KEPT_CHARS = 4 << 20  # total length of the cached sources; a compiled grammar grows with its source
-LIMITS = LLParserLimits(
+LIMITS: dict[str, Any] = {  # arguments of llguidance.LLParserLimits
     # The work is quadratic in the length of a chain of optional parts: with the default of a million, 256 KiB of them
     # keep a thread busy for about 12 minutes. A hundred tools of a realistic size need 66,000.
-    initial_lexer_fuel=80_000,
+    "initial_lexer_fuel": 80_000,
     # The library's default: a text of 20,000 characters in a schema needs 11 states of 650 bytes per token.
-    max_lexer_states=250_000,
-    step_max_items=50_000,  # one mask of an ambiguous grammar took 105 ms with 49,152 tokens, 245 ms with 152,064
-    step_lexer_fuel=200_000,  # the slowest valid mask took 60 ms: at most 50 words in 500 characters, 152,064 tokens
-    verbose_errors=False,
-)
+    "max_lexer_states": 250_000,
+    "step_max_items": 50_000,  # one mask of an ambiguous grammar took 105 ms with 49,152 tokens, 245 ms with 152,064
+    "step_lexer_fuel": 200_000,  # the slowest valid mask took 60 ms: at most 50 words in 500 characters, 152,064 tokens
+    "verbose_errors": False,
+}
 NO_WAY_ON = ("NoExtension", "NoExtensionBias")  # llguidance's whole message if no token can follow
 NOTHING_FITS = "no text at all can keep to it"
 
@@ -89,7 +91,7 @@ class Job(NamedTuple):
 class Compiler:
     """Compiles and caches grammars. `load` builds the vocabulary, once, in the first thread that needs it."""
 
-    def __init__(self, load: Callable[[], GrammarVocabulary]) -> None:
+    def __init__(self, load: "Callable[[], GrammarVocabulary]") -> None:
         self._load = load
         self._vocabulary: GrammarVocabulary | None = None
         self._loading = threading.Lock()
@@ -118,7 +120,7 @@ class Compiler:
         Part of the work holds the GIL, for up to a second with 152k tokens: call it while nothing else runs.
         """
         if self._num_threads == 0:
-            self.start(LLMatcher.grammar_from_lark('start: "warm"'))
+            self.start('start: "warm"')
 
     def start(self, source: str) -> Job:
         """Queue a grammar for compilation; raise RuntimeError if no thread starts. Callbacks run in that thread."""
@@ -185,17 +187,19 @@ class Compiler:
                     self._given_up.remove(job.result)
                     return
 
-    def _load_once(self) -> GrammarVocabulary:
+    def _load_once(self) -> "GrammarVocabulary":
         with self._loading:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
             return self._vocabulary
 
     def _compile(self, source: str) -> Matcher:
-        vocabulary = self._load_once()
+        from llguidance import LLMatcher, LLParserLimits
+
+        vocabulary, limits = self._load_once(), LLParserLimits(**LIMITS)
 
         def compile() -> LLMatcher:
-            return LLMatcher(vocabulary.backend, source, log_level=0, limits=LIMITS)
+            return LLMatcher(vocabulary.backend, source, log_level=0, limits=limits)
 
         began_s = time.monotonic()
         backend = compile()

@@ -6,13 +6,15 @@ may read one while the other is filled.
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from llguidance import LLExecutor
 
 from penstock.engine.grammar.matcher import Matcher
 from penstock.executor.machine import usable_cores
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
 
 MAX_THREADS = 16
 POOL_ROWS = 48  # one thread fills fewer rows (20 µs each) before other threads would have woken up
@@ -98,6 +100,8 @@ class MaskFiller:
                 matcher.backend.unsafe_compute_mask_ptr(address + place * row_bytes, row_bytes)
             return
         if self._pool is None:
+            from llguidance import LLExecutor
+
             self._pool = LLExecutor(min(MAX_THREADS, usable_cores()))
         matchers = [(matcher.backend, place) for place, (_, matcher) in enumerate(rows)]
         self._pool.unsafe_compute_mask_ptr(matchers, address, row_bytes, len(buffer))

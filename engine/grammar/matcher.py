@@ -3,10 +3,12 @@
 import re
 from array import array
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher
+if TYPE_CHECKING:  # llguidance, which most engines never need, and the tokenizer
+    from llguidance import LLMatcher
 
-from penstock.engine.grammar.vocabulary import GrammarVocabulary
+    from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
 MAX_ERROR_CHARS = 500
 RENEW_LIMIT_S = 0.1  # a grammar that took longer to compile is not recompiled while a step waits
@@ -20,7 +22,7 @@ class Lexer:
 
     __slots__ = ("compile", "is_full", "num_tokens", "took_s")
 
-    def __init__(self, compile: Callable[[], LLMatcher], took_s: float) -> None:
+    def __init__(self, compile: "Callable[[], LLMatcher]", took_s: float) -> None:
         self.compile, self.took_s = compile, took_s
         self.num_tokens = 0  # consumed by all copies together
         self.is_full = False
@@ -31,7 +33,7 @@ class Matcher:
 
     __slots__ = ("_lexer", "_taken", "backend", "vocabulary")
 
-    def __init__(self, backend: LLMatcher, vocabulary: GrammarVocabulary, lexer: Lexer) -> None:
+    def __init__(self, backend: "LLMatcher", vocabulary: "GrammarVocabulary", lexer: Lexer) -> None:
         self.backend, self.vocabulary = backend, vocabulary
         self._lexer: Lexer | None = lexer  # the shared lexer; None after `renew`, which happens at most once
         self._taken = array("i")

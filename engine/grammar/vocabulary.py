@@ -6,7 +6,6 @@ takes a few hundred milliseconds for a large vocabulary; the `Compiler` does it 
 
 from collections.abc import Callable, Iterable, Sequence
 
-from llguidance import LLTokenizer
 from tokenizers import Tokenizer as Backend
 
 from penstock.engine.model_files import resolve_model
@@ -26,6 +25,8 @@ class GrammarVocabulary:
         encode: Callable[[str], list[int]],
     ) -> None:
         """Build the vocabulary. `tokens` holds the bytes of each id: its text, a special token's name, or nothing."""
+        from llguidance import LLTokenizer
+
         self.size = len(tokens)
         self.eos_ids = frozenset(token_id for token_id in eos_ids if token_id < self.size)
         special, ends, tokens = {*special_ids, *self.eos_ids}, sorted(self.eos_ids), list(tokens)

@@ -6,7 +6,7 @@ from typing import Annotated, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from penstock.engine.front.labels import asking_for, labels_of, pair_prompts, shown
+from penstock.engine.front.labels import asking_for, labels_of, shown
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.answers import usage
 from penstock.engine.server.call import Call
@@ -16,7 +16,7 @@ from penstock.engine.server.prompts import decode_inputs, in_thread_if
 from penstock.engine.server.requests import Inputs, PromptRequest
 from penstock.engine.server.responses import NamedAnswer, Usage
 from penstock.engine.server.service import Service
-from penstock.engine.text.prompt import INLINE_CHARS
+from penstock.engine.text.prompt import INLINE_CHARS, pair_prompts
 from penstock.executor.protocol import LabelInfo
 
 MAX_CHARS = 1 << 24  # total length of all pairs; a text that is in every pair counts once per pair

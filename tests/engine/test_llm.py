@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from array import array
 from collections.abc import Iterator
@@ -383,3 +385,9 @@ def test_choices_that_find_the_first_ones_blocks_have_saved_nothing(llm: LLM) ->
     params = SamplingParams(temperature=1.0, max_tokens=2, n=3)
     assert llm.generate([[7] * 40], params)[0].num_cached_tokens == 0
     assert llm.generate([[7] * 40], params)[0].num_cached_tokens == 32
+
+
+def test_importing_the_llm_does_not_import_jinja2_or_llguidance() -> None:
+    code = "import sys; from penstock import LLM; print(*{'jinja2', 'llguidance'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -8,14 +8,11 @@ import random
 import secrets
 from typing import Any
 
-import msgspec
-
 from .asker import PATH, Asker
 from .metrics import Metrics
 from .options import ProveError
-from .questions import FORMATTED, RESET, WORDS, Material, as_prompt
+from .questions import FORMATTED, NUM_TOPS, RESET, WORDS, Abilities, as_prompt
 
-NUM_TOPS = 5  # alternatives requested for each token
 FIELDS: dict[str, dict[str, Any]] = {
     "stop": {"stop": ["zq"]},
     "n": {"n": 2},
@@ -28,39 +25,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "structured_outputs": {"structured_outputs": {"regex": "[a-z]{3,9}"}, "max_tokens": 20},
     "response_format": {"response_format": FORMATTED, "max_tokens": 40},
 }
-
-
-class Abilities(msgspec.Struct):
-    """The abilities of one server, and the material for its prompts."""
-
-    model: str
-    known: set[str] = set()
-    skipped: list[str] = []  # with the reason
-    adapters: list[str] = []
-    block: int = 16
-    longest: int = 192  # tokens of a prompt
-    material: Material = ()
-
-    def note(self, name: str, is_there: object, otherwise: str) -> None:
-        if is_there:
-            self.known.add(name)
-        else:
-            self.skipped.append(f"{name}: {otherwise}")
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of every question, which make tokens comparable and differences explainable."""
-        asked: dict[str, Any] = {"model": self.model}
-        if "return_token_ids" in self.known:
-            asked["return_token_ids"] = True
-        if "logprobs" in self.known:
-            asked["logprobs"] = NUM_TOPS
-        return asked
-
-    def fresh(self, name: str) -> dict[str, Any]:
-        """Return fields with which a request reuses nothing that was computed before."""
-        if "cache_salt" in self.known:
-            return {"cache_salt": name}
-        return {"cache_prompt": False} if "cache_prompt" in self.known else {}
 
 
 async def detect_abilities(asker: Asker, seed: int) -> Abilities:

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from .abilities import Abilities, read_metrics
+from .abilities import read_metrics
 from .asker import Asker, AskResult, TextChoice
 from .judge import FINE, MAX_ERROR, Verdict, allowed, farthest, judge
 from .metrics import Metrics
 from .options import ProveOptions
-from .questions import RESET, Ask, questions, schedule
+from .questions import RESET, Abilities, Ask, questions, schedule
 
 Injector = Callable[[], Coroutine[Any, Any, str]]  # returns what it found broken, or an empty text
 MAX_GROWTH = 128 * 2**20  # bytes of the server's memory, over the second half of the requests

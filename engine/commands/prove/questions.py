@@ -1,4 +1,4 @@
-"""Draws the questions and the schedule from one seed.
+"""Draws the questions and the schedule from one seed, as far as the server's abilities allow.
 
 A question holds everything that its greedy answer depends on. A manner holds what must not change the answer:
 concurrent requests, how the response is read, when the client disconnects.
@@ -6,13 +6,13 @@ concurrent requests, how the response is read, when the client disconnects.
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from .abilities import Abilities
+import msgspec
 
 Material = Sequence[int] | Sequence[str]  # token ids of a text, or its words if a server does not accept ids
 
+NUM_TOPS = 5  # alternatives requested for each token
 WORDS = """the a of in on under over near river bridge bread moon ship chess winter violin map bee glass train blue old
 slow quiet seven twelve said wrote found kept lost gave began and but because while until every other long small"""
 SCHEMA = {
@@ -22,6 +22,39 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMATTED = {"type": "json_schema", "json_schema": {"name": "counted", "schema": SCHEMA}}
+
+
+class Abilities(msgspec.Struct):
+    """The abilities of one server, and the material for its prompts."""
+
+    model: str
+    known: set[str] = set()
+    skipped: list[str] = []  # with the reason
+    adapters: list[str] = []
+    block: int = 16
+    longest: int = 192  # tokens of a prompt
+    material: Material = ()
+
+    def note(self, name: str, is_there: object, otherwise: str) -> None:
+        if is_there:
+            self.known.add(name)
+        else:
+            self.skipped.append(f"{name}: {otherwise}")
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of every question, which make tokens comparable and differences explainable."""
+        asked: dict[str, Any] = {"model": self.model}
+        if "return_token_ids" in self.known:
+            asked["return_token_ids"] = True
+        if "logprobs" in self.known:
+            asked["logprobs"] = NUM_TOPS
+        return asked
+
+    def fresh(self, name: str) -> dict[str, Any]:
+        """Return fields with which a request reuses nothing that was computed before."""
+        if "cache_salt" in self.known:
+            return {"cache_salt": name}
+        return {"cache_prompt": False} if "cache_prompt" in self.known else {}
 
 
 class Question(NamedTuple):
@@ -89,7 +122,7 @@ class Ask(NamedTuple):
     reads: str = "at once"
 
 
-def questions(rng: random.Random, abilities: "Abilities", num: int) -> list[Question]:
+def questions(rng: random.Random, abilities: Abilities, num: int) -> list[Question]:
     """Draw prompts that share prefixes. Each is cut at a block boundary or one token beside it, and continues with
     tokens of its own or not at all. A few have one token, and a few have the maximum length."""
     material, block, longest = abilities.material, abilities.block, abilities.longest

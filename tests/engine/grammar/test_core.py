@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from llguidance import LLParserLimits
 
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core import process as core_process
@@ -189,7 +188,7 @@ def test_a_panic_of_the_library_while_it_compiles_fails_its_request_alone(monkey
     def panic(*_: object, **options: object) -> None:
         raise Panic("index out of bounds")
 
-    monkeypatch.setattr("penstock.engine.grammar.compiler.LLMatcher", panic)
+    monkeypatch.setattr("llguidance.LLMatcher", panic)
     world = Core(compiler=Compiler(vocabulary))
     world.submit(submit("a", [1], DIGITS))
     world.submit(submit("b", [1], None, 3))
@@ -340,7 +339,7 @@ def test_an_answer_that_uses_up_a_grammar_hurts_nobody_else(
     monkeypatch: pytest.MonkeyPatch, max_in_flight: int
 ) -> None:
     """All copies share the states of a lexer, of which a long text takes many."""
-    limits = LLParserLimits(max_lexer_states=400, verbose_errors=False)
+    limits = {"max_lexer_states": 400, "verbose_errors": False}
     monkeypatch.setattr("penstock.engine.grammar.compiler.LIMITS", limits)
     compiler = Compiler(vocabulary)
     world = Core(max_in_flight=max_in_flight, compiler=compiler)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from penstock.engine.grammar.compiler import LIMITS
 from penstock.engine.grammar.tool_calls import grammar
@@ -44,5 +44,5 @@ def test_a_hundred_tools_of_a_realistic_size_compile(name: str, must: bool, is_s
     tools = [ToolSpec(f"mcp_server_{number}_call", parameters(number), is_strict) for number in range(NUM_TOOLS)]
     source = grammar({}, Calls(FORMS[name], tools, must, many=True))
     assert len(source) <= MAX_GRAMMAR_CHARS
-    compiled = LLMatcher(vocabulary().backend, source, log_level=0, limits=LIMITS)
+    compiled = LLMatcher(vocabulary().backend, source, log_level=0, limits=LLParserLimits(**LIMITS))
     assert not compiled.is_error(), compiled.get_error()[:300]

@@ -80,7 +80,7 @@ def test_masks_are_filled_by_no_more_threads_than_the_process_may_use(monkeypatc
         counts.append(count)
         return LLExecutor(count)
 
-    monkeypatch.setattr(masks_module, "LLExecutor", open_pool)
+    monkeypatch.setattr("llguidance.LLExecutor", open_pool)
     monkeypatch.setattr(masks_module, "POOL_ROWS", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
