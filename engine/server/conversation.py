@@ -12,7 +12,6 @@ from penstock.engine.http.body import decode
 from penstock.engine.http.errors import clip
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.requests import Message
-from penstock.engine.text.template_messages import check_messages
 from penstock.executor.protocol import ModelInfo
 
 MAX_MESSAGES = 2048
@@ -78,8 +77,9 @@ class Conversation:
 
     @property
     def last_text(self) -> str:
-        """The text of the last message, which the answer may continue."""
-        return str(check_messages(self.messages[-1:])[0]["content"]) if self.messages else ""
+        """The text of the last message, which the answer may continue. Rendering the messages has checked its form."""
+        content = (self.messages[-1].get("content") or "") if self.messages else ""
+        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
     def check(self) -> None:
         """Raise InvalidRequest unless only assistant messages have calls and tool messages answer earlier calls."""
