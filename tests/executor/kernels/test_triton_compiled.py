@@ -109,8 +109,9 @@ def test_products_run_on_tensor_cores(compiled: Found) -> None:
     prefills = [kernel for kernel in attention if kernel["kernel"] == "_prefill"]
     decodes = [kernel for kernel in attention if kernel["kernel"] == "_decode"]
     assert prefills and decodes
-    for kernel in prefills:  # a warpgroup's product, four times as wide as HMMA's, but for heads of 512
-        wide, other = ("HMMA", "HGMMA") if "full layers" in kernel["case"] else ("HGMMA", "HMMA")
+    for kernel in prefills:  # a warpgroup's product, four times as wide as HMMA's, but for tiles of 32 rows
+        is_small = "full layers" in kernel["case"] or kernel["case"] == "DeepSeek-V3: eight-bit pages"
+        wide, other = ("HMMA", "HGMMA") if is_small else ("HGMMA", "HMMA")
         assert kernel[wide] > 0 and kernel[other] == 0, kernel
     for kernel in decodes:
         assert kernel["HMMA"] > 0, kernel
@@ -173,10 +174,12 @@ def test_pages_are_copied_asynchronously_and_ahead(everywhere: Found) -> None:
 
 @pytest.mark.timeout(3600)
 def test_a_program_releases_the_part_that_it_stored(everywhere: Found) -> None:
-    """And the last program to arrive acquires the others' parts."""
+    """And the last program to arrive acquires the others' parts. With fixed sums, heads of more than 128 numbers have one
+    part."""
     decodes = [kernel for kernel in everywhere if kernel["kernel"] == "_decode"]
-    assert decodes
-    for kernel in decodes:
+    divided = [each for each in decodes if not ("fixed" in each["case"] and each["case"].startswith("Gemma"))]
+    assert divided
+    for kernel in divided:
         assert kernel["joins"] == 1, kernel
 
 
