@@ -24,6 +24,7 @@ from penstock.router.placement.prompts import PromptReader
 from penstock.router.serve import RouterProcess
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.fork_server import fork_server
+from tests.support.running_server import until as until  # for the tests of the router
 
 QUICK = Timeouts(probe_interval_s=0.05, probe_timeout_s=2.0, connect_s=2.0)
 
@@ -156,12 +157,3 @@ async def probed(url: str) -> AsyncIterator[tuple[Fleet, Replica]]:
     await prober.close()
     replica.pool.close()
     await asyncio.sleep(0)  # in which the transport is closed
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    waiter = threading.Event()
-    for _ in range(int(timeout_s / 0.01)):
-        if condition():
-            return
-        waiter.wait(0.01)
-    raise AssertionError("the condition never came true")
