@@ -23,7 +23,7 @@ from penstock.executor.kernels import (
     ScoreExtras,
 )
 from penstock.executor.kernels.eight_bits import FP8_MAX
-from penstock.executor.kernels.state import OPTIONS, Places
+from penstock.executor.kernels.state import OPTIONS, StateLayout
 from penstock.executor.kernels.weight import BLOCK, BLOCKS, Weight, numbers
 
 Tensors = tuple[torch.Tensor, ...]
@@ -275,9 +275,9 @@ def sampling_cases(kit: Kit) -> Iterator[Case]:
 def input_cases(kit: Kit) -> Iterator[Case]:
     slots, length = 8, 700 if kit.is_tiny else 8192
     blocks = -(-length // PAGE)
-    places = Places(length + 1, (slots + 1) * (length + 1), blocks, 0, slots * (length + 1), PAGE)
-    places = places._replace(options_at=places.blocks_at + slots * blocks)
-    state = torch.randint(0, 2**20, (places.options_at + slots * OPTIONS,), dtype=torch.int32, device=kit.device)
+    offsets = StateLayout(length + 1, (slots + 1) * (length + 1), blocks, 0, slots * (length + 1), PAGE)
+    offsets = offsets._replace(options_at=offsets.blocks_at + slots * blocks)
+    state = torch.randint(0, 2**20, (offsets.options_at + slots * OPTIONS,), dtype=torch.int32, device=kit.device)
     counts, first = [1, 1, 3, 400, 1], [17, 600, 100, 200, 0]  # the last row is padding
     starts = torch.tensor([0, *counts]).cumsum(0).tolist()
     numbers = [4, 0, 0, 0, *starts, 3, 0, 4, 1, 0, *first, 0, 601, 102, 390, 0]
@@ -287,6 +287,6 @@ def input_cases(kit: Kit) -> Iterator[Case]:
     def prepare(kernels: Kernels) -> list[torch.Tensor]:
         mine = state.clone()
         kernels.inputs.apply_runs(runs, mine, 0, 2, 300)
-        return [mine, *kernels.inputs.prepare(packed, mine, places, len(counts), sum(counts), max(counts), blocks)]
+        return [mine, *kernels.inputs.prepare(packed, mine, offsets, len(counts), sum(counts), max(counts), blocks)]
 
     yield Case("a step's inputs", prepare, 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.recurrent import RecurrentOps
-from penstock.executor.kernels.state import Places
+from penstock.executor.kernels.state import StateLayout
 from penstock.executor.kernels.weight import Weight
 from penstock.executor.moe_spec import MoeSpec
 
@@ -296,6 +296,6 @@ class InputOps(Protocol):
         """Copy `num_runs` runs from `packed` to `state`; packed[first] on: (at in state, at in packed, length) each."""
 
     def prepare(
-        self, packed: Tensor, state: Tensor, places: Places, rows: int, tokens: int, longest: int, table_width: int
+        self, packed: Tensor, state: Tensor, layout: StateLayout, rows: int, tokens: int, longest: int, table_width: int
     ) -> RowTensors:
         """Return a step's inputs; `longest` is the largest row's length. Padding rows get zeros and a spare target."""

@@ -20,7 +20,7 @@ OPTIONS = 8  # numbers per slot: temperature, min_p, top_p as bits, top_k, two h
 MAX_RUN = 1 << 16  # longer runs are split, so that each fits into a copy
 
 
-class Places(NamedTuple):
+class StateLayout(NamedTuple):
     """Offsets and sizes in the flat tensor for one attention group, passed to kernels."""
 
     width: int  # tokens per slot; a slot's tokens start at slot * width
@@ -55,10 +55,10 @@ class DeviceState:
                 "on the GPU, more than 2^31: lower max_num_seqs or max_model_len"
             )
         self.groups = [
-            Places(width, table_at, max_blocks, options_at, num_slots * width, block_size)
+            StateLayout(width, table_at, max_blocks, options_at, num_slots * width, block_size)
             for table_at in tables_at[:-1]
         ]
-        self.places, self._num_slots, self._state_pages = self.groups[0], num_slots, layout.state_pages
+        self.offsets, self._num_slots, self._state_pages = self.groups[0], num_slots, layout.state_pages
         self._states = slice(states_at, options_at)
         self.flat = torch.zeros(size, dtype=torch.int32, device=device)
         self._runs: list[tuple[int, np.ndarray]] = []
@@ -66,7 +66,7 @@ class DeviceState:
     @property
     def tokens(self) -> Tensor:
         """Return the token table, [slots + 1, width]."""
-        return self.flat[: self.places.blocks_at].view(-1, self.places.width)
+        return self.flat[: self.offsets.blocks_at].view(-1, self.offsets.width)
 
     @property
     def states(self) -> Tensor:
@@ -74,11 +74,11 @@ class DeviceState:
         return self.flat[self._states].view(self._num_slots, 2, self._state_pages)
 
     def write_tokens(self, slot: int, first: int, tokens: np.ndarray) -> None:
-        self._write(slot * self.places.width + first, tokens)
+        self._write(slot * self.offsets.width + first, tokens)
 
     def write_blocks(self, slot: int, first: int, blocks: Iterable[int], group: int = 0) -> None:
-        places = self.groups[group]
-        self._write(places.blocks_at + slot * places.max_blocks + first, np.fromiter(blocks, dtype=np.int32))
+        offsets = self.groups[group]
+        self._write(offsets.blocks_at + slot * offsets.max_blocks + first, np.fromiter(blocks, dtype=np.int32))
 
     def write_states(self, slot: int, is_written: bool, pages: Sequence[int]) -> None:
         at = self._states.start + (2 * slot + is_written) * self._state_pages
@@ -88,7 +88,7 @@ class DeviceState:
         floats = np.array([sampling.temperature, sampling.min_p, sampling.top_p], dtype=np.float32)
         seed = np.array([sampling.seed], dtype=np.uint64)
         numbers = np.concatenate([floats.view(np.int32), np.array([sampling.top_k], np.int32), seed.view(np.int32)])
-        self._write(self.places.options_at + slot * OPTIONS, numbers)
+        self._write(self.offsets.options_at + slot * OPTIONS, numbers)
 
     def take(self) -> list[tuple[int, np.ndarray]]:
         """Return the runs since the last call. They are applied in parallel, so no two may write the same number."""

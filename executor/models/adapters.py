@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.kernels.linear import Linear
-from penstock.executor.kernels.low_rank import AdapterPlaces, CpuAdapters, LowRank, LowRankPart
+from penstock.executor.kernels.lora import CpuAdapters, LoraPart, LoraProduct, LoraSlots
 from penstock.executor.loading.arrangement import Arranged, Arrangement
 from penstock.executor.loading.peft import PeftFolder
 from penstock.executor.models.weights import Product
@@ -66,9 +66,9 @@ class AdapterStore:
         self._products = [*products.values()]
         self._held: dict[str, Held] = {}
         self._shapes = [product.shape(group) for product in self._products]
-        self._weights: CpuAdapters | AdapterPlaces = CpuAdapters(dtype)
+        self._weights: CpuAdapters | LoraSlots = CpuAdapters(dtype)
         if device.type != "cpu":
-            self._weights = AdapterPlaces(self._shapes, config.max_loras, config.max_lora_rank, dtype, device)
+            self._weights = LoraSlots(self._shapes, config.max_loras, config.max_lora_rank, dtype, device)
 
     @property
     def num_bytes(self) -> int:
@@ -128,7 +128,7 @@ class AdapterStore:
         late = None if len(wanted) == starts[-1] else self._weights.runs(of_tokens[wanted])
         return Adapted(self._numbers, runs, late)
 
-    def _read(self, folder: PeftFolder) -> list[LowRank]:
+    def _read(self, folder: PeftFolder) -> list[LoraProduct]:
         """Read the adapter's matrices for each product. Shapes and names are checked before anything is read."""
         ups = Arranged(folder, self._arrangement)
         # Our name of each matrix → the module in the file.
@@ -150,9 +150,9 @@ class AdapterStore:
             raise ExecutorError(f"{left[0]!r}{more}: no projection of this model that adapters can change here")
         return [self._cut(product, ups, folder, origins) for product in self._products]
 
-    def _cut(self, product: Product, ups: Arranged, folder: PeftFolder, origins: dict[str, str]) -> LowRank:
+    def _cut(self, product: Product, ups: Arranged, folder: PeftFolder, origins: dict[str, str]) -> LoraProduct:
         """Return this rank's part: its rows of B if the product is split by outputs, its columns of A if by inputs."""
-        parts: list[LowRankPart] = []
+        parts: list[LoraPart] = []
         column = 0
         widths = product.shape(self._group)[1]
         for index, (name, width) in enumerate(zip(product.names, widths, strict=True)):
@@ -162,7 +162,7 @@ class AdapterStore:
                 up, down = product.cut(index, up, folder.down(origins[name]), self._group)
                 if parts and torch.equal(parts[-1].down, down):  # parts of one module share A
                     down = parts[-1].down
-                parts.append(LowRankPart(up, down, column))
+                parts.append(LoraPart(up, down, column))
             column += width
         return parts
 

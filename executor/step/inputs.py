@@ -191,7 +191,7 @@ class DeviceInputs:
 
     def compute_singles(self, bucket: int, max_context: int) -> tuple[ForwardBatch, RowTensors]:
         """Return a batch of `bucket` rows from the last block sent. Padding has context 0 and writes to block 0."""
-        made, others = self._prepare(bucket, bucket, 1, self._state.places.max_blocks)
+        made, others = self._prepare(bucket, bucket, 1, self._state.offsets.max_blocks)
         batch = ForwardBatch(
             *self._tensors(made),
             wanted=None,
@@ -216,7 +216,7 @@ class DeviceInputs:
 
     def compute_padded(self, rows: int, tokens: int, max_context: int) -> tuple[ForwardBatch, RowTensors]:
         """Return the batch of the rows sent last. Padding has a context of 0 and writes to block 0."""
-        made, others = self._prepare(rows, tokens, tokens, self._state.places.max_blocks)
+        made, others = self._prepare(rows, tokens, tokens, self._state.offsets.max_blocks)
         tensors = self._tensors(made)
         starts, contexts = tensors[3], made.context_lens
         batch = ForwardBatch(

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.executor.kernels.cpu_layers import join_layers
-from penstock.executor.kernels.low_rank import AdapterPlaces
+from penstock.executor.kernels.lora import LoraSlots
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorError, Sampling, WeightsError
 from penstock.executor.ranks.wire import MessageKind
@@ -33,7 +33,7 @@ from tests.support.checkpoints import config_of, executor_of, prompts, running
 from tests.support.driver import Driver
 from tests.support.small_models import folder
 from tests.support.stored_models import stored
-from tests.support.twins.low_rank import add_low_rank
+from tests.support.twins.lora import add_lora
 
 COUNT = 8
 Tensors = dict[str, torch.Tensor]
@@ -210,9 +210,9 @@ def adapters_of(case: str, path: Path) -> list[str]:
 def on_places(executor: UniprocExecutor) -> UniprocExecutor:
     """Keep adapters as on a GPU: copied to few places of one size, layer by layer."""
     rank, device = executor._rank, torch.device("cpu")
-    with mock.patch("penstock.executor.kernels.low_rank._load_kernel", lambda: add_low_rank):
+    with mock.patch("penstock.executor.kernels.lora._load_kernel", lambda: add_lora):
         sizes = rank._config.max_loras, rank._config.max_lora_rank
-        rank.adapters._weights = AdapterPlaces(rank.adapters._shapes, *sizes, rank._loaded.dtype, device)
+        rank.adapters._weights = LoraSlots(rank.adapters._shapes, *sizes, rank._loaded.dtype, device)
     return executor
 
 

@@ -122,7 +122,7 @@ def test_nothing_that_requests_will_use_was_touched(monkeypatch: pytest.MonkeyPa
     assert torch.equal(torch.get_rng_state(), random)
     assert isinstance(real._inputs, DeviceInputs) and real._sampler is not None
     state = real._inputs._state
-    spare = state.places.spare
+    spare = state.offsets.spare
     assert not state.flat[:spare].any() and not state.flat[spare + 1 :].any() and not state.take()
     assert not executor._rank.kv[1:].any()
     sampler = real._sampler

@@ -16,7 +16,7 @@ from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import adapter_products, fp8, step_inputs
 from penstock.executor.kernels.cuda import dependent as launch
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS, InvariantOps
-from penstock.executor.kernels.state import Places
+from penstock.executor.kernels.state import StateLayout
 from penstock.executor.kernels.weight import BLOCKS, MXFP4, Packed, Weight, numbers
 from penstock.executor.moe_spec import MoeSpec
 from tests.support.recurrent import Layer, States, batch_of
@@ -134,7 +134,7 @@ def adapters(
     def call() -> None:
         x, y = torch.zeros(tokens, depth, dtype=dtype), torch.zeros(tokens, sum(widths), dtype=dtype)
         down, up = torch.zeros(2, len(widths), rank, depth, dtype=dtype), torch.zeros(2, sum(widths), rank, dtype=dtype)
-        adapter_products.add_low_rank(x, y, torch.zeros(4, 3, dtype=torch.int32), down, up, widths)
+        adapter_products.add_lora(x, y, torch.zeros(4, 3, dtype=torch.int32), down, up, widths)
 
     return call
 
@@ -270,10 +270,10 @@ def packed_experts(tokens: int, num: int, top_k: int, width: int, inner: int, bi
 
 def inputs(rows: int, tokens: int, max_blocks: int) -> Callable[[], None]:
     def call() -> None:
-        places = Places(16 * max_blocks + 1, 1000, max_blocks, 2000, 0, PAGE)
+        offsets = StateLayout(16 * max_blocks + 1, 1000, max_blocks, 2000, 0, PAGE)
         packed, state = torch.zeros(4 + 5 * rows, dtype=torch.int32), torch.zeros(4000, dtype=torch.int32)
         step_inputs.apply_runs(packed, state, 9, 3, 100)
-        step_inputs.prepare(packed, state, places, rows, tokens, tokens // rows, max_blocks)
+        step_inputs.prepare(packed, state, offsets, rows, tokens, tokens // rows, max_blocks)
 
     return call
 

@@ -25,7 +25,7 @@ from tests.support.pretended_memory import CPU, Block, PinnedPool, Pool
 from tests.support.pretended_ops import EMPTY, PICKING, WAITING, Op, here_name, is_kernel, leaves, replaced, written_by
 from tests.support.pretended_streams import Event, Graph, Stream
 from tests.support.races import Races, cells, here, runs
-from tests.support.twins import low_rank, sampling, torch_inputs, torch_ops
+from tests.support.twins import lora, sampling, torch_inputs, torch_ops
 
 aten = torch.ops.aten
 
@@ -174,7 +174,7 @@ class PretendedGpu(TorchDispatchMode):
         self._patches.setattr("penstock.executor.models.load.select_ops", lambda *_: torch_ops)
         self._patches.setattr("penstock.executor.ranks.rank.select_sampling_ops", lambda _: sampling)
         self._patches.setattr("penstock.executor.ranks.rank.select_input_ops", lambda _: torch_inputs)
-        self._patches.setattr("penstock.executor.kernels.low_rank._load_kernel", lambda: low_rank.add_low_rank)
+        self._patches.setattr("penstock.executor.kernels.lora._load_kernel", lambda: lora.add_lora)
         # The twin of attention looks at a padded batch's rows on the host, which a graph of this one cannot repeat.
         self._patches.setattr("penstock.executor.ranks.rank.CHUNK_BUCKETS", ())
         tensor = torch.tensor

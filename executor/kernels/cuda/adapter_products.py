@@ -19,7 +19,7 @@ DEPTH = 128  # depth step of the inner product
 COLUMNS = 64  # columns per program of the outer product
 
 
-def add_low_rank(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, widths: Sequence[int]) -> None:
+def add_lora(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, widths: Sequence[int]) -> None:
     """Add to y [T, width] the LoRA term of x [T, depth] for the rows of each tile.
 
     tiles [n, 3] int32: first row, number of rows, LoRA slot; down [slots, parts, R, depth]; up [slots, width, R], whose

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.executor.kernels import RowTensors
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.state import HEADER, OPTIONS, Places
+from penstock.executor.kernels.state import HEADER, OPTIONS, StateLayout
 
 CHUNK = tl.constexpr(256)  # tokens of a row, or numbers of a run, per program
 
@@ -19,12 +19,12 @@ def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest
 
 
 def prepare(
-    packed: Tensor, state: Tensor, places: Places, rows: int, tokens: int, longest: int, table_width: int
+    packed: Tensor, state: Tensor, layout: StateLayout, rows: int, tokens: int, longest: int, table_width: int
 ) -> RowTensors:
     _assert_numbers(packed, state)
     assert rows > 0 and HEADER + 1 + 4 * rows <= len(packed)
-    assert 0 < longest <= tokens and 0 < table_width <= places.max_blocks
-    assert max(places.blocks_at, places.options_at, places.spare) < len(state)
+    assert 0 < longest <= tokens and 0 < table_width <= layout.max_blocks
+    assert max(layout.blocks_at, layout.options_at, layout.spare) < len(state)
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=packed.device)
@@ -44,11 +44,11 @@ def prepare(
         seeds=empty(int64, rows),
     )
     pointers = packed, state, *made
-    numbers = rows, table_width, places.width, places.blocks_at, places.max_blocks, places.options_at, places.spare
+    numbers = rows, table_width, layout.width, layout.blocks_at, layout.max_blocks, layout.options_at, layout.spare
     _prepare[rows, triton.cdiv(max(longest, table_width), CHUNK.value)](
         *pointers,
         *numbers,
-        PAGE=places.block_size,
+        PAGE=layout.block_size,
         HEADER=HEADER,
         OPTIONS=OPTIONS,
         num_warps=4,

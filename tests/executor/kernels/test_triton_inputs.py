@@ -6,12 +6,12 @@ import torch
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels.cuda import step_inputs
 from penstock.executor.kernels.cuda import step_inputs as inputs
-from penstock.executor.kernels.state import OPTIONS, Places
+from penstock.executor.kernels.state import OPTIONS, StateLayout
 from tests.executor import test_inputs
 from tests.support.twins import torch_inputs
 
 SLOTS, LENGTH, PAGE = 5, 700, 2  # more blocks of a slot than a kernel takes at once
-PLACES = Places(LENGTH + 1, (SLOTS + 1) * (LENGTH + 1), LENGTH // PAGE, 0, SLOTS * (LENGTH + 1), PAGE)
+PLACES = StateLayout(LENGTH + 1, (SLOTS + 1) * (LENGTH + 1), LENGTH // PAGE, 0, SLOTS * (LENGTH + 1), PAGE)
 PLACES = PLACES._replace(options_at=PLACES.blocks_at + SLOTS * PLACES.max_blocks)
 
 

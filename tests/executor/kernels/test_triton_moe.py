@@ -124,7 +124,7 @@ def test_experts_of_four_bits_equal_the_twin(
     """With biases and the bounded swish, as gpt-oss has them, and every code."""
     tokens, experts, top_k, width, inner = sizes
     hidden, slots, shares, _, _ = case(tokens, experts, top_k, width, inner, dtype, torch.device("cpu"))
-    up, down = (in_four_bits(experts, *shape, seed) for seed, shape in enumerate(((2 * inner, width), (width, inner))))
+    up, down = (as_int4(experts, *shape, seed) for seed, shape in enumerate(((2 * inner, width), (width, inner))))
     biases = random(experts, 2 * inner, dtype=dtype, seed=5), random(experts, width, dtype=dtype, seed=6)
     against_twin(hidden, slots, shares, (up, down), biases, "clamped_swish", device)
 
@@ -147,7 +147,7 @@ def against_twin(
     close(moe.fused_experts(*given, *moved(weights, device), 0, activation, None, biases), exact, hidden.dtype)
 
 
-def in_four_bits(experts: int, rows: int, depth: int, seed: int) -> Weight:
+def as_int4(experts: int, rows: int, depth: int, seed: int) -> Weight:
     """[S, N, K / 2] random codes and [S, N, K / 32] scales of 2 ** -10 … 2 ** -6."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(256, (experts, rows, depth // 2), generator=generator).byte()

@@ -22,7 +22,7 @@ from penstock.executor.kernels import BlockOps, InputOps, NormingOps, Ops, Sampl
 from penstock.executor.kernels.cuda import adapter_products, step_inputs
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.cuda.tiles import sizes
-from penstock.executor.kernels.low_rank import AdapterPlaces
+from penstock.executor.kernels.lora import LoraSlots
 from penstock.executor.kernels.recurrent import RecurrentOps
 from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.spec import LatentSpec
@@ -38,7 +38,7 @@ from tests.support.twins import changed, operations, torch_inputs, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins import sampling as sampling_twin
 from tests.support.twins.experts import fused_experts
-from tests.support.twins.low_rank import add_low_rank as low_rank_twin
+from tests.support.twins.lora import add_lora as lora_twin
 from tests.support.variants import variants
 
 pytestmark = pytest.mark.skipif(
@@ -242,15 +242,15 @@ def test_no_request_with_an_adapter_compiles_anything(
     def open_on_places(self: AdapterStore, config: ExecutorConfig, *given: Any) -> None:
         open_store(self, config, *given)
         sizes = config.max_loras, config.max_lora_rank
-        self._weights = AdapterPlaces(self._shapes, *sizes, torch.bfloat16, torch.device("cpu"))
+        self._weights = LoraSlots(self._shapes, *sizes, torch.bfloat16, torch.device("cpu"))
 
     def add(*arguments: Any, **given: Any) -> None:
-        adapter_products.add_low_rank(*arguments, **given)
-        low_rank_twin(*arguments, **given)
+        adapter_products.add_lora(*arguments, **given)
+        lora_twin(*arguments, **given)
 
     open_store = AdapterStore.__init__
     monkeypatch.setattr(AdapterStore, "__init__", open_on_places)
-    monkeypatch.setattr("penstock.executor.kernels.low_rank._load_kernel", lambda: add)
+    monkeypatch.setattr("penstock.executor.kernels.lora._load_kernel", lambda: add)
     noting = (
         beside(Ops, OPS, TWINS),
         beside(SamplingOps, SAMPLING_OPS, sampling_twin),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.kernels import RowTensors
-from penstock.executor.kernels.state import HEADER, OPTIONS, Places
+from penstock.executor.kernels.state import HEADER, OPTIONS, StateLayout
 
 
 def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:
@@ -13,9 +13,9 @@ def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest
 
 
 def prepare(
-    packed: Tensor, state: Tensor, places: Places, rows: int, tokens: int, longest: int, table_width: int
+    packed: Tensor, state: Tensor, layout: StateLayout, rows: int, tokens: int, longest: int, table_width: int
 ) -> RowTensors:
-    width, blocks_at, max_blocks, options_at, spare, block_size = places
+    width, blocks_at, max_blocks, options_at, spare, block_size = layout
     starts, packed_rows = packed[HEADER : HEADER + rows + 1], packed[HEADER + rows + 1 :]
     row = torch.arange(rows, device=packed.device)
     is_real = row < packed[0]

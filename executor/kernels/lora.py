@@ -1,7 +1,7 @@
 """Applies LoRA adapters to products: y += (x down) up for each run of rows with an adapter, in one call per product.
 
 On a CPU the C kernel (csrc/cpu_lora.h) reads each adapter's own weights. On a GPU a Triton kernel
-(cuda/adapter_products.py) reads places of equal size, as many as a step may have adapters.
+(cuda/adapter_products.py) reads slots of equal size, as many as a step may have adapters.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ ROWS = 16  # rows of a tile on a GPU: the minimum for a tensor-core product
 Shape = tuple[int, list[int]]  # the shape of a product: number of inputs, and number of outputs of each part
 
 
-class LowRankPart(NamedTuple):
+class LoraPart(NamedTuple):
     up: Tensor  # [rank, width], scaled
     down: Tensor  # [rank, depth]
     column: int  # the first column of y that this part changes
 
 
-LowRank = Sequence[LowRankPart]  # one adapter's parts for one product; empty: the adapter does not change it
+LoraProduct = Sequence[LoraPart]  # one adapter's parts for one product; empty: the adapter does not change it
 
 
 def find_runs(numbers: np.ndarray) -> np.ndarray:
@@ -44,14 +44,14 @@ def find_runs(numbers: np.ndarray) -> np.ndarray:
 class CpuAdapter:
     """One adapter's weights for all products of a model, as C structs."""
 
-    def __init__(self, products: Sequence[LowRank]) -> None:
+    def __init__(self, products: Sequence[LoraProduct]) -> None:
         self._kept: list[Any] = []  # keeps alive the objects that the structs point to
         self.structs = _csrc.ffi.new("struct penstock_adapter[]", len(products))
         for struct, parts in zip(self.structs, products, strict=True):
             if parts:
                 self._describe(struct, parts)
 
-    def _describe(self, struct: Any, parts: LowRank) -> None:
+    def _describe(self, struct: Any, parts: LoraProduct) -> None:
         dtype = torch.bfloat16 if all(map(_is_narrow, [t for p in parts for t in (p.up, p.down)])) else torch.float32
         shared = {id(part.down): part.down for part in parts}  # parts of one joined module share it
         firsts = dict(zip(shared, accumulate((len(each) for each in shared.values()), initial=0), strict=False))
@@ -79,7 +79,7 @@ class CpuAdapters:
         self._held: dict[int, CpuAdapter] = {}
         self._dtype = dtype
 
-    def hold(self, number: int, products: Sequence[LowRank]) -> None:
+    def hold(self, number: int, products: Sequence[LoraProduct]) -> None:
         self._held[number] = CpuAdapter(products)
 
     def forget(self, number: int) -> None:
@@ -122,11 +122,11 @@ def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return F.pad(weight, (0, -weight.shape[1] % ALIGNED)).to(dtype).contiguous()
 
 
-class AdapterPlaces:
-    """The loaded adapters, and as many places of equal size on the device as a step may have adapters.
+class LoraSlots:
+    """The loaded adapters, and as many slots of equal size on the device as a step may have adapters.
 
-    Before a step runs, each of its adapters without a place is copied to a free place, or over the least recently used
-    adapter. The device runs work in order, so no earlier step still reads that place.
+    Before a step runs, each of its adapters without a slot is copied to a free slot, or over the least recently used
+    adapter. The device runs work in order, so no earlier step still reads that slot.
     """
 
     def __init__(
@@ -137,15 +137,15 @@ class AdapterPlaces:
         given: dict[str, Any] = {"dtype": dtype, "device": device}
         self._down = [torch.zeros(most, len(widths), size, depth, **given) for depth, widths in shapes]
         self._up = [torch.zeros(most, sum(widths), size, **given) for _, widths in shapes]
-        self._held: dict[int, Sequence[LowRank]] = {}
-        self._at: dict[int, int] = {}  # adapter → its place, the most recently used last
+        self._held: dict[int, Sequence[LoraProduct]] = {}
+        self._at: dict[int, int] = {}  # adapter → its slot, the most recently used last
         self._free = list(range(most))
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self._down, *self._up))
 
-    def hold(self, number: int, products: Sequence[LowRank]) -> None:
+    def hold(self, number: int, products: Sequence[LoraProduct]) -> None:
         self._held[number] = products
 
     def forget(self, number: int) -> None:
@@ -153,46 +153,46 @@ class AdapterPlaces:
         if number in self._at:
             self._free.append(self._at.pop(number))
 
-    def runs(self, numbers: np.ndarray) -> "PlacedRuns":
+    def runs(self, numbers: np.ndarray) -> "SlotRuns":
         """Return the runs of tokens with these numbers [T] of adapters."""
         runs = find_runs(numbers).tolist()
         needed = dict.fromkeys(number for _, _, number in runs)
-        for number in needed:  # first mark those with a place as used, so that no place of this step is reused
+        for number in needed:  # first mark those with a slot as used, so that no slot of this step is reused
             if number in self._at:
                 self._at[number] = self._at.pop(number)
         for number in needed:
             if number not in self._at:
-                place = self._free.pop() if self._free else self._at.pop(next(iter(self._at)))
-                self._fill(place, self._held[number])
-                self._at[number] = place
+                slot = self._free.pop() if self._free else self._at.pop(next(iter(self._at)))
+                self._fill(slot, self._held[number])
+                self._at[number] = slot
         tiles = [
             (first, min(ROWS, start + count - first), self._at[number])
             for start, count, number in runs
             for first in range(start, start + count, ROWS)
         ]
-        return PlacedRuns(self, send_list(tiles, torch.int32, self._device))
+        return SlotRuns(self, send_list(tiles, torch.int32, self._device))
 
-    def _fill(self, place: int, products: Sequence[LowRank]) -> None:
+    def _fill(self, slot: int, products: Sequence[LoraProduct]) -> None:
         for (_, widths), all_down, all_up, parts in zip(self._shapes, self._down, self._up, products, strict=True):
             if not parts:
-                all_down[place], all_up[place] = 0, 0
+                all_down[slot], all_up[slot] = 0, 0
                 continue
-            down, up = (torch.zeros_like(each[place], device="cpu") for each in (all_down, all_up))
+            down, up = (torch.zeros_like(each[slot], device="cpu") for each in (all_down, all_up))
             columns = {sum(widths[:index]): index for index in range(len(widths))}
             for part in parts:
                 rank, width = part.up.shape
                 down[columns[part.column], :rank] = part.down
                 up[part.column : part.column + width, :rank] = part.up.T
-            all_down[place], all_up[place] = down, up
+            all_down[slot], all_up[slot] = down, up
 
     def add(self, product: int, x: Tensor, y: Tensor, tiles: Tensor) -> None:
         self._add(x, y, tiles, self._down[product], self._up[product], self._shapes[product][1])
 
 
-class PlacedRuns:
+class SlotRuns:
     """The runs of a step's rows with adapters, cut into tiles for the GPU kernel."""
 
-    def __init__(self, of: AdapterPlaces, tiles: Tensor) -> None:
+    def __init__(self, of: LoraSlots, tiles: Tensor) -> None:
         self._of, self._tiles = of, tiles
 
     def add(self, product: int, x: Tensor, y: Tensor) -> None:
@@ -201,5 +201,5 @@ class PlacedRuns:
 
 
 def _load_kernel() -> Callable[..., None]:
-    add: Callable[..., None] = cuda_kernels().adapter_products.add_low_rank
+    add: Callable[..., None] = cuda_kernels().adapter_products.add_lora
     return add

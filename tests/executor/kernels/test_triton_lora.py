@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.kernels.cuda.adapter_products import add_low_rank
+from penstock.executor.kernels.cuda.adapter_products import add_lora
 from penstock.executor.kernels.cuda.ops import OPS
-from penstock.executor.kernels.low_rank import AdapterPlaces, LowRankPart
+from penstock.executor.kernels.lora import LoraPart, LoraSlots
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.adapters import Adapter
@@ -17,7 +17,7 @@ from tests.support.driver import Driver
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import random
 from tests.support.small_models import folder, greedy
-from tests.support.twins.low_rank import add_low_rank as twin
+from tests.support.twins.lora import add_lora as twin
 
 SHAPES = [(64, [32]), (200, [48, 20, 20]), (128, [130, 64])]
 
@@ -36,7 +36,7 @@ def test_sums_equal_the_twin(
     tiles = torch.tensor([[0, 16, 2], [16, 3, 2], [21, 1, 0], [30, 10, 1]], dtype=torch.int32, device=device)
     expected, actual = y.clone(), y.clone()
     twin(x, expected, tiles, down, up, widths)
-    add_low_rank(x, actual, tiles, down, up, widths)
+    add_lora(x, actual, tiles, down, up, widths)
     close(actual, expected)
     for none in (slice(19, 21), slice(22, 30)):
         assert torch.equal(actual[none], y[none])
@@ -47,14 +47,14 @@ def on_places(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, 
     """As on a GPU: through places, and products of the Triton kernels."""
     monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: OPS)
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
-    monkeypatch.setattr("penstock.executor.kernels.low_rank._load_kernel", lambda: add_low_rank)
+    monkeypatch.setattr("penstock.executor.kernels.lora._load_kernel", lambda: add_lora)
     config = ExecutorConfig(
         model=str(folder(case)), device="cuda" if device.type == "cuda" else "cpu", dtype="float32",
         kv_cache_bytes=2**19, block_size=4, max_num_seqs=4, enable_lora=True, max_loras=2, max_lora_rank=8, **options,
     )  # fmt: skip
     executor = UniprocExecutor(config)
     store = executor._rank.adapters
-    store._weights = AdapterPlaces(store._shapes, config.max_loras, config.max_lora_rank, torch.float32, device)
+    store._weights = LoraSlots(store._shapes, config.max_loras, config.max_lora_rank, torch.float32, device)
     return executor
 
 
@@ -79,15 +79,15 @@ def test_a_model_with_adapters_gives_the_tokens_of_merged_ones(
 def test_adapters_share_few_places_and_a_step_gets_all_of_its_own() -> None:
     """As on a device: what a step needs is brought to a place before it runs, whatever was there."""
     shapes, most = [(8, [4, 6]), (10, [5])], 2
-    places = AdapterPlaces(shapes, most, 3, torch.float32, torch.device("cpu"))
+    places = LoraSlots(shapes, most, 3, torch.float32, torch.device("cpu"))
     adapters = {
         number: [
             [
-                LowRankPart(
+                LoraPart(
                     random(3, 6, seed=10 * number + 1), random(3, 8, seed=10 * number), 4
                 ),  # changes the second part alone
             ],
-            [LowRankPart(random(2, 5, seed=10 * number + 3), random(2, 10, seed=10 * number + 2), 0)],
+            [LoraPart(random(2, 5, seed=10 * number + 3), random(2, 10, seed=10 * number + 2), 0)],
         ]
         for number in (1, 2, 3, 4)
     }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def add_low_rank(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, widths: Sequence[int]) -> None:
+def add_lora(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, widths: Sequence[int]) -> None:
     for first, num_rows, place in tiles.tolist():
         rows = slice(first, first + num_rows)
         inner = torch.einsum("td,prd->tpr", x[rows].float(), down[place].float()).to(x.dtype)
