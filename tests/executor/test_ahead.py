@@ -129,7 +129,7 @@ def test_memory_that_does_not_suffice_is_left_to_the_loader(tmp_path: Path, monk
     path = small_file(tmp_path / "model.gguf")
     file = open_gguf(path)
     monkeypatch.setattr(ahead, "open_gguf", lambda _: file)
-    monkeypatch.setattr(ahead, "take", full)
+    monkeypatch.setattr(ahead, "allocate", full)
     with ahead.packing(ExecutorConfig(model=str(path))):
         pass
     assert file.packed == {}
