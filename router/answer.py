@@ -4,6 +4,8 @@ Nothing is written before `begin`, so that until then another replica's answer c
 an answer cannot be taken back: a stream that breaks ends with an error event.
 """
 
+import re
+
 from penstock.engine.http.errors import error_body
 from penstock.router.foreign_error import in_openais_form
 from penstock.router.http.edge import ClientConnection
@@ -12,6 +14,7 @@ from penstock.router.http.upstream import Dechunker
 
 MAX_HELD_BYTES = 64 * 1024  # of an error's body, which another replica's answer may replace
 NO_ANSWER = AnswerHead(0, b"", None)
+_CACHED = re.compile(rb'"cached_tokens": ?(\d{1,9})\b')
 
 
 class AnswerWriter:
@@ -78,3 +81,9 @@ class AnswerWriter:
     def _keeps(self) -> bool:
         """Return whether the connection stays open after this answer."""
         return self.head.is_framed and self._request.keep_alive and not self._connection.edge.is_closing
+
+
+def cached_tokens_in(data: bytes) -> int | None:
+    """Return the cached tokens that a piece of a response body reports. (In generated text the quotes would be escaped.)"""
+    found = _CACHED.findall(data)
+    return int(found[-1]) if found else None

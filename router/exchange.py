@@ -10,13 +10,12 @@ request cost as much as all of its parsing.
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Callable
 from typing import Literal
 
 from penstock.engine.http.errors import CLIENT_CLOSED, HttpError
-from penstock.router.answer import AnswerWriter
+from penstock.router.answer import AnswerWriter, cached_tokens_in
 from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection
@@ -33,14 +32,6 @@ log = logging.getLogger("penstock.router")
 MAX_LOST = 2  # replicas that may break on one request: it may be the reason
 STALLED_S = 10.0  # how long a stream may stand still when its replica is down
 BUSY = frozenset({429, 503})  # another replica may give a better answer than these
-
-_CACHED = re.compile(rb'"cached_tokens": ?(\d{1,9})\b')
-
-
-def cached_tokens_in(data: bytes) -> int | None:
-    """Return the cached tokens that a piece of a response body reports. (In generated text the quotes would be escaped.)"""
-    found = _CACHED.findall(data)
-    return int(found[-1]) if found else None
 
 
 def as_refusal(error: Exception) -> HttpError:

@@ -336,7 +336,7 @@ class TieredKv(Kv):
             self._stores[name] = numbers
 
     def _complete(self, ticket: int, ok: bool) -> None:
-        """Process the end of a read or write. Return the store of a successful read, else an empty text."""
+        """Process the end of a read or write."""
         read = self.index.reads.get(ticket)
         slot = self.index.complete(ticket, ok)
         for request in self._waiters.pop(ticket, ()):

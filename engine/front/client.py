@@ -146,7 +146,7 @@ class AsyncEngine:
         loop.add_reader(self._from_core.fileno(), self._drain)
         start = CoreStart(str(self._directory), self.config)
         self._process = process = start_child(self._core_module, "the engine core", start)
-        loop.add_reader(process.channel, self._hear, process)
+        loop.add_reader(process.channel, self._read_heartbeat, process)
         self._tick()
 
     def _tick(self) -> None:
@@ -372,7 +372,7 @@ class AsyncEngine:
         if not waiting.done():
             waiting.set_result(message)
 
-    def _hear(self, process: ChildProcess) -> None:
+    def _read_heartbeat(self, process: ChildProcess) -> None:
         """Read a heartbeat of the core; end all requests if its process has ended."""
         message = receive(process.channel)
         if message is not None:

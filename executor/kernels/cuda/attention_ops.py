@@ -4,7 +4,7 @@ A graph captured for a bucket of rows serves every batch that fits: grids depend
 longest context that the host expects. Padding rows of a graph have a context of 0 and get zeros.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,24 @@ from penstock.executor.kernels.cuda.tiles import Tile, decode_tile, fixed_attent
 # into registers, so its positions are not split.
 FIXED_SPLIT, UNSPLIT = 512, 1 << 30
 MIN_PROGRAMS = 3  # per row and key-value head, if its context may be long
+
+
+class Attention(NamedTuple):
+    """The operands and constants that decode and prefill share."""
+
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    sinks: Tensor | None
+    out: Tensor
+    numbers: tuple[Any, ...]  # scale, cap and window of the kernels
+    shape: AttentionShape
+    split: int  # positions that are summed together; 0: whatever fills the GPU
+
+    @property
+    def sinks_or_any(self) -> Tensor:
+        """Return the sinks, or a tensor that the kernel does not read."""
+        return self.q if self.sinks is None else self.sinks
 
 
 def paged_attention(
@@ -48,13 +66,13 @@ def paged_attention(
     scales = (scale, 0.0) if cap is None else (2 * scale / cap, cap)
     numbers = *(each * LOG2_E for each in scales), window or 0
     split = 0 if not is_fixed else FIXED_SPLIT if dim <= 128 else UNSPLIT
-    given = q, k_pages, v_pages, sinks, out, numbers, shape, split
+    given = Attention(q, k_pages, v_pages, sinks, out, numbers, shape, split)
     if singles.num_single_rows:
         tile = decode_tile(singles.num_single_rows, group, dim, itemsize, k_pages.element_size())
-        decode(singles, *given, fixed_attention_tile(dim, group, itemsize, is_single=True) if is_fixed else tile)
+        decode(singles, given, fixed_attention_tile(dim, group, itemsize, is_single=True) if is_fixed else tile)
     if batch.query_lens:
         tile = prefill_tile(dim, itemsize)
-        prefill(batch, *given, fixed_attention_tile(dim, group, itemsize, is_single=False) if is_fixed else tile)
+        prefill(batch, given, fixed_attention_tile(dim, group, itemsize, is_single=False) if is_fixed else tile)
     return out
 
 
@@ -66,26 +84,16 @@ def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: flo
     assert latents.shape[2] == width
     out = torch.empty((tokens, num_heads, rank), dtype=q.dtype, device=q.device)
     shape = AttentionShape("latent", 1, num_heads, rank, rope_dim, rank)
-    given = q, latents, latents, None, out, (scale * LOG2_E, 0.0, 0), shape, 0
+    given = Attention(q, latents, latents, None, out, (scale * LOG2_E, 0.0, 0), shape, 0)
     if batch.num_single_rows:
-        decode(batch, *given, latent_tile(num_heads, True, q.element_size(), latents.element_size()))
+        decode(batch, given, latent_tile(num_heads, True, q.element_size(), latents.element_size()))
     if batch.query_lens:
-        prefill(batch, *given, latent_tile(num_heads, False, q.element_size(), latents.element_size()))
+        prefill(batch, given, latent_tile(num_heads, False, q.element_size(), latents.element_size()))
     return out
 
 
-def decode(
-    batch: ForwardBatch,
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    numbers: tuple[Any, ...],
-    shape: AttentionShape,
-    split: int,
-    tile: Tile,
-) -> None:
+def decode(batch: ForwardBatch, given: Attention, tile: Tile) -> None:
+    q, k_pages, v_pages, _, out, numbers, shape, split = given
     rows, longest = batch.num_single_rows, batch.max_single_context
     tiles = shape.kv_heads * triton.cdiv(shape.group, tile.rows)
     even_splits, programs = num_splits(rows, tiles, longest, split, tile)
@@ -96,7 +104,7 @@ def decode(
         key = "arrivals", rows * tiles
         arrivals = once(batch, key, lambda: torch.zeros(rows * tiles, dtype=torch.int32, device=q.device))
     kernels._decode[(tiles, programs, rows)](
-        *(q, k_pages, v_pages, q if sinks is None else sinks, batch.block_tables, batch.context_lens, out),
+        *(q, k_pages, v_pages, given.sinks_or_any, batch.block_tables, batch.context_lens, out),
         *(made, arrivals, batch.block_tables.stride(0), *numbers, even_splits, parts),
         SHAPE=shape,
         PAGES=layout_of(k_pages),
@@ -118,22 +126,12 @@ def num_splits(rows: int, tiles: int, longest: int, split: int, tile: Tile) -> t
     return min(even, limit), min(max(even, programs), limit)
 
 
-def prefill(
-    batch: ForwardBatch,
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    numbers: tuple[Any, ...],
-    shape: AttentionShape,
-    split: int,
-    tile: Tile,
-) -> None:
+def prefill(batch: ForwardBatch, given: Attention, tile: Tile) -> None:
+    q, k_pages, v_pages, _, out, numbers, shape, split = given
     order = order_tiles(batch, batch.num_single_rows, len(batch.context_lens), shape.group, tile)
     starts, contexts = batch.query_starts, batch.context_lens
     kernels._prefill[(shape.kv_heads, len(order))](
-        *(q, k_pages, v_pages, k_pages, q if sinks is None else sinks, batch.block_tables, starts, contexts),
+        *(q, k_pages, v_pages, k_pages, given.sinks_or_any, batch.block_tables, starts, contexts),
         *(starts, order, out, batch.block_tables.stride(0), *numbers, 0, 0, 0),
         SHAPE=shape,
         PAGES=layout_of(k_pages),
