@@ -219,10 +219,8 @@ def _num_tokens(step: Step) -> int:
 
 
 class CacheLog:
-    """Reports cached keys for routers: all keys once, then the net changes of every step.
-
-    Without a watcher nothing is recorded.
-    """
+    """Reports cached keys for routers: all keys once, then the net changes of every step. Without a watcher nothing is
+    recorded."""
 
     def __init__(self, pools: Mapping[str, BlockPool | UsableKeys], keys: PageKeys) -> None:
         self._pools, self._keys = pools, keys
@@ -252,7 +250,7 @@ class CacheLog:
             added, removed = pool.take_changes()
             if self._is_new:
                 found.append(CacheUpdate(tier, shortened(pool.cached_keys()), b"", True))
-            elif added or removed:
+            elif added or removed or self._blocks:  # hits change no pool, and their blocks must not pile up
                 blocks, self._blocks = self._blocks, []
                 found.append(CacheUpdate(tier, shortened(added), shortened(removed), blocks=blocks))
         self._is_new = False

@@ -31,9 +31,8 @@ class PageKeys:
         self.windows = [(index, group.window) for index, group in enumerate(groups) if group.kind == "window"]
         self.num_attention = len(self.full) + len(self.windows)
         self.num_pages = groups[-1].pages  # per state
-        self.on_keys: Callable[[Request, int], None] | None = (
-            None  # called with the number of earlier keys of a request
-        )
+        # Called when keys of a request were computed, with the number of its earlier keys.
+        self.on_keys: Callable[[Request, int], None] | None = None
 
     def find(self, request: Request, find: Callable[[bytes], int], most: int = NEVER) -> Prefix:
         """Return the longest cached prefix of at most `most` blocks. `find` returns the location of a key; 0: not

@@ -102,9 +102,11 @@ class KvEvents:
             keys = self._mirror.setdefault(update.tier, set())
             keys.difference_update(keys_in(update.removed))
             keys.update(keys_in(update.stored))
-            self._seq += 1
             if self._publish is not None:
                 self._publish(update, self._mirror)
+            if not (update.stored or update.removed):
+                return  # contents of blocks that are cached already, for the publisher alone
+            self._seq += 1
             if self._listeners:
                 frame = pack(Changes(self._seq, update.tier, update.stored, update.removed))
                 for listener in self._listeners:

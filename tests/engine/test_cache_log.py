@@ -178,11 +178,11 @@ def test_the_contents_of_blocks_are_reported_before_or_with_their_keys_if_they_a
     (update,) = log.updates()
     assert [block.key for block in update.blocks[:2]] == [update.stored[:8], update.stored[8:]]
     first, second, *again = update.blocks
-    assert (first.parent, first.salt, second.parent, second.salt) == (b"", "s", first.key, None) and again == [
-        first,
-        second,
-    ]
+    assert (first.parent, first.salt, second.parent, second.salt, again) == (b"", "s", first.key, None, [first, second])
     assert first.tokens + second.tokens == array("i", tokens[: 2 * BLOCK_SIZE]).tobytes()
+    world.submit(submit("cached", tokens, max_tokens=1, cache_salt="s"))
+    world.run()
+    assert log.updates() == [CacheUpdate("device", b"", b"", blocks=again)], "a hit leaves nothing behind"
     log.watch(False)
     assert world.scheduler.kv.keys.on_keys is None
 

@@ -121,6 +121,7 @@ def test_a_slow_listener_gets_a_new_snapshot_instead_of_what_it_missed(monkeypat
         for number in range(20):
             engine.on_cache_update(CacheUpdate("device", number.to_bytes(8, "little") * 2, b""))
         taken.append(await anext_frame(frames))
+        engine.on_cache_update(CacheUpdate("device", b"", b""))  # contents for the publisher: not a change
         engine.on_cache_update(CacheUpdate("device", b"", (3).to_bytes(8, "little")))
         taken.append(await anext_frame(frames))
         assert engine.is_watched

@@ -174,8 +174,7 @@ def test_pages_are_copied_asynchronously_and_ahead(everywhere: Found) -> None:
 
 @pytest.mark.timeout(3600)
 def test_a_program_releases_the_part_that_it_stored(everywhere: Found) -> None:
-    """And the last program to arrive acquires the others' parts. With fixed sums, heads of more than 128 numbers have one
-    part."""
+    """And the last program to arrive acquires the others' parts. Wide heads have one part where sums are fixed."""
     decodes = [kernel for kernel in everywhere if kernel["kernel"] == "_decode"]
     divided = [each for each in decodes if not ("fixed" in each["case"] and each["case"].startswith("Gemma"))]
     assert divided
