@@ -3,6 +3,7 @@
 import argparse
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -52,60 +53,32 @@ class ProveOptions:
         return cls(**given)
 
 
+def _size_bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 64MiB, 500MB or 1048576")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+# Options with a number: name, type, metavar and help.
+NUMBERS: tuple[tuple[str, Callable[[str], float], str, str], ...] = (
+    ("seed", int, "N", "seed of questions, schedule and faults: the same requests each time (default: %(default)s)"),
+    ("requests", int, "N", "requests under load, in addition to those that are asked alone (default: %(default)s)"),
+    ("rate", float, "R", "requests per second on average, in bursts (default: %(default)g)"),
+    ("concurrency", int, "N", "most requests in flight (default: %(default)s)"),
+    ("duration", float, "S", "most seconds for the run; requests that do not fit are left out (default: %(default)g)"),
+    ("max-bytes", _size_bytes, "SIZE", "most bytes to send and receive (default: 64MiB)"),
+    ("timeout", float, "S", "an answer without a byte for this many seconds counts as hung (default: %(default)g)"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the URL and the options to the parser of the command."""
     defaults = ProveOptions()
     add = parser.add_argument
     add("url", nargs="?", help="a server with OpenAI's /v1/completions, or a router (default: start one)")
-    add(
-        "--seed",
-        type=int,
-        default=defaults.seed,
-        metavar="N",
-        help="seed of questions, schedule and faults; the same seed sends the same requests (default: %(default)s)",
-    )
-    add(
-        "--requests",
-        type=int,
-        default=defaults.requests,
-        metavar="N",
-        help="requests under load, in addition to those that are asked alone (default: %(default)s)",
-    )
-    add(
-        "--rate",
-        type=float,
-        default=defaults.rate,
-        metavar="R",
-        help="requests per second on average, in bursts (default: %(default)g)",
-    )
-    add(
-        "--concurrency",
-        type=int,
-        default=defaults.concurrency,
-        metavar="N",
-        help="most requests in flight (default: %(default)s)",
-    )
-    add(
-        "--duration",
-        type=float,
-        default=defaults.duration,
-        metavar="S",
-        help="most seconds for the whole run; requests that do not fit are left out (default: %(default)g)",
-    )
-    add(
-        "--max-bytes",
-        type=_size_bytes,
-        default=defaults.max_bytes,
-        metavar="SIZE",
-        help="most bytes to send and receive (default: 64MiB)",
-    )
-    add(
-        "--timeout",
-        type=float,
-        default=defaults.timeout,
-        metavar="S",
-        help="an answer without a byte for this many seconds counts as hung (default: %(default)g)",
-    )
+    for name, kind, metavar, text in NUMBERS:
+        add(f"--{name}", type=kind, default=getattr(defaults, name.replace("-", "_")), metavar=metavar, help=text)
     add(
         "--exact",
         action="store_true",
@@ -150,10 +123,3 @@ def _pair(item: str) -> tuple[str, str]:
     if not separator or not name.strip():
         raise ProveError(f"header: {item!r} given; KEY=VALUE is expected")
     return name.strip(), value.strip()
-
-
-def _size_bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 64MiB, 500MB or 1048576")
-    return int(found[1]) * _UNITS[found[2]]
