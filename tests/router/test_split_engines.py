@@ -111,11 +111,12 @@ def test_when_a_prefill_replica_is_killed_under_load_nobody_notices() -> None:
         router = stack.enter_context(running_router(decode.url, prefills=given, wait_for=3))
 
         def ask(number: int) -> int:
-            if number == 10:
+            if number == 10:  # stopped, it cannot finish what it has before it is killed
+                prefills[1].send(signal.SIGSTOP)
                 until(lambda: router.fleet.replicas[prefills[1].url].num_in_flight > 0)
                 prefills[1].send(signal.SIGKILL)
-            rng = random.Random(number)
-            return router.complete([rng.randrange(256) for _ in range(1000)], ignore_eos=True).status_code
+            prompt = random.Random(number).choices(range(256), k=1000)
+            return router.complete(prompt, ignore_eos=True).status_code
 
         with ThreadPoolExecutor(8) as threads:
             assert Counter(threads.map(ask, range(30))) == {200: 30}
@@ -138,9 +139,8 @@ def command(*words: str, **environment: str) -> Iterator[Program]:
 
 def url_of(program: Program) -> str:
     """What it prints when it listens."""
-    while (found := re.search(r"http://[0-9.]+:\d+", program.line(""))) is None:
-        pass
-    return found[0]
+    lines = iter(lambda: program.line(""), None)
+    return next(found[0] for line in lines if (found := re.search(r"http://[0-9.]+:\d+", line)))
 
 
 def test_the_three_commands_of_the_docs_serve_the_default_model(tmp_path: Path) -> None:
