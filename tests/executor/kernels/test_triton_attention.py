@@ -48,7 +48,7 @@ def test_attention_equals_the_twin(device: torch.device, dtype: torch.dtype, sha
     close(attend(OPS, cache.to(device), q.to(device), ROWS), twins_answer(dtype, shape, None))
 
 
-@pytest.mark.parametrize("window", [1, 40, 64])
+@matrix("window", (1, 40, 64), hardest=[(1,), (64,)])
 def test_a_window_hides_what_lies_before_it(device: torch.device, window: int) -> None:
     cache, q = case(torch.float32, SHAPES[0])
     actual = attend(OPS, cache.to(device), q.to(device), ROWS, window)
@@ -60,7 +60,7 @@ def test_a_window_hides_what_lies_before_it(device: torch.device, window: int) -
     TOLERANCE,
     (1.5, None),
     (40, None),
-    hardest=[(torch.float32, None, None), (torch.float32, 1.5, 40), (torch.bfloat16, 1.5, 40)],
+    hardest=[(torch.float32, None, None), (torch.bfloat16, 1.5, 40)],
 )
 def test_sinks_and_caps_equal_the_twins(
     device: torch.device, dtype: torch.dtype, cap: float | None, window: int | None
@@ -104,7 +104,7 @@ def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(device: torch.dev
     "dtype, window",
     (torch.float32, torch.bfloat16),
     (None, 40),
-    hardest=[(torch.float32, None), (torch.bfloat16, 40)],
+    hardest=[(torch.bfloat16, 40)],
 )
 def test_a_padded_batch_gets_what_its_rows_get(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
     """Only the device knows the rows, and three more have what is left of the tokens: they get zeros."""
@@ -146,7 +146,7 @@ def random_rows(rng: Random, num_rows: int, longest: int) -> list[tuple[int, int
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow_in_interpreter) for seed in range(3, 10))]
+    "seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow_in_interpreter) for seed in (0, *range(3, 10)))]
 )
 def test_whatever_the_batch_the_answer_is_the_twins(device: torch.device, seed: int) -> None:
     rng = Random(seed)
@@ -173,7 +173,7 @@ def test_whatever_the_batch_the_answer_is_the_twins(device: torch.device, seed: 
         close(out, expected)
 
 
-@pytest.mark.parametrize("is_latent", [False, True])
+@pytest.mark.parametrize("is_latent", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_bits_are_the_same_in_whatever_order_programs_run(monkeypatch: pytest.MonkeyPatch, is_latent: bool) -> None:
     contexts = [30, 500, 0]
     rows = [(row, 1, context) for row, context in enumerate(contexts)]
