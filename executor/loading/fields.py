@@ -11,7 +11,7 @@ from penstock.executor.protocol import ExecutorError
 from penstock.executor.regular_files import read_regular
 
 MAX_JSON_BYTES = 64 * 2**20  # the index of a model with a trillion weights takes 10 MB
-_MISSING = object()
+MISSING = object()  # the default of a field that must have a value
 _LIMITS = {
     "vocab_size": 2**22,
     "hidden_size": 2**17,
@@ -35,7 +35,7 @@ class Fields:
         self._asked: dict[str, None] = {}  # names that were read, in order
         self._passed: set[str] = set()
 
-    def integer(self, name: str, default: Any = _MISSING, low: int = 1, high: int | None = None) -> int:
+    def integer(self, name: str, default: Any = MISSING, low: int = 1, high: int | None = None) -> int:
         value = self._get(name, default)
         limit = _LIMITS.get(name, 2**31 - 1) if high is None else high
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= limit:
@@ -52,21 +52,25 @@ class Fields:
     def integer_or_none(self, name: str) -> int | None:
         return self.integer(name) if name in self else None
 
-    def number(self, name: str, default: Any = _MISSING) -> float:
+    def number(self, name: str, default: Any = MISSING) -> float:
         value = self._get(name, default)
         if not _is_positive(value):
             raise self.error(name, value, "a positive number below 1e12")
         return float(value)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        value = self._get(name, _MISSING)
+        value = self._get(name, MISSING)
         if not isinstance(value, list) or len(value) != count or not all(map(_is_positive, value)):
             raise self.error(name, value, f"a list of {count} positive numbers below 1e12")
         return tuple(map(float, value))
 
     def number_or_zero(self, name: str) -> float:
         """Return the number, or zero if the field is absent."""
-        return self.number(name) if self._find(name) else 0.0
+        return self.number(name) if self.has_value(name) else 0.0
+
+    def has_value(self, name: str) -> bool:
+        """Return whether the field is neither absent nor zero, false or empty."""
+        return bool(self._find(name))
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
@@ -74,7 +78,7 @@ class Fields:
             raise self.error(name, value, "true or false")
         return value
 
-    def text(self, name: str, default: Any = _MISSING) -> str:
+    def text(self, name: str, default: Any = MISSING) -> str:
         value = self._get(name, default)
         if not isinstance(value, str):
             raise self.error(name, value, "a string")
@@ -126,7 +130,7 @@ class Fields:
                 raise self.error(name, value, f"no field but {', '.join(self._asked)}")
 
     def error(self, name: str, value: object, expected: str) -> ExecutorError:
-        shown = "nothing" if value is _MISSING else repr(value)
+        shown = "nothing" if value is MISSING else repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
         return ExecutorError(f"{self.where}: {self._prefix}{name}: {shown} found; {expected} is expected")
 
@@ -138,8 +142,8 @@ class Fields:
         value = self._find(name)
         if value is not None:
             return value
-        if default is _MISSING:
-            raise self.error(name, _MISSING, "a value")
+        if default is MISSING:
+            raise self.error(name, MISSING, "a value")
         return default
 
 
