@@ -62,7 +62,7 @@ FAMILIES = (
     Family("Mixtral", {"Mixtral": "mixtral"}, ("experts", "window"), ("llama",), ("mistral",)),
     Family("OLMo 2", {"Olmo2": "olmo2"}, (), ("olmo2",)),
     Family("OLMo 3", {"Olmo3": "olmo3"}, ("window",), (), ("olmo3",), "think"),
-    Family("OPT", {"OPT": "read_opt"}),
+    Family("OPT", {"OPT": "opt"}, ("unrotated",)),
     Family("Phi-3, Phi-4", {"Phi3": "phi3"}, ("window", "longrope"), ("phi3",), ("phi4_mini_json",)),
     Family("Qwen 2 and 2.5", {"Qwen2": "qwen2"}, ("window",), ("qwen2",), ("hermes", "qwen2_5_coder")),
     Family("Qwen 2 MoE", {"Qwen2Moe": "qwen2_moe"}, ("experts",), ("qwen2moe",)),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.executor.batch import AdaptedRows, ForwardBatch, KvPages, LayerPages
@@ -18,11 +19,11 @@ from penstock.executor.kernels.linear import Linear, Narrow, Rows
 from penstock.executor.models.attention import GroupedAttention, heads_of
 from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.layer_inputs import LayerEnd, LayerInputs
-from penstock.executor.models.mlp import Mlp, projections
+from penstock.executor.models.mlp import Mlp, PlainMlp, projections
 from penstock.executor.models.moe import Experts, ExpertsBeside, MoeMlp
 from penstock.executor.models.recurrent_layers import DeltaNet, Mamba, ShortConv, state_of
 from penstock.executor.models.rope import Tables, rope_tables
-from penstock.executor.models.spec import DecoderSpec, DeltaSpec, LayerSpec, MambaSpec
+from penstock.executor.models.spec import PADDING_ROWS, DecoderSpec, DeltaSpec, LayerSpec, MambaSpec
 from penstock.executor.models.weights import Weights
 from penstock.executor.parallel import RankGroup
 
@@ -40,13 +41,17 @@ class Decoder:
         self._layers = weights.layers(len(spec.layers), lambda index: _Layer(spec, index, weights, ops, tables))
         rounded = weights.dtype if spec.rounds_scale else torch.float64
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=rounded).item()
-        self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
-        is_plain = all(layer.heads is None for layer in spec.layers)  # LoRA is not supported for layer-specific heads
+        self._norm = (
+            _LayerNorm(spec, "model.norm", weights)
+            if spec.has_layer_norms
+            else weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
+        )
+        # LoRA is not supported for layer-specific heads and for MLPs without a gate.
+        is_plain = all(layer.heads is None for layer in spec.layers) and spec.has_gated_mlp
         self.adapted = tuple(linear for layer in self._layers for linear in layer.adapted() if is_plain)
         self._joined = self._join(weights.group)
         self._inputs = LayerInputs(spec, spec.input_width, weights, ops) if spec.input_width else None
-        name = "model.embed_tokens"
-        self._vocabulary = Vocabulary(weights, name, spec.vocab_size, spec.hidden_size, spec.tied_head)
+        self._vocabulary = _TokenEmbedding(spec, weights)
 
     @property
     def experts(self) -> list[Experts]:
@@ -54,8 +59,8 @@ class Decoder:
         return [layer.experts for layer in self._layers if layer.experts is not None]
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
-        """Return the hidden states of the tokens `batch.wanted` after the final norm: [W, hidden]."""
-        residual = self._vocabulary.embed(batch.tokens)
+        """Return the hidden states of the tokens `batch.wanted` after the final norm: [W, width of the head]."""
+        residual = self._vocabulary.embed(batch)
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
         inputs = None if self._inputs is None else self._inputs(batch.tokens, residual)  # [T, layers, width]
@@ -69,6 +74,9 @@ class Decoder:
             wanted, layer = batch.wanted if index == last else None, self._layers[index]
             own = None if inputs is None else inputs[:, index]
             update, residual = layer.forward(update, residual, batches[layer.pages], pages[layer.pages], wanted, own)
+        if isinstance(self._norm, _LayerNorm):
+            assert update is not None
+            return self._vocabulary.project(self._norm(residual + update))
         if update is None:
             return self._ops.rms_norm(residual, self._norm, self._spec.norm_eps)
         return self._ops.add_rms_norm(update, residual, self._norm, self._spec.norm_eps)[0]
@@ -95,18 +103,47 @@ class Decoder:
         )
 
 
-class Vocabulary:
-    """The embedding [size, width] by `name` and the LM head, which is the same table if `is_tied`, else `lm_head`. Both
-    are split over the ranks by vocabulary."""
+class _LayerNorm:
+    """Normalizes rows to mean 0 and variance 1, with a weight and a bias."""
 
-    def __init__(self, weights: Weights, name: str, size: int, width: int, is_tied: bool) -> None:
-        self._group, self._size, self._dtype = weights.group, size, weights.dtype
-        self._table = weights.table(f"{name}.weight", (size, width), is_head=is_tied)
-        self._first, end = self._group.share(size)
+    def __init__(self, spec: DecoderSpec, name: str, weights: Weights) -> None:
+        self._eps, shape = spec.norm_eps, (spec.hidden_size,)
+        self._weight, self._bias = (weights.tensor(f"{name}.{part}", shape) for part in ("weight", "bias"))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+
+
+class _TokenEmbedding:
+    """The embedding and the LM head, which is the same table if `tied_head`, else `lm_head`. Both are split over the
+    ranks by vocabulary."""
+
+    def __init__(self, spec: DecoderSpec, weights: Weights) -> None:
+        self._group, self._size, self._dtype = weights.group, spec.vocab_size, weights.dtype
+        hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
+        self._table = weights.table("model.embed_tokens.weight", (self._size, width), is_head=spec.tied_head)
+        self._first, end = self._group.share(self._size)
         self._last = end - self._first - 1
-        self._head = self._table if is_tied else weights.linear(("lm_head",), (size,), width, split="rows")
+        self._head = self._table
+        if not spec.tied_head:
+            self._head = weights.linear(("lm_head",), (self._size,), width, split="rows")
+        self._positions = self._project_in = self._project_out = None
+        if spec.num_learned_positions:
+            self._positions = weights.tensor("model.embed_positions.weight", (spec.num_learned_positions, hidden))
+        if width != hidden:
+            self._project_in = weights.linear(("model.project_in",), (hidden,), width)
+            self._project_out = weights.linear(("model.project_out",), (width,), hidden)
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        """Return the embeddings of the batch's tokens and, if they are learned, of their positions: [T, hidden]."""
+        rows = self._rows(batch.tokens)
+        if self._project_in is not None:
+            rows = self._project_in(rows)
+        if self._positions is not None:
+            rows = rows + self._positions.index_select(0, batch.positions + PADDING_ROWS)
+        return rows
+
+    def _rows(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, width]"""
         if self._group.world == 1:
             return self._table.rows(tokens, self._dtype)
@@ -114,6 +151,10 @@ class Vocabulary:
         rows = self._table.rows(local.clamp(0, self._last), self._dtype)
         rows.masked_fill_(((local < 0) | (local > self._last))[:, None], 0)
         return self._group.sum(rows)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Return final hidden states in the width of the head."""
+        return hidden if self._project_out is None else self._project_out(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, width] -> [S, size] on the first rank, None on the others."""
@@ -158,7 +199,7 @@ def _mixer_of(spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables:
 
 
 class _Layer:
-    mlp: Mlp | MoeMlp
+    mlp: Mlp | PlainMlp | MoeMlp
     experts: Experts | None = None
     _beside: ExpertsBeside | None = None
 
@@ -169,15 +210,22 @@ class _Layer:
         def norm(name: str) -> Tensor:
             return weights.norm(f"{prefix}{name}.weight", spec.hidden_size, spec.norm_offset)
 
-        self._input_norm = norm("input_layernorm") if spec.has_pre_norms else None
+        def norm_before(name: str) -> Tensor | _LayerNorm:
+            return _LayerNorm(spec, f"{prefix}{name}", weights) if spec.has_layer_norms else norm(name)
+
+        # A norm that replaces the stream stands between two layers: the first one has none before it.
+        has_input_norm = spec.has_pre_norms and not (spec.norms_stream and index == 0)
+        self._input_norm = norm_before("input_layernorm") if has_input_norm else None
         self._attention_norm = norm("post_attention_layernorm") if spec.sandwich_norms else None
         before_mlp = "pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm"
-        self._mlp_norm = norm(before_mlp) if spec.has_pre_norms else None
+        self._mlp_norm = norm_before(before_mlp) if spec.has_pre_norms else None
         self._output_norm = norm("post_feedforward_layernorm") if spec.sandwich_norms else None
         self._attention = _mixer_of(spec, index, weights, ops, tables)
         layer = spec.layers[index]
         moe, self.pages = layer.moe, spec.heads_of(index).pages
-        if moe is None or moe.is_beside:
+        if not spec.has_gated_mlp:
+            self.mlp = PlainMlp(spec, f"{prefix}mlp.", weights)
+        elif moe is None or moe.is_beside:
             self.mlp = Mlp(spec, layer.mlp_size or spec.intermediate_size, projections(f"{prefix}mlp."), weights, ops)
         if moe is not None:
             if moe.is_beside:
@@ -197,10 +245,11 @@ class _Layer:
     def dense(self) -> DenseLayer | None:
         """Return the layer's parts for `_join`; None if it has experts, MLA or other features that C lacks."""
         mixer, mlp = self._attention, self.mlp
-        if self._input_norm is None or self._mlp_norm is None or not isinstance(mlp, Mlp):
+        before_attention, before_mlp = self._input_norm, self._mlp_norm
+        if not (isinstance(before_attention, Tensor) and isinstance(before_mlp, Tensor) and isinstance(mlp, Mlp)):
             return None
         linears, num_adapted = (mixer.output, mlp.gate_up, mlp.down), len(self.adapted())
-        norms = self._input_norm, self._attention_norm, self._mlp_norm, self._output_norm
+        norms = before_attention, self._attention_norm, before_mlp, self._output_norm
         if isinstance(mixer, GroupedAttention) and mixer.is_plain:
             return DenseLayer((mixer.qkv, *linears), num_adapted, norms, mixer.norms, mixer.tables, mixer.extras)
         if not isinstance(mixer, DeltaNet):
@@ -223,10 +272,13 @@ class _Layer:
         """
         ops, eps = self._ops, self._spec.norm_eps
         hidden: Rows
-        if update is None:
-            hidden = residual if self._input_norm is None else ops.rms_norm(residual, self._input_norm, eps)
+        norm = self._input_norm
+        if update is not None:
+            hidden, residual = self._norm_before(self._attention, update, residual, norm, batch.adapters)
+        elif isinstance(norm, Tensor):
+            hidden = ops.rms_norm(residual, norm, eps)
         else:
-            hidden, residual = self._norm_before(self._attention, update, residual, self._input_norm, batch.adapters)
+            hidden = residual if norm is None else norm(residual)
         attended = self._attention.attend(hidden, batch, pages)
         adapters = batch.adapters
         if wanted is not None:
@@ -251,17 +303,18 @@ class _Layer:
 
     def _norm_before(
         self,
-        part: _Mixer | Mlp | MoeMlp,
+        part: _Mixer | Mlp | PlainMlp | MoeMlp,
         update: Tensor,
         residual: Tensor,
-        weight: Tensor | None,
+        weight: Tensor | _LayerNorm | None,
         adapters: AdaptedRows | None,
     ) -> tuple[Rows, Tensor]:
         """Return the input of `part`, and the sum of update and stream. The input is normed rows, quantized to FP8 if
         `part` reads only that, or a few rows to which the product of `part` applies the norm itself."""
-        if weight is None:
+        if not isinstance(weight, Tensor):
             residual = residual + update
-            return residual, residual
+            hidden = residual if weight is None else weight(residual)
+            return hidden, hidden if self._spec.norms_stream else residual
         blocks, eps = self._ops.blocks, self._spec.norm_eps
         norming = self._ops.norming
         if norming is not None and part.takes_normed and 0 < len(update) <= norming.MAX_ROWS and adapters is None:

@@ -5,13 +5,14 @@ refused by name, never ignored.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from penstock.executor.kernels import Activation
 from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.rope import Rope, kind_of, read_rope, rope_of, rope_section
-from penstock.executor.models.spec import DecoderSpec, LayerSpec
+from penstock.executor.models.spec import PADDING_ROWS, DecoderSpec, LayerSpec
 
 _ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
@@ -203,6 +204,46 @@ def hunyuan_dense(fields: Fields) -> DecoderSpec:
     return spec_of(
         own, layers, qk_norm=True, rotates_first=True, arrangement=Arrangement(names), **attention_biases(own)
     )
+
+
+def opt(fields: Fields) -> DecoderSpec:
+    """Read OPT: learned positions, LayerNorms before attention and MLP or after them, and an MLP with ReLU."""
+    fields.only("activation_function", "relu", default="relu")
+    fields.only("layer_norm_elementwise_affine", True, default=True)
+    fields.only("_remove_final_layer_norm", False, default=False)
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if hidden_size % num_heads:
+        raise fields.error("num_attention_heads", num_heads, f"a divisor of hidden_size ({hidden_size})")
+    own = fields.with_defaults(intermediate_size=fields.integer("ffn_dim"), rms_norm_eps=1e-5)
+    num_layers, has_norms_before = fields.integer("num_hidden_layers"), fields.flag("do_layer_norm_before", True)
+    biases: dict[str, Any] = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), fields.flag("enable_bias", True))
+    width = fields.integer("word_embed_proj_dim", hidden_size)
+    return spec_of(
+        own,
+        (LayerSpec(Rope(0, 1.0)),) * num_layers,
+        tied_by_default=True,
+        has_layer_norms=True,
+        norms_stream=not has_norms_before,
+        num_learned_positions=max_positions_of(own) + PADDING_ROWS,
+        embedding_size=None if width == hidden_size else width,
+        has_gated_mlp=False,
+        arrangement=_opt_arrangement(num_layers, has_norms_before),
+        **biases,
+    )
+
+
+def _opt_arrangement(num_layers: int, has_norms_before: bool) -> Arrangement:
+    """Return the names of the tensors. A norm after attention is the one before the MLP, and a norm after the MLP the
+    one before the next layer's attention."""
+    layers = [f"decoder.layers.{index}." for index in range(num_layers)]
+    if has_norms_before:
+        norms = [("decoder.final_layer_norm.", "norm."), (".self_attn_layer_norm.", ".input_layernorm.")]
+    else:
+        norms = [(f"{layers[-1]}final_layer_norm.", "norm.")]
+        norms += [(f"{a}final_layer_norm.", f"{b}input_layernorm.") for a, b in pairwise(layers)]
+        norms += [(".self_attn_layer_norm.", ".post_attention_layernorm.")]
+    others = ("decoder.", ""), (".final_layer_norm.", ".post_attention_layernorm."), (".out_proj.", ".o_proj.")
+    return Arrangement((*norms, *others, (".fc1.", ".mlp.up_proj."), (".fc2.", ".mlp.down_proj.")))
 
 
 def attention_biases(fields: Fields) -> dict[str, Any]:

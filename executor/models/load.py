@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -23,8 +23,9 @@ from penstock.executor.loading.fields import Fields
 from penstock.executor.loading.packed_weights import PackedCheckpoint
 from penstock.executor.loading.safetensors_folder import SafetensorsFolder
 from penstock.executor.models.adapters import AdapterStore
+from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.digests import Digests
-from penstock.executor.models.registry import HEAD, CausalModel, Spec, find_architecture, text_of, without_head
+from penstock.executor.models.registry import HEAD, find_architecture, text_of, without_head
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import DTYPES, CheckpointReader, Weights
 from penstock.executor.parallel import RankGroup
@@ -34,8 +35,8 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType, L
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     architecture: str
-    spec: Spec
-    model: CausalModel
+    spec: DecoderSpec
+    model: Decoder
     dtype: torch.dtype
     kv_dtype: torch.dtype
     num_positions: int  # the length of the RoPE tables, and so the maximum number of positions
@@ -53,7 +54,7 @@ class LoadedModel:
     def without_model(self) -> "LoadedModel":
         """Return a copy without the weights, until new weights are loaded."""
         adapters = self.adapters and self.adapters.over(())
-        return replace(self, model=cast("CausalModel", None), adapters=adapters)
+        return replace(self, model=cast("Decoder", None), adapters=adapters)
 
 
 def load_update(
@@ -91,6 +92,16 @@ def clip(text: str) -> str:
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
+class _ModelSettings(NamedTuple):
+    """The settings in config.json, and the checkpoint in the decoder's layout."""
+
+    name: str  # of the architecture
+    spec: DecoderSpec
+    labels: LabelInfo | None
+    fields: Fields
+    checkpoint: Checkpoint
+
+
 def load_model(
     config: ExecutorConfig,
     device: torch.device,
@@ -101,58 +112,28 @@ def load_model(
     digests: Digests | None = None,
 ) -> LoadedModel:
     """Load a model from `checkpoint`. With `before`, the new weights can replace those of that model."""
-    path = Path(config.model)
-    is_packed = isinstance(checkpoint, PackedCheckpoint)
-    where = str(path / "config.json" if path.is_dir() else path)
-    config_of_all, labels = without_head(checkpoint.config, where)
-    text = text_of(config_of_all, where)
-    if text is not config_of_all and "tie_word_embeddings" not in text and config.load_format != "dummy":
-        text["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in checkpoint.names())
-    fields = Fields(text, where)
-    name, architecture = find_architecture(fields)
-    spec = architecture.read_spec(fields)
-    is_gguf = path.suffix == ".gguf"
+    name, spec, labels, fields, arranged = _read_settings(config, checkpoint, progress)
     kept_codes = _kept_codes(checkpoint, config, device)
-    # Quantized products are more exact than bfloat16, so the rest is computed in float32 then.
-    stored = "bfloat16" if is_gguf else _stored_dtype(fields, checkpoint if config.load_format != "dummy" else None)
-    if kept_codes == "all" and (is_gguf or is_packed):
-        stored = "float32"
-    dtype = choose_dtype(config.dtype, stored, device) if before is None else before.dtype
-    if config.dtype == "auto" and stored == "float32" and dtype is torch.bfloat16:
-        progress("The weights are stored in float32 and computed in bfloat16 (dtype float32 computes them as stored)")
-    if config.dtype == "auto" and stored == "float16" and dtype is not torch.float16:
-        name_of = str(dtype).removeprefix("torch.")
-        progress(f"The weights are stored in float16, in which a CPU does not compute, and are computed in {name_of}")
+    dtype = before.dtype if before else _compute_dtype(config, fields, checkpoint, kept_codes, device, progress)
     ops = select_ops(device, dtype, spec.head_dim, config.batch_invariant)
-    has_groups = ops.groups is not None and (is_packed or checkpoint.has_codes) and config.load_format != "dummy"
     fixed = ["fixed sums"] if config.batch_invariant and device.type != "cpu" else []
     if fixed:
         _check_fixed(spec, group.world)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, ops, device)
-    has_blocks = "quantization_config" in fields and not (checkpoint.has_codes or is_packed)
-    if config.max_model_len is not None and config.max_model_len > spec.max_positions:
-        raise ExecutorError(
-            f"max_model_len: {config.max_model_len} given; the model's positions end at {spec.max_positions}"
-        )
-    num_positions = config.max_model_len or spec.max_positions
-    if isinstance(spec, DecoderSpec):
-        if any(layer.rope.long_divisors and num_positions > layer.rope.original_length for layer in spec.layers):
-            progress("Positions beyond the original length: contexts of any length rotate as long ones (max_model_len)")
-        spec = spec.for_positions(num_positions)
-        if (spec.arrangement != AS_LLAMA or text is not config_of_all) and config.load_format != "dummy":
-            checkpoint = Arranged(checkpoint, spec.arrangement)
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     placement = first_placement(config, spec, group.world)
     digests = digests or Digests(group, placement is not None)
-    read = (
-        DummyWeights(config.seed, dtype, has_blocks)
-        if config.load_format == "dummy"
-        else CheckpointReader(checkpoint, config.model, digests.is_own if before is not None else lambda _name: False)
-    )
+    is_quantized = isinstance(checkpoint, PackedCheckpoint) or checkpoint.has_codes
+    has_blocks = "quantization_config" in fields and not is_quantized
+    read: CheckpointReader | DummyWeights = DummyWeights(config.seed, dtype, has_blocks)
+    if config.load_format != "dummy":
+        read = CheckpointReader(arranged, config.model, digests.is_own if before is not None else lambda _name: False)
+    has_groups = ops.groups is not None and is_quantized and config.load_format != "dummy"
     weights = Weights(
         read, dtype, device, group, progress, ops, digests, placement, kept_codes, has_groups, config.enable_lora
     )
-    model = architecture.build(spec, weights, ops, num_positions, device)
+    num_positions = config.max_model_len or spec.max_positions
+    model = Decoder(spec, weights, ops, num_positions, device)
     head = None
     if labels is not None and labels.tokens is None:
         head = weights.float32(HEAD, (len(labels.names), spec.hidden_size))
@@ -179,21 +160,69 @@ def load_model(
     )
 
 
-def _check_fixed(spec: Spec, world: int) -> None:
+def _read_settings(config: ExecutorConfig, checkpoint: Checkpoint, progress: Callable[[str], None]) -> _ModelSettings:
+    path, is_dummy = Path(config.model), config.load_format == "dummy"
+    where = str(path / "config.json" if path.is_dir() else path)
+    config_of_all, labels = without_head(checkpoint.config, where)
+    text = text_of(config_of_all, where)
+    is_part = text is not config_of_all
+    if is_part and "tie_word_embeddings" not in text and not is_dummy:
+        text["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in checkpoint.names())
+    fields = Fields(text, where)
+    name, read_spec = find_architecture(fields)
+    spec = read_spec(fields)
+    if config.max_model_len is not None and config.max_model_len > spec.max_positions:
+        raise ExecutorError(
+            f"max_model_len: {config.max_model_len} given; the model's positions end at {spec.max_positions}"
+        )
+    num_positions = config.max_model_len or spec.max_positions
+    if any(layer.rope.long_divisors and num_positions > layer.rope.original_length for layer in spec.layers):
+        progress("Positions beyond the original length: contexts of any length rotate as long ones (max_model_len)")
+    spec = spec.for_positions(num_positions)
+    if (spec.arrangement != AS_LLAMA or is_part) and not is_dummy:
+        checkpoint = Arranged(checkpoint, spec.arrangement)
+    return _ModelSettings(name, spec, labels, fields, checkpoint)
+
+
+def _compute_dtype(
+    config: ExecutorConfig,
+    fields: Fields,
+    checkpoint: Checkpoint,
+    kept_codes: KeptCodes,
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> torch.dtype:
+    """Return the dtype that the model computes in, and report it if it differs from that of the stored weights."""
+    is_gguf = Path(config.model).suffix == ".gguf"
+    if kept_codes == "all" and (is_gguf or isinstance(checkpoint, PackedCheckpoint)):
+        stored = "float32"  # quantized products are more exact than bfloat16, so the rest is computed in float32
+    else:
+        is_dummy = config.load_format == "dummy"
+        stored = "bfloat16" if is_gguf else _stored_dtype(fields, None if is_dummy else checkpoint)
+    dtype = choose_dtype(config.dtype, stored, device)
+    if config.dtype == "auto" and stored == "float32" and dtype is torch.bfloat16:
+        progress("The weights are stored in float32 and computed in bfloat16 (dtype float32 computes them as stored)")
+    if config.dtype == "auto" and stored == "float16" and dtype is not torch.float16:
+        name = str(dtype).removeprefix("torch.")
+        progress(f"The weights are stored in float16, in which a CPU does not compute, and are computed in {name}")
+    return dtype
+
+
+def _check_fixed(spec: DecoderSpec, world: int) -> None:
     """Raise ExecutorError if a GPU has no batch-invariant kernels for this model."""
     what = ""
-    if isinstance(spec, DecoderSpec) and spec.latent is not None:
+    if spec.latent is not None:
         what = "multi-head latent attention"
-    elif isinstance(spec, DecoderSpec) and spec.is_qk_norm_wide and world > 1:
+    elif spec.is_qk_norm_wide and world > 1:
         what = "norms over the heads of several ranks"
     if what:
         raise ExecutorError(f"batch_invariant: given; the GPU has no batch-invariant kernel for {what}")
 
 
 def _open_adapters(
-    config: ExecutorConfig, name: str, spec: Spec, model: CausalModel, weights: Weights, device: torch.device
+    config: ExecutorConfig, name: str, spec: DecoderSpec, model: Decoder, weights: Weights, device: torch.device
 ) -> AdapterStore:
-    if not model.adapted or not isinstance(spec, DecoderSpec):
+    if not model.adapted:
         raise ExecutorError(f"enable_lora: given; LoRA is not supported for {name}")
     products = {linear: weights.products[linear] for linear in model.adapted}
     return AdapterStore(config, products, spec.arrangement, weights.group, weights.dtype, device)
@@ -217,12 +246,12 @@ def _memory(weights: Weights, dtype: torch.dtype, narrow: str) -> dict[str, int]
     return {"weights": made.num_bytes - made.num_widened_bytes} | {name: size for name, size in parts.items() if size}
 
 
-def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> Plan | None:
+def first_placement(config: ExecutorConfig, spec: DecoderSpec, world: int) -> Plan | None:
     """Return the initial placement of experts, for an even load. All ranks have the same number of slots; surplus
     slots, and the redundant ones of the EPLB configuration, hold second copies."""
     if not config.enable_expert_parallel:
         return None
-    sparse = [layer.moe for layer in spec.layers if layer.moe] if isinstance(spec, DecoderSpec) else []
+    sparse = [layer.moe for layer in spec.layers if layer.moe]
     if not sparse:
         raise ExecutorError("enable_expert_parallel: given, but the model has no experts")
     if world == 1:

@@ -68,5 +68,24 @@ class Mlp:
         return [*self.gate_up.tensors(), *self.down.tensors()]
 
 
+class PlainMlp:
+    """An MLP without a gate: a projection, ReLU, and a projection back."""
+
+    takes_narrow = takes_normed = False
+
+    def __init__(self, spec: DecoderSpec, prefix: str, weights: Weights) -> None:
+        hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+        self.up = weights.linear((f"{prefix}up_proj",), (inner,), hidden, bias, split="rows")
+        self.down = weights.linear((f"{prefix}down_proj",), (hidden,), inner, bias, split="columns")
+
+    def __call__(self, hidden: Rows, adapters: AdaptedRows | None = None) -> Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        assert adapters is None
+        return self.down(self.up(hidden).relu_())
+
+    def adapted(self) -> list[Linear]:
+        return []
+
+
 def projections(prefix: str) -> tuple[str, str, str]:
     return f"{prefix}gate_proj", f"{prefix}up_proj", f"{prefix}down_proj"

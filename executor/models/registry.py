@@ -2,67 +2,17 @@
 beneath a classification head. catalogue.py lists the architectures."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from penstock.executor.batch import ForwardBatch, KvPages
-from penstock.executor.cache_layout import LayerCache
-from penstock.executor.kernels import Ops
-from penstock.executor.kernels.linear import Linear
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models import families, gemma4, moe_families, opt, recurrent_families
+from penstock.executor.models import families, gemma4, moe_families, recurrent_families
 from penstock.executor.models.catalogue import FAMILIES, TEXT_PARTS, missing
-from penstock.executor.models.decoder import Decoder
-from penstock.executor.models.moe import Experts
-from penstock.executor.models.opt import Opt
-from penstock.executor.models.weights import Weights
+from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.protocol import Activation, LabelInfo
 
-
-class Spec(Protocol):
-    """The settings that every model has; they are read from the config before the model is built."""
-
-    vocab_size: int
-    hidden_size: int
-    head_dim: int
-    max_positions: int
-    tied_head: bool
-
-
-class CausalModel(Protocol):
-    num_layers: int
-    caches: tuple[LayerCache, ...]  # the cache that each layer needs
-    unit_bytes: int  # size of the largest state unit; 0: no layer has a state
-    kv_parts: int  # 2: keys and values; 1: one vector that is both
-    kv_width: int  # numbers per position and layer in each part
-    # The layers that LoRA adapters may change. If there are any, `forward` applies `ForwardBatch.adapters`.
-    adapted: tuple[Linear, ...]
-
-    @property
-    def experts(self) -> list[Experts]: ...
-
-    def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
-        """Return the final hidden states of the tokens `batch.wanted`: [W, hidden]."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor | None:
-        """[S, hidden] -> [S, vocabulary] on the first rank of the group, None on the others."""
-        ...
-
-
-class Architecture(NamedTuple):
-    read_spec: Callable[[Fields], Any]
-    build: Callable[[Any, Weights, Ops, int, torch.device], CausalModel]  # spec, weights, ops, positions, device
-
-
-_MODULES = families, gemma4, moe_families, opt, recurrent_families
-ARCHITECTURES = {
-    f"{name}ForCausalLM": Architecture(
-        next(getattr(module, reader) for module in _MODULES if hasattr(module, reader)),
-        Opt if reader == "read_opt" else Decoder,
-    )
+_MODULES = families, gemma4, moe_families, recurrent_families
+ARCHITECTURES: dict[str, Callable[[Fields], DecoderSpec]] = {
+    f"{name}ForCausalLM": next(getattr(module, reader) for module in _MODULES if hasattr(module, reader))
     for family in FAMILIES
     for name, reader in family.architectures.items()
 }
@@ -125,8 +75,8 @@ def _names(fields: Fields) -> tuple[str, ...]:
     return tuple(named.text(str(index)) for index in range(len(named.names())))
 
 
-def find_architecture(fields: Fields) -> tuple[str, Architecture]:
-    """Return the first entry of `architectures`, and the functions that read and build it."""
+def find_architecture(fields: Fields) -> tuple[str, Callable[[Fields], DecoderSpec]]:
+    """Return the first entry of `architectures`, and the function that reads its settings."""
     names = fields.texts("architectures") or []
     if not names or names[0] not in ARCHITECTURES:
         if names and (needed := missing(names[0])):

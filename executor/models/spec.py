@@ -7,6 +7,8 @@ from penstock.executor.loading.arrangement import AS_LLAMA, Arrangement
 from penstock.executor.models.rope import Rope
 from penstock.executor.moe_spec import MoeSpec
 
+PADDING_ROWS = 2  # the first rows of a table of learned positions are for padding
+
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
@@ -110,6 +112,12 @@ class DecoderSpec:
     # Gemma: norms also after attention and MLP, norm weights stored minus one, and scaled embeddings.
     sandwich_norms: bool = False
     has_pre_norms: bool = True  # OLMo 2 has norms only after attention and MLP
+    # OPT: LayerNorms, which may replace the residual stream, learned positions, and an MLP without a gate.
+    has_layer_norms: bool = False
+    norms_stream: bool = False
+    num_learned_positions: int = 0  # rows of the table of position embeddings, with PADDING_ROWS
+    embedding_size: int | None = None  # if set, token embeddings are projected to hidden_size, and back for the head
+    has_gated_mlp: bool = True
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     rounds_scale: bool = True  # round `embedding_scale` to the model's dtype, as in Gemma's training

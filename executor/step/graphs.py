@@ -26,7 +26,7 @@ from torch import Tensor
 from penstock.executor.batch import KvPages
 from penstock.executor.kernels import RowTensors, SamplingOps
 from penstock.executor.kernels.state import MAX_SEVERAL
-from penstock.executor.models.registry import CausalModel
+from penstock.executor.models.decoder import Decoder
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
 from penstock.executor.step.inputs import DeviceInputs, Samples
@@ -75,7 +75,7 @@ class DecodeGraphs:
     def __init__(
         self,
         inputs: DeviceInputs,
-        model: CausalModel,
+        model: Decoder,
         pages: KvPages,
         sampling: SamplingOps,
         buckets: Sequence[int],
@@ -160,7 +160,7 @@ class ChunkGraphs:
     have no such graphs, because their layers plan on the host."""
 
     def __init__(
-        self, inputs: DeviceInputs, model: CausalModel, pages: KvPages, buckets: Sequence[int], pool: CudaGraphs
+        self, inputs: DeviceInputs, model: Decoder, pages: KvPages, buckets: Sequence[int], pool: CudaGraphs
     ) -> None:
         self._inputs, self._model, self._pages, self._pool = inputs, model, pages, pool
         self._max_context = inputs.width - 1

@@ -14,7 +14,7 @@ import torch
 
 from penstock.executor.batch import KvPages
 from penstock.executor.models.adapters import AdapterStore
-from penstock.executor.models.registry import CausalModel
+from penstock.executor.models.decoder import Decoder
 from penstock.executor.outbox import Outbox
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import Admission, Row, Step, StepResult
@@ -49,7 +49,7 @@ class Launched:
 class ModelRunner:
     def __init__(
         self,
-        model: CausalModel,
+        model: Decoder,
         pages: KvPages,
         sampler: Sampler | None,  # the group's first rank samples for all
         inputs: Inputs,

@@ -107,8 +107,8 @@ def test_an_unknown_part_or_model_is_refused(capsys: pytest.CaptureFixture[str])
 def test_every_configuration_is_one_we_can_read(name: str, is_tiny: bool) -> None:
     assert name in SHARES
     config = config_of(name, is_tiny)
-    _, architecture = find_architecture(Fields(config, name))
-    assert architecture.read_spec(Fields(config, name)).hidden_size == config["hidden_size"]
+    _, read_spec = find_architecture(Fields(config, name))
+    assert read_spec(Fields(config, name)).hidden_size == config["hidden_size"]
 
 
 def test_a_step_reads_of_the_experts_only_those_that_are_chosen() -> None:
