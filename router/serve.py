@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from penstock import __version__
 from penstock.engine.http.limits import MAX_REFUSALS, allow_open_files
-from penstock.engine.http.sockets import BACKLOG, bind_sockets, listen, url_of
+from penstock.engine.http.sockets import BACKLOG, PortError, bind_sockets, listen, url_of
 from penstock.engine.options import add_options, built
 from penstock.engine.text.model_text import load_text
 from penstock.executor.process_life import Stopping, log_to_stderr, stop_signals, wait_for
@@ -36,6 +36,7 @@ from penstock.router.tokenizer_check import tokenizes_alike
 
 log = logging.getLogger("penstock.router")
 
+USER_ERRORS = (PortError, RouteError)
 SPARE_FILES = 16  # descriptors of the process itself
 FILES_PER_REPLICA = 4  # its event stream, its probes, and one idle connection or two
 
@@ -216,7 +217,11 @@ class RouterProcess:
 def prompt_reader_of(config: RouterConfig) -> PromptReader:
     if config.tokenizer is None:
         return PromptReader()
-    prompts = PromptReader(*load_text(config.tokenizer, config.chat_template))
+    try:
+        text = load_text(config.tokenizer, config.chat_template)
+    except ValueError as error:  # the model has no usable tokenizer
+        raise RouteError(str(error)) from None
+    prompts = PromptReader(*text)
     if prompts.segments is not None and not prompts.segments.is_exact:
         log.warning("this tokenizer cannot be cut at special tokens; every prompt is tokenized whole")
     return prompts

@@ -41,10 +41,10 @@ def test_the_version_and_the_commands_are_shown() -> None:
 def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def load() -> None:
+    def load(_command: cli.Command) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli._COMMANDS, "serve", ("", load))
+    monkeypatch.setattr(cli.Command, "load", load)
     assert main(["serve"]) == 130
     assert capsys.readouterr() == ("", "")
 

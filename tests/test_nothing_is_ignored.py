@@ -129,7 +129,7 @@ def test_every_flag_of_the_other_commands_is_read(name: str) -> None:
         *SchedulerConfig.__struct_fields__,
     }
     parser = argparse.ArgumentParser()
-    _COMMANDS[name][1]()[0](parser)
+    _COMMANDS[name].load().add_arguments(parser)
     parsers = [parser]
     for each in parsers:
         for action in options(each):

@@ -7,6 +7,7 @@ from collections.abc import Container
 from penstock.engine.text.tools import formats, thinking
 from penstock.executor.models.catalogue import FAMILIES
 
+USER_ERRORS: tuple[type[Exception], ...] = ()
 DTYPES = ("bfloat16", "float32", "float16 (GPU)")
 STORED = (
     "safetensors: float32, bfloat16, float16, FP8 in blocks of 128 × 128",

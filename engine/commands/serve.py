@@ -10,14 +10,16 @@ from importlib import import_module
 from typing import Any, Literal
 
 from penstock.engine.config import ConfigError, EngineConfig, EngineOptions, add_engine_options, engine_config
-from penstock.engine.front.client import AsyncEngine
-from penstock.engine.http.sockets import bind_sockets
-from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, recommended_sampling, resolve_model
+from penstock.engine.front.client import AsyncEngine, EngineDead
+from penstock.engine.http.sockets import PortError, bind_sockets
+from penstock.engine.model_files import DEFAULT_NAME, ModelError, ModelFiles, recommended_sampling, resolve_model
 from penstock.engine.options import Option, add_options, built, flag, given_options, options_of
 from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig, resolve
 from penstock.engine.text.load_tokenizer import load_tokenizer
 from penstock.executor.process_life import log_to_stderr, stop_signals
-from penstock.executor.protocol import ModelInfo
+from penstock.executor.protocol import ExecutorError, ModelInfo
+
+USER_ERRORS = (ConfigError, EngineDead, ExecutorError, ModelError, PortError)
 
 
 @dataclass(frozen=True, kw_only=True)

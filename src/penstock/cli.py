@@ -7,14 +7,14 @@ so that `penstock --help` responds at once.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple
 
 from penstock import __version__
 from penstock.engine.removed import REMOVED, REMOVED_COMMANDS
 from penstock.engine.vllm_options import nearest
-
-Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,9 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
-    except _user_errors() as error:
-        print(f"penstock: {error}", file=sys.stderr)
-        return 2
 
 
 def _run(arguments: list[str]) -> int:
@@ -44,20 +41,24 @@ def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="penstock", description="A compact inference-serving engine.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", dest="asked_command", metavar="COMMAND")
-    for name, (summary, load) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    chosen: ModuleType | None = None
+    for name, (summary, _) in _COMMANDS.items():
+        parsed = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         # Only the chosen command is imported and gets its options.
         if name in arguments[:1]:
-            add_arguments, run = load()
-            add_arguments(command)
-            command.set_defaults(run=run)
+            chosen = _COMMANDS[name].load()
+            chosen.add_arguments(parsed)
     args, unknown = parser.parse_known_args(arguments)
-    if args.asked_command is None:
+    if chosen is None:
         parser.print_help(sys.stderr)
         return 2
     if unknown:
         _refuse(_innermost(commands.choices[args.asked_command], arguments[1:]), unknown)
-    code: int = args.run(args)
+    try:
+        code: int = chosen.run(args)
+    except chosen.USER_ERRORS as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2
     return code
 
 
@@ -81,64 +82,26 @@ def _refuse(command: argparse.ArgumentParser, unknown: list[str]) -> None:
     command.exit(2, f"{command.prog}: {flag}: {why}\n")  # one line: the usage of `serve` fills a screen
 
 
-def _user_errors() -> tuple[type[BaseException], ...]:
-    from penstock.cache.tiers.disk.operate import CacheError
-    from penstock.engine.commands.prove.options import ProveError
-    from penstock.engine.config import ConfigError
-    from penstock.engine.front.client import EngineDead
-    from penstock.engine.http.sockets import PortError
-    from penstock.engine.model_files import ModelError
-    from penstock.engine.sampling_params import InvalidRequest
-    from penstock.executor.protocol import ExecutorError
-    from penstock.router.backend import RouteError
+class Command(NamedTuple):
+    """A command: its line in the help, and its module, which has `add_arguments`, `run` and the tuple `USER_ERRORS` of the
+    errors that a user can fix."""
 
-    engine = (CacheError, ConfigError, EngineDead, InvalidRequest, ModelError, PortError)
-    return (*engine, ExecutorError, ProveError, RouteError)
+    summary: str
+    module: str
+
+    def load(self) -> ModuleType:
+        return import_module(f"penstock.{self.module}")
 
 
-def _serve() -> Command:
-    from penstock.engine.commands import serve
-
-    return serve.add_arguments, serve.run
-
-
-def _route() -> Command:
-    from penstock.router import serve
-
-    return serve.add_arguments, serve.run
-
-
-def _bench() -> Command:
-    from penstock.engine.commands import bench
-
-    return bench.add_arguments, bench.run
-
-
-def _prove() -> Command:
-    from penstock.engine.commands import prove
-
-    return prove.add_arguments, prove.run
-
-
-def _cache() -> Command:
-    from penstock.cache.tiers.disk import operate
-
-    return operate.add_arguments, operate.run
-
-
-def _models() -> Command:
-    from penstock.engine.commands import models
-
-    return models.add_arguments, models.run
-
-
-_COMMANDS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "serve": ("Serve a model over an OpenAI-compatible API.", _serve),
-    "route": ("Route requests to many servers, each to the one that has its prefix in cache.", _route),
-    "bench": ("Measure a server or the engine itself.", _bench),
-    "prove": ("Check that a server gives the same answers under load and faults as alone.", _prove),
-    "cache": ("Inspect, verify or clear KV blocks on a disk.", _cache),
-    "models": ("List the families of models that run.", _models),
+_COMMANDS = {
+    "serve": Command("Serve a model over an OpenAI-compatible API.", "engine.commands.serve"),
+    "route": Command("Route requests to many servers, each to the one that has its prefix in cache.", "router.serve"),
+    "bench": Command("Measure a server or the engine itself.", "engine.commands.bench"),
+    "prove": Command(
+        "Check that a server gives the same answers under load and faults as alone.", "engine.commands.prove"
+    ),
+    "cache": Command("Inspect, verify or clear KV blocks on a disk.", "cache.tiers.disk.operate"),
+    "models": Command("List the families of models that run.", "engine.commands.models"),
 }
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ MARK = "<!-- what follows is written by python -m tests.docs.configuration -->"
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Every command with options of its own: `penstock serve`, `penstock bench latency` …"""
-    for name, (summary, load) in cli._COMMANDS.items():
-        parser = argparse.ArgumentParser(prog=f"penstock {name}", description=summary)
-        load()[0](parser)
+    for name, command in cli._COMMANDS.items():
+        parser = argparse.ArgumentParser(prog=f"penstock {name}", description=command.summary)
+        command.load().add_arguments(parser)
         yield from _leaves(parser)
 
 

@@ -32,6 +32,9 @@ class CacheError(Exception):
     """An error that the operator can fix."""
 
 
+USER_ERRORS = (CacheError,)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary in (

@@ -3,6 +3,12 @@
 import argparse
 
 from penstock.engine.commands.bench import offline, serving, startup
+from penstock.engine.config import ConfigError
+from penstock.engine.model_files import ModelError
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.executor.protocol import ExecutorError
+
+USER_ERRORS = (ConfigError, ExecutorError, InvalidRequest, ModelError)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,8 @@ from .session import exit_code, prove
 
 __all__ = ["ProveError", "add_arguments", "run"]
 
+USER_ERRORS = (ProveError,)
+
 
 def run(args: argparse.Namespace) -> int:
     """Prove the server or start servers to prove. Print a table and a line of JSON for each run; return 0 without

@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.engine.model_files import resolve_model
+from penstock.engine.model_files import ModelError, resolve_model
 from penstock.executor.gguf_header import GgufHeader
+from penstock.executor.protocol import ExecutorError
+
+from .options import ProveError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +21,10 @@ def write_adapter(folder: Path) -> None:
     """Write an adapter for the default model, with the shapes from its GGUF file."""
     import numpy as np  # only when a server is started
 
-    metadata = GgufHeader(resolve_model().path).metadata
+    try:
+        metadata = GgufHeader(resolve_model().path).metadata
+    except (ExecutorError, ModelError) as error:
+        raise ProveError(str(error)) from None
     name = metadata["general.architecture"]
     width, num_layers = metadata[f"{name}.embedding_length"], metadata[f"{name}.block_count"]
     generator = np.random.default_rng(SEED)
