@@ -16,6 +16,7 @@ from penstock.engine.model_files import DEFAULT_NAME, ModelError, ModelFiles, re
 from penstock.engine.options import Option, add_options, built, flag, given_options, options_of
 from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig, resolve
 from penstock.engine.text.load_tokenizer import load_tokenizer
+from penstock.engine.text.template import load_template
 from penstock.executor.process_life import log_to_stderr, stop_signals
 from penstock.executor.protocol import ExecutorError, ModelInfo
 
@@ -98,7 +99,6 @@ def server_config(args: argparse.Namespace, name: str, recommended: dict[str, An
 
 
 async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, args: argparse.Namespace) -> int:
-    # starlette and uvicorn are slow to import, so they are imported while the core process loads the model.
     started_s = time.monotonic()
     sockets = bind_sockets(server.host, server.port)  # reports a port that is in use before the model is loaded
     task = asyncio.current_task()
@@ -109,23 +109,23 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
             _say(f"Starting {files.name}")
             engine.spawn()  # the core loads the model while a thread reads the tokenizer, so that signals are handled
             engine.tokenizer = tokenizer = await asyncio.to_thread(load_tokenizer, files)
-            from penstock.engine.text.template import load_template
-
             template = await asyncio.to_thread(load_template, tokenizer, args.chat_template)
-            for module in ("http.connection", "server.lifetime"):  # import the HTTP server while the model is loaded
-                await asyncio.to_thread(import_module, f"penstock.engine.{module}")
+            # Import the HTTP server, which takes long, while the model is loaded.
+            lifetime = await asyncio.to_thread(import_module, "penstock.engine.server.lifetime")
             await engine.start()
             _say_memory(engine.info)
             if engine.info.device == "cpu" and args.gpu_memory_utilization is not None:
                 _say("--gpu-memory-utilization: without effect: the model runs on the CPU; use --kv-cache-bytes")
-            from penstock.engine.server.lifetime import serve
 
             def announce(url: str) -> None:
                 _say(f"Ready after {time.monotonic() - started_s:.1f} s: {url}")
                 labels = engine.info.labels
                 _say_curl(url, server, template is not None, classifies=labels is not None and labels.tokens is None)
 
-            return await serve(engine, tokenizer, template, server, sockets=sockets, on_listening=announce)
+            code: int = await lifetime.serve(
+                engine, tokenizer, template, server, sockets=sockets, on_listening=announce
+            )
+            return code
         except asyncio.CancelledError:
             _say("Stopped before the model was loaded")
             return 0

@@ -17,6 +17,7 @@ import zmq
 
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
 from penstock.engine.grammar.compiler import Compiler
+from penstock.engine.grammar.vocabulary import load_vocabulary
 from penstock.engine.messages import (
     Abort,
     Connected,
@@ -43,7 +44,6 @@ from penstock.executor.protocol import (
     Executor,
     ExecutorConfig,
     ExecutorError,
-    ModelInfo,
     WeightsError,
 )
 from penstock.executors import open_executor
@@ -68,7 +68,7 @@ def main(open_executor: Callable[[ExecutorConfig, Callable[[str], None]], Execut
     link.send(Connected())
     try:
         executor = open_executor(config.executor, lambda line: link.send(LoadProgress(line)))
-        core = EngineCore(config, executor, lambda: _compiler(config.executor, executor.info))
+        core = EngineCore(config, executor, lambda: Compiler(lambda: load_vocabulary(config.executor, executor.info)))
         link.send(Ready(core.info))
         reporter.beat(lambda: heartbeat(core, duty))
         settle_garbage()
@@ -84,13 +84,6 @@ def main(open_executor: Callable[[ExecutorConfig, Callable[[str], None]], Execut
         return 1
     finally:
         context.destroy(linger=2000)
-
-
-def _compiler(config: ExecutorConfig, info: ModelInfo) -> Compiler:
-    # Imported on first use: it needs llguidance, and many cores never get a request with a grammar.
-    from penstock.engine.grammar.vocabulary import load_vocabulary
-
-    return Compiler(lambda: load_vocabulary(config, info))
 
 
 class CoreLink:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import msgspec
 
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer, OpenAnswers
+from penstock.engine.front.hf_interface import FamiliarTokenizer
 from penstock.engine.front.labels import asking_for, labels_of, shown
 from penstock.engine.front.offline_call import (
     Bar,
@@ -54,15 +55,13 @@ from penstock.engine.messages import Output
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.load_tokenizer import load_tokenizer
+from penstock.engine.text.prompt import pair_prompts
+from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.vllm_options import nearest
 from penstock.executor.protocol import ModelInfo, Part, Pooled, SleepLevel
 from penstock.executor.shared_tensors import SharedTensors
 from penstock.executors import open_executor
-
-if TYPE_CHECKING:  # `from penstock import LLM` does not import jinja2
-    from penstock.engine.front.hf_interface import FamiliarTokenizer
-    from penstock.engine.text.template import ChatTemplate
 
 
 class LLM:
@@ -102,8 +101,6 @@ class LLM:
         self.tokenizer: Tokenizer | None = None if skip_tokenizer else load_tokenizer(files)
         self.template: ChatTemplate | None = None
         if self.tokenizer is not None:
-            from penstock.engine.text.template import load_template
-
             self.template = load_template(self.tokenizer, chat_template)
         self._start(config)
         if self.info.device == "cpu" and options.get("gpu_memory_utilization") is not None:
@@ -192,8 +189,6 @@ class LLM:
     ) -> list[PooledRequestOutput[ScoringOutput]]:
         """Return how well pairs of texts match: one text with each of several, or each with its own. The model must have a
         head of one label, or tokens for no and yes."""
-        from penstock.engine.text.prompt import pair_prompts
-
         labels_of(self.info, is_scored=True)
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
         texts, adds_special = pair_prompts(self.template, first, second, ("data_1", "data_2"))
@@ -214,13 +209,10 @@ class LLM:
         if not sys.is_finalizing():  # else the operating system does it
             self.shutdown()
 
-    def get_tokenizer(self) -> "FamiliarTokenizer":
+    def get_tokenizer(self) -> FamiliarTokenizer:
         """Return the model's tokenizer with the interface of transformers' tokenizers."""
         if self.tokenizer is None:
             raise ValueError("skip_tokenizer: given; there is no tokenizer")
-
-        from penstock.engine.front.hf_interface import FamiliarTokenizer
-
         return FamiliarTokenizer(self.tokenizer, self.template)
 
     def get_default_sampling_params(self) -> SamplingParams:

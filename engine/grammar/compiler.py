@@ -13,14 +13,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.engine.grammar.matcher import Lexer, Matcher, shortened
-
-if TYPE_CHECKING:  # llguidance and the tokenizer are imported by the threads, for the first grammar
-    from llguidance import LLMatcher
-
-    from penstock.engine.grammar.vocabulary import GrammarVocabulary
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
 NUM_THREADS = 2  # so that one slow grammar does not delay the others
 MAX_GIVEN_UP = 6  # additional threads, compiling grammars that no request waits for any more
@@ -91,11 +87,11 @@ class Job(NamedTuple):
 class Compiler:
     """Compiles and caches grammars. `load` builds the vocabulary, once, in the first thread that needs it."""
 
-    def __init__(self, load: "Callable[[], GrammarVocabulary]") -> None:
+    def __init__(self, load: Callable[[], GrammarVocabulary]) -> None:
         self._load = load
         self._vocabulary: GrammarVocabulary | None = None
         self._loading = threading.Lock()
-        self._kept: OrderedDict[str, tuple[LLMatcher, Lexer]] = OrderedDict()  # in initial state; each use copies it
+        self._kept: OrderedDict[str, Matcher] = OrderedDict()  # in initial state; each use copies it
         self._kept_chars = 0
         self._lock = threading.Lock()  # guards the cached grammars and the abandoned jobs
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -105,14 +101,14 @@ class Compiler:
     def cached(self, source: str) -> Matcher | None:
         """Return a fresh matcher if the grammar is cached, else None. Takes 10 µs."""
         with self._lock:
-            if source not in self._kept or self._vocabulary is None:
+            kept = self._kept.get(source)
+            if kept is None:
                 return None
-            backend, lexer = self._kept[source]
-            if lexer.is_full or lexer.num_tokens >= RECYCLE_TOKENS:
+            if kept.is_worn_after(RECYCLE_TOKENS):
                 self._drop(source)
                 return None
             self._kept.move_to_end(source)
-            return Matcher(backend.deep_copy(), self._vocabulary, lexer)
+            return kept.copy()
 
     def warm(self) -> None:
         """Build the vocabulary in the background, unless a job has been started before. Completion is not reported.
@@ -187,7 +183,7 @@ class Compiler:
                     self._given_up.remove(job.result)
                     return
 
-    def _load_once(self) -> "GrammarVocabulary":
+    def _load_once(self) -> GrammarVocabulary:
         with self._loading:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
@@ -208,15 +204,15 @@ class Compiler:
         if backend.is_error():
             error = shortened(backend.get_error())
             raise GrammarRefused(NOTHING_FITS if error in NO_WAY_ON else error)
-        lexer = Lexer(compile, time.monotonic() - began_s)
-        fresh = backend.deep_copy()
+        matcher = Matcher(backend, vocabulary, Lexer(compile, time.monotonic() - began_s))
+        fresh = matcher.copy()
         with self._lock:
             if source not in self._kept:
-                self._kept[source] = backend, lexer
+                self._kept[source] = matcher
                 self._kept_chars += len(source)
             while len(self._kept) > MAX_KEPT or (self._kept_chars > MAX_KEPT_CHARS and len(self._kept) > 1):
                 self._drop(next(iter(self._kept)))
-        return Matcher(fresh, vocabulary, lexer)
+        return fresh
 
     def _drop(self, source: str) -> None:
         del self._kept[source]

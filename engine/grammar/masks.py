@@ -6,15 +6,12 @@ may read one while the other is filled.
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.engine.grammar.matcher import Matcher
 from penstock.executor.machine import usable_cores
-
-if TYPE_CHECKING:
-    from llguidance import LLExecutor
 
 MAX_THREADS = 16
 POOL_ROWS = 48  # one thread fills fewer rows (20 µs each) before other threads would have woken up
@@ -38,7 +35,7 @@ class MaskFiller:
         self._buffers: list[np.ndarray] = []  # allocated once the vocabulary is known; unused pages cost nothing
         self._ends: np.ndarray | None = None  # [words]: bits of all tokens except end tokens
         self._plain = (0, 0)  # the longest range of words without the bit of an end token
-        self._pool: LLExecutor | None = None
+        self._pool: Any = None  # llguidance's threads, started for the first large step
         self._thread = ThreadPoolExecutor(1, "masks")
         self._thread.submit(int).result()  # starts the thread here, so that a failure raises here
         self._filling: Future[Masks] | None = None

@@ -5,10 +5,10 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # llguidance, which most engines never need, and the tokenizer
-    from llguidance import LLMatcher
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
-    from penstock.engine.grammar.vocabulary import GrammarVocabulary
+if TYPE_CHECKING:  # llguidance takes long to import, and most engines never need it
+    from llguidance import LLMatcher
 
 MAX_ERROR_CHARS = 500
 RENEW_LIMIT_S = 0.1  # a grammar that took longer to compile is not recompiled while a step waits
@@ -33,10 +33,19 @@ class Matcher:
 
     __slots__ = ("_lexer", "_taken", "backend", "vocabulary")
 
-    def __init__(self, backend: "LLMatcher", vocabulary: "GrammarVocabulary", lexer: Lexer) -> None:
+    def __init__(self, backend: "LLMatcher", vocabulary: GrammarVocabulary, lexer: Lexer) -> None:
         self.backend, self.vocabulary = backend, vocabulary
         self._lexer: Lexer | None = lexer  # the shared lexer; None after `renew`, which happens at most once
         self._taken = array("i")
+
+    def copy(self) -> "Matcher":
+        """Return a matcher in the initial state, which this one must be in."""
+        assert self._lexer is not None and not self._taken
+        return Matcher(self.backend.deep_copy(), self.vocabulary, self._lexer)
+
+    def is_worn_after(self, num_tokens: int) -> bool:
+        """Return whether the shared lexer is full, or has consumed this many tokens."""
+        return self._lexer is None or self._lexer.is_full or self._lexer.num_tokens >= num_tokens
 
     def advance(self, tokens: list[int]) -> bool:
         """Consume the sequence's next tokens; return False if they cannot follow or exceed llguidance's limits."""

@@ -8,16 +8,13 @@ import hashlib
 import json
 import re
 import secrets
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, Template, TemplateError
-
-from penstock.engine.http.errors import clip
-from penstock.engine.model_files import MAX_TEMPLATE_BYTES, ModelRefused, read_template
+from penstock.engine.model_files import ModelRefused, read_template
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text.template_environment import Refused, template_environment
 from penstock.engine.text.template_messages import (
     SYSTEM_ROLES,
     Message,
@@ -31,7 +28,6 @@ from penstock.engine.text.template_messages import (
 )
 from penstock.engine.text.tokenizer import Tokenizer
 
-MAX_ERROR_CHARS = 300
 # Test messages that show how a template treats system messages; see ChatTemplate._prints_mark.
 SYSTEM: Message = {"role": "system", "content": "first"}
 USER: Message = {"role": "user", "content": "hello"}
@@ -44,19 +40,17 @@ _PRINTED = re.compile(
 )
 _UNPACKED = re.compile(r"arguments(?:'\])?\s*(?:is\s|\|)")
 
-# Errors that a template may raise for unexpected messages, including Jinja's own.
-FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
-
 
 class ChatTemplate:
     """The chat template or templates of a model. Thread-safe."""
 
     def __init__(self, sources: str | dict[str, str], special_tokens: dict[str, str] | None = None) -> None:
         """Compile `sources`: one template, or several by name ("default", and "tool_use" for requests with tools)."""
+        from penstock.engine.text.template_environment import compile_templates  # jinja2 takes long to import
+
         named = {"default": sources} if isinstance(sources, str) else sources
-        environment = template_environment()
         self.sources = named
-        self._templates = {name: _compile(environment, name, source) for name, source in named.items()}
+        self._templates = compile_templates(named)
         self._special_tokens = special_tokens or {}
         said = json.dumps([named, self._special_tokens], sort_keys=True)
         self.digest = hashlib.sha256(said.encode()).hexdigest()
@@ -102,7 +96,7 @@ class ChatTemplate:
             "documents": objects(documents, "documents"),
             "add_generation_prompt": add_generation_prompt,
         }
-        text = _run(self._template(bool(tools)), variables)
+        text = self._template(bool(tools))(variables)
         return _cut(text, mark) if mark else text
 
     def _with_system(self, chat: list[Message]) -> list[Message]:
@@ -132,13 +126,13 @@ class ChatTemplate:
             chat = [*before, {"role": role, "content": MARK}, *after]
             variables = {"messages": chat, "tools": None, "documents": None, "add_generation_prompt": True}
             try:
-                if MARK not in _run(self._template(False), {**self._special_tokens, **variables}):
+                if MARK not in self._template(False)({**self._special_tokens, **variables}):
                     return False
             except InvalidRequest:
                 return False
         return True
 
-    def _template(self, has_tools: bool) -> Template:
+    def _template(self, has_tools: bool) -> Callable[[dict[str, Any]], str]:
         if has_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" not in self._templates:
@@ -161,35 +155,6 @@ def _operators(override: str) -> str:
     if not path.is_file():
         raise ModelRefused(f"chat template: {override!r} is neither a file nor a template (which has braces)")
     return read_template("chat template", path)
-
-
-def _compile(environment: Environment, name: str, source: str) -> Template:
-    if len(source) > MAX_TEMPLATE_BYTES:
-        raise ModelRefused(
-            f"chat template {name!r}: {len(source)} characters; at most {MAX_TEMPLATE_BYTES} are allowed"
-        )
-    try:
-        return environment.from_string(source)
-    except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
-        raise ModelRefused(
-            f"chat template {name!r} does not compile: {_short(error)}; give another one with --chat-template"
-        ) from None
-
-
-def _run(template: Template, variables: dict[str, Any]) -> str:
-    try:
-        return template.render(variables)
-    except Refused as error:
-        raise InvalidRequest("messages", f"the model's chat template refuses them: {_short(error)}") from None
-    except FAULTS as error:
-        raise InvalidRequest(
-            "messages",
-            f"the model's chat template cannot render them: {type(error).__name__}: {_short(error)}",
-        ) from None
-
-
-def _short(error: BaseException) -> str:
-    return clip(str(error), MAX_ERROR_CHARS)
 
 
 def _mark_end(chat: list[Message]) -> str:

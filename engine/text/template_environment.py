@@ -5,13 +5,23 @@ not limit a template's time or memory: an operator who trusts a model's weights 
 """
 
 import json
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import partial
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from penstock.engine.http.errors import clip
+from penstock.engine.model_files import MAX_TEMPLATE_BYTES, ModelRefused
+from penstock.engine.sampling_params import InvalidRequest
+
+MAX_ERROR_CHARS = 300
+# Errors that a template may raise for unexpected messages, including Jinja's own.
+FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
 class Refused(TemplateError):
@@ -26,6 +36,13 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def compile_templates(sources: Mapping[str, str]) -> dict[str, Callable[[dict[str, Any]], str]]:
+    """Return a function for each template, by name, that renders it with the given variables. Compiling raises
+    ModelRefused, rendering InvalidRequest."""
+    environment = template_environment()
+    return {name: partial(_render, _compile(environment, name, source)) for name, source in sources.items()}
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
@@ -50,3 +67,32 @@ def _raise_exception(message: object) -> None:
 
 def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
+
+
+def _compile(environment: ImmutableSandboxedEnvironment, name: str, source: str) -> Template:
+    if len(source) > MAX_TEMPLATE_BYTES:
+        raise ModelRefused(
+            f"chat template {name!r}: {len(source)} characters; at most {MAX_TEMPLATE_BYTES} are allowed"
+        )
+    try:
+        return environment.from_string(source)
+    except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
+        raise ModelRefused(
+            f"chat template {name!r} does not compile: {_short(error)}; give another one with --chat-template"
+        ) from None
+
+
+def _render(template: Template, variables: dict[str, Any]) -> str:
+    try:
+        return template.render(variables)
+    except Refused as error:
+        raise InvalidRequest("messages", f"the model's chat template refuses them: {_short(error)}") from None
+    except FAULTS as error:
+        raise InvalidRequest(
+            "messages",
+            f"the model's chat template cannot render them: {type(error).__name__}: {_short(error)}",
+        ) from None
+
+
+def _short(error: BaseException) -> str:
+    return clip(str(error), MAX_ERROR_CHARS)

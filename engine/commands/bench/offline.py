@@ -9,12 +9,12 @@ import random
 import time
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from penstock.engine.commands.bench.datasets import DatasetOptions, load_samples
 from penstock.engine.commands.bench.report import output_file, percentiles, write_json
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample, token_counter
 from penstock.engine.config import EngineOptions, add_engine_options, chosen
+from penstock.engine.front.llm import LLM
 from penstock.engine.options import Count, Length, add_options, flag, given_options
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 
@@ -109,10 +109,7 @@ def latency(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open_llm(args: argparse.Namespace) -> Any:
-    # Imported here because the engine takes longer to import than `penstock bench --help` should.
-    from penstock.engine.front.llm import LLM
-
+def _open_llm(args: argparse.Namespace) -> LLM:
     return LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **given_options(args, EngineOptions))
 
 
@@ -121,7 +118,7 @@ def _params(output_len: int) -> SamplingParams:
     return SamplingParams(max_tokens=output_len, ignore_eos=True)
 
 
-def _generate(llm: Any, samples: list[Sample], show: bool) -> tuple[int, int]:
+def _generate(llm: LLM, samples: list[Sample], show: bool) -> tuple[int, int]:
     """Run the samples; return the numbers of prompt and output tokens."""
     params = [_params(sample.output_len) for sample in samples]
     results = llm.generate([sample.prompt for sample in samples], params, use_tqdm=show)

@@ -2,7 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from penstock.engine.model_files import ModelError, resolve_model
 from penstock.executor.gguf_header import GgufHeader
@@ -10,17 +11,12 @@ from penstock.executor.protocol import ExecutorError
 
 from .options import ProveError
 
-if TYPE_CHECKING:
-    import numpy as np
-
 RANK, SCALE, SEED = 2, 0.5, 0
 MODULE = "model.layers.{}.self_attn.o_proj"
 
 
 def write_adapter(folder: Path) -> None:
     """Write an adapter for the default model, with the shapes from its GGUF file."""
-    import numpy as np  # only when a server is started
-
     try:
         metadata = GgufHeader(resolve_model().path).metadata
     except (ExecutorError, ModelError) as error:
@@ -39,7 +35,7 @@ def write_adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def _safetensors(tensors: "dict[str, np.ndarray]") -> bytes:
+def _safetensors(tensors: dict[str, np.ndarray]) -> bytes:
     head, data = {}, b""
     for name, values in tensors.items():
         place = [len(data), len(data) + values.nbytes]
