@@ -44,6 +44,10 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     peer: str | None = None  # the peer store that has the prompt's KV blocks …
     peer_wait_s: float = 0.0  # … or will have them within this many seconds
 
+    def refused(self, error: str) -> "Output":
+        """Return the final output of this sequence, which cannot run."""
+        return Output(self.request_id, [], finish_reason="error", error=error)
+
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     request_ids: list[str]

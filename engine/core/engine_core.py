@@ -18,7 +18,7 @@ from penstock.engine.core.constraints import Constraints
 from penstock.engine.core.page_keys import PageKeys
 from penstock.engine.core.pause import PauseController
 from penstock.engine.core.request import Request
-from penstock.engine.core.scheduler import Scheduler, refusal
+from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.usable import UsableKeys
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.http.kv_stream import KEY_BYTES
@@ -100,7 +100,7 @@ class EngineCore:
 
     def submit(self, message: Submit) -> Output | None:
         if message.adapter is not None and not self._adapters[message.adapter]:
-            return refusal(message, "adapter: it is not loaded")
+            return message.refused("adapter: it is not loaded")
         return None if self.pauses.hold_back(message) else self.begin(message)
 
     def begin(self, message: Submit) -> Output | None:
@@ -110,7 +110,7 @@ class EngineCore:
         if self._constraints is None:
             compiler = self._made_compiler()
             if compiler is None:
-                return refusal(message, "grammar: this engine has no tokenizer to constrain an answer with")
+                return message.refused("grammar: this engine has no tokenizer to constrain an answer with")
             self._constraints = Constraints(self.scheduler, self.executor, compiler)
         return self._constraints.submit(message)
 

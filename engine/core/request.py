@@ -5,7 +5,7 @@ Only the scheduler changes them.
 
 import heapq
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from penstock.engine.core.request_kv import RequestKv, Tables
@@ -168,6 +168,15 @@ class Request:
         self.kv.check()
         assert self.num_scheduled <= min(self.num_ready, len(self.kv.blocks) * block_size)
         assert self.num_known + len(self.unknown) == self.num_ready
+
+
+def cheapest_to_preempt(running: Collection[Request]) -> Request:
+    """Return the running request that is cheapest to preempt: of the lowest priority, with the fewest positions to
+    recompute, which count once more for each earlier preemption. The oldest request is spared if there is another, so
+    that at least one request finishes."""
+    senior = min(running, key=lambda r: (r.priority, r.sequence))
+    others = [r for r in running if r is not senior] or [senior]
+    return min(others, key=lambda r: (-r.priority, r.num_scheduled * (1 + r.num_preemptions), -r.sequence))
 
 
 class WaitingQueue:

@@ -10,6 +10,7 @@ draft tokens is not planned ahead, because its drafts depend on its last token (
 from array import array
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -20,20 +21,12 @@ from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.drafts import Drafter, NoDrafter, Sent
 from penstock.engine.core.kv import Claim, Kv
-from penstock.engine.core.request import Request, WaitingQueue
+from penstock.engine.core.request import Request, WaitingQueue, cheapest_to_preempt
 from penstock.engine.core.request_kv import RequestKv
 from penstock.engine.core.tiered_kv import TieredKv
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
-from penstock.executor.protocol import (
-    NOTHING_LEFT,
-    Admission,
-    ModelInfo,
-    Row,
-    Step,
-    StepResult,
-    TokenLogprobs,
-)
+from penstock.executor.protocol import NOTHING_LEFT, Admission, ModelInfo, Row, Step, StepResult, TokenLogprobs
 
 MOST_PASSED = 64  # requests that may wait for an adapter slot while later ones are admitted
 
@@ -46,13 +39,13 @@ class InFlight(NamedTuple):
     sent: dict[int, Sent]  # drafts, by the index of the request
 
 
+@dataclass
 class StepPlan:
-    """A step that is being planned: the rest of its token budget, and its rows so far."""
+    """A step that is being planned."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.rows: dict[Request, Row] = {}
-        self.has_preempted = False
+    budget: int  # the rest of its tokens
+    rows: dict[Request, Row] = field(default_factory=dict)
+    has_preempted: bool = False
 
 
 class Scheduler:
@@ -61,7 +54,6 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, info: ModelInfo, clock: Callable[[], float]) -> None:
         self.config = config
         self.info = info
-        self.block_size = info.block_size
         self.pool = BlockPool(info.num_blocks)
         self.requests: dict[str, Request] = {}  # all that have not ended, by id
         self.running: dict[Request, None] = {}  # in order of admission
@@ -73,11 +65,10 @@ class Scheduler:
         self.kv: Kv = kv_class(
             self.pool, info, config.max_num_batched_tokens, config.enable_prefix_caching, self._stats, clock
         )
+        drafts = config.speculative_config
         self._drafter = NoDrafter()
-        if config.speculative_config is not None:
-            self._drafter = Drafter(
-                config.speculative_config, info.block_size, config.max_num_seqs, self._stats, self.kv
-            )
+        if drafts is not None:
+            self._drafter = Drafter(drafts, info.block_size, config.max_num_seqs, self._stats, self.kv)
         self._clock = clock
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._num_submitted = 0
@@ -87,13 +78,13 @@ class Scheduler:
         """Queue a sequence; return its final output if it is refused. A sequence with a grammar but no matcher is held
         until `release` or `end`: it counts as waiting, keeps its position in the queue and can be aborted."""
         if message.request_id in self.requests:
-            return refusal(message, "request_id: a request with this id is running")
+            return message.refused("request_id: a request with this id is running")
         if self.num_free_places == 0:
-            return refusal(message, f"the queue is full ({len(self.requests)} sequences are in flight)")
+            return message.refused(f"the queue is full ({len(self.requests)} sequences are in flight)")
         tokens, most = array("i", message.tokens), self.info.max_model_len
         most_given = most - (message.pooling is None and message.max_tokens > 0)
         if not 0 < len(tokens) <= most_given:
-            return refusal(message, f"prompt: {len(tokens)} tokens; 1 to {most_given} can run")
+            return message.refused(f"prompt: {len(tokens)} tokens; 1 to {most_given} can run")
         # Logits and hidden states are not cached, so the whole prompt has to be computed.
         needs_all = message.sampling.prompt_logprobs is not None or message.pooling == "mean"
         request = Request(
@@ -144,7 +135,7 @@ class Scheduler:
         return self.config.max_sequences - len(self.requests)
 
     def has_work(self) -> bool:
-        """Return whether there are requests, or steps in flight, which may carry transfers without any request."""
+        """Return whether there are requests, or steps in flight, which may only carry transfers."""
         return bool(self.requests) or bool(self.in_flight)
 
     def schedule(self) -> Step | None:
@@ -194,7 +185,7 @@ class Scheduler:
     def _make_room(self, request: Request, missing: int, plan: StepPlan) -> bool:
         """Preempt other requests, and finally the request itself; return whether it still runs."""
         while missing > self.pool.num_free and request.slot >= 0:
-            victim = self._victim()
+            victim = cheapest_to_preempt(self.running)
             plan.has_preempted = True
             dropped = plan.rows.pop(victim, None)
             if dropped is not None:  # it was planned for this step, and is not sent after all
@@ -247,17 +238,8 @@ class Scheduler:
             self.waiting.add(request)
         return admissions
 
-    def _victim(self) -> Request:
-        """Return the running request that is cheapest to preempt: of the lowest priority, with the fewest positions to
-        recompute, which count once more for each earlier preemption. The oldest request is spared if there is another,
-        so that at least one request finishes."""
-        senior = min(self.running, key=lambda r: (r.priority, r.sequence))
-        others = [r for r in self.running if r is not senior] or [senior]
-        return min(others, key=lambda r: (-r.priority, r.num_scheduled * (1 + r.num_preemptions), -r.sequence))
-
     def _preempt(self, request: Request) -> None:
-        """Return a running request to the queue. Its blocks stay cached until they are evicted, so little may be
-        lost."""
+        """Return a running request to the queue. Its blocks stay cached until they are evicted."""
         request.num_preemptions += 1
         self._stats.num_preemptions += 1
         self._leave(request)
@@ -401,9 +383,8 @@ class Scheduler:
     def check(self) -> None:
         """Assert every invariant across requests, slots and blocks; O(blocks + tokens)."""
         self.pool.check()
-        assert set(self.requests.values()) == {*self.running, *self.waiting, *self.held, *self.kv.loading}
-        num_known = len(self.running) + len(self.waiting) + len(self.held) + len(self.kv.loading)
-        assert len(self.requests) == num_known
+        places = (self.running, self.waiting, self.held, self.kv.loading)
+        assert set(self.requests.values()) == set().union(*places) and len(self.requests) == sum(map(len, places))
         slots = [r.slot for r in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.config.max_num_seqs)), "every slot is held once or free"
         self.kv.check(self.running, [plan.step.transfers for plan in self.in_flight])
@@ -417,7 +398,3 @@ class Scheduler:
                 pending[request] = pending.get(request, 0) + row.sample
         for request in self.requests.values():
             assert request.num_pending == pending.get(request, 0)
-
-
-def refusal(message: Submit, error: str) -> Output:
-    return Output(message.request_id, [], finish_reason="error", error=error)

@@ -9,29 +9,27 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from os import PathLike
 from types import TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, Unpack, cast
 
 import msgspec
 
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.front.answer import Answer, OpenAnswers
+from penstock.engine.front.answer import Answer
 from penstock.engine.front.hf_interface import FamiliarTokenizer
 from penstock.engine.front.labels import asking_for, labels_of, shown
 from penstock.engine.front.offline_call import (
     Bar,
+    Batch,
     LoadedAdapters,
     LoRARequest,
     LoraRequests,
     Messages,
-    Progress,
     Prompt,
     as_list,
     for_each,
-    interrupts_between_steps,
     split_salt,
 )
 from penstock.engine.front.results import (
@@ -47,11 +45,10 @@ from penstock.engine.front.results import (
     embedded,
     pooled,
 )
-from penstock.engine.front.submit import Pooling, begin_answer
+from penstock.engine.front.submit import AnswerOptions, Pooling, begin_answer
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
-from penstock.engine.messages import Output
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.load_tokenizer import load_tokenizer
@@ -107,7 +104,6 @@ class LLM:
             remark = "gpu_memory_utilization: without effect: the model runs on the CPU; use kv_cache_bytes"
             warnings.warn(remark, stacklevel=2)
         self._num_requests = 0
-        self._open = OpenAnswers()  # of the batch that runs
         self._adapters = LoadedAdapters(config.executor.max_cpu_loras)
 
     @property
@@ -314,14 +310,14 @@ class LLM:
         adapters = for_each("lora_request", lora_request, LoRARequest, len(prompts))
         text = None if self.tokenizer is None else self.tokenizer.token_text
         with self._turn:
-            keys = self._adapters.keys(adapters, self._running())
-            begun: list[_Begun] = []
-            previous = None
+            batch = Batch(self._running())
+            keys = self._adapters.keys(adapters, batch.core)
+            like = previous = None
             for prompt, params, key in zip(prompts, [copies[id(each)] for each in asked], keys, strict=True):
-                like = begun[-1].answer if params is previous else None
-                begun.append(self._begin(prompt, params, is_continuation=is_continuation, like=like, adapter=key))
+                like = like if params is previous else None
+                like = self._begin(batch, prompt, params, is_continuation=is_continuation, like=like, adapter=key)
                 previous = params
-            return self._run(begun, use_tqdm, lambda each: completed(each.answer, each.prompt, text))
+            return self._run(batch, use_tqdm, lambda answer, prompt: completed(answer, prompt, text))
 
     def _pool(
         self,
@@ -332,20 +328,13 @@ class LLM:
         show: Callable[[bytes], Shown],
     ) -> list[PooledRequestOutput[Shown]]:
         with self._turn:
-            begun = [self._begin(prompt, params, pooling=pooling) for prompt in prompts]
-            return self._run(begun, use_tqdm, lambda each: pooled(each.answer, each.prompt, show))
+            batch = Batch(self._running())
+            for prompt in prompts:
+                self._begin(batch, prompt, params, is_continuation=True, pooling=pooling)
+            return self._run(batch, use_tqdm, lambda answer, prompt: pooled(answer, prompt, show))
 
-    def _begin(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        is_continuation: bool = True,
-        pooling: Pooled | None = None,
-        like: Answer | None = None,
-        adapter: str | None = None,
-    ) -> "_Begun":
-        info = self._running().info
+    def _begin(self, batch: Batch, prompt: Prompt, params: SamplingParams, **options: Unpack[AnswerOptions]) -> Answer:
+        """Add a request to the batch. `begin_answer` explains the options."""
         given, cache_salt = split_salt(prompt)
         text = given if isinstance(given, str) else None
         if params.seed is None and self._seeds is not None:
@@ -357,22 +346,19 @@ class LLM:
         if self.tokenizer is None and params.detokenize:
             params = msgspec.structs.replace(params, detokenize=False)
         self._num_requests += 1
+        options |= {"cache_salt": cache_salt, "grammar": self._grammar(params)}
         answer = begin_answer(
             str(self._num_requests),
             given,
             params,
-            info,
+            batch.core.info,
             self.tokenizer,
-            self._abort,
-            is_continuation=is_continuation,
-            like=like,
-            cache_salt=cache_salt,
-            pooling=pooling,
+            batch.abort,
             max_logprobs=self._max_logprobs,
-            grammar=self._grammar(params),
-            adapter=adapter,
+            **options,
         )
-        return _Begun(text, answer)
+        batch.add(answer, text)
+        return answer
 
     def _grammar(self, params: SamplingParams) -> str | None:
         """Return the request's grammar. It is compiled here, so that one that cannot be is refused before anything runs."""
@@ -388,54 +374,16 @@ class LLM:
             raise InvalidRequest(wanted.field, str(error)) from None
         return source
 
-    def _run(self, begun: "list[_Begun]", use_tqdm: Bar, show: "Callable[[_Begun], Result]") -> list[Result]:
-        """Run the requests; return what `show` makes of each when all are finished."""
-        core, self._open = self._running(), OpenAnswers()
-        if core.pauses.asleep:
-            raise RuntimeError("this LLM sleeps; wake_up comes first")
-        for each in begun:
-            self._open.add(each.answer)
-        backlog = iter([message for each in begun for message in each.answer.messages])
-        progress = Progress(len(begun), use_tqdm) if use_tqdm else None
+    def _run(self, batch: Batch, use_tqdm: Bar, show: Callable[[Answer, str | None], Result]) -> list[Result]:
+        """Run the requests; return what `show` makes of each answer and its prompt's text when all are finished."""
         try:
-            with interrupts_between_steps() as check_interrupt:
-                while self._open:
-                    # The queue is bounded: hand over as much as it takes, and the rest later.
-                    refused = [core.submit(message) for message in islice(backlog, core.scheduler.num_free_places)]
-                    for output in [*filter(None, refused), *self._step(core)]:
-                        reached = self._open.deliver(output)
-                        if reached is not None and progress is not None:
-                            progress.note(reached, output)
-                    check_interrupt()
+            batch.run(use_tqdm)
         except BaseException:
-            if self._core is not None:  # Ctrl-C, or the caller's own bar failed: the engine is whole
-                self._abort(self._open.request_ids())
-                while core.has_work():
-                    self._step(core)
+            if batch.is_broken:
+                self.shutdown()
             raise
-        finally:
-            if progress is not None:
-                progress.close()
-        errors = [each.answer.error for each in begun]
-        results = [None if each.answer.error is not None else show(each) for each in begun]
+        errors = [answer.error for answer in batch.prompts]
+        results = [None if answer.error is not None else show(answer, text) for answer, text in batch.prompts.items()]
         if any(error is not None for error in errors):
             raise RequestsFailed(errors, results)
         return cast("list[Result]", results)
-
-    def _step(self, core: EngineCore) -> list[Output]:
-        try:
-            return core.step()
-        except BaseException:
-            self.shutdown()  # the step failed halfway, so the state of this engine is undefined
-            raise
-
-    def _abort(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            output = self._running().abort(request_id)
-            if output is not None:
-                self._open.deliver(output)
-
-
-class _Begun(NamedTuple):
-    prompt: str | None  # where the caller gave text
-    answer: Answer

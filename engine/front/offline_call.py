@@ -1,10 +1,12 @@
-"""The arguments of one call of the offline API, the adapters that it loads, its progress bar, and Ctrl-C while it runs."""
+"""One call of the offline API: its arguments, the adapters that it loads, and the loop that runs its requests, with a
+progress bar and delayed Ctrl-C."""
 
 import contextlib
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from types import FrameType
 from typing import Annotated, Any, TypeVar
 
@@ -12,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.front.answer import Answer
+from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.messages import Output
 from penstock.engine.sampling_params import InvalidRequest
 
@@ -90,6 +92,59 @@ class LoadedAdapters:
             key = core.load_adapter(request.lora_path).key
         self._keys[request] = key
         return key
+
+
+class Batch:
+    """The requests of one call, which run until all have finished."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.is_broken = False  # a step failed halfway, so the state of the engine is undefined
+        self._open = OpenAnswers()
+        self.prompts: dict[Answer, str | None] = {}  # the text of each answer's prompt, if it was given as text
+
+    def add(self, answer: Answer, text: str | None) -> None:
+        self.prompts[answer] = text
+        self._open.add(answer)
+
+    def abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            output = self.core.abort(request_id)
+            if output is not None:
+                self._open.deliver(output)
+
+    def run(self, use_tqdm: Bar) -> None:
+        core = self.core
+        if core.pauses.asleep:
+            raise RuntimeError("this LLM sleeps; wake_up comes first")
+        backlog = iter([message for answer in self.prompts for message in answer.messages])
+        progress = Progress(len(self.prompts), use_tqdm) if use_tqdm else None
+        try:
+            with interrupts_between_steps() as check_interrupt:
+                while self._open:
+                    # The queue is bounded: hand over as much as it takes, and the rest later.
+                    refused = [core.submit(message) for message in islice(backlog, core.scheduler.num_free_places)]
+                    for output in [*filter(None, refused), *self._step()]:
+                        reached = self._open.deliver(output)
+                        if reached is not None and progress is not None:
+                            progress.note(reached, output)
+                    check_interrupt()
+        except BaseException:
+            if not self.is_broken:  # Ctrl-C, or the caller's own bar failed: the engine is whole
+                self.abort(self._open.request_ids())
+                while core.has_work():
+                    self._step()
+            raise
+        finally:
+            if progress is not None:
+                progress.close()
+
+    def _step(self) -> list[Output]:
+        try:
+            return self.core.step()
+        except BaseException:
+            self.is_broken = True
+            raise
 
 
 class Progress:

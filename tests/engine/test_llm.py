@@ -17,7 +17,6 @@ import pytest
 
 from penstock import RequestsFailed, StructuredOutputs, StructuredOutputsParams
 from penstock.engine.config import ConfigError, engine_config
-from penstock.engine.core.scheduler import refusal
 from penstock.engine.front.llm import LLM
 from penstock.engine.messages import Output, Submit
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
@@ -300,7 +299,7 @@ def test_requests_that_fail_are_named_and_the_others_results_are_there(
 ) -> None:
     def submit_some(message: Submit) -> Output | None:
         is_wrong = message.tokens in (array("i", [2]).tobytes(), array("i", [4]).tobytes())
-        return refusal(message, "no such thing") if is_wrong else submitted(message)
+        return message.refused("no such thing") if is_wrong else submitted(message)
 
     core = llm._running()
     submitted = core.submit
