@@ -287,8 +287,7 @@ class Scheduler:
     def _append(
         self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None, sent: Sent | None
     ) -> Output:
-        """Append a sampled token, or several with accepted drafts, to the request; end the request if it is
-        complete."""
+        """Append the sampled token, or several with accepted drafts; end the request if it is complete."""
         tokens, token = [*sampled, *request.forced], sampled[-1]
         request.forced = []
         if request.slot >= 0 and sent is not None:  # drafts that were right are computed

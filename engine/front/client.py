@@ -96,11 +96,11 @@ class AsyncEngine:
         self._max_logprobs, self._core_module = max_logprobs, core
         self._progress = progress
         self._ids = itertools.count()
-        self._open = OpenAnswers()
+        self.answers = OpenAnswers()  # those in flight
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
         self._is_connected = False
-        self._heartbeat: Heartbeat | None = None
+        self._heartbeat = Heartbeat(0.0)
         self._liveness = Liveness()
         self._ticking: asyncio.TimerHandle | None = None
         self._death: str | None = None
@@ -111,9 +111,9 @@ class AsyncEngine:
         self._gone = asyncio.Event()  # set when the process has ended
         self._ending: asyncio.Future[None] | None = None
         self._directory: Path | None = None
-        self.on_step: Callable[[Outputs], None] | None = None  # the server's metrics listen here
-        self.on_cache_update: Callable[[CacheUpdate], None] | None = None  # after `watch_cache`
-        self.on_model: Callable[[ModelInfo], None] | None = None  # when its weights have changed
+        self.on_step: Callable[[Outputs], None] = lambda _outputs: None  # the server's metrics listen here
+        self.on_cache_update: Callable[[CacheUpdate], None] = lambda _update: None  # after `watch_cache`
+        self.on_model: Callable[[ModelInfo], None] = lambda _info: None  # when its weights have changed
 
     async def start(self) -> None:
         """Wait until the core has loaded the model."""
@@ -193,8 +193,7 @@ class AsyncEngine:
         return self._ready is not None and self._ready.done() and not self._ready.cancelled()
 
     def health(self) -> EngineHealth:
-        """Return the health, from the core's heartbeat, process and running step, independent of the tokens it
-        produces."""
+        """Return the health, from the core's heartbeat, process and running step, never from the tokens."""
         heartbeat, liveness = self._heartbeat, self._liveness
         if self._death is not None:
             return EngineHealth(False, False, self._death)
@@ -202,7 +201,7 @@ class AsyncEngine:
             return EngineHealth(True, False, "the model is loading")
         if liveness.verdict != "heard":
             return EngineHealth(liveness.verdict == "starved", False, liveness.reason)
-        if heartbeat is not None and heartbeat.overdue_s > 0:
+        if heartbeat.overdue_s > 0:
             late = f"{heartbeat.job} of the engine core is {heartbeat.overdue_s:.0f} s beyond its deadline"
             return EngineHealth(False, False, late)
         if self.state.is_paused:
@@ -218,9 +217,9 @@ class AsyncEngine:
         if num_sequences > limit:
             limits = f"{limit} at a time (--max-num-seqs and --max-queued-requests)"
             raise InvalidRequest("prompt", f"{num_sequences} sequences requested; this server allows {limits}")
-        if len(self._open) + num_preparing + num_sequences > limit:
+        if len(self.answers) + num_preparing + num_sequences > limit:
             raise QueueFull(
-                f"{len(self._open) + num_preparing} sequences are in flight and {limit} are the limit; try again later",
+                f"{len(self.answers) + num_preparing} sequences are in flight and {limit} are the limit; try again later",
                 retry_after_s=self._retry_after_s(),
             )
 
@@ -244,24 +243,19 @@ class AsyncEngine:
         if options.get("pooling") is None:
             check_room(answer.num_prompt_tokens, params.max_tokens, self.info)
         self.admit(params.n)
-        self._open.add(answer)
+        self.answers.add(answer)
         for message in answer.messages:
             self._send(message)
         return answer
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        still_open = [request_id for request_id in request_ids if request_id in self._open]
-        if still_open and self._death is None:
+        still_open = [request_id for request_id in request_ids if request_id in self.answers]
+        if still_open:
             self._send(Abort(still_open))
-
-    def check(self) -> None:
-        """Assert every invariant of the answers in flight."""
-        self._open.check()
 
     def watch_cache(self, is_on: bool, *, with_blocks: bool = False) -> None:
         """Start or stop the core's reports to `on_cache_update`: first everything that is cached, then the changes."""
-        if self._death is None:
-            self._send(WatchCache(is_on, with_blocks))
+        self._send(WatchCache(is_on, with_blocks))
 
     async def reset_prefix_cache(self) -> bool:
         """Make the core drop all cached content; return False if some of it is in use."""
@@ -302,13 +296,12 @@ class AsyncEngine:
 
     def unload_adapter(self, key: str) -> None:
         """Unload an adapter after the requests in flight that use it."""
-        if self._death is None:
-            self._send(UnloadAdapter(key))
+        self._send(UnloadAdapter(key))
 
     @property
     def num_open(self) -> int:
         """The number of sequences in flight."""
-        return len(self._open)
+        return len(self.answers)
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -317,18 +310,18 @@ class AsyncEngine:
         return socket
 
     def _send(self, message: ToCore) -> None:
+        """Send a message, unless the core has ended."""
         try:
-            self._to_core.send(self._encoder.encode(message), zmq.NOBLOCK)
+            if self._death is None:
+                self._to_core.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             raise EngineDead("the engine core does not take messages any more") from None
 
     def _drain(self) -> None:
         """Read all messages: the socket's file descriptor signals a change, not a state."""
-        try:
+        with contextlib.suppress(zmq.Again):
             while True:
                 self._receive(self._decoder.decode(self._from_core.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            pass
 
     def _receive(self, message: FromCore) -> None:
         self._liveness.heard()
@@ -336,17 +329,14 @@ class AsyncEngine:
             before, self.stats = self.stats, message.stats
             self.stats.tiers = self.stats.tiers or before.tiers  # they do not come with every step
             for output in message.outputs:
-                self._open.deliver(output)
-            if self.on_step is not None:
-                self.on_step(message)
+                self.answers.deliver(output)
+            self.on_step(message)
         elif isinstance(message, CacheUpdate):
-            if self.on_cache_update is not None:
-                self.on_cache_update(message)
+            self.on_cache_update(message)
         elif isinstance(message, Controlled):
             self._take_answer(message)
         elif isinstance(message, Heartbeat):
-            is_new = not (self._heartbeat and self._heartbeat.overdue_s)
-            if message.overdue_s > 0 and is_new and self._process is not None:
+            if message.overdue_s > 0 and not self._heartbeat.overdue_s and self._process is not None:
                 self._process.dump_stacks()
             self._heartbeat = message
         elif isinstance(message, Connected):
@@ -366,8 +356,7 @@ class AsyncEngine:
         self.state, before = message.state, self.info
         if self.state.fingerprint != before.fingerprint:
             self.info = msgspec.structs.replace(before, fingerprint=self.state.fingerprint)
-            if self.on_model is not None:
-                self.on_model(self.info)
+            self.on_model(self.info)
         waiting = self._asked.pop(message.number)
         if not waiting.done():
             waiting.set_result(message)
@@ -397,13 +386,13 @@ class AsyncEngine:
         for waiting in self._asked.values():
             if not waiting.done():
                 waiting.set_exception(EngineDead(self._death))
-        for request_id in self._open.request_ids():
-            self._open.deliver(Output(request_id, [], finish_reason="error", error=self._death))
+        for request_id in self.answers.request_ids():
+            self.answers.deliver(Output(request_id, [], finish_reason="error", error=self._death))
 
     def _retry_after_s(self) -> int:
         """Estimate how long a full queue takes to have room, at the rate of the last steps."""
         stats = self.stats
-        if stats.num_steps == 0 or stats.generation_tokens == 0:
+        if stats.generation_tokens == 0:
             return 1
         seconds_per_token = stats.step_s / stats.generation_tokens
-        return min(max(1, round(seconds_per_token * len(self._open))), 60)
+        return min(max(1, round(seconds_per_token * len(self.answers))), 60)

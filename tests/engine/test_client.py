@@ -45,7 +45,7 @@ async def running(**scheduler: Any) -> AsyncIterator[AsyncEngine]:
     await engine.start()
     try:
         yield engine
-        engine.check()
+        engine.answers.check()
     finally:
         await engine.close()
 
