@@ -61,9 +61,18 @@ class Prefill(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    # The replicas that answer; with `prefills`, the decode replicas.
+    # The replicas that answer; with `prefills`, `resolve` adds the decode replicas.
     backends: tuple[str, ...] = flag("a replica, http://HOST:PORT[,events=PORT…]; repeat for each", "URL", default=())
-    prefills: tuple[Prefill, ...] = ()
+    decodes: tuple[str, ...] = flag(
+        "a decode replica; with --prefill, in place of --backend", "URL", ("--decode",), default=()
+    )
+    prefills: tuple[Prefill, ...] = flag(
+        "a prefill replica, and its address in --kv-peer of the decode replicas",
+        "URL=HOST:PORT",
+        ("--prefill",),
+        read=lambda text: [Prefill.of(text)],
+        default=(),
+    )
     prefill_threshold: Count = flag(
         "uncached tokens from which a prompt is computed at --prefill (default: 512)", "N", default=512
     )
@@ -99,13 +108,6 @@ class RouterConfig:
         return b"" if self.backend_api_key is None else f"authorization: Bearer {self.backend_api_key}\r\n".encode()
 
 
-def replicas_of(config: RouterConfig) -> str:
-    """Return the number of replicas, in words."""
-    if not config.prefills:
-        return f"{len(config.backends)} replicas"
-    return f"{len(config.backends)} decode and {len(config.prefills)} prefill replicas"
-
-
 def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfig:
     """Add the keys of the environment and refuse what cannot run."""
     for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE, BACKEND_KEY_VARIABLE):
@@ -124,19 +126,38 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
             )
     except ValueError as error:
         raise RouteError(str(error)) from None
-    backends = [Backend.of(text) for text in config.backends]
+    _check_roles(config)
+    backends = [Backend.of(text) for text in (*config.backends, *config.decodes)]
     prefills = tuple(each.check() for each in config.prefills)
     _check_once([each.url for each in backends], prefills)
     for each in backends:
         each.lines(environment)
+        if each.events is not None and config.tokenizer is None:
+            raise RouteError(
+                f"backend: {each.url} has events=…, which name blocks by their tokens; --tokenizer MODEL is needed to know "
+                "a prompt's"
+            )
+    for source in config.discover:
+        discovered_like(source)
     return replace(
         config,
         backends=tuple(each.text for each in backends),
+        decodes=(),
         prefills=prefills,
         api_keys=api_keys,
         admin_api_keys=admin_api_keys,
         backend_api_key=backend_api_key,
     )
+
+
+def _check_roles(config: RouterConfig) -> None:
+    if config.backends and (config.decodes or config.prefills):
+        raise RouteError("backend: not with --prefill and --decode; a replica that does both is one of --decode")
+    if bool(config.decodes) != bool(config.prefills):
+        given, missing = ("decode", "prefill") if config.decodes else ("prefill", "decode")
+        raise RouteError(f"{given}: needs --{missing} too; for replicas that do both there is --backend")
+    if config.chat_template and not config.tokenizer:
+        raise RouteError("chat_template: needs --tokenizer; without it prompts are not rendered here")
 
 
 def _check_once(urls: list[str], prefills: tuple[Prefill, ...]) -> None:

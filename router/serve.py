@@ -21,9 +21,9 @@ from penstock.engine.options import add_options, built
 from penstock.engine.text.model_text import load_text
 from penstock.executor.process_life import Stopping, log_to_stderr, stop_signals, wait_for
 from penstock.router.app import RouterApp
-from penstock.router.backend import Backend, RouteError
-from penstock.router.config import Prefill, RouterConfig, replicas_of, resolve
-from penstock.router.discovery import Discovery, discovered_like
+from penstock.router.backend import RouteError
+from penstock.router.config import RouterConfig, resolve
+from penstock.router.discovery import Discovery
 from penstock.router.exchange import NO_TRACE, BeginTrace
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_feed import KvFeeds
@@ -42,22 +42,7 @@ FILES_PER_REPLICA = 4  # its event stream, its probes, and one idle connection o
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add_options(parser, RouterConfig)
-    add(
-        "--decode",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="a decode replica; with --prefill, in place of --backend",
-    )
-    add(
-        "--prefill",
-        action="append",
-        default=[],
-        metavar="URL=HOST:PORT",
-        help="a prefill replica, and its address in --kv-peer of the decode replicas",
-    )
     parser.set_defaults(prefill_threshold=None)  # given without --prefill, it is a mistake
 
 
@@ -91,38 +76,9 @@ def _check_backends(config: RouterConfig) -> None:
 
 def check(args: argparse.Namespace) -> RouterConfig:
     """Return the checked configuration; raise RouteError if it is invalid."""
-    config = resolve(_config(args), os.environ)
-    check_tokens(config)
-    for source in config.discover:
-        discovered_like(source)
-    return config
-
-
-def check_tokens(config: RouterConfig) -> None:
-    for each in map(Backend.of, config.backends):
-        if each.events is not None and config.tokenizer is None:
-            raise RouteError(
-                f"backend: {each.url} has events=…, which name blocks by their tokens; --tokenizer MODEL is needed to know "
-                "a prompt's"
-            )
-
-
-def _config(args: argparse.Namespace) -> RouterConfig:
-    if args.backends and (args.decode or args.prefill):
-        raise RouteError("backend: not with --prefill and --decode; a replica that does both is one of --decode")
-    if bool(args.decode) != bool(args.prefill):
-        given, missing = ("decode", "prefill") if args.decode else ("prefill", "decode")
-        raise RouteError(f"{given}: needs --{missing} too; for replicas that do both there is --backend")
-    if args.chat_template and not args.tokenizer:
-        raise RouteError("chat_template: needs --tokenizer; without it prompts are not rendered here")
-    if args.prefill_threshold is not None and not args.prefill:
+    if args.prefill_threshold is not None and not args.prefills:
         raise RouteError("prefill_threshold: needs --prefill; no prompt is computed elsewhere")
-    return built(
-        args,
-        RouterConfig,
-        backends=(*args.backends, *args.decode),
-        prefills=tuple(map(Prefill.of, args.prefill)),
-    )
+    return resolve(built(args, RouterConfig), os.environ)
 
 
 async def serve_alone(config: RouterConfig, sockets: list[socket.socket]) -> int:
@@ -285,6 +241,9 @@ async def serve(
 
 
 def _announce(url: str, config: RouterConfig) -> None:
-    print(f"Routing to {replicas_of(config)} by {config.policy}: {url}", flush=True)
+    replicas = f"{len(config.backends)} replicas"
+    if config.prefills:
+        replicas = f"{len(config.backends)} decode and {len(config.prefills)} prefill replicas"
+    print(f"Routing to {replicas} by {config.policy}: {url}", flush=True)
     if config.tokenizer is None:
         print("  without --tokenizer, what replicas have cached is guessed from the bytes of requests", flush=True)

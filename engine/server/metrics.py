@@ -62,8 +62,7 @@ TIER_GAUGES = frozenset(
         *("used_blocks", "capacity_blocks", "pinned_blocks", "queued_blocks", "loading_blocks", "storing_blocks"),
         "bytes_per_s",
         # figures of the disk tier
-        *("capacity_bytes", "entries", "is_direct", "is_open", "is_picky", "loading", "pinned", "queue_bytes"),
-        *("recovery_s", "retention_s", "scan_left", "slots", "workers", "used_bytes"),
+        *("capacity_bytes", "entries", "is_open", "loading", "scan_left", "slots", "workers", "used_bytes"),
         # figures of the peer tier
         "served_clients",
     }

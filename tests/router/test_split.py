@@ -372,7 +372,7 @@ def test_a_prefill_replica_without_a_peer_or_an_address_is_refused(text: str) ->
 
 
 def test_a_replica_has_one_role_and_the_threshold_is_a_number_of_tokens() -> None:
-    twice = RouterConfig(backends=("http://h:1",), prefills=(Prefill("http://h:1", PEER),))
+    twice = RouterConfig(decodes=("http://h:1",), prefills=(Prefill("http://h:1", PEER),))
     with pytest.raises(RouteError, match="more than once"):
         resolve(twice, {})
     with pytest.raises(RouteError, match="prefill_threshold"):

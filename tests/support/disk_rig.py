@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cache.tiers.base import StoreResult
-from penstock.cache.tiers.disk.tier import DiskTier, cells_within, min_capacity
+from penstock.cache.tiers.disk.snapshot import cells_within, min_capacity
+from penstock.cache.tiers.disk.tier import DiskTier
 from penstock.cache.tiers.memory import huge_buffer
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,6 @@ Every operation takes constant time. The least recently used record is evicted f
 from its end to its start, so that its end is evicted first: without its start, the rest of a chain cannot be matched.
 """
 
-import time
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
@@ -32,9 +30,7 @@ class Catalog:
         self.loading: Counter[int] = Counter()  # cell → loads in flight
         self.is_full = False  # the next `take` has to evict
         self.num_evictions = 0
-        self.retention_s = 0.0  # moving average of how long records stay unused before they are evicted
         self._state = bytearray(num_cells)
-        self._used_s = array("d", bytes(8 * num_cells))
         self._by_use: OrderedDict[int, None] = OrderedDict()  # READY cells, least recently used first
         self._stamp = 0  # the last use stamp: a restart restores the eviction order from the stamps
         self._free: dict[int, None] = dict.fromkeys(range(num_backed - 1, -1, -1))  # popitem returns cell 0 first
@@ -53,7 +49,6 @@ class Catalog:
         self.table.rows[cells] = rows
         state = np.frombuffer(self._state, np.uint8)
         state[cells] = _READY
-        np.frombuffer(self._used_s)[cells] = time.monotonic()
         self._by_use.update(dict.fromkeys(cells))
         self._stamp = int(rows["stamp"].max(initial=0))
         self.changes = KeyChanges(self.cells)
@@ -88,8 +83,6 @@ class Catalog:
         for passed, cell in enumerate(self._by_use):
             if cell not in self.loading:
                 self.num_evictions += 1
-                age_s = time.monotonic() - self._used_s[cell]
-                self.retention_s += 0.01 * (age_s - self.retention_s)
                 # The row stays until the next record is written: after a restart before that, this record is still found.
                 self._drop(cell, self.table.record_in(cell)[0])
                 return cell
@@ -153,7 +146,6 @@ class Catalog:
         """Move the cell to the end of the eviction order; return its stamp."""
         self._by_use[cell] = None
         self._by_use.move_to_end(cell)
-        self._used_s[cell] = time.monotonic()
         self._stamp += 1
         return self._stamp
 

@@ -4,6 +4,7 @@ It reads the table of rows without a lock while the tier's thread changes it. A 
 records are verified when they are read. So neither a snapshot nor a slow disk ever blocks the caller.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -27,7 +28,6 @@ class Keeper:
     def __init__(self, write: Callable[[np.ndarray, bool], None], table: Table, transport: Transport) -> None:
         self.found: deque[tuple[int, bytes, int]] = deque()  # (cell, key, sequence) of found records
         self.scan_left = 0  # cells still to be scanned
-        self.num_errors = 0
         self._write = write
         self._table = table
         self._transport = transport
@@ -83,11 +83,9 @@ class Keeper:
             return
         rows, now_s = self._table.whole_rows(), time.monotonic()
         self._due_s, self._uses_due_s = now_s + rows.nbytes / SNAPSHOT_BYTES_PER_S, now_s + USES_S
-        try:
+        with contextlib.suppress(OSError):  # the next snapshot is tried later
             self._write(rows, clean)
             self._saved = stand
-        except OSError:
-            self.num_errors += 1
 
     def _scan(self, cell: int) -> None:
         try:

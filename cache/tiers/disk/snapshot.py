@@ -17,8 +17,10 @@ import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
 from penstock.cache.tiers.disk.calls import SystemCalls, read_all, write_all
-from penstock.cache.tiers.disk.record import Geometry
+from penstock.cache.tiers.disk.record import PAGE, Geometry, cell_bytes
 
+MAX_CHUNK_BYTES = 2**30
+MAX_CELLS = 2**28  # a used cell takes about 100 bytes of memory; the index stores cell numbers in 32 bits
 INDEX, SCRATCH = "index", "index.tmp"
 _MAGIC, _VERSION = b"PNSTKIX1", 1
 _ROW = struct.Struct("<32sQQII")  # key, sequence, stamp, cell, live
@@ -138,3 +140,22 @@ def mark_open(calls: SystemCalls, directory: int, header: IndexHeader) -> None:
         write_all(calls, file, header._replace(clean=0).packed(), 0)
     finally:
         os.close(file)
+
+
+def cells_within(capacity_bytes: int, chunk_bytes: int) -> int:
+    """Return how many records fit, together with the index, the small files and the file system's metadata."""
+    if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
+        raise ValueError(f"chunk_bytes: {chunk_bytes} given; 1 to {MAX_CHUNK_BYTES} is expected")
+    around = 3 * PAGE + capacity_bytes // 8192  # directory, lock, probe; extents: less than 128 KiB per slab
+    per_cell = cell_bytes(chunk_bytes)
+    num_cells = (capacity_bytes - around - index_bytes(0)) // (per_cell + index_bytes(1) - index_bytes(0))
+    if num_cells < 1:
+        raise ValueError(f"capacity_bytes: {capacity_bytes} given; at least {min_capacity(chunk_bytes)} is needed")
+    if num_cells > MAX_CELLS:
+        most = MAX_CELLS * per_cell
+        raise ValueError(f"capacity_bytes: {capacity_bytes} given; at most {most} ({MAX_CELLS} records) is supported")
+    return num_cells
+
+
+def min_capacity(chunk_bytes: int) -> int:
+    return (3 * PAGE + index_bytes(1) + cell_bytes(chunk_bytes)) * 8192 // 8191 + 1

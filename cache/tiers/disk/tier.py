@@ -23,14 +23,12 @@ from penstock.cache.tiers.disk.calls import DIRECTORY_MODE, SystemCalls
 from penstock.cache.tiers.disk.catalog import Catalog
 from penstock.cache.tiers.disk.directory import SLAB_BYTES, Slabs, lock, open_directory, supports_direct_io
 from penstock.cache.tiers.disk.keeper import Keeper
-from penstock.cache.tiers.disk.record import KEY_BYTES, PAGE, Geometry, cell_bytes, namespace_of
-from penstock.cache.tiers.disk.snapshot import index_bytes, mark_open, read_snapshot, write_snapshot
+from penstock.cache.tiers.disk.record import KEY_BYTES, Geometry, cell_bytes, namespace_of
+from penstock.cache.tiers.disk.snapshot import cells_within, mark_open, read_snapshot, write_snapshot
 from penstock.cache.tiers.disk.transport import CORRUPT, NO_ROOM, STALE, Transport
 from penstock.cache.tiers.disk.workers import LOAD, PROBE, STORE, DiskJob, Workers
 from penstock.cache.tiers.health import HealthLimits, TierHealth
 
-MAX_CHUNK_BYTES = 2**30
-MAX_CELLS = 2**28  # a used cell takes about 100 bytes of memory; the index stores cell numbers in 32 bits
 NUM_WORKERS = 3  # two keep the disk busy while one computes checksums
 _BAD_RECORD = (CORRUPT, STALE, "EIO")  # a retry will not help
 
@@ -180,11 +178,8 @@ class DiskTier:
         into = chunk_view("out", out, self._chunk_bytes, to_write=True)
         self._admission.note_use(key)
         cell = self._cells.get(key)
-        if cell is None:
+        if cell is None or self._is_closed or not self._health.is_open:
             self._counts["misses"] += 1
-            return None
-        if self._is_closed or not self._health.is_open:
-            self._counts["loads refused"] += 1
             return None
         self._catalog.use(cell)
         _, sequence = self._catalog.table.record_in(cell)
@@ -250,17 +245,10 @@ class DiskTier:
             "workers": NUM_WORKERS,
             "used_bytes": len(self._cells) * self._slabs.cell_bytes,
             "capacity_bytes": self._capacity_bytes,
-            "queue_bytes": len(self._storing) * self._chunk_bytes,
-            "pinned": len(self._catalog.loading),  # records that eviction skips
             "loading": self._catalog.loading.total(),
             "is_open": self._health.is_open,
-            "is_direct": self._slabs.is_direct,
-            "is_picky": self._admission.is_picky,
             "bypasses": self._health.num_bypasses,
-            "index_errors": self._keeper.num_errors,
             "scan_left": self._keeper.scan_left,
-            "recovery_s": self._recovery_s,
-            "retention_s": self._catalog.retention_s,
             "evictions": self._catalog.num_evictions,
             "hits": self._loaded.num,
             "misses": self._counts["misses"],
@@ -269,7 +257,6 @@ class DiskTier:
             "stored_bytes": self._stored.num * self._chunk_bytes,
             "corrupt_reads": self._counts[CORRUPT],
             "stale_reads": self._counts[STALE],
-            "loads_refused": self._counts["loads refused"],
             "drops": dict(self._drops),
             "failures": dict(self._failures),
             "store_times": {"sum_s": self._stored.sum_s},
@@ -285,7 +272,6 @@ class DiskTier:
     # -- internals -----------------------------------------------------------------------------------------
 
     def _open(self, calls: SystemCalls, geometry: Geometry, undo: contextlib.ExitStack) -> None:
-        started_s = time.monotonic()
         directory = open_directory(self.directory, create=True)
         undo.callback(os.close, directory)
         undo.callback(os.close, lock(calls, directory, self.directory))
@@ -314,7 +300,6 @@ class DiskTier:
         self._workers = Workers(self._transport.work, NUM_WORKERS)
         self._workers.start()
         self._keeper.start([] if is_clean else self._catalog.to_scan(), is_saved=is_clean)
-        self._recovery_s = time.monotonic() - started_s
 
     def _start(self, job: DiskJob) -> None:
         self._num_jobs += 1
@@ -398,22 +383,3 @@ class DiskTier:
         for job in self._workers.cancel():
             job.reason = reason
             self._end_job(job)
-
-
-def cells_within(capacity_bytes: int, chunk_bytes: int) -> int:
-    """Return how many records fit, together with the index, the small files and the file system's metadata."""
-    if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
-        raise ValueError(f"chunk_bytes: {chunk_bytes} given; 1 to {MAX_CHUNK_BYTES} is expected")
-    around = 3 * PAGE + capacity_bytes // 8192  # directory, lock, probe; extents: less than 128 KiB per slab
-    per_cell = cell_bytes(chunk_bytes)
-    num_cells = (capacity_bytes - around - index_bytes(0)) // (per_cell + index_bytes(1) - index_bytes(0))
-    if num_cells < 1:
-        raise ValueError(f"capacity_bytes: {capacity_bytes} given; at least {min_capacity(chunk_bytes)} is needed")
-    if num_cells > MAX_CELLS:
-        most = MAX_CELLS * per_cell
-        raise ValueError(f"capacity_bytes: {capacity_bytes} given; at most {most} ({MAX_CELLS} records) is supported")
-    return num_cells
-
-
-def min_capacity(chunk_bytes: int) -> int:
-    return (3 * PAGE + index_bytes(1) + cell_bytes(chunk_bytes)) * 8192 // 8191 + 1

@@ -21,19 +21,16 @@ import msgspec
 import numpy as np
 import zmq
 from xxhash import xxh3_64_intdigest as checksum
-from zmq.utils.monitor import recv_monitor_message
 
 from penstock.cache.tiers.base import JobTimes, StoreResult
 from penstock.cache.tiers.health import STALLED, HealthLimits, TierHealth
 from penstock.cache.tiers.peer.announced import AnnouncedKeys
+from penstock.cache.tiers.peer.lanes import Lanes
 from penstock.cache.tiers.peer.polling import PollThread, Ready
 from penstock.cache.tiers.peer.wire import (
     KEY_BYTES,
-    LANES,
-    RUN_KEYS,
     VERSION,
     Block,
-    CurveKeys,
     FromPeer,
     Get,
     KeyUpdate,
@@ -42,8 +39,6 @@ from penstock.cache.tiers.peer.wire import (
     PeerRefused,
     Welcome,
     checksum_seed,
-    curve_keys,
-    make_socket,
     split_keys,
 )
 
@@ -52,8 +47,6 @@ log = logging.getLogger("penstock.cache")
 MAX_WINDOW = 256  # blocks
 REGREET_S = 1.0  # after a late or busy block: pause before requesting the peer's keys again
 TICK_MS = 100  # interval of checking deadlines and health while no message arrives
-_AUTH_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-_EVENTS = _AUTH_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 class LinkLimits(NamedTuple):
@@ -103,7 +96,6 @@ class PeerLink:
         self._greeted_s: float | None = None  # when the unanswered greeting was sent
         self._last_reply_s = 0.0
         self._regreet_s: float | None = None  # when to greet an open peer again, to get all its keys
-        self._next_lane = 0
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()  # failed loads, by reason
         self._loaded = JobTimes()
@@ -111,13 +103,9 @@ class PeerLink:
         self._busy_since_s: float | None = None
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromPeer).decode
-        self._context = zmq.Context(io_threads=LANES)
-        lock = curve_keys(secret)
-        self._lanes = [self._lane(lock) for _ in range(LANES)]
-        self._monitor = self._lanes[0].get_monitor_socket(_EVENTS)  # before connecting, so that no event is missed
-        self._connect(endpoint)
+        self._lanes = Lanes(endpoint, secret, chunk_bytes, limits.reconnect_s)
         self._lock = threading.Lock()  # held while the thread works, for `check`
-        sources = (self._monitor, *self._lanes)
+        sources = (self._lanes.monitor, *self._lanes.sockets)
         self._thread = PollThread("penstock-peer-link", sources, lambda: TICK_MS, self._serve)
 
     def start(self) -> None:
@@ -134,7 +122,7 @@ class PeerLink:
         self._thread.stop()
         self._take_requested()
         self._fail_all("closed")
-        self._close_sockets()
+        self._lanes.close()
 
     @property
     def is_open(self) -> bool:
@@ -153,7 +141,6 @@ class PeerLink:
             "is_open": self.is_open,
             "bypasses": self._health.num_bypasses,
             "loading": len(self._sent),
-            "queue_bytes": (len(self._requested) + len(self._waiting) + len(self._sent)) * self._chunk_bytes,
             "failures": dict(self._failures),
             "load_times": {"sum_s": self._loaded.sum_s},
             "busy_s": self._busy_s,
@@ -178,39 +165,15 @@ class PeerLink:
 
     # -- the thread ----------------------------------------------------------------------------------------
 
-    def _lane(self, lock: CurveKeys | None) -> zmq.Socket[bytes]:
-        lane = make_socket(self._context, zmq.DEALER)
-        lane.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a peer that is not connected
-        lane.setsockopt(zmq.MAXMSGSIZE, max(self._chunk_bytes, RUN_KEYS * KEY_BYTES) + 1024)
-        first_s, longest_s = self._limits.reconnect_s
-        lane.setsockopt(zmq.RECONNECT_IVL, int(first_s * 1000))
-        lane.setsockopt(zmq.RECONNECT_IVL_MAX, int(longest_s * 1000))
-        if lock is not None:
-            lane.curve_serverkey = lock.server_public
-            lane.curve_publickey, lane.curve_secretkey = lock.client_public, lock.client_secret
-        return lane
-
-    def _connect(self, endpoint: str) -> None:
-        try:
-            for lane in self._lanes:
-                lane.connect(endpoint)
-        except zmq.ZMQError as error:
-            self._close_sockets()
-            raise OSError(error.errno, error.strerror) from None
-
-    def _close_sockets(self) -> None:
-        self._lanes[0].disable_monitor()
-        self._monitor.close()
-        self._context.destroy(linger=0)
-
     def _serve(self, ready: Ready) -> None:
         with self._lock:
             self._take_requested()
-            for lane in self._lanes:
+            for lane in self._lanes.sockets:
                 if lane in ready:
                     self._receive(lane)
-            if self._monitor in ready:
-                self._receive_events()
+            if self._lanes.monitor in ready:
+                for event in self._lanes.events():
+                    self._take_event(event)
             self._check_deadlines(time.monotonic())
             self._send()
             self._count_busy_time()
@@ -221,18 +184,14 @@ class PeerLink:
 
     # -- states --------------------------------------------------------------------------------------------
 
-    def _receive_events(self) -> None:
-        """Process connection events of the first lane, which stands for all lanes."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._state = LinkState.GREETING if self._health.is_open else LinkState.BYPASSED
-                    self._num_failed = 0
-                elif event == zmq.EVENT_DISCONNECTED:
-                    self._disconnected()
-                else:
-                    self._handshake_failed()
+    def _take_event(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._state = LinkState.GREETING if self._health.is_open else LinkState.BYPASSED
+            self._num_failed = 0
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._disconnected()
+        else:
+            self._handshake_failed()
 
     def _handshake_failed(self) -> None:
         self._counts["failed handshakes"] += 1
@@ -267,8 +226,7 @@ class PeerLink:
 
     def _greet(self, now_s: float) -> None:
         """Send a greeting; if the socket is full, the next pass retries."""
-        with contextlib.suppress(zmq.Again):
-            self._lanes[0].send(self._encode(self._hello), zmq.NOBLOCK)
+        if self._lanes.send_first(self._encode(self._hello)):
             self._greeted_s, self._regreet_s = now_s, None
 
     def _handle_greeting_reply(self, message: Welcome | PeerRefused) -> None:
@@ -338,18 +296,10 @@ class PeerLink:
         while self._waiting and len(self._sent) < self._window:
             load = self._waiting.popleft()
             load.sent_s = time.monotonic()
-            if self._send_get(self._encode(Get(load.ticket, load.key))):
+            if self._lanes.send(self._encode(Get(load.ticket, load.key))):
                 self._sent[load.ticket] = load
             else:
                 self._end(load, "not connected")
-
-    def _send_get(self, message: bytes) -> bool:
-        for _ in self._lanes:
-            self._next_lane = (self._next_lane + 1) % len(self._lanes)
-            with contextlib.suppress(zmq.Again):  # this lane is not connected
-                self._lanes[self._next_lane].send(message, zmq.NOBLOCK)
-                return True
-        return False
 
     def _count_busy_time(self) -> None:
         """Add up the time during which a load was in flight."""
