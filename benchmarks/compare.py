@@ -98,7 +98,7 @@ def listens(port: int) -> bool:
 def measure(side: Side, options: Sequence[str], seeds: Iterator[int]) -> dict[str, float]:
     """Measure one round. Every round has its own prompts, so nothing of them is cached."""
     parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
+    serve.SERVE.add_arguments(parser)
     words = ["--base-url", side.url, "--seed", str(next(seeds))]
     side.signal(signal.SIGCONT)
     result = asyncio.run(serve.measure(parser.parse_args([*words, "--ready-check-timeout-sec", "900", *options])))

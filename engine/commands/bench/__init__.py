@@ -11,19 +11,17 @@ from penstock.executor.protocol import ExecutorError
 USER_ERRORS = (ConfigError, ExecutorError, InvalidRequest, ModelError)
 
 
+BENCHMARKS = (serving.SERVE, offline.THROUGHPUT, offline.LATENCY, startup.STARTUP)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    for name, add, measure, summary in (
-        ("serve", serving.add_arguments, serving.run, "Load a server; report latency and throughput."),
-        ("throughput", offline.add_throughput_arguments, offline.throughput, "Run many requests without a server."),
-        ("latency", offline.add_latency_arguments, offline.latency, "Time one batch of requests without a server."),
-        ("startup", startup.add_arguments, startup.run, "Time the start of a server up to its first token."),
-    ):
-        benchmark = benchmarks.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        add(benchmark)
-        benchmark.set_defaults(measure=measure)
+    for each in BENCHMARKS:
+        benchmark = benchmarks.add_parser(each.name, help=each.summary, description=each.summary, allow_abbrev=False)
+        each.add_arguments(benchmark)
+        benchmark.set_defaults(run_benchmark=each.run)
 
 
 def run(args: argparse.Namespace) -> int:
-    code: int = args.measure(args)
+    code: int = args.run_benchmark(args)
     return code

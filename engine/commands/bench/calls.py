@@ -6,11 +6,9 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Meta
 from tqdm import tqdm
 
 from penstock.engine.commands.bench.datasets import load_samples
@@ -20,20 +18,9 @@ from penstock.engine.commands.bench.synthetic import PromptSource, Sample, estim
 from penstock.engine.commands.prove.http_client import KEY_VARIABLES, Client, Target
 from penstock.engine.config import ConfigError
 from penstock.engine.http.limits import allow_open_files
-from penstock.engine.options import Count, Length, Seed, flag
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 SPARE_FILES = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrafficOptions:
-    request_rate: Annotated[float, Meta(gt=0)] = flag(
-        "requests per second, as a Poisson process (default: all at once)", "R", default=math.inf, opens="traffic"
-    )
-    max_concurrency: Count | None = flag("hold requests back while this many are in flight", "N")
-    num_warmups: Length = flag("requests before the measured ones (default: 0)", "N", default=0)
-    seed: Seed = flag("of prompts, lengths and arrivals (default: 0)", default=0)
 
 
 class EncodedCall(NamedTuple):

@@ -14,7 +14,6 @@ from msgspec import Meta
 
 from penstock.engine.commands.bench.recorded import sharegpt_samples, timed_trace_samples
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample, prefix_repetition_samples, random_samples
-from penstock.engine.config import chosen
 from penstock.engine.options import Count, Length, flag
 
 DATASETS: dict[str, Callable[[argparse.Namespace, int, PromptSource], list[Sample]]] = {
@@ -59,5 +58,4 @@ class DatasetOptions:
 
 def load_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
     """Return `count` samples of the data set that the options name."""
-    chosen(args, DatasetOptions)
     return DATASETS[args.dataset_name](args, count, source)

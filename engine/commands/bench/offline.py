@@ -10,12 +10,13 @@ import time
 from dataclasses import dataclass
 from statistics import fmean
 
+from penstock.engine.commands.bench.benchmark import Benchmark
 from penstock.engine.commands.bench.datasets import DatasetOptions, load_samples
 from penstock.engine.commands.bench.report import output_file, percentiles, write_json
 from penstock.engine.commands.bench.synthetic import PromptSource, Sample, token_counter
-from penstock.engine.config import EngineOptions, add_engine_options, chosen
+from penstock.engine.config import EngineOptions
 from penstock.engine.front.llm import LLM
-from penstock.engine.options import Count, Length, add_options, flag, given_options
+from penstock.engine.options import Count, Length, flag, given_options
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 
 
@@ -42,25 +43,7 @@ class LatencyOptions:
     num_iters: Count = flag("measured batches (default: %(default)s)", "N", default=30)
 
 
-THROUGHPUT = (OfflineOptions, ThroughputOptions, DatasetOptions)
-LATENCY = (OfflineOptions, LatencyOptions)
-
-
-def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
-    for kind in THROUGHPUT:
-        add_options(parser, kind)
-    add_engine_options(parser)
-
-
-def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
-    for kind in LATENCY:
-        add_options(parser, kind)
-    add_engine_options(parser)
-
-
 def throughput(args: argparse.Namespace) -> int:
-    for kind in THROUGHPUT:
-        chosen(args, kind)
     with _open_llm(args) as llm:
         source = PromptSource(llm.info.vocab_size)
         if not args.skip_tokenizer_init:
@@ -92,8 +75,6 @@ def throughput(args: argparse.Namespace) -> int:
 
 
 def latency(args: argparse.Namespace) -> int:
-    for kind in LATENCY:
-        chosen(args, kind)
     latencies = _batch_seconds(args)
     percents = percentiles(latencies)
     print(f"Avg latency: {fmean(latencies)} seconds")
@@ -142,3 +123,12 @@ def _batch_seconds(args: argparse.Namespace) -> list[float]:
             if index >= args.num_iters_warmup:
                 latencies.append(time.perf_counter() - started)
     return latencies
+
+
+THROUGHPUT = Benchmark(
+    *("throughput", "Run many requests without a server.", throughput),
+    options=(OfflineOptions, ThroughputOptions, DatasetOptions),
+)
+LATENCY = Benchmark(
+    *("latency", "Time one batch of requests without a server.", latency), options=(OfflineOptions, LatencyOptions)
+)

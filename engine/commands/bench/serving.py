@@ -10,12 +10,15 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
 
+import uvloop
+from msgspec import Meta
+
+from penstock.engine.commands.bench.benchmark import Benchmark
 from penstock.engine.commands.bench.calls import (
     ENDPOINTS,
     Run,
-    TrafficOptions,
     build_calls,
     drive,
     first_model,
@@ -24,12 +27,12 @@ from penstock.engine.commands.bench.datasets import DatasetOptions
 from penstock.engine.commands.bench.report import output_file, serving_table, write_json
 from penstock.engine.commands.bench.summary import details, summarize
 from penstock.engine.commands.prove.http_client import Client, Target, key_header
-from penstock.engine.config import ConfigError, chosen
-from penstock.engine.options import Count, Delay, Port, add_options, flag
+from penstock.engine.config import ConfigError
+from penstock.engine.options import Count, Delay, Length, Port, Seed, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetOptions:
+class ServingOptions:
     backend: str = flag(
         "which API to call; openai-chat sends chats made of words (default: openai)",
         choices=tuple(ENDPOINTS),
@@ -43,50 +46,29 @@ class TargetOptions:
     ready_check_timeout_sec: Delay = flag(
         "wait this many seconds for the server to be up (default: 0)", "S", default=0.0
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextOptions:
+    request_rate: Annotated[float, Meta(gt=0)] = flag(
+        "requests per second, as a Poisson process (default: all at once)", "R", default=math.inf, opens="traffic"
+    )
+    max_concurrency: Count | None = flag("hold requests back while this many are in flight", "N")
+    num_warmups: Length = flag("requests before the measured ones (default: 0)", "N", default=0)
+    seed: Seed = flag("of prompts, lengths and arrivals (default: 0)", default=0)
     random_vocab_size: Count = flag(
-        "draw token ids below this number (default: %(default)s)", "N", default=10_000, opens="text"
+        "draw token ids below this number (default: %(default)s)", "N", default=10_000, opens="requests"
     )
     tokenizer: str | None = flag(
         "model whose tokenizer counts texts (default: four characters count as a token)", "MODEL"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestOptions:
-    ignore_eos: bool = flag(
-        "generate exactly the length asked for (default: on)", has_off=True, default=True, opens="requests"
-    )
+    ignore_eos: bool = flag("generate exactly the length asked for (default: on)", has_off=True, default=True)
     extra_body: dict[str, Any] | None = flag(
         "further fields of every request, like temperature; they override the others", "JSON"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResultOptions:
     output_json: str | None = flag(
-        "write the result as JSON, with times, text and error of every request",
-        "FILE",
-        read=output_file,
-        opens="results",
+        "write the result as JSON, with times, text and error of every request", "FILE", read=output_file
     )
-
-
-KINDS = (TargetOptions, TrafficOptions, DatasetOptions, TextOptions, RequestOptions, ResultOptions)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for kind in KINDS:
-        add_options(parser, kind)
 
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 when at least one request was completed."""
-    import uvloop
-
     result = uvloop.run(measure(args))
     print(serving_table(result))
     write_json(args.output_json, result)
@@ -95,8 +77,6 @@ def run(args: argparse.Namespace) -> int:
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run the whole benchmark; return the result, with the lists of `details` in it."""
-    for kind in KINDS:
-        chosen(args, kind)
     host = f"[{args.host}]" if ":" in args.host else args.host
     base_url = args.base_url or f"http://{host}:{args.port}"
     try:
@@ -138,3 +118,10 @@ def explain_failures(finished: Run) -> None:
     kinds = Counter(outcome.error for outcome in finished.outcomes if outcome.error)
     for error, count in kinds.most_common(10):
         print(f"{count} failed: {error[:300]}", file=sys.stderr)
+
+
+SERVE = Benchmark(
+    *("serve", "Load a server; report latency and throughput.", run),
+    options=(ServingOptions, DatasetOptions),
+    takes_engine_options=False,
+)

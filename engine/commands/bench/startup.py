@@ -20,10 +20,12 @@ from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from penstock.engine.commands.bench.benchmark import Benchmark
 from penstock.engine.commands.bench.report import output_file, percentiles, write_json
+from penstock.engine.commands.prove.http_client import key_header
 from penstock.engine.commands.prove.own_server import END_SIGNALS, PENSTOCK, free_port, stop
-from penstock.engine.config import ConfigError, EngineOptions, add_engine_options, chosen
-from penstock.engine.options import Count, Length, Seconds, add_options, flag, given_options, options_of
+from penstock.engine.config import ConfigError, EngineOptions
+from penstock.engine.options import Count, Length, Seconds, flag, given_options, options_of
 from penstock.executor.process_life import stop_signals
 
 POLL_S = 0.02
@@ -53,13 +55,7 @@ class StartupOptions:
     output_json: str | None = flag("write the result as JSON", "FILE", read=output_file)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, StartupOptions)
-    add_engine_options(parser)
-
-
 def run(args: argparse.Namespace) -> int:
-    chosen(args, StartupOptions)
     try:
         command = shlex.split(args.command or "") or serve_command(args.model, given_options(args, EngineOptions))
     except ValueError as error:
@@ -137,9 +133,7 @@ def _poll(server: "subprocess.Popen[bytes]", port: int, method: str, path: str, 
             raise StartupError(f"the server ended with code {server.returncode}")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=deadline - time.perf_counter())
         try:
-            headers = {"Content-Type": "application/json"}
-            if key := os.environ.get("PENSTOCK_API_KEY"):  # the server inherits it too
-                headers["Authorization"] = f"Bearer {key}"
+            headers = {"Content-Type": "application/json", **key_header()}  # the server inherits the key too
             connection.request(method, path, json.dumps(body) if body else None, headers)
             answer = connection.getresponse()
             text = answer.read()
@@ -172,3 +166,6 @@ def _table(result: dict[str, Any]) -> str:
     rows.append("Startup time percentiles:")
     rows += [f"  {percent}%: {value:.2f} seconds" for percent, value in result["warm_startup_percentiles"].items()]
     return "\n".join([*rows, line])
+
+
+STARTUP = Benchmark("startup", "Time the start of a server up to its first token.", run, options=(StartupOptions,))

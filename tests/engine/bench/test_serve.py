@@ -17,8 +17,10 @@ from tests.support.bench_endpoint import Asked, Endpoint, completion, plain, spe
 
 def parse(*options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    return parser.parse_args(options)
+    serve.SERVE.add_arguments(parser)
+    args = parser.parse_args(options)
+    serve.SERVE.check(args)
+    return args
 
 
 def bench(*options: str, answer: Any = speak_openai) -> tuple[dict[str, Any], Endpoint]:

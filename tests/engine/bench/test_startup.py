@@ -77,7 +77,7 @@ def test_the_engine_options_reach_the_server_as_they_were_given() -> None:
         "--enforce-eager", "--hf-overrides", '{"rope_theta": 5}', "--gpu-memory-utilization", "0.5",
     ]  # fmt: skip
     parser = argparse.ArgumentParser()
-    startup.add_arguments(parser)
+    startup.STARTUP.add_arguments(parser)
     args = parser.parse_args(given)
     command = startup.serve_command("a model", given_options(args, EngineOptions))
     server = argparse.ArgumentParser()
@@ -95,9 +95,9 @@ def test_the_report_and_its_keys(
     monkeypatch.setattr(startup, "measure", lambda command, **_: next(starts))
     path = tmp_path / "out.json"
     parser = argparse.ArgumentParser()
-    startup.add_arguments(parser)
+    startup.STARTUP.add_arguments(parser)
     args = parser.parse_args(["--num-iters-warm", "2", "--command", "x {port}", "--output-json", str(path)])
-    assert startup.run(args) == 0
+    assert startup.STARTUP.run(args) == 0
     saved = json.loads(path.read_text())
     assert saved["avg_warm_startup_time"] == 3.0 and saved["warm_startup_times"] == [2, 4]
     assert saved["warm_startup_percentiles"]["50"] == 3.0 and saved["avg_warm_api_time"] == 1.5
@@ -122,8 +122,8 @@ def test_a_signal_ends_the_server_too(number: signal.Signals, tmp_path: Path) ->
 
 def test_a_command_that_cannot_be_started_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    startup.add_arguments(parser)
+    startup.STARTUP.add_arguments(parser)
     with pytest.raises(ConfigError, match="command: a 'b given; No closing quotation"):
-        startup.run(parser.parse_args(["--command", "a 'b"]))
-    assert startup.run(parser.parse_args(["--command", "nosuchprogram {port}"])) == 1
+        startup.STARTUP.run(parser.parse_args(["--command", "a 'b"]))
+    assert startup.STARTUP.run(parser.parse_args(["--command", "nosuchprogram {port}"])) == 1
     assert capsys.readouterr().err == "penstock: [Errno 2] No such file or directory: 'nosuchprogram'\n"
