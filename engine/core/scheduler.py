@@ -382,8 +382,8 @@ class Scheduler:
     def check(self) -> None:
         """Assert every invariant across requests, slots and blocks; O(blocks + tokens)."""
         self.pool.check()
-        places = (self.running, self.waiting, self.held, self.kv.loading)
-        assert set(self.requests.values()) == set().union(*places) and len(self.requests) == sum(map(len, places))
+        places = [*self.running, *self.waiting, *self.held, *self.kv.loading]
+        assert set(self.requests.values()) == {*places} and len(self.requests) == len(places)
         slots = [r.slot for r in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.config.max_num_seqs)), "every slot is held once or free"
         self.kv.check(self.running, [plan.step.transfers for plan in self.in_flight])

@@ -4,9 +4,11 @@ Only this thread touches the sockets. Every load passed to `request` ends in `do
 late, or failed because the connection is lost. Nothing writes to its buffer afterwards, since this thread copies the
 bytes into it after it has verified them.
 
-    DOWN ──connected──▶ GREETING ──welcome──▶ OPEN ──3 errors in a row, or silence──▶ BYPASSED ──pause──▶ GREETING
-      ▲                    └── refused, silence ─────────────────────────────────────────▲
-      └── connection lost, in any state; after a reconnection BYPASSED again until the pause has ended
+    closed ──connected, and no pause──▶ greeted ──welcome──▶ open
+      ▲                                      │ refused, silence        │ disconnected, 3 errors in a row, silence
+      └──────────────────────────────────────┴─────────────────────────┘
+
+After all but a disconnection it stays closed for a pause, which doubles each time until it was open for long.
 """
 
 import contextlib
@@ -14,7 +16,6 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from enum import Enum
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,7 +24,7 @@ import zmq
 from xxhash import xxh3_64_intdigest as checksum
 
 from penstock.cache.tiers.base import JobTimes, StoreResult
-from penstock.cache.tiers.health import STALLED, HealthLimits, TierHealth
+from penstock.cache.tiers.health import STALLED, HealthLimits
 from penstock.cache.tiers.peer.announced import AnnouncedKeys
 from penstock.cache.tiers.peer.lanes import Lanes
 from penstock.cache.tiers.peer.polling import PollThread, Ready
@@ -46,6 +47,7 @@ log = logging.getLogger("penstock.cache")
 
 MAX_WINDOW = 256  # blocks
 REGREET_S = 1.0  # after a late or busy block: pause before requesting the peer's keys again
+NEVER = float("inf")
 TICK_MS = 100  # interval of checking deadlines and health while no message arrives
 
 
@@ -68,13 +70,6 @@ class Load(msgspec.Struct, gc=False):
     sent_s: float = 0.0
 
 
-class LinkState(Enum):
-    DOWN = "no connection"
-    GREETING = "connected, but not welcomed yet"
-    OPEN = "welcomed: announced blocks can be requested"
-    BYPASSED = "connected, but not used for a while"
-
-
 class PeerLink:
     def __init__(
         self, endpoint: str, chunk_bytes: int, fingerprint: bytes, secret: str, keys: AnnouncedKeys, limits: LinkLimits
@@ -91,11 +86,14 @@ class PeerLink:
         self._requested: deque[Load] = deque()  # from the caller, not yet seen by the thread
         self._waiting: deque[Load] = deque()  # waiting for space in the window
         self._sent: dict[int, Load] = {}
-        self._health = TierHealth(limits.health)
-        self._state = LinkState.DOWN
+        self.is_open = False  # welcomed: announced blocks can be requested
+        self._is_connected = False
+        self._greet_at_s = 0.0  # when to greet the peer next: a closed one, or an open one to get all its keys
         self._greeted_s: float | None = None  # when the unanswered greeting was sent
+        self._opened_s = float("-inf")
+        self._pause_s = limits.health.first_pause_s
+        self._num_errors = 0  # in a row
         self._last_reply_s = 0.0
-        self._regreet_s: float | None = None  # when to greet an open peer again, to get all its keys
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()  # failed loads, by reason
         self._loaded = JobTimes()
@@ -124,10 +122,6 @@ class PeerLink:
         self._fail_all("closed")
         self._lanes.close()
 
-    @property
-    def is_open(self) -> bool:
-        return self._state is LinkState.OPEN
-
     def stats(self) -> dict[str, Any]:
         counts = self._counts
         return {
@@ -139,7 +133,7 @@ class PeerLink:
             "lost_connections": counts["lost connections"],
             "failed_handshakes": counts["failed handshakes"],
             "is_open": self.is_open,
-            "bypasses": self._health.num_bypasses,
+            "bypasses": counts["bypasses"],
             "loading": len(self._sent),
             "failures": dict(self._failures),
             "load_times": {"sum_s": self._loaded.sum_s},
@@ -149,11 +143,8 @@ class PeerLink:
     def check(self) -> None:
         """Assert the invariants that hold whenever the thread waits."""
         with self._lock:
-            state = self._state
-            assert state is not LinkState.OPEN or self._health.is_open
-            assert state is not LinkState.BYPASSED or not self._health.is_open
-            assert state is LinkState.OPEN or not (self._keys or self._sent or self._waiting or self._regreet_s)
-            assert self._greeted_s is None or state in (LinkState.GREETING, LinkState.OPEN)
+            assert self._is_connected or (not self.is_open and self._greeted_s is None)
+            assert self.is_open or not (self._keys or self._sent or self._waiting)
             assert len(self._sent) <= self._window
             assert all(load.ticket == ticket for ticket, load in self._sent.items())
             for times in (
@@ -186,79 +177,58 @@ class PeerLink:
 
     def _take_event(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._state = LinkState.GREETING if self._health.is_open else LinkState.BYPASSED
-            self._num_failed = 0
-        elif event == zmq.EVENT_DISCONNECTED:
-            self._disconnected()
-        else:
-            self._handshake_failed()
-
-    def _handshake_failed(self) -> None:
-        self._counts["failed handshakes"] += 1
-        self._num_failed += 1
-        if self._num_failed == 2:  # a single failure is normal while the peer starts or stops
-            log.warning("peer %s: handshakes fail; both ends need the same secret", self._endpoint)
-
-    def _disconnected(self) -> None:
-        if self._state is LinkState.DOWN:
-            self._handshake_failed()
-        else:
+            self._is_connected, self._num_failed = True, 0
+        elif event == zmq.EVENT_DISCONNECTED and self._is_connected:
+            self._is_connected = False
             self._counts["lost connections"] += 1
-        if self._state is LinkState.GREETING and not self._health.is_open:
-            self._health.finish_probe(time.monotonic(), ok=False)
-        self._disable(LinkState.DOWN, "disconnected")
+            self._close("disconnected")
+        else:
+            self._counts["failed handshakes"] += 1
+            self._num_failed += 1
+            if self._num_failed == 2:  # a single failure is normal while the peer starts or stops
+                log.warning("peer %s: handshakes fail; both ends need the same secret", self._endpoint)
 
     def _check_deadlines(self, now_s: float) -> None:
-        """Check deadlines and health, and send a greeting if one is due."""
+        """End late loads, close the link to a silent peer, and send a greeting if one is due."""
         self._end_late_loads(now_s)
         oldest = self._oldest()
         silent_since_s = self._greeted_s if oldest is None else max(oldest.sent_s, self._last_reply_s)
-        if self._health.is_open:
-            if self._health.check_stall(now_s, silent_since_s):
-                self._disable(LinkState.BYPASSED, STALLED)
-        elif silent_since_s is not None and now_s - silent_since_s > self._limits.health.stall_s:
-            self._fail_probe(now_s)
-        if self._state is LinkState.BYPASSED and self._health.start_probe(now_s):
-            self._state = LinkState.GREETING
-        is_due = self._regreet_s is not None and now_s >= self._regreet_s
-        if is_due or (self._state is LinkState.GREETING and self._greeted_s is None):
-            self._greet(now_s)
-
-    def _greet(self, now_s: float) -> None:
-        """Send a greeting; if the socket is full, the next pass retries."""
-        if self._lanes.send_first(self._encode(self._hello)):
-            self._greeted_s, self._regreet_s = now_s, None
+        if silent_since_s is not None and now_s - silent_since_s > self._limits.health.stall_s:
+            self._close_for_a_pause(STALLED)
+        is_due = self._is_connected and self._greeted_s is None and now_s >= self._greet_at_s
+        if is_due and self._lanes.send_first(self._encode(self._hello)):  # if the socket is full, the next pass retries
+            self._greeted_s, self._greet_at_s = now_s, NEVER
 
     def _handle_greeting_reply(self, message: Welcome | PeerRefused) -> None:
         if self._greeted_s is None:
             return  # too late: the greeting has timed out or the connection was lost
-        now_s = time.monotonic()
+        self._greeted_s = None
         if isinstance(message, PeerRefused):
             self._counts["refused"] += 1
-            if self._health.is_open:
-                self._health.bypass(now_s, message.reason)
-                self._disable(LinkState.BYPASSED, "refused")
-            else:
-                self._fail_probe(now_s)
-            return
-        self._greeted_s = None
-        self._state = LinkState.OPEN
-        if not self._health.is_open:
-            self._health.finish_probe(now_s, ok=True)
-
-    def _fail_probe(self, now_s: float) -> None:
-        """Record a failed probe: a greeting after a pause was not answered with a welcome."""
-        self._health.finish_probe(now_s, ok=False)
-        self._disable(LinkState.BYPASSED, "not connected")
+            self._close_for_a_pause(message.reason)
+        elif not self.is_open:
+            self.is_open, self._opened_s = True, time.monotonic()
 
     def _record_failure(self, reason: str) -> None:
-        if self._health.record_failure(time.monotonic(), reason):
-            self._disable(LinkState.BYPASSED, reason)
+        self._num_errors += 1
+        if self.is_open and self._num_errors >= self._limits.health.max_errors:
+            self._close_for_a_pause(reason)
 
-    def _disable(self, state: LinkState, reason: str) -> None:
-        """Leave the OPEN state: drop the announced keys and fail all loads until the peer welcomes this engine again."""
-        self._state = state
-        self._greeted_s = self._regreet_s = None
+    def _close_for_a_pause(self, reason: str) -> None:
+        now_s, limits = time.monotonic(), self._limits.health
+        was_well = now_s - self._opened_s > limits.longest_pause_s
+        self._pause_s = limits.first_pause_s if was_well else min(2 * self._pause_s, limits.longest_pause_s)
+        if self.is_open or not self._counts["bypasses"]:  # not again after each pause
+            log.warning("peer %s: not used for a while: %s", self._endpoint, reason)
+            self._counts["bypasses"] += 1
+        self._close(reason)
+        self._greet_at_s = now_s + self._pause_s
+
+    def _close(self, reason: str) -> None:
+        """Drop the announced keys and fail all loads, until the peer welcomes this engine again."""
+        self.is_open, self._greeted_s, self._num_errors = False, None, 0
+        if self._greet_at_s == NEVER:
+            self._greet_at_s = 0.0
         self._keys.clear()
         self._fail_all(reason)
 
@@ -268,7 +238,7 @@ class PeerLink:
         while (load := self._oldest()) is not None and load.requested_s <= late_before_s:
             del self._sent[load.ticket]
             self._end(load, "late")
-            self._regreet_s = now_s + REGREET_S
+            self._greet_at_s = now_s + REGREET_S
         while self._waiting and self._waiting[0].requested_s <= late_before_s:
             self._end(self._waiting.popleft(), "late")
 
@@ -343,14 +313,14 @@ class PeerLink:
             return
         if isinstance(message, Miss):
             if message.reason == "busy":
-                self._regreet_s = now_s + REGREET_S
+                self._greet_at_s = now_s + REGREET_S
             self._end(load, "busy" if message.reason == "busy" else "gone")
         elif reason := self._copy_payload(load, message, payload):
             self._counts["corrupt"] += 1
             self._end(load, reason)
             self._record_failure(reason)
         else:
-            self._health.record_success()
+            self._num_errors = 0
             self._loaded.add(now_s - load.requested_s)
             self._end(load)
 

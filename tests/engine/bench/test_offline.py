@@ -10,8 +10,8 @@ import pytest
 
 from penstock.cli import main
 from penstock.engine.commands import bench
+from penstock.engine.commands.bench import offline
 from penstock.engine.config import ConfigError
-from penstock.engine.front import llm as llm_module
 
 
 class CountingLLM:
@@ -43,7 +43,7 @@ class CountingLLM:
 
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> type[CountingLLM]:
-    monkeypatch.setattr(llm_module, "LLM", CountingLLM)
+    monkeypatch.setattr(offline, "LLM", CountingLLM)
     CountingLLM.made = []
     return CountingLLM
 
