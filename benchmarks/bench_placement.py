@@ -26,8 +26,8 @@ from tests.support.route_model import BLOCK_SIZE, Arrival, Settings, Simulation,
 
 from penstock.cache.keys import block_keys
 from penstock.engine.http.kv_stream import Changes, Snapshot
+from penstock.router.placement.load import POLICIES, PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
-from penstock.router.placement.policy import POLICIES, PolicyConfig
 
 BLOCKS_EACH = 65_536
 UPDATE_BLOCKS = 64  # blocks stored, and blocks removed, per update

@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from penstock.engine.http.access_line import AccessLog
+from penstock.engine.http.access_line import AccessLine, AccessLog
 from penstock.engine.http.auth import NO_KEY, Keys
 from penstock.engine.http.body import decode
-from penstock.engine.http.errors import HttpError, clip
-from penstock.router.access_lines import line_of
+from penstock.engine.http.errors import HttpError, clean_id, clip
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import Prefill, RouterConfig
 from penstock.router.exchange import BeginTrace, Exchange, as_refusal
@@ -28,7 +27,7 @@ from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.metrics import RouterMetrics
 from penstock.router.placement.prompts import CHAT, COMPLETIONS, NOTHING, PROMPTS, PromptReader, RequestFields, Routable
 from penstock.router.routed_request import RoutedRequest, stored_id
-from penstock.router.routes import METHODS, OPEN, OWN, PROBED, PROXIED, STORED, is_proxied
+from penstock.router.routes import METHODS, OPEN, OWN, PROBED, PROXIED, STORED, is_proxied, route_of
 
 LOOK_S = 0.5  # between two looks at running requests and at the loop's lag
 JSON = [(b"content-type", b"application/json")]
@@ -37,6 +36,7 @@ PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]
 ROOT = b"This is a Penstock router. The API is under /v1, the fleet at /replicas; every replica has a page of its own at /.\n"
 ID = re.compile(r"[\w.-]{1,256}", re.ASCII)  # of a stored response
 NULL = msgspec.Raw(b"null")
+_REQUEST_ID = re.compile(rb"^x-request-id:[ \t]*([^\r]*)\r\n", re.MULTILINE)
 
 
 class ReplicaChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,7 +155,7 @@ class RouterApp:
         """Write the request's access line, if the access log is on."""
         if self.lines is not None and (level := self.lines.level(request.path in PROBED)) is not None:
             key = self._keys.number((b"authorization", value) for value in request.authorization)
-            self.lines.write(level, line_of(request, status, key, exchange))
+            self.lines.write(level, _line(request, status, key, exchange))
 
     # Requests for a replica.
 
@@ -348,3 +348,22 @@ class RouterApp:
 
 def _admits(keys: Keys, request: ClientRequest) -> bool:
     return keys.admit((b"authorization", value) for value in request.authorization)
+
+
+def _line(request: ClientRequest, status: int, key: int | None, exchange: Exchange | None) -> AccessLine:
+    """Return the request's line in the access log: which replica answered it, and how long it took."""
+    line = AccessLine(route=route_of(request), status=status, total_ms=0.0, key=key, client_id=_id_in(request.lines))
+    if exchange is not None:
+        line.total_ms = round((time.monotonic() - exchange.begun_s) * 1000, 3)
+        line.model = clean_id(exchange.model or "")
+        line.replica, line.attempts = exchange.replica or None, exchange.num_attempts
+        line.trace_id = exchange.trace.trace_id
+        if exchange.answer is not None and exchange.first_byte_s is not None:
+            line.id, line.cached_tokens = _id_in(exchange.answer.lines), exchange.answer.cached_tokens
+            line.first_byte_ms = round(exchange.first_byte_s * 1000, 3)
+    return line
+
+
+def _id_in(lines: bytes) -> str | None:
+    found = _REQUEST_ID.search(lines)
+    return None if found is None else clean_id(found[1].decode("latin-1"))

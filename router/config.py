@@ -32,7 +32,7 @@ class Timeouts:
     response_s: Seconds = flag("seconds without a byte of a response", "S", ("--response-timeout",), default=600.0)
     probe_interval_s: Seconds = flag("seconds between probes (default: %(default)g)", "S", default=0.5)
     probe_timeout_s: Seconds = 1.0
-    retry_share: Share = flag("maximum retries as a share of requests", "X", default=0.15)  # see router/fleet/budget.py
+    retry_share: Share = flag("maximum retries as a share of requests", "X", default=0.15)  # see RetryBudget
     max_ejected_share: Share = flag("maximum share of replicas to eject, besides dead ones", "X", default=0.5)
     drain_s: Delay = flag("seconds to finish requests (default: %(default)g)", "S", ("--drain-timeout",), default=30.0)
 

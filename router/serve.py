@@ -29,8 +29,8 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_feed import KvFeeds
 from penstock.router.fleet.probe import Prober, ServedModel
 from penstock.router.fleet.replica import Replica
+from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement
-from penstock.router.placement.policy import PolicyConfig
 from penstock.router.placement.prompts import PromptReader
 from penstock.router.tokenizer_check import tokenizes_alike
 

@@ -18,12 +18,12 @@ from penstock.engine.http.errors import HttpError, clip
 from penstock.router.backend import Backend, RouteError
 from penstock.router.background import Tasks
 from penstock.router.config import KEY_PREFIX, RouterConfig
-from penstock.router.fleet.budget import RetryBudget
 from penstock.router.fleet.replica import Outcome, Replica, State
 from penstock.router.placement.placement import NO_NAMES, Placement, ReplicaInfo
 
 log = logging.getLogger("penstock.router")
 
+RESERVE = 10  # retries that are allowed before the first request
 EXCLUDED_FOR_FAILURES = frozenset[State]({"suspect", "ejected"})
 
 
@@ -306,3 +306,28 @@ class Fleet:
                 assert (url in group.full) == (each.num_in_flight >= self._limit_of(each)), f"{url} is miscounted"
         for replica in replicas:
             replica.check()
+
+
+class RetryBudget:
+    """Limits retries to a share of the requests, so that they do not overload a failing fleet: a token bucket, to which every
+    request adds `share` tokens, and from which every retry takes one.
+
+    Its capacity is half of the requests in flight: when a replica dies, all its requests are retried at once, and over
+    time the extra load is still limited to `share`.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.tokens = float(RESERVE)
+
+    def deposit(self, num_in_flight: int) -> None:
+        """Add the tokens of a new request; `num_in_flight` counts the requests in flight, including this one."""
+        room = num_in_flight / 2
+        tokens, room = self.tokens + self.share, room if room > RESERVE else RESERVE
+        self.tokens = tokens if tokens < room else room
+
+    def take(self) -> bool:
+        if self.tokens < 1:
+            return False
+        self.tokens -= 1
+        return True

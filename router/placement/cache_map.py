@@ -15,7 +15,7 @@ import numpy as np
 from penstock._csrc import ffi, lib
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
 from penstock.router.placement.index import KeySpace, NoSlotLeft, PromptKeys, RouteIndex
-from penstock.router.placement.policy import PolicyConfig
+from penstock.router.placement.load import PolicyConfig
 
 TIERS = ("device", "host", "disk")
 OLDER = len(TIERS)  # the fourth slot of a row: the older generation of a guess

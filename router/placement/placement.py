@@ -19,8 +19,7 @@ from penstock.engine.http.kv_stream import Frame
 from penstock.engine.options import converted
 from penstock.router.placement.cache_map import STREAM_COUNTS, CacheMap, ReplicaCache
 from penstock.router.placement.index import KeySpace, PromptKeys
-from penstock.router.placement.load import Charge, LoadTable, PredictionTotals, ReplicaLoad
-from penstock.router.placement.policy import PolicyConfig, Speed
+from penstock.router.placement.load import Charge, LoadTable, PolicyConfig, PredictionTotals, ReplicaLoad, Speed
 
 GUESSED_TOKENS = 2**18  # assumed capacity of a replica that reports none; small, so that a guess is forgotten in time
 MAX_SALT = 256  # characters of the longest salt whose root is cached

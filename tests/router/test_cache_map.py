@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
+from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
-from penstock.router.placement.policy import PolicyConfig
 from tests.router.test_placement import INFO, cached, fleet, ids, live, short_keys
 
 

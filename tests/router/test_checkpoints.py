@@ -12,8 +12,8 @@ from penstock.engine.core.usable import UsableKeys
 from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
 from penstock.executor.protocol import GroupInfo
 from penstock.router.placement.index import RouteIndex
+from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
-from penstock.router.placement.policy import PolicyConfig
 from tests.router.test_placement import Clock, cached, ids, short_keys
 from tests.support.simulation import BLOCK_SIZE, World, random_request
 

@@ -5,8 +5,7 @@ import pytest
 
 from penstock._csrc import ffi, lib
 from penstock.router.config import PolicyName
-from penstock.router.placement.load import LoadTable
-from penstock.router.placement.policy import POLICIES, PolicyConfig
+from penstock.router.placement.load import POLICIES, LoadTable, PolicyConfig
 from tests.support import slow_policy
 
 COLUMNS = ("queued", "head", "head_since", "active", "held", "filled", "cached")

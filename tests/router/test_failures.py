@@ -18,7 +18,7 @@ import pytest
 from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import Limits
 from penstock.engine.text.prompt import INLINE_CHARS
-from penstock.router.fleet.budget import RetryBudget
+from penstock.router.fleet.fleet import RetryBudget
 from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica, State
 from penstock.router.http.heads import ClientRequest
 from penstock.router.leg import Leg

@@ -9,9 +9,8 @@ import pytest
 
 from penstock.engine.http.kv_stream import Changes, Frame, Snapshot
 from penstock.router.config import PolicyName
-from penstock.router.placement.load import Charge
+from penstock.router.placement.load import POLICIES, Charge, PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
-from penstock.router.placement.policy import POLICIES, PolicyConfig
 from tests.support.route_model import Arrival, Settings, Simulation, World, pooled_hit
 
 SMALL = Settings(num_replicas=4, num_blocks=120)

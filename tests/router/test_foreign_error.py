@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from penstock.router.foreign_error import in_openais_form
+from penstock.router.answer import in_openais_form
 from penstock.router.http.heads import AnswerHead
 from tests.support.refusals import table
 from tests.support.router_fleet import RunningRouter, running_router

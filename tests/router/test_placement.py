@@ -8,8 +8,8 @@ import pytest
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
 from penstock.router.config import PolicyName
+from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
-from penstock.router.placement.policy import PolicyConfig
 
 INFO = ReplicaInfo(b"model", block_size=16, num_blocks=1000, prefill_tokens_per_s=1000.0)
 

@@ -8,8 +8,8 @@ import pytest
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.probe import Prober
+from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
-from penstock.router.placement.policy import PolicyConfig
 from tests.support.router_fleet import running_router, until
 from tests.support.router_stub import stub
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from penstock.router.backend import Backend
-from penstock.router.fleet.budget import RESERVE, RetryBudget
+from penstock.router.fleet.fleet import RESERVE, RetryBudget
 from penstock.router.fleet.replica import (
     EJECTION_S,
     FAILURES_TO_EJECT,

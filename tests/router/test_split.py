@@ -15,8 +15,8 @@ from penstock.engine.http.body import split_object
 from penstock.router.backend import RouteError
 from penstock.router.config import Prefill, RouterConfig, resolve
 from penstock.router.placement.prompts import CHAT, COMPLETIONS
+from penstock.router.prefill import form_with_hint, ids_of, prompt_of, splittable, with_hint
 from penstock.router.serve import RouterProcess
-from penstock.router.split import form_with_hint, ids_of, prompt_of, splittable, with_hint
 from tests.support.raw_http import connect, post, status
 from tests.support.refusals import table
 from tests.support.router_fleet import RunningRouter, running_router, until

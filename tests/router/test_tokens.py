@@ -14,8 +14,8 @@ from penstock.engine.http.errors import HttpError
 from penstock.engine.text.model_text import load_text, text_digest
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
-from penstock.router.placement.policy import PolicyConfig
 from penstock.router.placement.prompts import CHAT, COMPLETIONS, PromptReader, RequestFields, Routable
 from penstock.router.placement.segments import SegmentCache
 from tests.support.fake_engine import byte_tokenizer, line_template

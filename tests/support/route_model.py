@@ -15,9 +15,8 @@ import numpy as np
 
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
 from penstock.router.placement.index import Keys, KeySpace, PromptKeys
-from penstock.router.placement.load import Charge
+from penstock.router.placement.load import Charge, PolicyConfig
 from penstock.router.placement.placement import Placement, Prompt, ReplicaInfo
-from penstock.router.placement.policy import PolicyConfig
 
 BLOCK_SIZE = 512  # of the traces' hash ids
 SPACE = KeySpace(b"simulated", BLOCK_SIZE)

@@ -18,8 +18,8 @@ from penstock.router.config import RouterConfig, Timeouts, resolve
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.probe import Prober
 from penstock.router.fleet.replica import Replica
+from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement
-from penstock.router.placement.policy import PolicyConfig
 from penstock.router.placement.prompts import PromptReader
 from penstock.router.serve import RouterProcess
 from tests.support.fake_engine import byte_tokenizer, line_template

@@ -3,8 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from penstock.router.placement.load import Column, LoadTable
-from penstock.router.placement.policy import PolicyConfig
+from penstock.router.placement.load import Column, LoadTable, PolicyConfig
 
 TIE_S = 1e-6
 
