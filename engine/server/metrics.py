@@ -62,7 +62,8 @@ TIER_GAUGES = frozenset(
         *("used_blocks", "capacity_blocks", "pinned_blocks", "queued_blocks", "loading_blocks", "storing_blocks"),
         "bytes_per_s",
         # figures of the disk tier
-        *("capacity_bytes", "entries", "is_open", "loading", "scan_left", "slots", "workers", "used_bytes"),
+        *("capacity_bytes", "entries", "is_open", "loading", "pinned", "queue_bytes", "scan_left"),
+        *("slots", "workers", "used_bytes"),
         # figures of the peer tier
         "served_clients",
     }

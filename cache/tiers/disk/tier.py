@@ -245,6 +245,8 @@ class DiskTier:
             "workers": NUM_WORKERS,
             "used_bytes": len(self._cells) * self._slabs.cell_bytes,
             "capacity_bytes": self._capacity_bytes,
+            "queue_bytes": len(self._storing) * self._chunk_bytes,
+            "pinned": len(self._catalog.loading),  # records that eviction skips
             "loading": self._catalog.loading.total(),
             "is_open": self._health.is_open,
             "bypasses": self._health.num_bypasses,
