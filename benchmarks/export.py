@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from penstock.engine.model_files import ModelError, recommended_sampling, resolve_model
-from penstock.engine.text.load_tokenizer import load_tokenizer
+from penstock.engine.text.model_text import load_tokenizer
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.export import export
 from penstock.executor.protocol import DType, ExecutorError

@@ -15,7 +15,7 @@ from penstock.engine.http.sockets import PortError, bind_sockets
 from penstock.engine.model_files import DEFAULT_NAME, ModelError, ModelFiles, recommended_sampling, resolve_model
 from penstock.engine.options import Option, add_options, built, flag, given_options, options_of
 from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig, resolve
-from penstock.engine.text.load_tokenizer import load_tokenizer
+from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.template import load_template
 from penstock.executor.process_life import log_to_stderr, stop_signals
 from penstock.executor.protocol import ExecutorError, ModelInfo

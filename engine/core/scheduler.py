@@ -21,8 +21,7 @@ from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.drafts import Drafter, NoDrafter, Sent
 from penstock.engine.core.kv import Claim, Kv
-from penstock.engine.core.request import Request, WaitingQueue, cheapest_to_preempt
-from penstock.engine.core.request_kv import RequestKv
+from penstock.engine.core.request import Request, RequestKv, WaitingQueue, cheapest_to_preempt
 from penstock.engine.core.tiered_kv import TieredKv
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.messages import FinishReason, Output, Stats, Submit

@@ -51,7 +51,7 @@ from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
-from penstock.engine.text.load_tokenizer import load_tokenizer
+from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.prompt import pair_prompts
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer

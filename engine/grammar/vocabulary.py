@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tokenizers import Tokenizer as Backend
 
 from penstock.engine.model_files import resolve_model
-from penstock.engine.text.load_tokenizer import load_tokenizer
+from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ExecutorConfig, ModelInfo
 

@@ -3,7 +3,10 @@
 From outside to inside: access log and request counters, CORS, API key, routes. All errors below have the same format.
 """
 
+import logging
+import re
 import time
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,14 +18,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.engine.http.access_line import AccessLine, AccessLog
 from penstock.engine.http.auth import NO_KEY, Authentication, Keys
 from penstock.engine.http.errors import CLIENT_CLOSED, HttpError, clip
-from penstock.engine.server import ignored
 from penstock.engine.server.call import Call, client_id
-from penstock.engine.server.ignored import IgnoredNames
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.routes import routes
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
 
+IGNORED_HEADER = b"x-penstock-ignored"
+MAX_HEADER_CHARS = 1024
+MAX_LOGGED = 256  # names, bounded because clients choose them
 QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed every few seconds
+
+
+log = logging.getLogger("penstock.engine")
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.:\[\]-]")
 
 
 class ServerApp:
@@ -48,7 +57,7 @@ class ServerApp:
                 allow_origins=config.allowed_origins,
                 allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
-                expose_headers=("x-request-id", ignored.HEADER.decode()),
+                expose_headers=("x-request-id", IGNORED_HEADER.decode()),
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,3 +138,20 @@ def _line(call: Call, route: str, status: int, key: int | None) -> AccessLine:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 3)
+
+
+class IgnoredNames:
+    """Reports ignored parts of requests, which the handlers collect in `Call.ignored`: once per name in the log, and in a
+    header of each response."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def header(self, names: Sequence[str]) -> tuple[bytes, bytes]:
+        """Log the names that have not been logged yet, and return the header with all names."""
+        shown = [clip(_UNSAFE.sub("?", name)).replace("…", "...") for name in names]
+        for name in shown:
+            if name not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add(name)
+                log.warning("requests have %s, which is not served here and is ignored", name)
+        return IGNORED_HEADER, clip(", ".join(shown), MAX_HEADER_CHARS).replace("…", "...").encode()

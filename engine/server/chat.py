@@ -13,7 +13,6 @@ from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import given_ids, render, to_ids
-from penstock.engine.server.reading import Reading
 from penstock.engine.server.requests import ChatRequest
 from penstock.engine.server.response_format import wanted_outputs
 from penstock.engine.server.responses import (
@@ -27,7 +26,7 @@ from penstock.engine.server.responses import (
     ToolCall,
 )
 from penstock.engine.server.service import Service
-from penstock.engine.server.tool_choice import ReadingPlan
+from penstock.engine.server.tool_choice import Reading, ReadingPlan
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 
 

@@ -2,7 +2,7 @@
 
 An unsupported field is refused by name if it would change the answer. A top-level field that is in none of these lists
 is ignored, so that a new field of a client library causes no outage: `parse` collects its name for the log and for the
-response header (ignored.py). The structs only define types; SamplingParams and the engine validate the values.
+response header (app.py). The structs only define types; SamplingParams and the engine validate the values.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,7 +1,8 @@
 """The table of all routes, and the handlers of the GET routes."""
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.engine.server import control, scoring
 from penstock.engine.server import requests as schema
 from penstock.engine.server import responses as reply
 from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from penstock.engine.server.agents import items_api, messages_api, stored_api
+from penstock.engine.server.agents import items_api, messages_api
 from penstock.engine.server.agents.block_writer import MessageReply
 from penstock.engine.server.agents.item_writer import ItemsReply
 from penstock.engine.server.agents.items_schema import ItemsRequest, ResponsesRequest
@@ -28,7 +29,6 @@ from penstock.engine.server.completions import completions
 from penstock.engine.server.embeddings import embeddings
 from penstock.engine.server.endpoint import Endpoint, Handler, PostRoute
 from penstock.engine.server.kv_events import KvEvents
-from penstock.engine.server.openapi import openapi
 from penstock.engine.server.service import Service
 from penstock.engine.server.tokens import detokenize, load_adapter, reset_prefix_cache, tokenize, unload_adapter
 
@@ -51,9 +51,9 @@ POSTS = (
     PostRoute("/v1/messages/count_tokens", messages_api.count_tokens, CountRequest, messages_api.CountReply),
 )
 WITHOUT_SCHEMA: tuple[tuple[str, str, Handler], ...] = (
-    ("GET", RESPONSE, stored_api.get),
-    ("DELETE", RESPONSE, stored_api.delete),
-    ("POST", f"{RESPONSE}/cancel", stored_api.cancel),
+    ("GET", RESPONSE, items_api.get),
+    ("DELETE", RESPONSE, items_api.delete),
+    ("POST", f"{RESPONSE}/cancel", items_api.cancel),
 )
 REMOVED = (f"{RESPONSE}/input_items", "/v1/conversations", "/v1/conversations/{rest:path}")  # a 400 says what to use
 ADAPTER_POSTS = (
@@ -72,7 +72,7 @@ def routes(service: Service, kv_events: KvEvents) -> list[Route]:
         made.append(Route(post.path, endpoint, methods=["POST"]))
     for method, path, handler in WITHOUT_SCHEMA:
         made.append(Route(path, Endpoint(service, handler), methods=[method]))
-    removed = Endpoint(service, stored_api.removed, takes_none=True)
+    removed = Endpoint(service, items_api.removed, takes_none=True)
     made += [Route(path, removed, methods=["GET", "POST", "DELETE"]) for path in REMOVED]
     return made
 
@@ -157,9 +157,54 @@ class Gets:
             found = document()
             return HTMLResponse(found.body, headers=found.headers)
         others = [("GET", path) for path in self.table] + [(method, path) for method, path, _ in WITHOUT_SCHEMA]
-        described = openapi(self._posts, others, ErrorReply)
+        described = _openapi(self._posts, others, ErrorReply)
         return Response(msgspec.json.encode(described), media_type="application/json")
 
 
 def _json(body: msgspec.Struct | dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def _openapi(
+    posts: Sequence[PostRoute], others: Iterable[tuple[str, str]], error: type[msgspec.Struct]
+) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of all routes, from the structs of their requests and replies. `others`: methods and paths of the routes without a schema."""
+    types = [kind for post in posts for kind in (post.takes, post.gives, post.streams) if kind] + [
+        schema.Message,
+        error,
+    ]
+    _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    refused = {"description": "An error", "content": _content(error)}
+    paths: dict[str, Any] = {}
+    for method, path in others:
+        shown = path.replace(":path", "")
+        names = re.findall(r"{(\w+)}", shown)
+        paths.setdefault(shown, {})[method.lower()] = {
+            "parameters": [
+                {"name": each, "in": "path", "required": True, "schema": {"type": "string"}} for each in names
+            ],
+            "responses": {"200": {"description": "OK"}, "4XX": refused},
+        }
+    for post in posts:
+        replies = _content(post.gives)
+        if post.streams is not None:
+            replies |= _content(post.streams, "text/event-stream")
+        paths.setdefault(post.path, {})["post"] = {
+            "summary": (post.handler.__doc__ or "").strip(),
+            "requestBody": {"required": True, "content": _content(post.takes)},
+            "responses": {"200": {"description": "OK", "content": replies}, "4XX": refused, "5XX": refused},
+        }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock", "version": penstock.__version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}],
+    }
+
+
+def _content(kind: type[msgspec.Struct], media_type: str = "application/json") -> dict[str, Any]:
+    return {media_type: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}

@@ -7,6 +7,7 @@ them.
 import hashlib
 import logging
 import re
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,11 @@ import msgspec
 
 from penstock.engine.grammar.tool_calls import grammar, messages_grammar
 from penstock.engine.http.errors import clip
+from penstock.engine.messages import FinishReason
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
-from penstock.engine.server.reading import Reading
 from penstock.engine.server.requests import ChatRequest, NamedTool, Tool
 from penstock.engine.server.response_format import Wanted
+from penstock.engine.server.responses import ChatFinish
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
@@ -26,6 +28,7 @@ from penstock.engine.text.tools.answer_reader import AnswerReader
 from penstock.engine.text.tools.call_kinds import tokens_in
 from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.harmony_reader import HarmonyReader
+from penstock.engine.text.tools.reader import CallStart, Content, Piece, Reasoning
 from penstock.engine.text.tools.thinking import Thinking
 
 # Types that a tool's arguments must not have; the grammar compiler refuses unknown types.
@@ -35,11 +38,46 @@ log = logging.getLogger("penstock.engine")
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024  # JSON size of one function's parameters
 MAX_UNHELD = 256
+SHORT_ID = 9  # an id of this length has no prefix: Mistral's templates only allow letters and digits
 END_TOKENS = 16  # tokens at the end of a prompt: enough for a mark and whitespace after it
 
 _OFF = "the server was started without them (--tool-call-parser none)"
 _UNKNOWN = "how this model's chat template writes calls is not known here; --tool-call-parser can name a format"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Reading:
+    """Parses one choice into pieces (text, reasoning, calls) for the writers of all chat APIs. Without a reader, the whole answer is text."""
+
+    def __init__(
+        self, reader: AnswerReader | HarmonyReader | None, id_length: int = 0, shows_reasoning: bool = True
+    ) -> None:
+        self._reader = reader
+        self._id_length = id_length
+        self._shows_reasoning = shows_reasoning
+
+    def pieces(self, text: str, *, is_last: bool) -> list[Piece]:
+        """Return the pieces that the next text of the answer completes, with an id for every call."""
+        if self._reader is None:
+            return [Content(text)] if text else []
+        found = self._reader.feed(text)
+        if is_last:
+            found = found + self._reader.finish()
+        return [
+            piece._replace(id=self._new_id()) if isinstance(piece, CallStart) else piece
+            for piece in found
+            if self._shows_reasoning or not isinstance(piece, Reasoning)
+        ]
+
+    def finish_reason(self, reason: FinishReason | None) -> ChatFinish | None:
+        """Return the finish reason, with "tool_calls" instead of "stop" after calls. Call it after the last piece."""
+        has_called = self._reader is not None and self._reader.has_called
+        return "tool_calls" if reason == "stop" and has_called else reason
+
+    def _new_id(self) -> str:
+        if self._id_length == SHORT_ID:
+            return secrets.token_hex(SHORT_ID)[:SHORT_ID]
+        return f"call_{secrets.token_hex(self._id_length // 2)}"
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,18 @@ with the same digest.
 
 import hashlib
 
-from penstock.engine.model_files import resolve_model
-from penstock.engine.text.load_tokenizer import load_tokenizer
+from penstock.engine.model_files import ModelFiles, resolve_model
+from penstock.engine.text.gguf_tokenizer import tokenizer_from_gguf
+from penstock.engine.text.hf_tokenizer import tokenizer_from_folder
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer
+
+
+def load_tokenizer(files: ModelFiles) -> Tokenizer:
+    """Load the tokenizer of a model; raise ModelNotFound or ModelRefused if there is no usable one."""
+    if files.kind == "gguf":
+        return tokenizer_from_gguf(files.path)
+    return tokenizer_from_folder(files.path, files.config)
 
 
 def load_text(model: str | None, chat_template: str | None = None) -> tuple[Tokenizer, ChatTemplate | None]:

@@ -1,6 +1,6 @@
 """The engine's tokenizer: converts text to token ids and back, using the `tokenizers` library.
 
-`load_tokenizer` (load_tokenizer.py) creates it for any model. It also holds the end token ids, the special tokens by
+`load_tokenizer` (model_text.py) creates it for any model. It also holds the end token ids, the special tokens by
 name, and the sources of the chat templates (template.py renders them).
 """
 

@@ -10,8 +10,7 @@ from penstock.cache.keys import block_keys, namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.core.engine_core import CacheLog, shortened
 from penstock.engine.core.page_keys import PageKeys
-from penstock.engine.core.request import Request
-from penstock.engine.core.request_kv import RequestKv
+from penstock.engine.core.request import Request, RequestKv
 from penstock.engine.core.usable import UsableKeys
 from penstock.engine.messages import CacheUpdate, Submit
 from penstock.executor.protocol import GroupInfo, ModelInfo

@@ -6,8 +6,7 @@ from array import array
 import numpy as np
 
 from penstock.engine.core.engine_core import CacheLog
-from penstock.engine.core.request import Request
-from penstock.engine.core.request_kv import RequestKv
+from penstock.engine.core.request import Request, RequestKv
 from penstock.engine.core.usable import UsableKeys
 from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
 from penstock.executor.protocol import GroupInfo

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from penstock.engine.config import ConfigError
 from penstock.engine.model_files import ModelNotFound, resolve_model
-from penstock.engine.text.load_tokenizer import load_tokenizer
+from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.engine.model_files import ModelFiles, ModelRefused
 from penstock.engine.text.gguf_splits import SPLITS
-from penstock.engine.text.load_tokenizer import load_tokenizer
+from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import text_samples as samples
 from tests.support.default_file import default_file

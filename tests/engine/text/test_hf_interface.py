@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from penstock.engine.front.hf_interface import FamiliarTokenizer
 from penstock.engine.model_files import resolve_model
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text.load_tokenizer import load_tokenizer
+from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.prompt import chat_prompt
 from penstock.engine.text.template import ChatTemplate
 from tests.support import text_samples

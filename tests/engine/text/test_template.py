@@ -11,7 +11,7 @@ import pytest
 
 from penstock.engine.model_files import ModelFiles, ModelRefused, resolve_model
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text.load_tokenizer import load_tokenizer
+from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import chat_samples

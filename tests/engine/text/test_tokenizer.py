@@ -12,7 +12,7 @@ import pytest
 
 from penstock.engine.model_files import ModelError, ModelFiles, ModelNotFound, ModelRefused
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text.load_tokenizer import load_tokenizer
+from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import text_samples as samples
 
