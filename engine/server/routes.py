@@ -26,7 +26,6 @@ from penstock.engine.server.agents.items_schema import ItemsRequest, ResponsesRe
 from penstock.engine.server.agents.messages_schema import CountRequest, MessagesRequest
 from penstock.engine.server.chat import chat
 from penstock.engine.server.completions import completions
-from penstock.engine.server.embeddings import embeddings
 from penstock.engine.server.endpoint import Endpoint, Handler, PostRoute
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.service import Service
@@ -40,7 +39,7 @@ POSTS = (
     PostRoute(
         "/v1/completions", completions, schema.CompletionRequest, reply.Completion, reply.Completion, takes_ids=True
     ),
-    PostRoute("/v1/embeddings", embeddings, schema.EmbeddingRequest, reply.Embeddings),
+    PostRoute("/v1/embeddings", scoring.embeddings, schema.EmbeddingRequest, reply.Embeddings),
     PostRoute("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
     PostRoute("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
     PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status, takes_none=True),

@@ -1,5 +1,7 @@
-"""POST /classify, /score and /rerank: run a classification model on texts or pairs of texts."""
+"""POST /v1/embeddings, and /classify, /score and /rerank, which run a classification model on texts or pairs of texts."""
 
+import base64
+from array import array
 from collections.abc import Sequence
 from typing import Annotated, Generic, Literal, TypeVar
 
@@ -7,17 +9,70 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from penstock.engine.front.labels import asking_for, labels_of, shown
-from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.server.answers import usage
+from penstock.engine.front.results import unit_length
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.server.answers import gather, usage
 from penstock.engine.server.call import Call
-from penstock.engine.server.embeddings import INLINE_FLOATS, MAX_INPUTS, pooled
 from penstock.engine.server.endpoint import PostRoute
-from penstock.engine.server.prompts import decode_inputs, in_thread_if
-from penstock.engine.server.requests import Inputs, PromptRequest
-from penstock.engine.server.responses import NamedAnswer, Usage
+from penstock.engine.server.prompts import decode_inputs, in_thread_if, to_ids
+from penstock.engine.server.requests import EmbeddingRequest, Inputs, PromptRequest
+from penstock.engine.server.responses import Embedding, Embeddings, NamedAnswer, Usage
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS, pair_prompts
-from penstock.executor.protocol import LabelInfo
+from penstock.executor.protocol import LabelInfo, Pooled
+
+MAX_INPUTS = 2048  # as in OpenAI's API
+INLINE_FLOATS = 16 * 1024  # takes a millisecond; 2048 vectors of 4096 would block the event loop for a second
+
+_PARAMS = SamplingParams(max_tokens=1, detokenize=False)
+
+
+async def embeddings(service: Service, call: Call, body: bytes) -> Embeddings:
+    """Embed every input, by the hidden state of its last token or the mean over all of them."""
+    request = service.accept(call, body, EmbeddingRequest)
+    size = service.info.hidden_size
+    if request.dimensions not in (None, size):
+        what = f"{request.dimensions} given; this model has {size}, and they are not cut"
+        raise InvalidRequest("dimensions", what)
+    inputs = decode_inputs("input", request.input, MAX_INPUTS, service.info)
+    pooling = request.pooling or service.config.pooling
+    found = await pooled(service, call, request, "input", inputs, _PARAMS, pooling)
+    vectors = await in_thread_if(
+        size * len(inputs) > INLINE_FLOATS, lambda: [_shown(embedding, request) for embedding in found]
+    )
+    return Embeddings(
+        data=[Embedding(index, vector) for index, vector in enumerate(vectors)],
+        model=call.model,
+        usage=usage(call.answers),
+        id=f"embd-{call.id}",
+    )
+
+
+async def pooled(
+    service: Service,
+    call: Call,
+    request: PromptRequest,
+    field: str,
+    inputs: Sequence[str | list[int]],
+    params: SamplingParams,
+    pooling: Pooled,
+) -> list[bytes]:
+    """Run the model on every input and return its vector, as little-endian float32."""
+    with service.admit(len(inputs)):
+        prompts = await to_ids(field, inputs, service, request.add_special_tokens, request.truncate_prompt_tokens, 0)
+        service.generate(call, request, prompts, params, pooling=pooling)
+    for answer in call.answers:
+        await gather(service, answer)
+    return [answer.embedding or b"" for answer in call.answers]  # never empty: a failure would have been raised
+
+
+def _shown(embedding: bytes, request: EmbeddingRequest) -> list[float] | str:
+    """Return the vector as numbers or as base64 of little-endian float32, normalized unless `normalize` is false."""
+    vector = array("f", embedding)
+    if request.normalize is not False:
+        vector = unit_length(vector)
+    return base64.b64encode(vector.tobytes()).decode() if request.encoding_format == "base64" else vector.tolist()
+
 
 MAX_CHARS = 1 << 24  # total length of all pairs; a text that is in every pair counts once per pair
 

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import msgspec
 from tqdm import tqdm
 
-from penstock.engine.commands.bench.datasets import load_samples
+from penstock.engine.commands.bench.datasets import PromptSource, Sample, estimated_tokens, load_samples, token_counter
 from penstock.engine.commands.bench.measured import MeasuredAnswer
-from penstock.engine.commands.bench.summary import Outcome
-from penstock.engine.commands.bench.synthetic import PromptSource, Sample, estimated_tokens, token_counter
+from penstock.engine.commands.bench.report import Outcome
 from penstock.engine.commands.prove.http_client import KEY_VARIABLES, Client, Target
 from penstock.engine.config import ConfigError
 from penstock.engine.http.limits import allow_open_files

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.commands.bench.summary import Outcome
+from penstock.engine.commands.bench.report import Outcome
 from penstock.engine.commands.prove.stream import Events
 
 ERROR_BYTES = 2000  # kept of an error's body

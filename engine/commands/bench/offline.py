@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from penstock.engine.commands.bench.benchmark import Benchmark
-from penstock.engine.commands.bench.datasets import DatasetOptions, load_samples
+from penstock.engine.commands.bench.datasets import DatasetOptions, PromptSource, Sample, load_samples, token_counter
 from penstock.engine.commands.bench.report import output_file, percentiles, write_json
-from penstock.engine.commands.bench.synthetic import PromptSource, Sample, token_counter
 from penstock.engine.config import EngineOptions
 from penstock.engine.front.llm import LLM
 from penstock.engine.options import Count, Length, flag, given_options

@@ -24,8 +24,7 @@ from penstock.engine.commands.bench.calls import (
     first_model,
 )
 from penstock.engine.commands.bench.datasets import DatasetOptions
-from penstock.engine.commands.bench.report import output_file, serving_table, write_json
-from penstock.engine.commands.bench.summary import details, summarize
+from penstock.engine.commands.bench.report import details, output_file, serving_table, summarize, write_json
 from penstock.engine.commands.prove.http_client import Client, Target, key_header
 from penstock.engine.config import ConfigError
 from penstock.engine.options import Count, Delay, Length, Port, Seed, flag

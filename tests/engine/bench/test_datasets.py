@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.commands.bench.datasets import DatasetOptions, load_samples
-from penstock.engine.commands.bench.synthetic import PromptSource, Sample
+from penstock.engine.commands.bench.datasets import DatasetOptions, PromptSource, Sample, load_samples
 from penstock.engine.config import ConfigError
 from penstock.engine.options import add_options
 

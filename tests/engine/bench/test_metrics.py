@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from penstock.engine.commands.bench.summary import Outcome, details, spread, summarize
+from penstock.engine.commands.bench.report import Outcome, details, spread, summarize
 
 TOTALS = """
     duration completed failed total_input_tokens total_output_tokens request_throughput output_throughput
