@@ -126,19 +126,11 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
             )
     except ValueError as error:
         raise RouteError(str(error)) from None
-    _check_roles(config)
     backends = [Backend.of(text) for text in (*config.backends, *config.decodes)]
     prefills = tuple(each.check() for each in config.prefills)
     _check_once([each.url for each in backends], prefills)
     for each in backends:
         each.lines(environment)
-        if each.events is not None and config.tokenizer is None:
-            raise RouteError(
-                f"backend: {each.url} has events=…, which name blocks by their tokens; --tokenizer MODEL is needed to know "
-                "a prompt's"
-            )
-    for source in config.discover:
-        discovered_like(source)
     return replace(
         config,
         backends=tuple(each.text for each in backends),
@@ -150,7 +142,8 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
     )
 
 
-def _check_roles(config: RouterConfig) -> None:
+def check_together(config: RouterConfig) -> None:
+    """Raise RouteError for options of the command line that exclude each other, or need another one."""
     if config.backends and (config.decodes or config.prefills):
         raise RouteError("backend: not with --prefill and --decode; a replica that does both is one of --decode")
     if bool(config.decodes) != bool(config.prefills):
@@ -158,6 +151,14 @@ def _check_roles(config: RouterConfig) -> None:
         raise RouteError(f"{given}: needs --{missing} too; for replicas that do both there is --backend")
     if config.chat_template and not config.tokenizer:
         raise RouteError("chat_template: needs --tokenizer; without it prompts are not rendered here")
+    for each in map(Backend.of, (*config.backends, *config.decodes)):
+        if each.events is not None and config.tokenizer is None:
+            raise RouteError(
+                f"backend: {each.url} has events=…, which name blocks by their tokens; --tokenizer MODEL is needed to know "
+                "a prompt's"
+            )
+    for source in config.discover:
+        discovered_like(source)
 
 
 def _check_once(urls: list[str], prefills: tuple[Prefill, ...]) -> None:

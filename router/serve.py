@@ -22,7 +22,7 @@ from penstock.engine.text.model_text import load_text
 from penstock.executor.process_life import Stopping, log_to_stderr, stop_signals, wait_for
 from penstock.router.app import RouterApp
 from penstock.router.backend import RouteError
-from penstock.router.config import RouterConfig, resolve
+from penstock.router.config import RouterConfig, check_together, resolve
 from penstock.router.discovery import Discovery
 from penstock.router.exchange import NO_TRACE, BeginTrace
 from penstock.router.fleet.fleet import Fleet
@@ -78,7 +78,9 @@ def check(args: argparse.Namespace) -> RouterConfig:
     """Return the checked configuration; raise RouteError if it is invalid."""
     if args.prefill_threshold is not None and not args.prefills:
         raise RouteError("prefill_threshold: needs --prefill; no prompt is computed elsewhere")
-    return resolve(built(args, RouterConfig), os.environ)
+    config = built(args, RouterConfig)
+    check_together(config)
+    return resolve(config, os.environ)
 
 
 async def serve_alone(config: RouterConfig, sockets: list[socket.socket]) -> int:

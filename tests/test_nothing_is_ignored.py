@@ -107,7 +107,7 @@ def test_every_flag_of_route_changes_what_is_routed(
 ) -> None:
     company = COMPANY.get(action.dest, [])
     changed = route.check(parsed(route, [*company, *words(action)]))
-    if action.dest in ("decode", "prefill"):
+    if action.dest in ("decodes", "prefills"):
         assert "127.0.0.1:3" in changed.backends[0] and changed.prefills
         return
     assert changed != route.check(parsed(route, company))

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from penstock.router.backend import Backend, RouteError
-from penstock.router.config import RouterConfig, resolve
+from penstock.router.config import RouterConfig, check_together, resolve
 from tests.support.engine_publisher import StandIn, answer_with, names_of, removed, stand_in, stored
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.refusals import table
@@ -199,4 +199,4 @@ def test_a_backend_is_read_and_written() -> None:
     with pytest.raises(RouteError, match="A_KEY is not set"):
         resolve(RouterConfig(backends=("http://h:1,key=A_KEY",)), {})
     with pytest.raises(RouteError, match="--tokenizer"):
-        resolve(RouterConfig(backends=("http://h:1,events=1",)), {})
+        check_together(RouterConfig(backends=("http://h:1,events=1",)))

@@ -105,9 +105,8 @@ def running_router(
     *backends: str, wait_for: int | None = None, tokenizes: bool = False, limits: Limits | None = None, **settings: Any
 ) -> Iterator[RunningRouter]:
     """A router in front of `backends`, once `wait_for` of them (all, unless given) are up."""
-    role = "decodes" if settings.get("prefills") else "backends"
     config = resolve(
-        RouterConfig(**{"port": 0, role: backends, "timeouts": QUICK, "limits": limits or Limits(), **settings}),
+        RouterConfig(**{"port": 0, "backends": backends, "timeouts": QUICK, "limits": limits or Limits(), **settings}),
         {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
     )
     texts = PromptReader(byte_tokenizer(), line_template()) if tokenizes else PromptReader()

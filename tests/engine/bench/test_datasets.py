@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.commands.bench.datasets import DatasetOptions, PromptSource, Sample, load_samples
-from penstock.engine.config import ConfigError
+from penstock.engine.config import ConfigError, chosen
 from penstock.engine.options import add_options
 
 IDS = PromptSource(1000)
@@ -20,6 +20,7 @@ def samples(*options: str, count: int = 50, source: PromptSource = IDS, seed: in
     add_options(parser, DatasetOptions)
     args = parser.parse_args(options)
     args.seed = seed
+    chosen(args, DatasetOptions)
     return load_samples(args, count, source)
 
 
