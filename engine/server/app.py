@@ -63,8 +63,8 @@ class ServerApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = scope["penstock.call"] = Call(client_id(scope["headers"]))
         status = 500  # if no response is sent
-        if (spans := self.service.spans) is not None:
-            spans.begin(call, scope)
+        spans = self.service.spans
+        spans.begin(call, scope)
 
         async def send_noting(message: Message) -> None:
             nonlocal status
@@ -82,8 +82,7 @@ class ServerApp:
             route = self._template(scope["path"])
             status = CLIENT_CLOSED if call.is_gone else status
             self.service.metrics.requests[route, status] += 1
-            if spans is not None:
-                spans.end(call, route, status)
+            spans.end(call, route, status)
             if self._lines is not None and (level := self._lines.level(route in QUIET_ROUTES)) is not None:
                 self._lines.write(level, _line(call, route, status, self._keys.number(scope["headers"])))
 
@@ -125,7 +124,7 @@ def _line(call: Call, route: str, status: int, key: int | None) -> AccessLine:
         client_id=call.client_id,
         model=call.model or None,
         key=key,
-        trace_id=None if call.trace is None else call.trace.trace_id,
+        trace_id=call.trace_id,
     )
     if call.answers:
         times = call.answers[0].metrics

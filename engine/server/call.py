@@ -7,13 +7,10 @@ used as a key, because two clients may send the same id.
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.engine.front.answer import Answer
 from penstock.engine.http.errors import clean_id
-
-if TYPE_CHECKING:
-    from penstock.engine.http.tracing import Trace
 
 
 class Call:
@@ -32,7 +29,7 @@ class Call:
         self.is_gone = False  # the client disconnected before the answer was complete
         self.is_stream = False
         self.is_cancelled = False  # by a request on another connection, so the following failure is no error
-        self.trace: Trace | None = None  # set if requests are traced
+        self.trace_id: str | None = None  # set if requests are traced
         self.answers: list[Answer] = []  # one for each prompt
 
     @property
@@ -57,6 +54,15 @@ class Call:
     def num_tokens(self) -> int:
         """The number of tokens generated so far."""
         return sum(answer.num_tokens for answer in self.answers)
+
+
+class NoSpans:
+    """The spans of requests if tracing is off; spans.py has the recording ones."""
+
+    def begin(self, call: Call, scope: Mapping[str, Any]) -> None: ...
+    def phases(self, call: Call) -> None: ...
+    def end(self, call: Call, route: str, status: int) -> None: ...
+    def close(self) -> None: ...
 
 
 def client_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:

@@ -44,8 +44,7 @@ async def serve(
     sockets = sockets or bind_sockets(config.host, config.port)
     stopping = Stopping()
     with stop_signals(stopping.take), contextlib.ExitStack() as at_the_end:
-        if app.service.spans is not None:
-            at_the_end.callback(app.service.spans.close)  # runs after the last request has ended
+        at_the_end.callback(app.service.spans.close)  # runs after the last request has ended
         listener = Listener(app, sockets, config.limits, app.service.metrics.refused)
         at_the_end.enter_context(published(app, config))
         async with listener:

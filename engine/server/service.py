@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,7 +19,7 @@ from penstock.engine.http.errors import HttpError, clean_id, clip
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.adapters import Adapters
 from penstock.engine.server.agents.response_store import ResponseStore
-from penstock.engine.server.call import Call
+from penstock.engine.server.call import Call, NoSpans
 from penstock.engine.server.metrics import ServerMetrics
 from penstock.engine.server.requests import UNSERVED, PromptRequest, Unserved, parse
 from penstock.engine.server.response_format import Wanted
@@ -29,9 +29,6 @@ from penstock.engine.text.model_text import text_digest
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo
-
-if TYPE_CHECKING:  # needs the extra `otel`
-    from penstock.engine.server.spans import RequestSpans
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
 Asked = TypeVar("Asked", bound=PromptRequest)
@@ -48,11 +45,11 @@ class Service:
         self.config = config
         self.adapters = Adapters(engine, config.served_model_names)
         self.tools = Tools(config, template, tokenizer)
-        self.spans: RequestSpans | None = None
-        if config.telemetry.otlp_traces_endpoint is not None:  # otherwise OpenTelemetry is not imported
-            from penstock.engine.server import spans
+        self.spans = NoSpans()
+        if config.telemetry.otlp_traces_endpoint is not None:
+            from penstock.engine.server.spans import RequestSpans  # its SDK is an extra, and takes long to import
 
-            self.spans = spans.RequestSpans(config.telemetry)
+            self.spans = RequestSpans(config.telemetry)
         self.metrics = ServerMetrics(config.served_model_names[0], engine)
         self.responses = ResponseStore()
         self.is_draining = False
@@ -178,8 +175,7 @@ class Service:
 
     def release(self, call: Call) -> None:
         """Record the spans of a call and abort its answers. Finished answers are not affected."""
-        if self.spans is not None:
-            self.spans.phases(call)
+        self.spans.phases(call)
         self.forget(call)
 
     def forget(self, call: Call) -> None:

@@ -4,13 +4,13 @@ Attributes follow OpenTelemetry's conventions for GenAI and HTTP; none contains 
 """
 
 import time
-
-from starlette.types import Scope
+from collections.abc import Mapping
+from typing import Any
 
 from penstock.engine.front.answer import Answer
 from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.http.tracing import Trace, Tracing, Value
-from penstock.engine.server.call import Call
+from penstock.engine.server.call import Call, NoSpans
 
 MAX_PROMPTS = 16  # prompts of one request that get child spans
 # Route → name of the operation, and prefix of the answer's id.
@@ -23,21 +23,25 @@ OPERATIONS = {
 }
 
 
-class RequestSpans:
+class RequestSpans(NoSpans):
     def __init__(self, telemetry: Telemetry) -> None:
         self._tracing = Tracing(telemetry, "penstock")
-        self.close = self._tracing.close
+        self._traces: dict[Call, Trace] = {}
 
-    def begin(self, call: Call, scope: Scope) -> None:
+    def close(self) -> None:
+        self._tracing.close()
+
+    def begin(self, call: Call, scope: Mapping[str, Any]) -> None:
         """Begin the span of a POST request; GET requests, such as probes and endless streams, have none."""
         if scope["method"] == "POST":
-            call.trace = self._tracing.begin(scope["headers"], "POST", call.begun_s)
+            self._traces[call] = trace = self._tracing.begin(scope["headers"], "POST", call.begun_s)
+            call.trace_id = trace.trace_id
 
     def phases(self, call: Call) -> None:
         """Record the phases of every prompt; called when the answers are released."""
-        if call.trace is not None and call.trace.is_recorded:
+        if (trace := self._traces.get(call)) is not None and trace.is_recorded:
             for place, answer in enumerate(call.answers[:MAX_PROMPTS]):
-                self._phases(call.trace, answer, place if len(call.answers) > 1 else None)
+                self._phases(trace, answer, place if len(call.answers) > 1 else None)
 
     def _phases(self, trace: Trace, answer: Answer, place: int | None) -> None:
         """Record queue, prefill and decode; nothing without a first token, since the phase reached is not known."""
@@ -63,7 +67,7 @@ class RequestSpans:
 
     def end(self, call: Call, route: str, status: int) -> None:
         """End the request's span; called when the response is complete or the client has disconnected."""
-        trace = call.trace
+        trace = self._traces.pop(call, None)
         if trace is None or not trace.is_recorded:
             return
         operation, prefix = OPERATIONS.get(route, (None, ""))

@@ -32,7 +32,6 @@ def collector() -> Iterator[Collector]:
 
 
 def finished(server: Running) -> None:
-    assert server.app.service.spans is not None
     server.app.service.spans.close()
 
 
