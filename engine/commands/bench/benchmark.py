@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: how one is declared, and how its options are added and checked."""
+"""Declares a benchmark: adds its options to a parser, checks them and measures."""
 
 import argparse
 from collections.abc import Callable
