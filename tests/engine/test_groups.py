@@ -9,7 +9,7 @@ from penstock.cache.keys import block_keys, namespace_root, page_key
 from penstock.executor.protocol import GroupInfo
 from tests.engine.test_tiers import tier_storm
 from tests.support.flaky_store import FlakyStore
-from tests.support.simulation import BLOCK_SIZE, World, random_drafts, submit
+from tests.support.simulation import BLOCK_SIZE, World, assert_reached, random_drafts, some_worlds, submit
 
 FULL = GroupInfo()
 WINDOW = GroupInfo("window", 2 * BLOCK_SIZE + 1)
@@ -207,24 +207,18 @@ def storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str, int]
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("has_drafts", [False, True])
-def test_random_worlds_of_several_groups_keep_every_invariant_and_every_token(has_drafts: bool) -> None:
-    total: dict[str, int] = {}
-    for seed in range(24):
-        for name, count in storm(seed, 300, has_drafts).items():
-            total[name] = total.get(name, 0) + count
-    assert total["preempted"] > 50 and total["aborted"] > 50 and total["hits"] > 250 and total["finished"] > 500
-    assert total["accepted"] > 100 or not has_drafts
+@some_worlds(8, 24)
+def test_random_worlds_of_several_groups_keep_every_invariant_and_every_token(seeds: range, has_drafts: bool) -> None:
+    wanted = {"preempted": 51, "aborted": 51, "hits": 251, "finished": 501, "accepted": 101 * has_drafts}
+    assert_reached((storm(seed, 300, has_drafts) for seed in seeds), wanted, len(seeds) / 24)
 
 
 @pytest.mark.timeout(900)
-def test_random_worlds_of_several_groups_with_failing_tiers() -> None:
-    total: dict[str, int] = {}
-    for seed in range(48):
-        groups = SHAPES[seed % len(SHAPES)]
-        for name, count in tier_storm(seed, 250, seed % 3 == 0, groups).items():
-            total[name] = total.get(name, 0) + count
-    wanted = ("preempted", "aborted", "finished", "hits_host", "hits_disk", "restores", "saves", "failed_reads_disk")
-    assert {name: total.get(name, 0) for name in wanted if total.get(name, 0) < 30} == {}
+@some_worlds(12, 48)
+def test_random_worlds_of_several_groups_with_failing_tiers(seeds: range) -> None:
+    runs = (tier_storm(seed, 250, seed % 3 == 0, SHAPES[seed % len(SHAPES)]) for seed in seeds)
+    names = ("preempted", "aborted", "finished", "hits_host", "hits_disk", "restores", "saves", "failed_reads_disk")
+    assert_reached(runs, dict.fromkeys(names, 30), len(seeds) / 48)
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def test_requests_that_are_kept_go_on_with_the_new_weights_from_what_they_wrote(
     assert rig.tokens("late") == fresh(path, PROMPT, 12, groups)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 40))])
 def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     groups = rng.choice([*GROUPS])

@@ -322,22 +322,22 @@ def dependent(call: Callable[[], None]) -> Callable[[], None]:
 
 # On an H200 kernels are launched dependently; what no case here says so of is compiled in the usual way as well in `ALL`.
 QUICK: dict[str, Callable[[], None]] = {
-    "Qwen3.5-0.8B: recurrent layers": recurrent(1, 1, 16, 16),
-    "Granite-4.0-H-Tiny: recurrent layers": recurrent(1, 1, 1, 48, value_dim=64, erases=False),
     "Qwen3-0.6B: prompts": attention(0, 2, 128, 16, 8),
     "Qwen3-0.6B: rope into eight-bit pages": rope(128, 16, 8, True, FP8),
     "Qwen3-0.6B: one row, dependent": dependent(attention(1, 0, 128, 16, 8)),
     "Qwen3-0.6B: rope, dependent": dependent(rope(128, 16, 8, True)),
     "Qwen3-0.6B: rows, dependent": dependent(rows(1024, 3072)),
     "Qwen3-0.6B: gate and up, one row, dependent": dependent(gated(1, 1024, 3072)),
-    "a step's inputs": inputs(7, 300, 2560),
     "Qwen3-0.6B: fixed attention": fixed(attention(1, 1, 128, 16, 8)),
     "Qwen3-0.6B: fixed product, few": fixed_linear(1, 1024, 3072),
     "Qwen3-0.6B: fixed product, many": fixed_linear(4096, 1024, 3072),
-    "Qwen3-0.6B: adapters": adapters(16, 1024, [2048, 1024, 1024]),
 }
 
 ALL: dict[str, Callable[[], None]] = QUICK | {
+    "Qwen3.5-0.8B: recurrent layers": recurrent(1, 1, 16, 16),
+    "Granite-4.0-H-Tiny: recurrent layers": recurrent(1, 1, 1, 48, value_dim=64, erases=False),
+    "a step's inputs": inputs(7, 300, 2560),
+    "Qwen3-0.6B: adapters": adapters(16, 1024, [2048, 1024, 1024]),
     "Qwen3-0.6B: one row": attention(1, 0, 128, 16, 8),
     "Qwen3-0.6B: rope": rope(128, 16, 8, True),
     "Qwen3-0.6B: rows": rows(1024, 3072),

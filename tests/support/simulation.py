@@ -5,12 +5,14 @@ tokens that it gets alone with an ample pool.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
 import numpy as np
+import pytest
 
 from penstock.cache.tiers.base import Store
 from penstock.engine.config import SchedulerConfig, SpeculativeConfig
@@ -235,6 +237,25 @@ def alone(
             break
         row = Row(0, length - 1, 1, True)
     return tokens, None, prompt_logprobs
+
+
+def some_worlds(num_fast: int, num_all: int) -> pytest.MarkDecorator:
+    """Run a test over the first random worlds, and over all of them in the slow suite."""
+    worlds = [range(num_fast), pytest.param(range(num_all), marks=pytest.mark.slow)]
+    return pytest.mark.parametrize("seeds", worlds, ids=["some", "all"])
+
+
+def assert_reached(runs: Iterable[Mapping[str, int]], wanted: Mapping[str, int], share: float = 1.0) -> None:
+    """Check that random worlds did together what they are meant to test, each event that often.
+
+    A share of them must do half of their share, because seldom events fall unevenly."""
+    if share < 1:
+        share /= 2
+    total: Counter[str] = Counter()
+    for run in runs:
+        total.update(run)
+    seldom = {name: total[name] for name, least in wanted.items() if total[name] < least * share}
+    assert not seldom, seldom
 
 
 def random_drafts(rng: random.Random) -> SpeculativeConfig:

@@ -37,8 +37,14 @@ def parameters(number: int) -> dict[str, Any]:
     return {"type": "object", "properties": described, "required": ["owner", "repo"], "additionalProperties": False}
 
 
-@pytest.mark.parametrize("is_strict", [False, True], ids=["optional", "strict"])
-@pytest.mark.parametrize("must", [False, True], ids=["auto", "required"])
+@pytest.mark.parametrize(
+    ("must", "is_strict"),
+    [
+        (False, True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, False), (True, False), (True, True))),
+    ],
+    ids=["auto-strict", "auto-optional", "required-optional", "required-strict"],
+)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_hundred_tools_of_a_realistic_size_compile(name: str, must: bool, is_strict: bool) -> None:
     tools = [ToolSpec(f"mcp_server_{number}_call", parameters(number), is_strict) for number in range(NUM_TOOLS)]

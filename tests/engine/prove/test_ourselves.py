@@ -1,5 +1,5 @@
-"""Our own servers, proven: the scheduler over the oracle executor in a second, the default model in a few, and every
-world and fault when there is time."""
+"""Our own servers, proven: the scheduler over the oracle executor in a second; the default model, every world and every
+fault in the slow suite."""
 
 import json
 from pathlib import Path
@@ -30,6 +30,7 @@ def test_no_block_of_a_pool_that_is_far_too_small_is_wrong(capsys: pytest.Captur
 
 
 @needs_model
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_default_model_answers_under_load_what_it_answers_alone(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["prove", "--exact", "--requests", "24", "--concurrency", "6"])

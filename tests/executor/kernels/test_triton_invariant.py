@@ -201,7 +201,7 @@ def test_products_of_eight_bits(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "erases", [True, pytest.param(False, marks=pytest.mark.slow_in_interpreter)], ids=["delta", "mamba"]
+    "erases", [pytest.param(True, marks=pytest.mark.slow_in_interpreter), False], ids=["delta", "mamba"]
 )
 def test_a_recurrent_layer_in_chunks(device: torch.device, erases: bool) -> None:
     layer = Layer.random(70, (1, 2, 16, 16), torch.bfloat16, device=device, erases=erases)

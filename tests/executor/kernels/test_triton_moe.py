@@ -247,7 +247,7 @@ def driver_of(monkeypatch: pytest.MonkeyPatch, kernels: Any, model: str, **given
     )
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(1, 5), (40, 6)])
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 5), pytest.param(40, 6, marks=pytest.mark.slow_in_interpreter)])
 def test_a_layer_of_experts_is_few_launches(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, tokens: int, expected: int
 ) -> None:
