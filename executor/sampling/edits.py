@@ -1,9 +1,7 @@
 """Edits of logits before sampling: grammar masks, allowed and banned tokens, logit bias, and penalties.
 
 Edits that do not depend on the position become index tensors once, when the rows of the batch change; a step then is a
-few scatters. The cost of penalties grows with the request, not with the vocabulary: only tokens that a request has seen
-are changed. Its history lists them with repeats; a repeated token is computed and stored again with the same result, so
-neither removing duplicates nor synchronizing with a device is needed.
+few scatters. Penalties change only the logits of tokens that a request has seen.
 """
 
 from typing import NamedTuple
@@ -19,7 +17,6 @@ from penstock.executor.staging import send, send_list
 
 MINUS_INFINITY = {torch.float32: 0xFF800000, torch.bfloat16: 0xFF80, torch.float16: 0xFC00}  # as bits
 _IN_PROMPT = 1 << 30  # flag in a token's count: the prompt has it
-_MIN_HISTORY = 1024
 
 
 def is_edited(sampling: Sampling) -> bool:
@@ -63,42 +60,28 @@ class RowMasks(NamedTuple):
         )
 
 
-class TokenHistory:
-    """The token counts and history of requests with penalties, by slot."""
+class TokenCounts:
+    """How often the tokens of requests with penalties occurred, by slot."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        # Allocated by calloc: on a CPU only slots with penalties take memory.
+        # [slots, vocabulary]; allocated by calloc: on a CPU only slots with penalties take memory.
         self.counts = torch.from_numpy(np.zeros((num_slots, vocab_size), dtype=np.int32)).to(device)
-        self.history = self.counts.new_zeros(num_slots, 0)  # [slots, longest request so far]
 
     def admit(self, slot: int, tokens: np.ndarray, num_prompt: int) -> None:
         """Replace the slot's request. tokens [n]: the prompt, then the tokens sampled before a preemption."""
         ids = send(tokens.astype(np.int32), self.counts.device)
-        self.reserve(len(tokens))
-        self.history[slot, : len(ids)] = ids
         counts, sampled = self.counts[slot], ids[num_prompt:]
         counts.zero_()
         counts.index_add_(0, sampled, torch.ones_like(sampled))
         counts[ids[:num_prompt].long()] |= _IN_PROMPT
 
-    def reserve(self, length: int) -> None:
-        """Make room for requests of `length` tokens."""
-        num_slots, width = self.history.shape
-        if length > width:
-            wider = self.history.new_zeros(num_slots, max(length, 2 * width, _MIN_HISTORY))
-            wider[:, :width] = self.history
-            self.history = wider
-
-    def extend(self, slot: int, position: int, tokens: tuple[int, ...]) -> None:
-        """Add tokens from `position` on that count like sampled ones."""
-        self.reserve(position + len(tokens))
+    def extend(self, slot: int, tokens: tuple[int, ...]) -> None:
+        """Add tokens that count like sampled ones."""
         ids = send_list(tokens, torch.int32, self.counts.device)
-        self.history[slot, position : position + len(ids)] = ids
         self.counts[slot].index_add_(0, ids, torch.ones_like(ids))
 
-    def add(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """Add token i at positions[i] of the request in slots[i]; all are [n]."""
-        self.history[slots, positions] = tokens.to(torch.int32)
+    def add(self, slots: Tensor, tokens: Tensor) -> None:
+        """Add token i to the request in slots[i]; both are [n]."""
         self.counts.index_put_((slots, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
 
 
@@ -119,12 +102,12 @@ class Edits:
         self._penalized = [row for row, sampling in enumerate(samplings) if is_penalized(sampling)]
         if self._penalized:
             chosen = [samplings[row] for row in self._penalized]
-            coefficients = [(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in chosen]
+            self._penalties = [(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in chosen]
             self._penalized_rows = send_list(self._penalized, torch.int64, device)  # [P]
             self._slots = send_list([rows[row][0] for row in self._penalized], torch.int64, device)  # [P]
-            self._coefficients = send_list(coefficients, torch.float32, device)  # [P, 3]
+            self._coefficients = send_list(self._penalties, torch.float32, device)  # [P, 3]
 
-    def apply(self, logits: Tensor, positions: np.ndarray, seen: TokenHistory, ops: SamplingOps | None = None) -> None:
+    def apply(self, logits: Tensor, positions: np.ndarray, seen: TokenCounts, ops: SamplingOps | None = None) -> None:
         """Edit logits [R, stride] in place; only the vocabulary's columns matter. positions [R]: the number of tokens
         that each request has."""
         flat, vocab_size = logits.view(-1), seen.counts.shape[1]
@@ -140,32 +123,22 @@ class Edits:
         if self._penalized and ops is not None:
             ops.penalize(logits, self._penalized_rows, self._slots, seen.counts, _IN_PROMPT, self._coefficients)
         elif self._penalized:
-            self._penalize(logits, positions, seen)
+            self._penalize(logits, seen)
 
-    def count(self, tokens: Tensor, positions: np.ndarray, seen: TokenHistory) -> None:
+    def count(self, tokens: Tensor, seen: TokenCounts) -> None:
         """Add the rows' sampled tokens [R] to `seen`."""
         if self._penalized:
-            seen.reserve(int(positions[self._penalized].max()) + 1)
-            seen.add(self._slots, self._lengths(positions), tokens[self._penalized_rows])
+            seen.add(self._slots, tokens[self._penalized_rows])
 
-    def _penalize(self, logits: Tensor, positions: np.ndarray, seen: TokenHistory) -> None:
-        lengths = self._lengths(positions)
-        longest = int(positions[self._penalized].max())  # other rows may be longer than any history
-        ids = seen.history[self._slots, :longest].long()  # [P, longest]
-        # Beyond a request's end, its first token is repeated.
-        inside = torch.arange(longest, device=ids.device) < lengths[:, None]
-        ids = torch.where(inside, ids, ids[:, :1])
-        counts = seen.counts[self._slots[:, None], ids]
-        sampled = (counts & (_IN_PROMPT - 1)).float()
-        values = logits[self._penalized_rows[:, None], ids]
-        repetition, frequency, presence = self._coefficients[..., None].unbind(1)  # [P, 1] each
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        values -= frequency * sampled
-        values -= presence * sampled.clamp(max=1)
-        logits[self._penalized_rows[:, None], ids] = values
-
-    def _lengths(self, positions: np.ndarray) -> Tensor:
-        return send(positions, self._device)[self._penalized_rows]
+    def _penalize(self, logits: Tensor, seen: TokenCounts) -> None:
+        """Apply the penalties on a CPU, where only the tokens that a request has seen are computed."""
+        slots = self._slots.tolist()
+        for row, slot, (repetition, frequency, presence) in zip(self._penalized, slots, self._penalties, strict=True):
+            counts, own = seen.counts[slot].numpy(), logits[row].numpy()
+            ids = np.flatnonzero(counts)
+            sampled = (counts[ids] & (_IN_PROMPT - 1)).astype(np.float32)
+            values = np.where(own[ids] > 0, own[ids] / repetition, own[ids] * repetition)
+            own[ids] = values - frequency * sampled - presence * sampled.clip(max=1)
 
     def _stop_ids(self, positions: np.ndarray) -> Tensor | None:
         """Return stop tokens of rows that have not sampled min_tokens yet; they change at most once per row."""

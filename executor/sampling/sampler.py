@@ -20,7 +20,7 @@ from penstock.executor.kernels import SamplingOps
 from penstock.executor.outbox import HostCopy, Outbox
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, TokenLogprobs, is_penalized
 from penstock.executor.sampling.draw import BLOCK, draw, filter_weights, uniforms
-from penstock.executor.sampling.edits import Edits, RowMasks, TokenHistory, is_edited
+from penstock.executor.sampling.edits import Edits, RowMasks, TokenCounts, is_edited
 from penstock.executor.staging import send, send_list
 
 # Weights are processed in parts of this size, which stay in the CPU's cache.
@@ -72,7 +72,7 @@ class Sampler:
         self.ops, self._vocab_size, self._device = ops, vocab_size, device
         self._samplings: list[Sampling] = [Sampling()] * max_num_seqs
         self._num_prompt = [0] * max_num_seqs
-        self._seen = TokenHistory(max_num_seqs, vocab_size, device)
+        self._seen = TokenCounts(max_num_seqs, vocab_size, device)
         self._stride = -(-vocab_size // BLOCK) * BLOCK
         self._part_rows = max(1, min(max_num_seqs, WORK_BYTES[device.type] // (4 * self._stride)))
         # Columns beyond the vocabulary stay zero forever, so they are never drawn.
@@ -87,10 +87,10 @@ class Sampler:
             self._seen.admit(slot, tokens, num_prompt)
         self._plan = None
 
-    def extend(self, slot: int, position: int, tokens: tuple[int, ...]) -> None:
-        """Add tokens that were not sampled to the request's history, from `position` on."""
+    def extend(self, slot: int, tokens: tuple[int, ...]) -> None:
+        """Count tokens of the request that were not sampled."""
         if is_penalized(self._samplings[slot]):
-            self._seen.extend(slot, position, tokens)
+            self._seen.extend(slot, tokens)
 
     def start(
         self,
@@ -128,7 +128,7 @@ class Sampler:
         tokens = _zero_failed(tokens, bounds)
         for part in plan.parts:
             if part.edits is not None:
-                part.edits.count(tokens[part.index], positions[part.rows], self._seen)
+                part.edits.count(tokens[part.index], self._seen)
         logprobs = [(rows, token_logprobs(raw[index], tokens[index], num)) for num, rows, index in plan.logprobs]
         return SampledTokens(tokens, bounds, logprobs)
 

@@ -102,7 +102,7 @@ class ModelRunner:
             if self._sampler is not None:
                 for row in step.rows:
                     if row.tokens:
-                        self._sampler.extend(row.slot, row.first_token, row.tokens)
+                        self._sampler.extend(row.slot, row.tokens)
             self._compute(Layout(step.rows, self._adapter_of), launched)
         else:
             self._inputs.flush()

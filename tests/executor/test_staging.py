@@ -80,7 +80,7 @@ def test_whatever_requests_ask_for_goes_over_from_pinned_memory(copies: Copies) 
     copies.made.clear()  # what was allocated once
     for slot, sampling in enumerate(EVERYTHING):
         sampler.admit(slot, sampling, np.arange(7), 4)
-    sampler.extend(3, 7, (1, 2))
+    sampler.extend(3, (1, 2))
     counts = []
     for step in range(3):
         slots = list(range(len(EVERYTHING) - (step == 2)))

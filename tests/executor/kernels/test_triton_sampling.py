@@ -9,7 +9,7 @@ from penstock.executor.kernels.cuda import logit_edits
 from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
 from penstock.executor.outbox import Outbox
 from penstock.executor.protocol import Sampling
-from penstock.executor.sampling.edits import Edits, RowMasks, TokenHistory
+from penstock.executor.sampling.edits import Edits, RowMasks, TokenCounts
 from penstock.executor.sampling.sampler import Sampler
 from tests.executor.test_sampler import SLOTS, random_sampling, sample
 from tests.executor.test_sampler import VOCAB as OPTION_VOCAB
@@ -220,8 +220,8 @@ def test_every_penalized_row_gets_its_own_penalties(device: torch.device) -> Non
         Sampling(frequency_penalty=-1.5),
     ]
     edited = []
-    for ops, where in ((SAMPLING_OPS, device), (sampling_twin, torch.device("cpu")), (None, device)):
-        seen, slots = TokenHistory(len(samplings), vocab, where), [3, 0, 2, 1]
+    for ops, where in ((SAMPLING_OPS, device), (sampling_twin, torch.device("cpu")), (None, torch.device("cpu"))):
+        seen, slots = TokenCounts(len(samplings), vocab, where), [3, 0, 2, 1]
         for slot in slots:
             seen.admit(slot, np.array([slot, 5, 5, 7], np.int32), 2)
         edits = Edits([(slot, sampling, 2) for slot, sampling in zip(slots, samplings, strict=True)], vocab, where)
