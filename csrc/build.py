@@ -1,7 +1,7 @@
 """Builds every C source of this folder into one extension, `penstock._csrc` (cffi API mode, stable ABI).
 
 A unit is `<name>.c` plus `<name>.cdef.h`: plain declarations, without preprocessor lines, which the C file includes and
-cffi parses, so the two cannot diverge. A new pair in this folder needs no registration. Nothing is compiled for the
+cffi parses, so the two cannot diverge. To Python, the types of addresses.h are integers. A new pair in this folder needs no registration. Nothing is compiled for the
 instructions of the build machine: functions with their own `__attribute__((target(...)))` are chosen at run time.
 `python csrc/build.py` builds in place, setup.py into the wheel. Both compile the sources on all cores.
 """
@@ -21,6 +21,7 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = Path(__file__).resolve().parent
 MODULE = "penstock._csrc"
+ADDRESSES = "typedef uintptr_t inputs, outputs, floats, int32s, int64s, uint8s;"
 FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden")
 
 
@@ -48,12 +49,13 @@ def describe(source_root: str) -> FFI:
     """Describe the extension. setuptools requires sources relative to setup.py, an in-place build absolute ones."""
     cdefs = sorted(FOLDER.glob("*.cdef.h"))
     ffi = FFI()
+    ffi.cdef(ADDRESSES)
     for cdef in cdefs:
         ffi.cdef(cdef.read_text())
-    includes = ["<stddef.h>", "<stdint.h>", *(f'"{cdef.name}"' for cdef in cdefs)]
+    headers = "\n".join(f'#include "{cdef.name}"' for cdef in cdefs)
     ffi.set_source(
         MODULE,
-        "\n".join(f"#include {name}" for name in includes),
+        f"#include <stddef.h>\n#include <stdint.h>\n{ADDRESSES}\n{headers}",
         sources=[os.path.join(source_root, source.name) for source in sorted(FOLDER.glob("*.c"))],
         depends=[os.path.join(source_root, header.name) for header in sorted(FOLDER.glob("*.h"))],
         include_dirs=[source_root],

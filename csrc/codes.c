@@ -15,40 +15,22 @@ static void read_nibbles(const uint8_t *bytes, int count, uint8_t *codes) {
     for (int i = 0; i < count; i++) codes[i] = bytes[i] & 15, codes[count + i] = bytes[i] >> 4;
 }
 
-static void read_fifth_bits(const uint8_t *bytes, uint8_t *codes) {
-    for (int i = 0; i < 32; i++) codes[i] |= (bytes[i / 8] >> i % 8 & 1) << 4;
-}
-
-static void read_q4_0(const uint8_t *bytes, struct code_block *block) {
+/* Read Q4_0, Q4_1, Q5_0, Q5_1 and IQ4_NL. The stored minimum is added, so its sign is flipped here. */
+static void read_32(const struct code_type *t, const uint8_t *bytes, struct code_block *block) {
+    const uint8_t *fifth_bits = bytes + (t->has_minima ? 4 : 2);
     block->scale = load_uint16(bytes);
-    read_nibbles(bytes + 2, 16, block->codes);
+    if (t->has_minima) block->minimum = load_uint16(bytes + 2) ^ 0x8000;
+    read_nibbles(fifth_bits + (t->high ? 4 : 0), 16, block->codes);
+    for (int i = 0; t->high && i < 32; i++) block->codes[i] |= (fifth_bits[i / 8] >> i % 8 & 1) << 4;
 }
 
-/* Q4_1 and Q5_1 add their minimum, so its sign is flipped here. */
-static void read_q4_1(const uint8_t *bytes, struct code_block *block) {
-    block->scale = load_uint16(bytes), block->minimum = load_uint16(bytes + 2) ^ 0x8000;
-    read_nibbles(bytes + 4, 16, block->codes);
-}
-
-static void read_q5_0(const uint8_t *bytes, struct code_block *block) {
-    block->scale = load_uint16(bytes);
-    read_nibbles(bytes + 6, 16, block->codes);
-    read_fifth_bits(bytes + 2, block->codes);
-}
-
-static void read_q5_1(const uint8_t *bytes, struct code_block *block) {
-    block->scale = load_uint16(bytes), block->minimum = load_uint16(bytes + 2) ^ 0x8000;
-    read_nibbles(bytes + 8, 16, block->codes);
-    read_fifth_bits(bytes + 4, block->codes);
-}
-
-static void read_q8_0(const uint8_t *bytes, struct code_block *block) {
+static void read_q8_0(const struct code_type *t, const uint8_t *bytes, struct code_block *block) {
     block->scale = load_uint16(bytes);
     for (int i = 0; i < 32; i++) block->codes[i] = bytes[2 + i] ^ 128;
 }
 
 /* The scale is 2^(byte - 127), halved because the table holds doubled values. Codes are inverted: 0 is the smallest. */
-static void read_mxfp4(const uint8_t *bytes, struct code_block *block) {
+static void read_mxfp4(const struct code_type *t, const uint8_t *bytes, struct code_block *block) {
     block->scale = bytes[0] < 2 ? 0x20 << bytes[0] : bytes[0] == 255 ? 0x7fc0 : (bytes[0] - 1) << 7;
     read_nibbles(bytes + 1, 16, block->codes);
     for (int i = 0; i < 32; i++) block->codes[i] = 15 - block->codes[i];
@@ -59,13 +41,13 @@ static void read_2bit_codes(const uint8_t *bytes, uint8_t *codes) {
     for (int i = 0; i < 256; i++) codes[i] = bytes[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
 }
 
-static void read_q2_k(const uint8_t *bytes, struct code_block *block) {
+static void read_q2_k(const struct code_type *t, const uint8_t *bytes, struct code_block *block) {
     block->scale = load_uint16(bytes + 80), block->minimum = load_uint16(bytes + 82);
     for (int i = 0; i < 16; i++) block->inner_scales[i] = bytes[i] & 15, block->inner_minima[i] = bytes[i] >> 4;
     read_2bit_codes(bytes + 16, block->codes);
 }
 
-static void read_q3_k(const uint8_t *bytes, struct code_block *block) {
+static void read_q3_k(const struct code_type *t, const uint8_t *bytes, struct code_block *block) {
     const uint8_t *scales = bytes + 96;
     block->scale = load_uint16(bytes + 108);
     for (int i = 0; i < 16; i++)
@@ -84,18 +66,14 @@ static void read_k_scales(const uint8_t *bytes, struct code_block *block) {
     }
 }
 
-static void read_q4_k(const uint8_t *bytes, struct code_block *block) {
+/* Read Q4_K and Q5_K. */
+static void read_k(const struct code_type *t, const uint8_t *bytes, struct code_block *block) {
     read_k_scales(bytes, block);
-    for (int i = 0; i < 4; i++) read_nibbles(bytes + 16 + 32 * i, 32, block->codes + 64 * i);
+    for (int i = 0; i < 4; i++) read_nibbles(bytes + (t->high ? 48 : 16) + 32 * i, 32, block->codes + 64 * i);
+    for (int i = 0; t->high && i < 256; i++) block->codes[i] |= (bytes[16 + i % 32] >> i / 32 & 1) << 4;
 }
 
-static void read_q5_k(const uint8_t *bytes, struct code_block *block) {
-    read_k_scales(bytes, block);
-    for (int i = 0; i < 4; i++) read_nibbles(bytes + 48 + 32 * i, 32, block->codes + 64 * i);
-    for (int i = 0; i < 256; i++) block->codes[i] |= (bytes[16 + i % 32] >> i / 32 & 1) << 4;
-}
-
-static void read_q6_k(const uint8_t *bytes, struct code_block *block) {
+static void read_q6_k(const struct code_type *t, const uint8_t *bytes, struct code_block *block) {
     block->scale = load_uint16(bytes + 208);
     memcpy(block->inner_scales, bytes + 192, 16);
     for (int i = 0; i < 2; i++) read_nibbles(bytes + 64 * i, 64, block->codes + 128 * i);
@@ -103,7 +81,7 @@ static void read_q6_k(const uint8_t *bytes, struct code_block *block) {
         block->codes[i] |= (bytes[128 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) << 4;
 }
 
-static void read_iq4_xs(const uint8_t *bytes, struct code_block *block) {
+static void read_iq4_xs(const struct code_type *t, const uint8_t *bytes, struct code_block *block) {
     uint16_t high = load_uint16(bytes + 2);
     block->scale = load_uint16(bytes);
     for (int i = 0; i < 8; i++) {
@@ -116,17 +94,17 @@ static const uint8_t iq4_nl_values[16] = {0, 23, 44, 62, 78, 92, 105, 117, 128, 
 static const uint8_t fp4_values[16] = {0, 4, 6, 8, 9, 10, 11, 12, 24, 20, 18, 16, 15, 14, 13, 12};
 
 const struct code_type code_types[] = {
-    {"Q4_0", read_q4_0, .values = 32, .bytes = 18, .low = 4, .groups = 1, .offset = 8},
-    {"Q4_1", read_q4_1, .values = 32, .bytes = 20, .low = 4, .groups = 1, .has_minima = 1},
-    {"Q5_0", read_q5_0, .values = 32, .bytes = 22, .low = 4, .high = 1, .groups = 1, .offset = 16},
-    {"Q5_1", read_q5_1, .values = 32, .bytes = 24, .low = 4, .high = 1, .groups = 1, .has_minima = 1},
+    {"Q4_0", read_32, .values = 32, .bytes = 18, .low = 4, .groups = 1, .offset = 8},
+    {"Q4_1", read_32, .values = 32, .bytes = 20, .low = 4, .groups = 1, .has_minima = 1},
+    {"Q5_0", read_32, .values = 32, .bytes = 22, .low = 4, .high = 1, .groups = 1, .offset = 16},
+    {"Q5_1", read_32, .values = 32, .bytes = 24, .low = 4, .high = 1, .groups = 1, .has_minima = 1},
     {"Q8_0", read_q8_0, .values = 32, .bytes = 34, .low = 8, .groups = 1, .offset = 128},
     {"Q2_K", read_q2_k, .values = 256, .bytes = 84, .low = 2, .groups = 2, .has_minima = 1, .has_inner = 1},
     {"Q3_K", read_q3_k, .values = 256, .bytes = 110, .low = 2, .high = 1, .groups = 2, .has_inner = 1, .offset = 4},
-    {"Q4_K", read_q4_k, .values = 256, .bytes = 144, .low = 4, .groups = 1, .has_minima = 1, .has_inner = 1},
-    {"Q5_K", read_q5_k, .values = 256, .bytes = 176, .low = 4, .high = 1, .groups = 1, .has_minima = 1, .has_inner = 1},
+    {"Q4_K", read_k, .values = 256, .bytes = 144, .low = 4, .groups = 1, .has_minima = 1, .has_inner = 1},
+    {"Q5_K", read_k, .values = 256, .bytes = 176, .low = 4, .high = 1, .groups = 1, .has_minima = 1, .has_inner = 1},
     {"Q6_K", read_q6_k, .values = 256, .bytes = 210, .low = 4, .high = 2, .groups = 2, .has_inner = 1, .offset = 32},
-    {"IQ4_NL", read_q4_0, .values = 32, .bytes = 18, .low = 4, .groups = 1, .offset = 127, .table = iq4_nl_values},
+    {"IQ4_NL", read_32, .values = 32, .bytes = 18, .low = 4, .groups = 1, .offset = 127, .table = iq4_nl_values},
     {"IQ4_XS", read_iq4_xs, .values = 256, .bytes = 136, .low = 4, .groups = 1, .has_inner = 1, .offset = 127,
      .table = iq4_nl_values},
     {"MXFP4", read_mxfp4, .values = 32, .bytes = 17, .low = 4, .groups = 1, .is_bfloat16 = 1, .offset = 12,
@@ -179,7 +157,7 @@ int64_t penstock_code_values(int type, uintptr_t bytes, int64_t blocks, uintptr_
     const struct code_type *t = &code_types[type];
     for (int64_t i = 0; i < blocks; i++) {
         struct code_block block = {.minimum = 0};
-        t->read((const uint8_t *)bytes + i * t->bytes, &block);
+        t->read(t, (const uint8_t *)bytes + i * t->bytes, &block);
         if (!is_finite(t, &block)) return i;
         dequantize(t, &block, (float *)values + i * t->values);
     }
@@ -201,7 +179,7 @@ int64_t penstock_code_groups(int type, uintptr_t bytes, int64_t blocks, uintptr_
     float *group_scale = (float *)scales, *group_minimum = (float *)minima;
     for (int64_t n = 0; n < blocks; n++) {
         struct code_block block = {.minimum = 0};
-        t->read((const uint8_t *)bytes + n * t->bytes, &block);
+        t->read(t, (const uint8_t *)bytes + n * t->bytes, &block);
         if (!is_finite(t, &block)) return n;
         float scale = to_float(block.scale, t->is_bfloat16), minimum = to_float(block.minimum, t->is_bfloat16);
         for (int i = 0; i < t->values; i++) *code++ = (t->table ? t->table[block.codes[i]] : block.codes[i]) + shift;
@@ -291,7 +269,7 @@ int64_t penstock_code_pack(int type, uintptr_t bytes, int64_t rows, int64_t dept
         uint8_t *panel = (uint8_t *)panels + row / columns * panel_bytes(t, depth, columns);
         for (int64_t at = 0; at < depth; at += t->values, from += t->bytes) {
             struct code_block block = {.minimum = 0};
-            t->read(from, &block);
+            t->read(t, from, &block);
             if (!is_finite(t, &block)) return row;
             copy_block(t, &block, panel, at / CHUNK, row % columns, columns, 1);
         }

@@ -31,7 +31,7 @@ struct code_block {
 
 struct code_type {
     const char *name;
-    void (*read)(const uint8_t *bytes, struct code_block *block);
+    void (*read)(const struct code_type *type, const uint8_t *bytes, struct code_block *block);
     int values, bytes;         /* per block of a file */
     int low, high;             /* bits per code in the low plane and in the high plane */
     int groups;                /* per chunk */

@@ -11,6 +11,7 @@
  * nothing. If a row is split over threads, each tile's result is stored and merged later by the same code. */
 
 #define MINUS_INFINITY (-__builtin_inff())
+#define LOG2_E 1.44269504f
 
 /* The scratch memory of a job; one per thread. */
 struct workspace {
@@ -45,16 +46,20 @@ static int64_t scratch_bytes(int head_dim, int rows) {
     return lay_out(&unused, NULL, head_dim, rows);
 }
 
+/* The factor from a capped score, or from a product of query and key, to an exponent of two. */
+INLINE float scale_log2(const struct penstock_attention *a) { return (a->cap ? a->cap : a->scale) * LOG2_E; }
+
 /* Replace the scores [count] of one row by softmax weights, 0 outside [first, end); return their sum. */
-INLINE float softmax_tile(const struct attention *a, float *scores, int first, int end, int count, int paired,
+INLINE float softmax_tile(const struct penstock_attention *a, float *scores, int first, int end, int count, int paired,
                           float *largest) {
     const ivec lane = LANE_INDEX;
     vec top = splat(MINUS_INFINITY), sum = {0};
     for (int i = 0; i < count; i += LANES) {
         vec x;
         memcpy(&x, scores + i, sizeof x);
-        if (a->squeeze != 0.0f) { /* logit soft-capping: tanh */
-            vec power = x * splat(a->squeeze);
+        if (a->cap) { /* logit soft-capping: tanh(score / cap), from 2^(score * squeeze) = e^(2 score / cap) */
+            const float squeeze = 2.0f * a->scale / a->cap * LOG2_E;
+            vec power = x * splat(squeeze);
             power = choose(power < splat(126.0f), power, splat(126.0f));
             x = splat(1.0f) - splat(2.0f) / (splat(1.0f) + power_of_two(power));
             memcpy(scores + i, &x, sizeof x);
@@ -66,8 +71,8 @@ INLINE float softmax_tile(const struct attention *a, float *scores, int first, i
         }
         top = larger(top, x);
     }
-    *largest = largest_lane(top) * a->scale_log2;
-    vec base = splat(*largest == MINUS_INFINITY ? 0.0f : -*largest), scale = splat(a->scale_log2);
+    *largest = largest_lane(top) * scale_log2(a);
+    vec base = splat(*largest == MINUS_INFINITY ? 0.0f : -*largest), scale = splat(scale_log2(a));
     for (int i = 0; i < count; i += LANES) {
         vec x;
         memcpy(&x, scores + i, sizeof x);
@@ -117,7 +122,7 @@ INLINE void zero_values(const struct shape *s, const struct workspace *w, int co
 
 /* Compute largest [rows], weight [rows] and products [rows, width] of the tile at `begin` for the job's rows from
  * first_row on; rows of one query are adjacent. `first_position` is the position of the job's first query. */
-INLINE void attend_tile(const struct attention *a, const struct shape *s, const struct workspace *w, int first_row,
+INLINE void attend_tile(const struct penstock_attention *a, const struct shape *s, const struct workspace *w, int first_row,
                         int rows, int first_position, int begin, float *largest, float *weight, float *products) {
     int last = first_position + (first_row + rows - 1) / s->group;
     int count = last + 1 - begin < TILE ? last + 1 - begin : TILE; /* all rows are masked beyond */
@@ -140,17 +145,16 @@ INLINE void attend_tile(const struct attention *a, const struct shape *s, const 
 }
 
 /* Initialize the rows: empty, or with the head's attention sink, whose weight relative to itself is 1. */
-INLINE void init_rows(const struct attention *a, int kv_head, const struct shape *s, const struct workspace *w,
+INLINE void init_rows(const struct penstock_attention *a, int kv_head, const struct shape *s, const struct workspace *w,
                       int rows) {
-    const float log2_e = 1.44269504f;
     for (int r = 0; r < rows; r++) {
-        w->largest[r] = a->sinks ? a->sinks[kv_head * s->group + r % s->group] * log2_e : MINUS_INFINITY;
+        w->largest[r] = a->sinks ? a->sinks[kv_head * s->group + r % s->group] * LOG2_E : MINUS_INFINITY;
         w->weight[r] = a->sinks ? 1.0f : 0.0f;
     }
     memset(w->sums, 0, sizeof(float) * rows * s->width);
 }
 
-INLINE void finish_rows(const struct attention *a, const struct attention_job *job, int kv_head,
+INLINE void finish_rows(const struct penstock_attention *a, const struct attention_job *job, int kv_head,
                         const struct shape *s, const struct workspace *w, enum element type) {
     int64_t token = a->query_starts[job->row] + job->first_query;
     for (int r = 0; r < job->num_queries * s->group; r++) {
@@ -163,7 +167,7 @@ INLINE void finish_rows(const struct attention *a, const struct attention_job *j
     }
 }
 
-INLINE void load_queries(const struct attention *a, const struct attention_job *job, int kv_head,
+INLINE void load_queries(const struct penstock_attention *a, const struct attention_job *job, int kv_head,
                          const struct shape *s, uint32_t *out, enum element type) {
     int64_t token = a->query_starts[job->row] + job->first_query;
     for (int r = 0; r < job->num_queries * s->group; r++, out += s->depth) {
@@ -174,7 +178,7 @@ INLINE void load_queries(const struct attention *a, const struct attention_job *
     }
 }
 
-INLINE void attend(const struct attention *a, const struct attention_job *job, int kv_head, float *partials,
+INLINE void attend(const struct penstock_attention *a, const struct attention_job *job, int kv_head, float *partials,
                    void *scratch, enum element type) {
     const struct shape s = shape_of(a, type);
     struct workspace w;
@@ -215,7 +219,7 @@ INLINE void attend(const struct attention *a, const struct attention_job *job, i
 }
 
 /* Merge the tiles of all pieces in the order in which attend() merges them. */
-INLINE void combine(const struct attention *a, const struct attention_job *pieces, int kv_head, const float *partials,
+INLINE void combine(const struct penstock_attention *a, const struct attention_job *pieces, int kv_head, const float *partials,
                     void *scratch, enum element type) {
     const struct shape s = shape_of(a, type);
     struct workspace w;
@@ -234,7 +238,7 @@ INLINE void combine(const struct attention *a, const struct attention_job *piece
     finish_rows(a, pieces, kv_head, &s, &w, type);
 }
 
-IN_BOTH_TYPES(attend, attend, (const struct attention *a, const struct attention_job *job, int kv_head,
+IN_BOTH_TYPES(attend, attend, (const struct penstock_attention *a, const struct attention_job *job, int kv_head,
                                float *partials, void *scratch), a, job, kv_head, partials, scratch)
-IN_BOTH_TYPES(combine, combine, (const struct attention *a, const struct attention_job *pieces, int kv_head,
+IN_BOTH_TYPES(combine, combine, (const struct penstock_attention *a, const struct attention_job *pieces, int kv_head,
                                  const float *partials, void *scratch), a, pieces, kv_head, partials, scratch)

@@ -1,22 +1,10 @@
 /* The kernels for AVX-512 with the integer dot product, VNNI (Cascade Lake, Ice Lake and newer). */
 #if defined(__x86_64__)
-#include <immintrin.h>
-#include <stdint.h>
-#include <string.h>
-
-#if defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
-#endif
+#define TARGET "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"
 #define LANES 16
 #define HAS_VNNI 1
 #define HAS_BF16 0
 #define LEVEL cpu_level_avx512
 #define LEVEL_NAME "avx512"
 #include "cpu_kernels.h"
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
 #endif

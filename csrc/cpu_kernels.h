@@ -1,5 +1,20 @@
 /* All code that is compiled once per instruction level, and the table of its functions. The source file of a level sets
- * LANES, HAS_VNNI, HAS_BF16, LEVEL and LEVEL_NAME, switches the compiler to the level and includes this file. */
+ * LANES, HAS_VNNI, HAS_BF16, LEVEL and LEVEL_NAME and includes this file. A pragma selects the instructions in TARGET,
+ * whatever the compiler's flags are; cpu_ops.c asks the CPU for them at run time. */
+#if defined(TARGET)
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#define PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define SELECT(target_name) PRAGMA(clang attribute push(__attribute__((target(target_name))), apply_to = function))
+#else
+#define SELECT(target_name) PRAGMA(GCC target(target_name))
+#endif
+SELECT(TARGET)
+#endif
+
 #include "cpu_vector.h" /* first: the others use it */
 #include "cpu_rows.h"
 #include "cpu_product.h"
@@ -11,12 +26,9 @@
 #include "cpu_quantized.h"
 #endif
 
-#include "cpu_ops.cdef.h"
 #include "cpu_lora.h"
 
 #include <math.h>
-
-#include "cpu_recurrent.cdef.h"
 
 #define RUN 16            /* tokens applied to a block of the state while it is in the cache */
 #define PENSTOCK_HEAD 256 /* largest head dimension: see executor/kernels/recurrent.py */
@@ -46,3 +58,7 @@ const struct cpu_level LEVEL = {
     .convolve = {convolve_float32, convolve_bfloat16},
     .delta = {delta_float32, delta_bfloat16},
 };
+
+#if defined(TARGET) && defined(__clang__)
+#pragma clang attribute pop
+#endif

@@ -1,15 +1,9 @@
 /* Runs all layers of a decoder in one call. With a few tokens, calls from Python would take as long as the kernels. */
-#include <stddef.h>
-#include <stdint.h>
-
 #include "cpu_level.h"
-#include "cpu_ops.cdef.h"
-#include "cpu_recurrent.cdef.h"
-#include "cpu_threads.h"
 
 #define ALIGNED(bytes) (((bytes) + 63) / 64 * 64)
 
-/* The buffers of a layer, as sizes in bytes or as addresses: the normed input, the output of the projection to heads,
+/* The buffers of a layer, as sizes in bytes: the normed input, the output of the projection to heads,
  * the rotated queries or convolved channels, the outputs of attention, gate_up and the gate, quantized inputs. */
 struct buffers {
     int64_t hidden, heads, query, attended, gate_up, gated, quantized;
@@ -52,109 +46,119 @@ int64_t penstock_layers_scratch(const struct penstock_cpu *cpu, const struct pen
     return r.hidden + r.heads + r.query + r.attended + r.gate_up + r.gated + r.quantized;
 }
 
-/* The arguments and the result of penstock_run_layers. */
 struct run {
     const struct penstock_cpu *cpu;
-    const struct penstock_layers *layers;
-    int64_t tokens, table_stride;
-    const uintptr_t *kv_slots, *block_tables; /* indexed by a layer's group */
-    const struct penstock_states *states; /* base and first_unit are a layer's */
-    uintptr_t positions, query_starts, context_lens, residual, update, scratch;
-    const struct penstock_run *runs;
-    int rows, failed, num_runs;
+    const struct penstock_step *step;
+    int failed;
 };
 
-/* `product`: the index of the projection among those that LoRA adapters may change; -1: it is not one of them. */
-static int project(const struct run *run, const struct penstock_projection *p, int product, uintptr_t x, uintptr_t y,
-                   uintptr_t quantized) {
-    int failed = penstock_product(run->cpu, x, p->depth, quantized, p->num_parts, p->parts, y, run->tokens, p->depth,
-                                  p->width);
-    if (run->num_runs && product >= 0)
-        penstock_adapt(run->cpu, x, p->depth, y, p->width, p->depth, run->num_runs, run->runs, product);
+/* The addresses of the buffers. */
+struct memory {
+    char *hidden, *heads, *query, *attended, *gate_up, *gated, *quantized;
+};
+
+static void norm(const struct run *run, inputs x, inputs residual, floats weight, outputs y, int64_t width) {
+    struct penstock_norm n = {.x = x, .residual = residual, .weight = weight, .y = y, .x_stride = width,
+                              .residual_stride = width, .total = residual ? run->step->residual : NULL,
+                              .rows = run->step->tokens, .width = width, .eps = run->step->layers->eps};
+    penstock_norm(run->cpu, &n);
+}
+
+/* `number`: the index of the projection among those that LoRA adapters may change; -1: it is not one of them. */
+static int project(const struct run *run, const struct penstock_projection *p, int number, inputs x, outputs y,
+                   outputs scratch) {
+    const struct penstock_step *s = run->step;
+    struct penstock_product product = {.x = x, .scratch = scratch, .y = y, .parts = p->parts,
+                                       .num_parts = p->num_parts, .x_stride = p->depth, .rows = s->tokens,
+                                       .depth = p->depth, .width = p->width};
+    int failed = penstock_product(run->cpu, &product);
+    struct penstock_adapt adapt = {.x = x, .y = y, .runs = s->runs, .x_stride = p->depth, .y_stride = p->width,
+                                   .depth = p->depth, .num_runs = s->num_runs, .product = number};
+    if (s->num_runs && number >= 0) penstock_adapt(run->cpu, &adapt);
     return failed;
 }
 
-/* Compute `attended` from `heads`. `at` has the addresses of the buffers. */
-static int run_attention(const struct run *run, const struct penstock_layer *l, const struct buffers *at) {
-    const struct penstock_layers *s = run->layers;
+/* Compute `attended` from `heads`. */
+static int run_attention(const struct run *run, const struct penstock_layer *l, const struct memory *at) {
+    const struct penstock_step *step = run->step;
+    const struct penstock_layers *s = step->layers;
     int64_t size = run->cpu->is_bfloat16 ? 2 : 4, wide = l->qkv.width;
     int64_t q_width = (int64_t)s->q_heads * s->head_dim, kv_width = (int64_t)s->kv_heads * s->head_dim;
-    uintptr_t gates = at->heads + q_width * size, key = s->has_gate ? gates + q_width * size : gates;
-    penstock_rope(run->cpu, run->tokens, at->heads, wide, key, wide, key + kv_width * size, wide, l->cos, l->sin,
-                  l->half, run->positions, run->kv_slots[l->group], l->q_norm, l->k_norm, s->eps, at->query, l->k_pages,
-                  l->v_pages, s->page_stride, s->slot_stride, s->q_heads, s->kv_heads, s->head_dim, s->page_size);
-    int failed = penstock_attention(run->cpu, run->rows, run->query_starts, run->context_lens,
-                                    run->block_tables[l->group], run->table_stride, at->query, q_width, l->k_pages,
-                                    l->v_pages, s->page_stride, s->slot_stride, at->attended, s->q_heads, s->kv_heads,
-                                    s->head_dim, s->page_size, s->scale, l->window, s->cap, l->sinks);
-    if (s->has_gate)
-        penstock_gate(run->cpu, SIGMOID, gates, wide, at->attended, q_width, at->attended, run->tokens, q_width);
+    const char *gates = at->heads + q_width * size, *key = s->has_gate ? gates + q_width * size : gates;
+    struct penstock_rope rope = {
+        .q = at->heads, .k = key, .v = key + kv_width * size, .cos = l->cos, .sin = l->sin,
+        .positions = step->positions, .kv_slots = step->kv_slots[l->group], .q_weight = l->q_norm,
+        .k_weight = l->k_norm, .q_out = at->query, .k_pages = l->k_pages, .v_pages = l->v_pages, .q_stride = wide,
+        .k_stride = wide, .v_stride = wide, .page_stride = s->page_stride, .slot_stride = s->slot_stride,
+        .tokens = step->tokens, .q_heads = s->q_heads, .kv_heads = s->kv_heads, .head_dim = s->head_dim,
+        .half = l->half, .page_size = s->page_size, .eps = s->eps};
+    penstock_rope(run->cpu, &rope);
+    struct penstock_attention attention = {
+        .q = at->query, .k_pages = l->k_pages, .v_pages = l->v_pages, .out = at->attended,
+        .query_starts = step->query_starts, .context_lens = step->context_lens,
+        .block_tables = step->block_tables[l->group], .sinks = l->sinks, .q_stride = q_width,
+        .page_stride = s->page_stride, .slot_stride = s->slot_stride, .table_stride = step->table_stride,
+        .rows = step->rows, .q_heads = s->q_heads, .kv_heads = s->kv_heads, .head_dim = s->head_dim,
+        .page_size = s->page_size, .window = l->window, .scale = s->scale, .cap = s->cap};
+    int failed = penstock_attention(run->cpu, &attention);
+    struct penstock_gate gate = {.gate = gates, .up = at->attended, .out = at->attended, .gate_stride = wide,
+                                 .up_stride = q_width, .rows = step->tokens, .width = q_width, .activation = SIGMOID};
+    if (s->has_gate) penstock_gate(run->cpu, &gate);
     return failed;
 }
 
 /* Compute `attended` from `hidden` and `heads` in a recurrent layer. */
-static int run_recurrent(const struct run *run, const struct penstock_layer *l, const struct buffers *at) {
+static int run_recurrent(const struct run *run, const struct penstock_layer *l, const struct memory *at) {
     int64_t channels = channels_of(l), size = run->cpu->is_bfloat16 ? 2 : 4;
-    struct penstock_states states = *run->states;
+    struct penstock_states states = *run->step->states;
     states.base = l->states, states.first_unit = l->first_unit;
+    struct penstock_convolution convolution = {
+        .states = &states, .x = at->heads, .weight = l->taps, .y = at->query, .x_stride = l->qkv.width,
+        .channels = channels, .taps = l->num_taps, .has_silu = 1};
     struct penstock_delta delta = *l->delta;
+    delta.states = &states;
     delta.qkv = at->query, delta.qkv_stride = channels;
     delta.z = at->heads + channels * size, delta.z_stride = l->qkv.width;
     delta.gates = at->gated, delta.gates_stride = l->gates.width;
     delta.out = at->attended;
     int failed = project(run, &l->gates, -1, at->hidden, at->gated, at->quantized);
-    penstock_convolve(run->cpu, &states, at->heads, l->qkv.width, l->taps, 0, at->query, channels, l->num_taps, 1);
-    penstock_delta_rule(run->cpu, &states, &delta);
+    penstock_convolve(run->cpu, &convolution);
+    penstock_delta_rule(run->cpu, &delta);
+    return failed;
+}
+
+static int run_layer(const struct run *run, const struct penstock_layer *l, const struct memory *at, int is_first) {
+    const struct penstock_step *s = run->step;
+    int64_t width = l->output.width, wide = l->gate_up.width, half = wide / 2;
+    if (is_first) norm(run, s->residual, NULL, l->input_norm, at->hidden, width);
+    else norm(run, s->update, s->residual, l->input_norm, at->hidden, width);
+    int failed = project(run, &l->qkv, l->delta ? -1 : l->product, at->hidden, at->heads, at->quantized);
+    failed |= l->delta ? run_recurrent(run, l, at) : run_attention(run, l, at);
+    failed |= project(run, &l->output, l->product + 1, at->attended, s->update, at->quantized);
+    if (l->attention_norm) norm(run, s->update, NULL, l->attention_norm, s->update, width);
+    norm(run, s->update, s->residual, l->mlp_norm, at->hidden, width);
+    failed |= project(run, &l->gate_up, l->product + 2, at->hidden, at->gate_up, at->quantized);
+    struct penstock_gate gate = {
+        .gate = at->gate_up, .up = at->gate_up + half * (run->cpu->is_bfloat16 ? 2 : 4), .out = at->gated,
+        .gate_stride = wide, .up_stride = wide, .rows = s->tokens, .width = half, .activation = s->layers->activation};
+    penstock_gate(run->cpu, &gate);
+    failed |= project(run, &l->down, l->product + 3, at->gated, s->update, at->quantized);
+    if (l->output_norm) norm(run, s->update, NULL, l->output_norm, s->update, width);
     return failed;
 }
 
 static void run_layers(void *data) {
     struct run *run = data;
-    const struct penstock_cpu *cpu = run->cpu;
-    const struct penstock_layers *layers = run->layers;
-    int64_t tokens = run->tokens;
-    uintptr_t residual = run->residual, update = run->update;
-    struct buffers r = sizes_of(cpu, layers, tokens), at = {.hidden = run->scratch};
+    const struct penstock_layers *layers = run->step->layers;
+    struct buffers r = sizes_of(run->cpu, layers, run->step->tokens);
+    struct memory at = {.hidden = run->step->scratch};
     at.heads = at.hidden + r.hidden, at.query = at.heads + r.heads, at.attended = at.query + r.query;
     at.gate_up = at.attended + r.attended, at.gated = at.gate_up + r.gate_up, at.quantized = at.gated + r.gated;
-    for (int i = 0; i < layers->num; i++) {
-        const struct penstock_layer *l = &layers->layers[i];
-        int64_t width = l->output.width;
-        if (i == 0) penstock_norm(cpu, residual, width, 0, 0, l->input_norm, at.hidden, 0, tokens, width, layers->eps);
-        else
-            penstock_norm(cpu, update, width, residual, width, l->input_norm, at.hidden, residual, tokens, width,
-                          layers->eps);
-        int failed = project(run, &l->qkv, l->delta ? -1 : l->product, at.hidden, at.heads, at.quantized);
-        failed |= l->delta ? run_recurrent(run, l, &at) : run_attention(run, l, &at);
-        failed |= project(run, &l->output, l->product + 1, at.attended, update, at.quantized);
-        if (l->attention_norm)
-            penstock_norm(cpu, update, width, 0, 0, l->attention_norm, update, 0, tokens, width, layers->eps);
-        penstock_norm(cpu, update, width, residual, width, l->mlp_norm, at.hidden, residual, tokens, width,
-                      layers->eps);
-        failed |= project(run, &l->gate_up, l->product + 2, at.hidden, at.gate_up, at.quantized);
-        int64_t wide = l->gate_up.width, half = wide / 2;
-        uintptr_t up = at.gate_up + half * (cpu->is_bfloat16 ? 2 : 4);
-        penstock_gate(cpu, layers->activation, at.gate_up, wide, up, wide, at.gated, tokens, half);
-        failed |= project(run, &l->down, l->product + 3, at.gated, update, at.quantized);
-        if (l->output_norm)
-            penstock_norm(cpu, update, width, 0, 0, l->output_norm, update, 0, tokens, width, layers->eps);
-        if (failed) {
-            run->failed = -1;
-            return;
-        }
-    }
+    for (int i = 0; i < layers->num && !run->failed; i++) run->failed = run_layer(run, &layers->layers[i], &at, i == 0);
 }
 
-int penstock_run_layers(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens,
-                        uintptr_t positions, const uintptr_t *kv_slots, int rows, uintptr_t query_starts,
-                        uintptr_t context_lens, const uintptr_t *block_tables, int64_t table_stride,
-                        const struct penstock_states *states, uintptr_t residual, uintptr_t update, uintptr_t scratch,
-                        int num_runs, const struct penstock_run *runs) {
-    struct run run = {.cpu = cpu, .layers = layers, .tokens = tokens, .table_stride = table_stride,
-                      .positions = positions, .kv_slots = kv_slots, .query_starts = query_starts,
-                      .context_lens = context_lens, .block_tables = block_tables, .states = states,
-                      .residual = residual, .update = update, .scratch = scratch, .rows = rows, .num_runs = num_runs,
-                      .runs = runs};
+int penstock_run_layers(const struct penstock_cpu *cpu, const struct penstock_step *step) {
+    struct run run = {.cpu = cpu, .step = step};
     with_team(run_layers, &run, cpu->num_threads);
     return run.failed;
 }

@@ -2,7 +2,7 @@
  * whole vectors of any level, in float32 or bfloat16 independent of the rows' type. The order of every sum is
  * independent of the other rows. */
 
-#define PASS_ROWS 4 /* rows that share a pass over the weights */
+#define PASS_ROWS LORA_ROWS /* rows that share a pass over the weights */
 #define MAX_COLUMNS 64 /* largest number of columns computed together */
 
 INLINE void skinny_step(int rows, int vectors, vec sum[PASS_ROWS][4], const void *a, int64_t a_stride,
@@ -12,7 +12,7 @@ INLINE void skinny_step(int rows, int vectors, vec sum[PASS_ROWS][4], const void
         vec column = load(b, at + v * LANES, LANES, b_type);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
-            sum[r][v] = multiply_add(splat(load_scalar((uintptr_t)a, r * a_stride + k, a_type)), column, sum[r][v]);
+            sum[r][v] = multiply_add(splat(load_scalar(a, r * a_stride + k, a_type)), column, sum[r][v]);
     }
 }
 
@@ -68,8 +68,8 @@ GEMM_OF_TYPES(gemm_f32_bf16, FLOAT32, BFLOAT16)
 GEMM_OF_TYPES(gemm_bf16_bf16, BFLOAT16, BFLOAT16)
 GEMM_OF_TYPES(gemm_bf16_f32, BFLOAT16, FLOAT32)
 
-INLINE void lora_rows(const struct lora *l, int64_t first, int64_t end, enum element type) {
-    const struct penstock_adapter *a = l->adapter;
+INLINE void lora_rows(const struct penstock_adapt *l, const struct penstock_adapter *a, int64_t first, int64_t end,
+                      enum element type) {
     int is_bfloat16 = a->is_bfloat16, stride = (int)a->down_stride;
     int (*down)(int, const void *, int64_t, const void *, int64_t, int64_t, int64_t, float *) =
         type == BFLOAT16 ? (is_bfloat16 ? gemm_bf16_bf16 : gemm_bf16_f32) : is_bfloat16 ? gemm_f32_bf16 : gemm_f32_f32;
@@ -79,7 +79,7 @@ INLINE void lora_rows(const struct lora *l, int64_t first, int64_t end, enum ele
     for (int64_t row = first; row < end; row += PASS_ROWS) {
         int rows = end - row < PASS_ROWS ? (int)(end - row) : PASS_ROWS, done;
         for (int at = 0; at < stride; at += done) {
-            done = down(rows, element_at(l->x, row * l->x_stride, type), l->x_stride, (const void *)a->down, at, stride,
+            done = down(rows, element_at(l->x, row * l->x_stride, type), l->x_stride, a->down, at, stride,
                         l->depth, c);
             for (int r = 0; r < rows; r++) memcpy(inner + r * stride + at, c + r * MAX_COLUMNS, (size_t)done * 4);
         }
@@ -87,7 +87,7 @@ INLINE void lora_rows(const struct lora *l, int64_t first, int64_t end, enum ele
             const struct penstock_adapter_part *p = &a->parts[i];
             void *y = (void *)element_at(l->y, row * l->y_stride + p->column, type);
             for (int64_t at = 0; at < p->width; at += done) {
-                done = up(rows, inner + p->first, stride, (const void *)p->up, at, p->up_stride, p->rank, c);
+                done = up(rows, inner + p->first, stride, p->up, at, p->up_stride, p->rank, c);
                 for (int r = 0; r < rows; r++)
                     for (int64_t j = 0; j < done && at + j < p->width; j += LANES) {
                         int64_t to = r * l->y_stride + at + j, left = p->width - at - j;
@@ -99,4 +99,18 @@ INLINE void lora_rows(const struct lora *l, int64_t first, int64_t end, enum ele
     }
 }
 
-IN_BOTH_TYPES(lora, lora_rows, (const struct lora *l, int64_t first, int64_t end), l, first, end)
+/* Compute items [first, end). An item is LORA_ROWS rows of one run. */
+INLINE void lora_items(const struct penstock_adapt *l, int64_t first, int64_t end, enum element type) {
+    int64_t before = 0;
+    for (int i = 0; i < l->num_runs && before < end; i++) {
+        const struct penstock_run *run = &l->runs[i];
+        int64_t items = (run->count + LORA_ROWS - 1) / LORA_ROWS;
+        int64_t from = first > before ? first - before : 0, to = end - before < items ? end - before : items;
+        before += items;
+        if (from >= to) continue;
+        int64_t last = to * LORA_ROWS < run->count ? to * LORA_ROWS : run->count;
+        lora_rows(l, run->adapters + l->product, run->first + from * LORA_ROWS, run->first + last, type);
+    }
+}
+
+IN_BOTH_TYPES(lora, lora_items, RANGE_PARAMETERS, op, first, end)

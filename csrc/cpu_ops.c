@@ -1,15 +1,8 @@
 /* The entry points of the executor's CPU kernels: they select the instruction level and divide tokens among threads.
  * cpu_plan.c divides attention into jobs; cpu_kernels.h includes the kernels. */
-#define _GNU_SOURCE
-#include <stddef.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "cpu_level.h"
-#include "cpu_ops.cdef.h"
-#include "cpu_plan.h"
-#include "cpu_threads.h"
 
 static const struct cpu_level *const levels[] = {
     &cpu_level_portable,
@@ -43,8 +36,6 @@ int penstock_cpu_best_level(int instructions) {
 
 const char *penstock_cpu_level_name(int level) { return levels[level]->name; }
 
-const struct cpu_level *level_of(const struct penstock_cpu *cpu) { return levels[cpu->level]; }
-
 /* A fork and join costs 1 microsecond if the threads spin and 7 if they sleep. The limits for a fork are 20 to 30
  * microseconds of work on one core, those for sharing with a spinning team 1 to 3. */
 #define ELEMENTS_WORTH_A_THREAD (1 << 16)
@@ -52,95 +43,82 @@ const struct cpu_level *level_of(const struct penstock_cpu *cpu) { return levels
 #define PRODUCTS_WORTH_A_FORK (2 << 20)
 #define PRODUCTS_WORTH_SHARING (1 << 18)
 
-int threads_for(int64_t cost, const struct penstock_cpu *cpu) {
+static int threads_for(int64_t cost, const struct penstock_cpu *cpu) {
     return cost < (has_session() ? PRODUCTS_WORTH_SHARING : PRODUCTS_WORTH_A_FORK) ? 1 : cpu->num_threads;
 }
 
-static int64_t chunk_size(int64_t rows, int64_t width, int num_threads) {
+/* Distribute rows that cost `width` elements each over the threads. */
+static void spread_rows(const struct penstock_cpu *cpu, range_function *run, const void *op, int64_t rows,
+                        int64_t width) {
     int64_t elements = has_session() ? ELEMENTS_WORTH_SHARING : ELEMENTS_WORTH_A_THREAD;
-    int64_t least = elements / (width + 1) + 1, even = rows / (4 * num_threads) + 1;
-    return even > least ? even : least;
+    int64_t least = elements / (width + 1) + 1, even = rows / (4 * cpu->num_threads) + 1;
+    parallel_for(run, op, rows, even > least ? even : least, cpu->num_threads);
 }
 
-void penstock_norm(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t residual,
-                   int64_t residual_stride, uintptr_t weight, uintptr_t y, uintptr_t total, int64_t rows,
-                   int64_t width, float eps) {
-    struct norm norm = {.x = (const void *)x, .residual = (const void *)residual, .weight = (const float *)weight,
-                        .y = (void *)y, .total = (void *)total, .x_stride = x_stride,
-                        .residual_stride = residual_stride, .width = width, .eps = eps};
-    range_function *run = levels[cpu->level]->norm[cpu->is_bfloat16];
-    parallel_for(run, &norm, rows, chunk_size(rows, width, cpu->num_threads), cpu->num_threads);
+void penstock_norm(const struct penstock_cpu *cpu, const struct penstock_norm *n) {
+    spread_rows(cpu, levels[cpu->level]->norm[cpu->is_bfloat16], n, n->rows, n->width);
 }
 
-void penstock_gate(const struct penstock_cpu *cpu, int activation, uintptr_t gate, int64_t gate_stride, uintptr_t up,
-                   int64_t up_stride, uintptr_t out, int64_t rows, int64_t width) {
-    struct gate arguments = {.gate = (const void *)gate, .up = (const void *)up, .out = (void *)out,
-                             .gate_stride = gate_stride, .up_stride = up_stride, .width = width};
-    range_function *run = levels[cpu->level]->gate[activation][cpu->is_bfloat16];
-    parallel_for(run, &arguments, rows, chunk_size(rows, 2 * width, cpu->num_threads), cpu->num_threads);
+void penstock_gate(const struct penstock_cpu *cpu, const struct penstock_gate *g) {
+    spread_rows(cpu, levels[cpu->level]->gate[g->activation][cpu->is_bfloat16], g, g->rows, 2 * g->width);
 }
 
-void penstock_rope(const struct penstock_cpu *cpu, int64_t tokens, uintptr_t q, int64_t q_stride, uintptr_t k,
-                   int64_t k_stride, uintptr_t v, int64_t v_stride, uintptr_t cos, uintptr_t sin, int half,
-                   uintptr_t positions, uintptr_t kv_slots, uintptr_t q_weight, uintptr_t k_weight, float eps,
-                   uintptr_t q_out, uintptr_t k_pages, uintptr_t v_pages, int64_t page_stride, int64_t slot_stride,
-                   int q_heads, int kv_heads, int head_dim, int page_size) {
-    struct rope rope = {
-        .q = (const void *)q, .k = (const void *)k, .v = (const void *)v, .q_stride = q_stride,
-        .k_stride = k_stride, .v_stride = v_stride, .cos = (const float *)cos, .sin = (const float *)sin,
-        .positions = (const int32_t *)positions, .kv_slots = (const int64_t *)kv_slots,
-        .q_weight = (const float *)q_weight, .k_weight = (const float *)k_weight, .q_out = (void *)q_out,
-        .k_pages = (void *)k_pages, .v_pages = (void *)v_pages, .page_stride = page_stride,
-        .slot_stride = slot_stride, .q_heads = q_heads, .kv_heads = kv_heads, .head_dim = head_dim, .half = half,
-        .page_size = page_size, .eps = eps};
-    int64_t chunk = chunk_size(tokens, (int64_t)(q_heads + 2 * kv_heads) * head_dim, cpu->num_threads);
-    parallel_for(levels[cpu->level]->rope[cpu->is_bfloat16], &rope, tokens, chunk, cpu->num_threads);
+void penstock_rope(const struct penstock_cpu *cpu, const struct penstock_rope *r) {
+    int64_t width = (int64_t)(r->q_heads + 2 * r->kv_heads) * r->head_dim;
+    spread_rows(cpu, levels[cpu->level]->rope[cpu->is_bfloat16], r, r->tokens, width);
 }
 
-int penstock_attention(const struct penstock_cpu *cpu, int rows, uintptr_t query_starts, uintptr_t context_lens,
-                       uintptr_t block_tables, int64_t table_stride, uintptr_t q, int64_t q_stride,
-                       uintptr_t k_pages, uintptr_t v_pages, int64_t page_stride, int64_t slot_stride, uintptr_t out,
-                       int q_heads, int kv_heads, int head_dim, int page_size, float scale, int window, float cap,
-                       uintptr_t sinks) {
-    const float log2_e = 1.44269504f;
-    struct attention a = {
-        .q = (const void *)q, .k_pages = (const void *)k_pages, .v_pages = (const void *)v_pages, .out = (void *)out,
-        .q_stride = q_stride, .page_stride = page_stride, .slot_stride = slot_stride, .table_stride = table_stride,
-        .query_starts = (const int32_t *)query_starts, .context_lens = (const int32_t *)context_lens,
-        .block_tables = (const int32_t *)block_tables, .num_rows = rows, .q_heads = q_heads, .kv_heads = kv_heads,
-        .head_dim = head_dim, .page_size = page_size, .window = window, .scale_log2 = (cap ? cap : scale) * log2_e,
-        .squeeze = cap ? 2.0f * scale / cap * log2_e : 0.0f, .sinks = (const float *)sinks};
-    return attend_batch(levels[cpu->level], cpu->is_bfloat16, &a, cpu->num_threads);
+int penstock_attention(const struct penstock_cpu *cpu, const struct penstock_attention *a) {
+    return attend_batch(levels[cpu->level], cpu, a);
+}
+
+void penstock_adapt(const struct penstock_cpu *cpu, const struct penstock_adapt *a) {
+    int64_t items = 0, cost = 0;
+    for (int i = 0; i < a->num_runs; i++) {
+        items += (a->runs[i].count + LORA_ROWS - 1) / LORA_ROWS;
+        cost += (a->runs[i].count + 10) * a->runs[i].adapters[a->product].num_weights;
+    }
+    int num_threads = threads_for(cost, cpu);
+    range_function *run = levels[cpu->level]->lora[cpu->is_bfloat16];
+    if (cost) parallel_for(run, a, items, items / (8 * num_threads) + 1, num_threads);
+}
+
+void penstock_convolve(const struct penstock_cpu *cpu, const struct penstock_convolution *c) {
+    int64_t items = c->states->rows * ((c->channels + CHANNELS - 1) / CHANNELS);
+    int64_t cost = c->states->query_starts[c->states->rows] * c->channels * c->taps * 4;
+    parallel_for(levels[cpu->level]->convolve[cpu->is_bfloat16], c, items, 1, threads_for(cost, cpu));
+}
+
+void penstock_delta_rule(const struct penstock_cpu *cpu, const struct penstock_delta *d) {
+    int64_t items = (int64_t)d->states->rows * d->value_heads;
+    int64_t cost = (int64_t)d->states->query_starts[d->states->rows] * d->value_heads * d->key_dim * d->value_dim * 4;
+    parallel_for(levels[cpu->level]->delta[cpu->is_bfloat16], d, items, 1, threads_for(cost, cpu));
 }
 
 int penstock_cpu_columns(int level) { return levels[level]->columns; }
 int penstock_coded_columns(int level) { return levels[level]->panel_columns; }
 
-struct rows_work {
-    const uint32_t *weight;
-    const int64_t *indices;
-    uint32_t *y;
-    int64_t depth, columns;
+struct copied_rows {
+    const struct penstock_rows *rows;
+    int64_t columns; /* per block of the weight */
 };
 
-static void copy_rows(const void *work, int64_t first, int64_t end, int thread) {
-    const struct rows_work *w = work;
-    (void)thread;
+static void copy_rows(const void *op, int64_t first, int64_t end, int thread) {
+    const struct penstock_rows *r = ((const struct copied_rows *)op)->rows;
+    int64_t columns = ((const struct copied_rows *)op)->columns;
     for (int64_t i = first; i < end; i++) {
-        int64_t row = w->indices[i];
-        const uint32_t *from = w->weight + row / w->columns * w->depth * w->columns + row % w->columns;
-        uint32_t *to = w->y + i * w->depth;
-        for (int64_t at = 0; at < w->depth; at++) to[at] = from[at * w->columns];
+        int64_t row = r->indices[i];
+        const uint32_t *from = (const uint32_t *)r->weight + row / columns * r->depth * columns + row % columns;
+        uint32_t *to = (uint32_t *)r->y + i * r->depth;
+        for (int64_t at = 0; at < r->depth; at++) to[at] = from[at * columns];
     }
 }
 
-int penstock_linear_rows(const struct penstock_cpu *cpu, uintptr_t weight, uintptr_t indices, uintptr_t y, int64_t rows,
-                         int64_t depth, int64_t width) {
-    for (int64_t i = 0; i < rows; i++)
-        if ((uint64_t)((const int64_t *)indices)[i] >= (uint64_t)width) return -1;
-    struct rows_work w = {(const uint32_t *)weight, (const int64_t *)indices, (uint32_t *)y, depth,
-                          levels[cpu->level]->columns};
-    parallel_for(copy_rows, &w, rows, 16, rows < 64 ? 1 : cpu->num_threads);
+int penstock_linear_rows(const struct penstock_cpu *cpu, const struct penstock_rows *r) {
+    for (int64_t i = 0; i < r->rows; i++)
+        if ((uint64_t)r->indices[i] >= (uint64_t)r->width) return -1;
+    struct copied_rows copied = {r, levels[cpu->level]->columns};
+    parallel_for(copy_rows, &copied, r->rows, 16, r->rows < 64 ? 1 : cpu->num_threads);
     return 0;
 }
 
@@ -186,65 +164,60 @@ int64_t penstock_product_scratch(int num, const struct penstock_part *parts, int
 /* Unpacking codes again for each batch of rows costs more if a chunk has two groups (and most often two planes). */
 #define MAX_BYTE_ROWS_IN_TWO_GROUPS 8
 
-static struct quantized_inputs quantize_x(const struct penstock_cpu *cpu, int num, const struct penstock_part *parts,
-                                          uintptr_t x, int64_t x_stride, uintptr_t scratch, int64_t rows,
-                                          int64_t depth) {
+static struct quantized_inputs quantize_x(const struct penstock_cpu *cpu, const struct penstock_product *p) {
     const struct cpu_level *level = levels[cpu->level];
-    int64_t chunks = rows * depth / CHUNK;
-    float *memory = (float *)scratch;
-    struct quantized_inputs inputs = {
+    int64_t rows = p->rows, chunks = rows * p->depth / CHUNK;
+    float *memory = p->scratch;
+    struct quantized_inputs out = {
         .rows = rows, .scales = memory, .sums = (int32_t *)memory + 4 * chunks,
         .negative_sums = {memory + chunks, memory + 2 * chunks, memory + 3 * chunks}};
     uint32_t *values = (uint32_t *)memory + 6 * chunks;
     int uses_bytes = rows <= level->max_byte_rows;
-    for (int i = 0; i < num && rows > MAX_BYTE_ROWS_IN_TWO_GROUPS; i++)
-        uses_bytes &= parts[i].type == PENSTOCK_NUMBERS || code_types[parts[i].type].groups == 1;
-    inputs.uses_bytes = uses_bytes;
-    if (uses_bytes) inputs.bytes = values;
-    if (!uses_bytes || !level->has_vnni) inputs.values = (int16_t *)(values + rows * depth / 2);
-    struct quantize q = {.x = (const void *)x, .x_stride = x_stride, .depth = depth, .out = inputs};
-    int64_t chunk = chunk_size(rows, depth, cpu->num_threads);
-    parallel_for(level->quantize[cpu->is_bfloat16], &q, rows, chunk, cpu->num_threads);
-    return inputs;
+    for (int i = 0; i < p->num_parts && rows > MAX_BYTE_ROWS_IN_TWO_GROUPS; i++)
+        uses_bytes &= p->parts[i].type == PENSTOCK_NUMBERS || code_types[p->parts[i].type].groups == 1;
+    out.uses_bytes = uses_bytes;
+    if (uses_bytes) out.bytes = values;
+    if (!uses_bytes || !level->has_vnni) out.values = (int16_t *)(values + rows * p->depth / 2);
+    struct quantize q = {.x = p->x, .x_stride = p->x_stride, .depth = p->depth, .out = out};
+    spread_rows(cpu, level->quantize[cpu->is_bfloat16], &q, rows, p->depth);
+    return out;
 }
 
-int penstock_product(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t scratch, int num,
-                     const struct penstock_part *parts, uintptr_t y, int64_t rows, int64_t depth, int64_t width) {
+int penstock_product(const struct penstock_cpu *cpu, const struct penstock_product *p) {
     const struct cpu_level *level = levels[cpu->level];
     const int per_word = cpu->is_bfloat16 ? 2 : 1, size = cpu->is_bfloat16 ? 2 : 4;
-    struct product_work *w = malloc(sizeof *w + num * sizeof *w->parts);
+    struct product_work *w = malloc(sizeof *w + p->num_parts * sizeof *w->parts);
     if (!w) return -1;
-    struct quantized_inputs inputs = {0};
-    if (has_codes(num, parts)) inputs = quantize_x(cpu, num, parts, x, x_stride, scratch, rows, depth);
+    struct quantized_inputs quantized = {0};
+    if (has_codes(p->num_parts, p->parts)) quantized = quantize_x(cpu, p);
     w->level = level, w->type = cpu->is_bfloat16;
     int64_t all = 0, cost = 0;
-    for (int i = 0; i < num; i++) {
-        const struct penstock_part *p = &parts[i];
-        int64_t count = p->num_rows < 0 ? rows : p->num_rows, first = p->first_row;
-        int64_t row_parts = (count + LINEAR_ROWS - 1) / LINEAR_ROWS;
-        char *to = (char *)y + p->column * size;
+    for (int i = 0; i < p->num_parts; i++) {
+        const struct penstock_part *given = &p->parts[i];
+        int64_t rows = given->num_rows < 0 ? p->rows : given->num_rows, first = given->first_row;
+        int64_t row_parts = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
+        char *y = (char *)p->y + given->column * size;
         struct product *part = &w->parts[i];
-        part->is_quantized = p->type != PENSTOCK_NUMBERS;
+        part->is_quantized = given->type != PENSTOCK_NUMBERS;
         if (part->is_quantized) {
             part->quantized_linear = (struct quantized_linear){
-                .type = &code_types[p->type], .x = inputs, .weight = (const uint8_t *)p->weight,
-                .bias = (const float *)p->bias, .first_row = first, .y = to, .rows = count, .depth = depth,
-                .width = p->width, .y_stride = width, .row_parts = row_parts};
-            cost += depth * p->width * (count + PRODUCTS_PER_CODE_READ);
+                .type = &code_types[given->type], .x = quantized, .weight = given->weight, .bias = given->bias,
+                .first_row = first, .y = y, .rows = rows, .depth = p->depth, .width = given->width,
+                .y_stride = p->width, .row_parts = row_parts};
+            cost += p->depth * given->width * (rows + PRODUCTS_PER_CODE_READ);
         } else {
             part->linear = (struct linear){
-                .x = (const char *)x + first * x_stride * size, .weight = (const uint32_t *)p->weight,
-                .bias = (const float *)p->bias, .y = to + first * width * size, .rows = count,
-                .x_stride = x_stride / per_word, .depth = depth / per_word, .width = p->width, .y_stride = width,
-                .row_parts = row_parts};
-            cost += depth / per_word * p->width * (count + PRODUCTS_PER_WORD_READ);
+                .x = (const char *)p->x + first * p->x_stride * size, .weight = given->weight, .bias = given->bias,
+                .y = y + first * p->width * size, .rows = rows, .x_stride = p->x_stride / per_word,
+                .depth = p->depth / per_word, .width = given->width, .y_stride = p->width, .row_parts = row_parts};
+            cost += p->depth / per_word * given->width * (rows + PRODUCTS_PER_WORD_READ);
         }
         int64_t columns = part->is_quantized ? level->panel_columns : level->columns;
-        all += part->items = (p->width + columns - 1) / columns * row_parts;
+        all += part->items = (given->width + columns - 1) / columns * row_parts;
     }
     int num_threads = threads_for(cost, cpu);
     int64_t chunk = all / (16 * num_threads) + 1;
-    for (int i = 0; i < num; i++) w->parts[i].quantized_linear.parts_between = chunk * (num_threads - 1);
+    for (int i = 0; i < p->num_parts; i++) w->parts[i].quantized_linear.parts_between = chunk * (num_threads - 1);
     parallel_for(product_items, w, all, chunk, num_threads);
     free(w);
     return 0;

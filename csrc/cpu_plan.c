@@ -4,12 +4,10 @@
  * decode over a long context), the pass is divided into pieces, which are ranges of tiles (split-KV). The results are
  * stored per tile, and the thread that finishes the last piece merges them, so the result is bitwise independent of the
  * division and of the number of threads (see cpu_attention.h). */
-#include "cpu_plan.h"
-
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#include "cpu_threads.h"
+#include "cpu_level.h"
 
 #define JOB_ROWS 192 /* queries times heads of a group: enough to amortize the repacking of a tile */
 
@@ -25,7 +23,7 @@ struct totals {
 };
 
 /* Set the range of tiles that the queries of `job` attend to; return its cost. */
-static int64_t find_tiles(const struct attention *a, struct attention_job *job) {
+static int64_t find_tiles(const struct penstock_attention *a, struct attention_job *job) {
     int num_queries = a->query_starts[job->row + 1] - a->query_starts[job->row];
     int first = a->context_lens[job->row] - num_queries + job->first_query, end = first + job->num_queries;
     int seen_from = a->window && first >= a->window ? first + 1 - a->window : 0;
@@ -35,7 +33,7 @@ static int64_t find_tiles(const struct attention *a, struct attention_job *job) 
 }
 
 /* Append `pass` to `jobs` (NULL: only count), divided into pieces that cost about `limit` (0: undivided). */
-static void cut_pass(const struct attention *a, struct attention_job pass, int64_t limit, struct totals *totals,
+static void cut_pass(const struct penstock_attention *a, struct attention_job pass, int64_t limit, struct totals *totals,
                      struct attention_job *jobs) {
     int rows = pass.num_queries * (a->q_heads / a->kv_heads), first = totals->num_jobs;
     int64_t cost = find_tiles(a, &pass), num_tiles = pass.num_tiles;
@@ -58,10 +56,10 @@ static void cut_pass(const struct attention *a, struct attention_job pass, int64
 }
 
 /* Start with the last queries: they attend to most tiles, and smaller jobs at the end balance the threads. */
-static struct totals cut_batch(const struct attention *a, int64_t limit, struct attention_job *jobs) {
+static struct totals cut_batch(const struct penstock_attention *a, int64_t limit, struct attention_job *jobs) {
     struct totals totals = {0};
     int group = a->q_heads / a->kv_heads, most = group < JOB_ROWS ? JOB_ROWS / group : 1;
-    for (int row = 0; row < a->num_rows; row++)
+    for (int row = 0; row < a->rows; row++)
         for (int left = a->query_starts[row + 1] - a->query_starts[row]; left > 0;) {
             int first = (left - 1) / most * most;
             struct attention_job pass = {.row = row, .first_query = first, .num_queries = left - first};
@@ -73,7 +71,7 @@ static struct totals cut_batch(const struct attention *a, int64_t limit, struct 
 
 struct batch_work {
     const struct cpu_level *level;
-    const struct attention *attention;
+    const struct penstock_attention *attention;
     const struct attention_job *jobs;
     atomic_int *pieces_left; /* [jobs, kv heads], used at a pass's first piece */
     float *partials;         /* [kv heads, partial_floats] */
@@ -100,7 +98,8 @@ static void attend_jobs(const void *work, int64_t first, int64_t end, int thread
 
 static int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-int attend_batch(const struct cpu_level *level, int type, const struct attention *a, int num_threads) {
+int attend_batch(const struct cpu_level *level, const struct penstock_cpu *cpu, const struct penstock_attention *a) {
+    int num_threads = cpu->num_threads;
     struct totals totals = cut_batch(a, 0, NULL);
     int64_t limit = 0, cost = totals.cost * a->kv_heads;
     if (cost < (has_session() ? LEAST_TO_SHARE_AT_ONCE : LEAST_TO_SHARE)) num_threads = 1;
@@ -111,7 +110,8 @@ int attend_batch(const struct cpu_level *level, int type, const struct attention
     int64_t count = (int64_t)totals.num_jobs * a->kv_heads;
     if (!count) return 0;
 
-    struct batch_work w = {.level = level, .attention = a, .type = type, .partial_floats = totals.partial_floats,
+    struct batch_work w = {.level = level, .attention = a, .type = cpu->is_bfloat16,
+                           .partial_floats = totals.partial_floats,
                            .scratch_bytes = level->scratch_bytes(a->head_dim, totals.most_rows)};
     int64_t jobs_bytes = aligned(totals.num_jobs * (int64_t)sizeof(struct attention_job));
     int64_t left_bytes = aligned(count * (int64_t)sizeof(atomic_int));

@@ -1,30 +1,30 @@
-/* Recurrent layers: the short convolution, the gated delta rule and Mamba 2, as cpu_recurrent.cdef.h describes them.
+/* Recurrent layers: the short convolution, the gated delta rule and Mamba 2, as cpu_ops.cdef.h describes them.
  *
  * A row's tokens are processed one after the other, so chunks of any size give the same bits. This is also fast: a
  * block of a head's state stays in the cache for RUN tokens, and each pass over it applies one token and multiplies the
  * state by the next token's key and query. */
 
-INLINE void *unit_of(const struct penstock_states *s, uintptr_t table, int row, int unit) {
+INLINE void *unit_of(const struct penstock_states *s, int32s table, int row, int unit) {
     int at = s->first_unit + unit;
-    int64_t page = ((const int32_t *)table)[(int64_t)row * s->pages + at / s->units_per_page];
+    int64_t page = table[(int64_t)row * s->pages + at / s->units_per_page];
     return (char *)s->base + page * s->page_bytes + at % s->units_per_page * s->unit_bytes;
 }
 
 /* Return the inputs of token `at`, counted from the row's first token in this step; earlier ones are in `tail`. */
-INLINE const void *inputs_at(const struct convolve *c, const void *tail, int64_t first, int64_t at,
+INLINE const void *inputs_at(const struct penstock_convolution *c, const void *tail, int64_t first, int64_t at,
                              enum element type) {
     return at < 0 ? element_at(tail, (at + c->taps - 1) * c->channels, type)
                   : element_at(c->x, (first + at) * c->x_stride, type);
 }
 
-INLINE void convolve_block(const struct convolve *c, int row, int64_t channel, int64_t end, enum element type) {
-    const int32_t *starts = (const int32_t *)c->states->query_starts;
+INLINE void convolve_block(const struct penstock_convolution *c, int row, int64_t channel, int64_t end, enum element type) {
+    int32s starts = c->states->query_starts;
     int64_t first = starts[row], count = starts[row + 1] - first, size = type == BFLOAT16 ? 2 : 4;
     if (!count) return;
     const void *tail = unit_of(c->states, c->states->read, row, 0);
     char *kept = unit_of(c->states, c->states->write, row, 0);
     int before = c->taps - 1;
-    if (((const uint8_t *)c->states->is_new)[row]) {
+    if (c->states->is_new[row]) {
         for (int j = 0; j < before; j++) memset(kept + (j * c->channels + channel) * size, 0, (end - channel) * size);
         tail = kept;
     }
@@ -67,10 +67,10 @@ INLINE void begin_run(const struct penstock_delta *d, struct delta_run *run, int
                       enum element type) {
     int key = head / (d->value_heads / d->key_heads), width = d->key_dim;
     float scale = d->skip ? 0.0f : 1.0f / __builtin_sqrtf((float)width);
-    run->skip = d->skip ? ((const float *)d->skip)[head] : 0.0f;
+    run->skip = d->skip ? d->skip[head] : 0.0f;
     for (int t = 0; t < count; t++) {
         int64_t token = first + t;
-        const void *q = element_at((const void *)d->qkv, token * d->qkv_stride + key * width, type);
+        const void *q = element_at(d->qkv, token * d->qkv_stride + key * width, type);
         direction(q, width, scale, run->q[t], type);
         direction(element_at(q, (int64_t)d->key_heads * width, type), width, !d->skip, run->k[t], type);
         vec sum = {0};
@@ -78,9 +78,9 @@ INLINE void begin_run(const struct penstock_delta *d, struct delta_run *run, int
             sum = multiply_add(load(run->q[t], i, width - i, FLOAT32), load(run->k[t], i, width - i, FLOAT32), sum);
         run->product[t] = sum_lanes(sum);
         int64_t gate = token * d->gates_stride + head;
-        float a = load_scalar(d->gates, d->skip ? gate : gate + d->value_heads, type) + ((const float *)d->shift)[head];
+        float a = load_scalar(d->gates, d->skip ? gate : gate + d->value_heads, type) + d->shift[head];
         float softplus = a > 20.0f ? a : log1pf(expf(a));
-        run->decay[t] = expf(((const float *)d->rate)[head] * softplus);
+        run->decay[t] = expf(d->rate[head] * softplus);
         run->beta[t] = d->skip ? softplus : 1.0f / (1.0f + expf(-load_scalar(d->gates, gate, type)));
     }
 }
@@ -125,34 +125,34 @@ INLINE void end_run(const struct penstock_delta *d, const struct delta_run *run,
                     enum element type) {
     int64_t width = d->value_dim;
     for (int t = 0; t < count; t++) {
-        const void *z = element_at((const void *)d->z, (first + t) * d->z_stride + head * width, type);
-        void *out = (void *)element_at((const void *)d->out, ((first + t) * d->value_heads + head) * width, type);
+        const void *z = element_at(d->z, (first + t) * d->z_stride + head * width, type);
+        void *out = (void *)element_at(d->out, ((first + t) * d->value_heads + head) * width, type);
         vec scale = splat(d->skip ? 1.0f : inverse_rms(run->out[t], width, d->eps, FLOAT32));
         for (int64_t i = 0; i < width; i += LANES) {
             int64_t left = width - i;
             vec y = load(run->out[t], i, left, FLOAT32) * scale;
-            if (!d->skip) y *= load((const void *)d->norm_weight, i, left, FLOAT32);
+            if (!d->skip) y *= load(d->norm_weight, i, left, FLOAT32);
             store(out, i, left, y * activate(load(z, i, left, type), SILU), type);
         }
     }
 }
 
 /* Process one head of one row. */
-INLINE void delta_head(const struct penstock_delta *d, const struct penstock_states *s, int row, int head,
-                       enum element type) {
-    const int32_t *starts = (const int32_t *)s->query_starts;
+INLINE void delta_head(const struct penstock_delta *d, int row, int head, enum element type) {
+    const struct penstock_states *s = d->states;
+    int32s starts = s->query_starts;
     float *state = unit_of(s, s->write, row, 1 + head);
     const float *before = unit_of(s, s->read, row, 1 + head);
     size_t size = (size_t)d->key_dim * d->value_dim * sizeof *state;
     if (starts[row] == starts[row + 1]) return;
-    if (((const uint8_t *)s->is_new)[row]) memset(state, 0, size);
+    if (s->is_new[row]) memset(state, 0, size);
     else if (before != state) memcpy(state, before, size);
     struct delta_run run;
     for (int64_t first = starts[row]; first < starts[row + 1]; first += RUN) {
         int count = starts[row + 1] - first < RUN ? (int)(starts[row + 1] - first) : RUN;
         begin_run(d, &run, head, first, count, type);
         int64_t values = first * d->qkv_stride + 2 * (int64_t)d->key_heads * d->key_dim + (int64_t)head * d->value_dim;
-        const void *v = element_at((const void *)d->qkv, values, type);
+        const void *v = element_at(d->qkv, values, type);
         int64_t column = 0;
         for (; column + 2 * LANES <= d->value_dim; column += 2 * LANES)
             if (d->skip) delta_columns(d, &run, v, state, column, 2 * LANES, count, 2, 0, type);
@@ -163,7 +163,18 @@ INLINE void delta_head(const struct penstock_delta *d, const struct penstock_sta
     }
 }
 
-IN_BOTH_TYPES(convolve, convolve_block, (const struct convolve *c, int row, int64_t channel, int64_t end), c, row,
-              channel, end)
-IN_BOTH_TYPES(delta, delta_head, (const struct penstock_delta *d, const struct penstock_states *s, int row, int head),
-              d, s, row, head)
+/* Process items [first, end): item i is row i / blocks and block i % blocks of its channels, or head i % heads. */
+INLINE void convolve_items(const struct penstock_convolution *c, int64_t first, int64_t end, enum element type) {
+    int64_t blocks = (c->channels + CHANNELS - 1) / CHANNELS;
+    for (int64_t i = first; i < end; i++) {
+        int64_t channel = i % blocks * CHANNELS, last = channel + CHANNELS;
+        convolve_block(c, (int)(i / blocks), channel, last < c->channels ? last : c->channels, type);
+    }
+}
+
+INLINE void delta_items(const struct penstock_delta *d, int64_t first, int64_t end, enum element type) {
+    for (int64_t i = first; i < end; i++) delta_head(d, (int)(i / d->value_heads), (int)(i % d->value_heads), type);
+}
+
+IN_BOTH_TYPES(convolve, convolve_items, RANGE_PARAMETERS, op, first, end)
+IN_BOTH_TYPES(delta, delta_items, RANGE_PARAMETERS, op, first, end)

@@ -15,7 +15,7 @@ INLINE float inverse_rms(const void *x, int64_t width, float eps, enum element t
     return 1.0f / __builtin_sqrtf(sum_lanes(sum[0] + sum[1]) / (float)width + eps);
 }
 
-INLINE void norm_rows(const struct norm *n, int64_t first, int64_t end, enum element type) {
+INLINE void norm_rows(const struct penstock_norm *n, int64_t first, int64_t end, enum element type) {
     for (int64_t row = first; row < end; row++) {
         const void *x = element_at(n->x, row * n->x_stride, type);
         void *y = (void *)element_at(n->y, row * n->width, type);
@@ -56,7 +56,7 @@ INLINE vec gated(vec gate, vec up, enum activation kind) {
     return activate(gate * slope, SILU) / slope * (up + splat(1.0f));
 }
 
-INLINE void gate_rows(const struct gate *g, int64_t first, int64_t end, enum activation kind, enum element type) {
+INLINE void gate_rows(const struct penstock_gate *g, int64_t first, int64_t end, enum activation kind, enum element type) {
     for (int64_t row = first; row < end; row++) {
         const void *gate = element_at(g->gate, row * g->gate_stride, type);
         const void *up = element_at(g->up, row * g->up_stride, type);
@@ -69,7 +69,7 @@ INLINE void gate_rows(const struct gate *g, int64_t first, int64_t end, enum act
 }
 
 /* Norm one head if there is a weight, rotate the pairs (i, i + half) and copy the remaining dimensions. */
-INLINE void rotate_head(const struct rope *r, const void *x, const float *weight, const float *cos, const float *sin,
+INLINE void rotate_head(const struct penstock_rope *r, const void *x, const float *weight, const float *cos, const float *sin,
                         void *y, enum element type) {
     vec scale = splat(weight ? inverse_rms(x, r->head_dim, r->eps, type) : 1.0f);
     for (int i = 0; i < r->half; i += LANES) {
@@ -91,7 +91,7 @@ INLINE void rotate_head(const struct rope *r, const void *x, const float *weight
     }
 }
 
-INLINE void rope_rows(const struct rope *r, int64_t first, int64_t end, enum element type) {
+INLINE void rope_rows(const struct penstock_rope *r, int64_t first, int64_t end, enum element type) {
     for (int64_t token = first; token < end; token++) {
         const float *cos = r->cos + (int64_t)r->positions[token] * r->half;
         const float *sin = r->sin + (int64_t)r->positions[token] * r->half;

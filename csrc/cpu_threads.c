@@ -14,6 +14,7 @@
 #include <sched.h>
 #endif
 
+#include "addresses.h"
 #include "cpu_ops.cdef.h"
 
 typedef void gomp_parallel(void (*function)(void *), void *data, unsigned num_threads, unsigned flags);

@@ -14,7 +14,7 @@ struct shape {
     int group; /* query heads per KV head */
 };
 
-INLINE struct shape shape_of(const struct attention *a, enum element type) {
+INLINE struct shape shape_of(const struct penstock_attention *a, enum element type) {
     int paired = HAS_BF16 && type == BFLOAT16;
     return (struct shape){.paired = paired,
                           .head_dim = a->head_dim,
@@ -30,7 +30,7 @@ struct positions {
 };
 
 /* Look up the addresses of positions [begin, end), at most one tile. */
-INLINE void find_positions(const struct attention *a, int row, int kv_head, int begin, int end, struct positions *p,
+INLINE void find_positions(const struct penstock_attention *a, int row, int kv_head, int begin, int end, struct positions *p,
                            enum element type) {
     p->end = end - begin < TILE ? end : begin + TILE;
     const int32_t *block = a->block_tables + row * a->table_stride + begin / a->page_size;

@@ -152,7 +152,7 @@ INLINE const void *element_at(const void *base, int64_t index, enum element type
     return (const char *)base + index * (type == BFLOAT16 ? 2 : 4);
 }
 
-INLINE float load_scalar(uintptr_t base, int64_t index, enum element type) {
+INLINE float load_scalar(const void *base, int64_t index, enum element type) {
     if (type == FLOAT32) return ((const float *)base)[index];
     uint32_t bits = (uint32_t)((const uint16_t *)base)[index] << 16;
     float x;

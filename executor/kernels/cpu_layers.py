@@ -94,24 +94,12 @@ class CpuLayers:
         update = torch.empty_like(residual)
         needed = self._lib.penstock_layers_scratch(self._cpu, self._shared, len(residual))
         scratch = torch.empty(needed, dtype=torch.uint8)
-        failed = self._lib.penstock_run_layers(
-            self._cpu,
-            self._shared,
-            len(residual),
-            *addresses(batch.positions),
-            kv_slots,
-            tables.shape[0],
-            *addresses(batch.query_starts, batch.context_lens),
-            block_tables,
-            tables.stride(0),
-            states,
-            *addresses(residual, update, scratch),
-            *(
-                (0, _csrc.ffi.NULL)
-                if batch.adapters is None
-                else (len(batch.adapters.runs), batch.adapters.runs.structs)
-            ),
-        )
+        given = batch.adapters
+        runs, num_runs = (_csrc.ffi.NULL, 0) if given is None else (given.runs.structs, len(given.runs))
+        tensors = batch.positions, batch.query_starts, batch.context_lens, residual, update, scratch
+        sizes = len(residual), tables.stride(0), tables.shape[0], num_runs
+        step = self._shared, kv_slots, block_tables, states, runs, *addresses(*tensors), *sizes
+        failed = self._lib.penstock_run_layers(self._cpu, [step])
         if failed:
             raise MemoryError(f"no memory for the attention of {len(residual)} tokens")
         return update

@@ -69,7 +69,8 @@ def describe_cpu(dtype: torch.dtype, num_threads: int | None, level: str | None)
 
 
 class CpuOps:
-    """Calls the C kernels, at 2 to 3 µs of Python each. Only asserts its arguments; sizes were checked at startup."""
+    """Calls the C kernels, at 2 to 3 µs of Python each, with the fields of their structs (csrc/cpu_ops.cdef.h) as a list
+    of one tuple. Only asserts its arguments; sizes were checked at startup."""
 
     expanded_attention: ExpandedAttention | None = None
     fused_experts: FusedExperts | None = None
@@ -97,8 +98,8 @@ class CpuOps:
         self, x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor, total: Tensor | None, eps: float
     ) -> None:
         assert x.dtype is self.dtype and weight.dtype is torch.float32
-        outputs = addresses(weight, y, total)
-        self._lib.penstock_norm(self.cpu, *_rows(x), *_rows(residual), *outputs, *x.shape, eps)
+        strides = _row_stride(x), 0 if residual is None else _row_stride(residual)
+        self._lib.penstock_norm(self.cpu, [(*addresses(x, residual, weight, y, total), *strides, *x.shape, eps)])
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, 1)
@@ -110,8 +111,8 @@ class CpuOps:
     def _gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         assert gate.dtype is up.dtype is self.dtype
         out = torch.empty(up.shape, dtype=self.dtype)
-        number = ACTIVATIONS.index(activation)
-        self._lib.penstock_gate(self.cpu, number, *_rows(gate), *_rows(up), out.data_ptr(), *up.shape)
+        sizes = _row_stride(gate), _row_stride(up), *up.shape
+        self._lib.penstock_gate(self.cpu, [(*addresses(gate, up, out), *sizes, ACTIVATIONS.index(activation))])
         return out
 
     linear = staticmethod(F.linear)
@@ -151,24 +152,10 @@ class CpuOps:
         assert q.dtype is k_pages.dtype is self.dtype and v_pages.stride() == (page_stride, slot_stride, 1)
         assert positions.dtype is torch.int32 and kv_slots.dtype is torch.int64 and cos.dtype is torch.float32
         rotated = torch.empty_like(q)
-        self._lib.penstock_rope(
-            self.cpu,
-            tokens,
-            *_heads(q),
-            *_heads(k),
-            *_heads(v),
-            *addresses(cos, sin),
-            cos.shape[1],
-            *addresses(positions, kv_slots, q_weight, k_weight),
-            eps,
-            *addresses(rotated, k_pages, v_pages),
-            page_stride,
-            slot_stride,
-            q_heads,
-            k.shape[1],
-            head_dim,
-            k_pages.shape[1],
-        )
+        strides = _head_stride(q), _head_stride(k), 0 if v is None else _head_stride(v), page_stride, slot_stride
+        sizes = q_heads, k.shape[1], head_dim, cos.shape[1], k_pages.shape[1]
+        tensors = addresses(q, k, v, cos, sin, positions, kv_slots, q_weight, k_weight, rotated, k_pages, v_pages)
+        self._lib.penstock_rope(self.cpu, [(*tensors, *strides, tokens, *sizes, eps)])
         return rotated
 
     def latent_rope_and_store(
@@ -192,25 +179,11 @@ class CpuOps:
         assert scale > 0  # the largest score is found before it is scaled
         tables = batch.block_tables
         out = torch.empty_like(q)
-        failed = self._lib.penstock_attention(
-            self.cpu,
-            tables.shape[0],
-            *addresses(batch.query_starts, batch.context_lens, tables),
-            tables.stride(0),
-            *_heads(q),
-            *addresses(k_pages, v_pages),
-            page_stride,
-            slot_stride,
-            out.data_ptr(),
-            q_heads,
-            kv_width // head_dim,
-            head_dim,
-            page_size,
-            scale,
-            extras.window or 0,
-            extras.cap or 0.0,
-            *addresses(extras.sinks),
-        )
+        tensors = q, k_pages, v_pages, out, batch.query_starts, batch.context_lens, tables, extras.sinks
+        strides = _head_stride(q), page_stride, slot_stride, tables.stride(0)
+        sizes = tables.shape[0], q_heads, kv_width // head_dim, head_dim, page_size, extras.window or 0
+        given = *addresses(*tensors), *strides, *sizes, scale, extras.cap or 0.0
+        failed = self._lib.penstock_attention(self.cpu, [given])
         if failed:
             raise MemoryError(f"no memory for the attention of {tokens} tokens")
         return out
@@ -223,22 +196,18 @@ def addresses(*tensors: Tensor | None) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _rows(x: Tensor | None) -> tuple[int, int]:
-    """Return the address of x [T, H] and the stride of its rows, each of which must be contiguous."""
-    if x is None:
-        return 0, 0
+def _row_stride(x: Tensor) -> int:
+    """Return the stride of the rows of x [T, H], each of which must be contiguous."""
     row, element = x.stride()
     assert element == 1 or x.shape[1] == 1
-    return x.data_ptr(), row
+    return row
 
 
-def _heads(x: Tensor | None) -> tuple[int, int]:
-    """Return the address of x [T, heads, D] and the stride of its tokens, whose heads must be contiguous."""
-    if x is None:
-        return 0, 0
+def _head_stride(x: Tensor) -> int:
+    """Return the stride of the tokens of x [T, heads, D], whose heads must be contiguous."""
     token, head, element = x.stride()
     assert element == 1 and (head == x.shape[2] or x.shape[1] == 1)
-    return x.data_ptr(), token
+    return token
 
 
 def latent_parts(

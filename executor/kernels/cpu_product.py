@@ -86,7 +86,7 @@ class CpuProduct:
         if kind is None:
             out = torch.empty((rows, form.depth), dtype=self._dtype)
             sizes = rows, form.depth // _elements_per_word(self._dtype), form.width
-            failed = _lib.penstock_linear_rows(self._cpu, *addresses(panels, indices, out), *sizes)
+            failed = _lib.penstock_linear_rows(self._cpu, [(*addresses(panels, indices, out), *sizes)])
         else:
             out = torch.empty((rows, form.depth))
             columns = _lib.penstock_coded_columns(self._cpu.level)
@@ -138,8 +138,8 @@ class CpuProduct:
                 stride = self._depth
             size = _lib.penstock_product_scratch(len(parts), parts, rows, self._depth)
             scratch = torch.empty(size, dtype=torch.uint8)
-            where = scratch.data_ptr(), len(parts), parts, y.data_ptr()
-            if _lib.penstock_product(self._cpu, given.data_ptr(), stride, *where, rows, self._depth, self._width):
+            product = *addresses(given, scratch, y), parts, len(parts), stride, rows, self._depth, self._width
+            if _lib.penstock_product(self._cpu, [product]):
                 raise MemoryError
         return y
 

@@ -108,9 +108,8 @@ class CpuRuns:
     def add(self, product: int, x: Tensor, y: Tensor) -> None:
         """Add the adapters' contribution for x [T, depth] to y [T, width]."""
         assert x.stride(1) == y.stride(1) == 1 and x.dtype is y.dtype
-        strides = x.stride(0), y.stride(0)
-        (at_x, at_y), depth = addresses(x, y), x.shape[1]
-        self._lib.penstock_adapt(self._cpu, at_x, strides[0], at_y, strides[1], depth, len(self), self.structs, product)
+        sizes = x.stride(0), y.stride(0), x.shape[1], len(self), product
+        self._lib.penstock_adapt(self._cpu, [(*addresses(x, y), self.structs, *sizes)])
 
 
 def _is_narrow(weight: Tensor) -> bool:

@@ -81,29 +81,21 @@ class CpuRecurrent:
         check_taps(weight, states, self._dtype)
         taps, channels = weight.shape
         y = torch.empty((len(x), channels), dtype=self._dtype)
-        self._lib.penstock_convolve(
-            self._cpu,
-            describe_states(states, batch),
-            x.data_ptr(),
-            x.stride(0),
-            weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            channels,
-            taps,
-            has_silu,
-        )
+        tensors = (0 if each is None else each.data_ptr() for each in (x, weight, bias, y))
+        located = describe_states(states, batch)
+        self._lib.penstock_convolve(self._cpu, [(located, *tensors, x.stride(0), channels, taps, has_silu)])
         return y
 
     def delta_rule(self, inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
         assert all(part.dtype is self._dtype and part.stride(1) == 1 for part in inputs)
         check_heads(heads, states)
         delta, out = describe_heads(heads), torch.empty((len(inputs.z), heads.values), dtype=self._dtype)
-        delta.out = out.data_ptr()
+        located = describe_states(states, batch)  # this name keeps the struct alive
+        delta.out, delta.states = out.data_ptr(), located
         for name, part in zip(("qkv", "z", "gates"), inputs, strict=True):
             setattr(delta, name, part.data_ptr())
             setattr(delta, f"{name}_stride", part.stride(0))
-        self._lib.penstock_delta_rule(self._cpu, describe_states(states, batch), delta)
+        self._lib.penstock_delta_rule(self._cpu, delta)
         return out
 
 

@@ -308,7 +308,7 @@ from penstock._csrc import ffi, lib
 cpu = ffi.new("struct penstock_cpu *", {"level": 0, "num_threads": 2, "is_bfloat16": 0})
 x, y = ffi.new("float[]", [1.0] * 2 * 64 * 4096), ffi.new("float[]", 64 * 4096)
 address = int(ffi.cast("uintptr_t", x))
-lib.penstock_gate(cpu, 0, address, 8192, address + 4096 * 4, 8192, int(ffi.cast("uintptr_t", y)), 64, 4096)
+lib.penstock_gate(cpu, [(address, address + 4096 * 4, int(ffi.cast("uintptr_t", y)), 8192, 8192, 64, 4096, 0)])
 print(lib.penstock_cpu_has_team(), {round(value, 4) for value in y})
 """
     assert run_script(script) == "0 {0.7311}"
