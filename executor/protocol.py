@@ -10,14 +10,12 @@ and submit step N+1 before the host knows what N sampled.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
-if TYPE_CHECKING:  # commands that need no numpy import this module too
-    import numpy as np
-
+Array = Any  # an array of numpy, which light commands that import this module do not load
 ExecutorKind = Literal["auto", "uniproc", "multiproc", "ray"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -321,7 +319,7 @@ class Executor(Protocol):
 
     def submit(self, step: Step) -> None: ...
 
-    def set_masks(self, step_id: int, rows: "np.ndarray", masks: "np.ndarray") -> None:
+    def set_masks(self, step_id: int, rows: Array, masks: Array) -> None:
         """Set the tokens that the masked rows of a step may sample. The engine calls this once for each step with
         masked rows, after its `submit` and before the next `submit` and its `collect`. Only sampling waits for it.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from penstock.cache.tiers.peer.address import read_address, read_secret
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.tiers.served import ServedBlocks
 from penstock.executor.tiers.transfers import Copier, RankTransfers
-
-if TYPE_CHECKING:
-    from penstock.cache.tiers.peer.server import PeerServer
 
 ALIGNMENT = 4096  # a host block starts on a page, so that a store can read directly into it
 STAGING_BYTES = 2**30  # host memory for transfers if a disk or peer is configured without a host tier
@@ -134,8 +131,8 @@ def _open_peer(config: ExecutorConfig, block: RankBlock, peer: str) -> Store:
         raise ExecutorError(f"kv_peers: {peer!r}: {error.strerror}") from None
 
 
-def _serve(config: ExecutorConfig, block: RankBlock, served: ServedBlocks) -> "PeerServer":
-    """Start the server that listens at `kv_peer_listen`."""
+def _serve(config: ExecutorConfig, block: RankBlock, served: ServedBlocks) -> Any:
+    """Return the started `PeerServer` that listens at `kv_peer_listen`."""
     from penstock.cache.tiers.peer.server import PeerServer
 
     address = read_address("kv_peer_listen", config.kv_peer_listen, config.tensor_parallel_size)

@@ -8,16 +8,13 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from penstock.cache.tiers.base import DISK, SERVED, Store
 from penstock.executor.protocol import TransferResult, Transfers
 from penstock.executor.tiers.served import PendingContent, ServedBlocks
-
-if TYPE_CHECKING:  # only engines with peers load the code for them
-    from penstock.cache.tiers.peer.server import PeerServer
 
 STATS_EVERY_S = 1.0
 
@@ -66,7 +63,7 @@ class RankTransfers:
         arena: np.ndarray,
         copier: Copier,
         stores: dict[str, Store],
-        serve: "Callable[[ServedBlocks], PeerServer] | None" = None,
+        serve: Callable[[ServedBlocks], Any] | None = None,  # returns a PeerServer, whose code only peers need
     ) -> None:
         """arena: uint8 [host blocks, bytes per block]. `serve` starts the server for peers, if there is one."""
         self._arena = arena
