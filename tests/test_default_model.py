@@ -80,11 +80,13 @@ def test_a_script_written_for_vllm_runs(llm: LLM) -> None:
     assert tokenizer.decode(named.prompt_token_ids) == "Q: What is the capital of France?"
 
 
+@pytest.mark.slow
 def test_a_batch_of_64_does_not_change_a_request(llm: LLM, prompts: list[str], alone: list[list[int]]) -> None:
     assert llm.reset_prefix_cache()
     assert tokens_of(llm.generate(prompts, GREEDY, use_tqdm=False))[:16] == alone
 
 
+@pytest.mark.slow
 def test_a_prefix_hit_does_not_change_a_request(llm: LLM, prompts: list[str], alone: list[list[int]]) -> None:
     llm.generate(prompts[:16], GREEDY, use_tqdm=False)
     results = llm.generate(prompts[:16], GREEDY, use_tqdm=False)
@@ -108,6 +110,7 @@ def test_preemption_and_chunked_prompts_do_not_change_a_request(prompts: list[st
     assert tokens_of(results) == alone
 
 
+@pytest.mark.slow
 def test_a_seeded_request_draws_the_same_tokens_alone_and_in_a_batch(llm: LLM, prompts: list[str]) -> None:
     params = [SamplingParams(seed=i, temperature=1.2, top_p=0.9, top_k=50, max_tokens=10) for i in range(12)]
     together = tokens_of(llm.generate(prompts[:12], params, use_tqdm=False))
@@ -115,6 +118,7 @@ def test_a_seeded_request_draws_the_same_tokens_alone_and_in_a_batch(llm: LLM, p
         assert tokens_of(llm.generate([prompt], param, use_tqdm=False)) == [tokens]
 
 
+@pytest.mark.slow
 def test_drafts_change_no_token(llm: LLM) -> None:
     text = "the red fox, the grey owl, the red fox, the grey owl, the red"
     params = [

@@ -48,7 +48,7 @@ def test_two_ranks_answer_like_one_and_stop_in_order(server: Server, folder: Pat
         alone.close()
 
 
-@pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "busy"])
+@pytest.mark.parametrize("is_idle", [pytest.param(True, marks=pytest.mark.slow), False], ids=["idle", "busy"])
 def test_a_killed_worker_ends_the_server_with_its_name_and_a_code(server: Server, is_idle: bool) -> None:
     url = server.wait_for(r"Ready after .* s: (http://\S+)")[1]
     pids = family(server)
@@ -75,6 +75,7 @@ def test_nothing_outlives_a_killed_server(server: Server) -> None:
     assert all_gone(pids)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_divide_the_heads_are_refused_before_the_server_is_up(folder: Path) -> None:  # noqa: F811
     server = Server(folder, "--tensor-parallel-size", "3")
     assert server.process.wait(200) != 0

@@ -64,7 +64,7 @@ def promised(message: Submit, known: set[bytes], info: ModelInfo) -> tuple[Reque
     return request, len(list(takewhile(bool, is_known)))
 
 
-@pytest.mark.parametrize("host_slots", [0, 200])
+@pytest.mark.parametrize("host_slots", [pytest.param(0, marks=pytest.mark.slow), 200])
 @pytest.mark.parametrize("groups", SHAPES[2:])
 def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, ...], host_slots: int) -> None:
     """Whatever a router knows of a tier, a request finds at least as much in it and those above; with states alone, all."""

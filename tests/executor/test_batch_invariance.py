@@ -26,7 +26,7 @@ WITH_STATES = [*CASES, "qwen3.5", "granite4-mamba-groups"]
 Trace = list[tuple[tuple[int, ...], tuple[float, ...]]]
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> DType:
     name: DType = request.param
     return name
@@ -69,7 +69,7 @@ def test_in_a_batch_of_64(case: str, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("case", WITH_STATES)
-@pytest.mark.parametrize("chunk", [1, 7, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk", [7, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 32))])
 def test_with_the_prompt_in_chunks_beside_others(case: str, dtype: DType, chunk: int) -> None:
     driver = driver_of(case, dtype)
     others = [driver.admit(prompt) for prompt in OTHERS[:5]]

@@ -69,6 +69,7 @@ def test_what_was_sampled_in_batches_chunks_and_behind_hits_has_the_bits_of_the_
     check(open_forward(str(folder(case)), max_num_batched_tokens=16, max_num_seqs=3, **options), results)
 
 
+@pytest.mark.slow
 def test_of_the_default_model_too() -> None:
     path = str(default_file())
     options: dict[str, Any] = {"kv_cache_bytes": 2**25, "max_model_len": 256}

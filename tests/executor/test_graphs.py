@@ -109,7 +109,7 @@ DEVICES = ["pretended", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("is_eager", [False, True])
+@pytest.mark.parametrize("is_eager", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["qwen3", "gemma3", "qwen3-moe", "deepseek-v2-lite", "opt"])
 def test_a_model_gives_the_tokens_of_transformers_with_graphs_and_without(
     monkeypatch: pytest.MonkeyPatch, case: str, is_eager: bool, device: str

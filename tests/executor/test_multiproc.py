@@ -25,24 +25,24 @@ from tests.support.small_models import folder, greedy
 @pytest.mark.parametrize(
     ("case", "ranks", "by_experts"),
     [
-        ("llama-tied-biases", 2, False),
         ("llama-tied-biases", 4, False),  # two ranks share each of the two key-value heads
-        ("qwen3", 2, False),
-        ("gemma3", 2, False),
         ("gemma4", 2, False),
-        ("mistral-sliding", 2, False),
-        ("qwen2", 4, False),
-        ("phi3", 2, False),
-        ("glm4", 2, False),
-        ("olmo2", 2, False),
         ("minimax-m2", 4, False),  # whose norms over all heads count each key head twice
-        ("granite4-moe", 2, False),
-        ("opt", 4, False),
         ("opt-norm-after-projected", 2, False),
         ("mixtral", 2, True),  # five experts: two and three
         ("qwen2-moe", 2, False),
         ("deepseek-v3", 4, False),
         ("gpt-oss", 2, True),
+        pytest.param("llama-tied-biases", 2, False, marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, False, marks=pytest.mark.slow),
+        pytest.param("mistral-sliding", 2, False, marks=pytest.mark.slow),
+        pytest.param("qwen2", 4, False, marks=pytest.mark.slow),
+        pytest.param("phi3", 2, False, marks=pytest.mark.slow),
+        pytest.param("glm4", 2, False, marks=pytest.mark.slow),
+        pytest.param("olmo2", 2, False, marks=pytest.mark.slow),
+        pytest.param("granite4-moe", 2, False, marks=pytest.mark.slow),
+        pytest.param("opt", 4, False, marks=pytest.mark.slow),
+        pytest.param("gemma3", 2, False, marks=pytest.mark.slow),
         pytest.param("qwen3-moe", 4, True, marks=pytest.mark.slow),
         pytest.param("deepseek-v2-yarn", 2, True, marks=pytest.mark.slow),
         pytest.param("deepseek-v2-biases", 2, False, marks=pytest.mark.slow),
@@ -89,7 +89,7 @@ def test_sampling_and_log_probabilities_are_those_of_one_rank() -> None:
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_over_ranks_too_a_drawn_answer_is_the_same_bits_alone_beside_others_and_after_a_preemption(ranks: int) -> None:
     """The same as over as many ranks, that is: those of one rank are sums in another order, and a draw may tip over."""
     prompt, *others = prompts(20, seed=10)
@@ -155,7 +155,7 @@ def test_a_missing_model_is_the_users_error_said_once_and_without_a_traceback(tm
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_is_named_though_the_other_one_complains_too(rank: int) -> None:
     with running(config_of("llama", 2)) as executor:
         driver = Driver(executor)

@@ -67,9 +67,11 @@ KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
 
 @pytest.mark.timeout(600)  # half a minute of watched work, on a machine that others may use as well
 @pytest.mark.parametrize(
-    "kind", ["mixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eager", "plain", "tiers"))]
+    ("kind", "num_steps"), [("mixed", 20), *(pytest.param(kind, 40, marks=pytest.mark.slow) for kind in KINDS)]
 )
-def test_two_steps_in_flight_touch_nothing_at_the_same_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_steps_in_flight_touch_nothing_at_the_same_time(
+    kind: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps are finished by another thread, which may lag behind: this one waits for nothing that it does."""
     is_mixed, options = KINDS[kind]
     folder(CASE)
@@ -77,7 +79,7 @@ def test_two_steps_in_flight_touch_nothing_at_the_same_time(kind: str, monkeypat
         executor = open_executor(monkeypatch, **options)
         samplings = SAMPLINGS if is_mixed else SAMPLINGS[:2]
         world = World(executor, 1, samplings, is_mixed, lambda: gpu.thread("the finisher"))
-        world.run(40)
+        world.run(num_steps)
         executor.close()
     check_greedy(world)
     assert world.over and world.num_aborted

@@ -70,7 +70,8 @@ def test_more_ranks_than_the_cluster_holds_is_said_with_both_numbers(driver: Pro
     assert "tensor_parallel_size: 4 given; every rank needs one CPU, and the Ray cluster has 2" in error
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_actor_ends_the_executor_by_name_and_leaves_no_other(driver: Program, rank: int) -> None:
     said = run(driver)
     os.kill(said["pids"][rank], signal.SIGKILL)
@@ -87,6 +88,7 @@ def test_actors_end_with_a_driver_that_is_killed(cluster: Program) -> None:
     assert all_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_lost_node_ends_the_executor_by_the_name_of_its_rank(cluster: Program, driver: Program) -> None:
     """Last of those on the cluster, which has one node afterwards."""
     said = run(driver)

@@ -36,7 +36,13 @@ def answers(of: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in of.generate(prompts, GREEDY, use_tqdm=False)]
 
 
-@pytest.fixture(params=["qwen3-next", "qwen3.5", "lfm2", "granite4-mamba"])
+@pytest.fixture(
+    params=[
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3-next", "lfm2")),
+        "qwen3.5",
+        "granite4-mamba",
+    ]
+)
 def case(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

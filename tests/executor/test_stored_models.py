@@ -75,6 +75,65 @@ def rows() -> list[Row]:
     return found
 
 
+# By name, way and dtype: every storage once on each way to compute it, with experts or an order where it has them.
+HARDEST = frozenset(
+    [
+        "gguf/mixed-cpu-auto",
+        "gguf/qwen3-moe-cpu-auto",
+        "gguf/deepseek-v2-lite-cpu-auto",
+        "gguf/gpt-oss-cpu-auto",
+        "gguf/mixed-cpu-float32",
+        "gguf/llama-biases-cpu-float32",
+        "gguf/gemma3-cpu-float32",
+        "gguf/phi3-longrope-cpu-float32",
+        "gguf/Q4_K+Q6_K-gpu-float32",
+        "gguf/Q2_K+Q3_K-gpu-float32",
+        "gguf/Q5_0+IQ4_NL+Q5_1-gpu-float32",
+        "awq-32-cpu-auto",
+        "awq-experts-cpu-auto",
+        "awq-experts-gpu-float32",
+        "gptq-8-all-cpu-auto",
+        "gptq-8-all-gpu-float32",
+        "gptq-ordered-cpu-auto",
+        "gptq-ordered-gpu-float32",
+        "gptq-v2-cpu-auto",
+        "gptq-experts-cpu-auto",
+        "packed-zeros-cpu-auto",
+        "packed-8-zeros-gpu-float32",
+        "packed-ordered-cpu-auto",
+        "packed-experts-cpu-auto",
+        "packed-experts-gpu-float32",
+        "bytes-zeros-cpu-auto",
+        "bytes-zeros-gpu-float32",
+        "floats-one-cpu-float32",
+        "floats-experts-cpu-float32",
+        "floats-experts-gpu-float32",
+        "blocks/qwen3-cpu-float32",
+        "blocks/deepseek-v3-cpu-float32",
+        "mxfp4/gpt-oss-cpu-auto",
+        "mxfp4/gpt-oss-cpu-float32",
+        "mxfp4/gpt-oss-gpu-of-experts-auto",
+        "gptq-ordered-ranks-auto",
+        "packed-experts-ranks-auto",
+        "blocks/deepseek-v3-ranks-float32",
+        "gguf/mixed-ranks-auto",
+    ]
+)
+
+
+def id_of(row: Row) -> str:
+    return f"{row.name}-{row.way}-{row.options['dtype']}".replace(" ", "-")
+
+
+def marked() -> list[Any]:
+    """The rows of the table; those that are not the hardest are slow."""
+    found = {id_of(row): row for row in rows()}
+    assert found.keys() >= HARDEST
+    return [
+        pytest.param(row, id=name, marks=() if name in HARDEST else pytest.mark.slow) for name, row in found.items()
+    ]
+
+
 def check_tokens(driver: Driver, row: Row) -> None:
     """A prompt by itself, and several that start one after the other and come in chunks."""
     memory = driver.executor.info.memory
@@ -87,7 +146,7 @@ def check_tokens(driver: Driver, row: Row) -> None:
 
 
 @needs_codes
-@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.name}-{row.way}-{row.options['dtype']}")
+@pytest.mark.parametrize("row", marked())
 def test_tokens_are_those_of_transformers_on_the_same_numbers(row: Row, request: pytest.FixtureRequest) -> None:
     patch = request.getfixturevalue("monkeypatch")
     config = config_of(stored(row.name)[0], **row.options)

@@ -64,25 +64,19 @@ def said(executor: Any) -> list[list[int]]:
 _STEPS = iter(range(0, 10**9, 1000))
 
 
-FAMILIES = [
-    "llama",
-    "llama-tied-biases",
-    "gemma4",
-    "phi3",
-    "opt",
-    "mixtral",
-    "gpt-oss",
-    "deepseek-v3",
-    "glm4-moe",
-    "qwen3-next",
-    "lfm2",
-    "granite4-moe",
-    "granite4-mamba",
-]
+# Fused tensors, biases, experts, packed experts, latents, states.
+HARDEST = ["llama-tied-biases", "gemma4", "phi3", "gpt-oss", "deepseek-v3", "qwen3-next"]
+OTHERS = ["llama", "opt", "mixtral", "glm4-moe", "lfm2", "granite4-moe", "granite4-mamba"]
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"), [*((case, "float32") for case in FAMILIES), ("llama", "bfloat16"), ("mixtral", "bfloat16")]
+    ("case", "dtype"),
+    [
+        *((case, "float32") for case in HARDEST),
+        ("mixtral", "bfloat16"),
+        *(pytest.param(case, "float32", marks=pytest.mark.slow) for case in OTHERS),
+        pytest.param("llama", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_an_updated_model_is_the_one_that_a_start_would_have_loaded(case: str, dtype: str, tmp_path: Path) -> None:
     other = changed(named(case))
@@ -216,10 +210,20 @@ def on_places(executor: UniprocExecutor) -> UniprocExecutor:
     return executor
 
 
-@pytest.mark.parametrize("has_places", [False, True], ids=["host", "places"])
 @pytest.mark.parametrize(
-    ("case", "dtype"),
-    [("llama-wide", "bfloat16"), ("phi3", "float32"), ("qwen3-moe", "float32"), ("qwen3.5", "float32")],
+    ("case", "dtype", "has_places"),
+    [
+        ("llama-wide", "bfloat16", False),
+        ("qwen3-moe", "float32", True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("llama-wide", "bfloat16", True),
+                ("qwen3-moe", "float32", False),
+                *((case, "float32", has_places) for case in ("phi3", "qwen3.5") for has_places in (False, True)),
+            )
+        ),
+    ],
 )
 def test_adapters_stay_over_other_weights_as_a_start_would_have_them(
     case: str, dtype: str, has_places: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -305,7 +309,9 @@ def test_names_for_the_same_memory_are_sent_once_and_nothing_is_left() -> None:
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-@pytest.mark.parametrize("tiers", [{}, {"kv_host_bytes": 2**20}], ids=["device", "with a tier"])
+@pytest.mark.parametrize(
+    "tiers", [pytest.param({}, marks=pytest.mark.slow), {"kv_host_bytes": 2**20}], ids=["device", "with a tier"]
+)
 def test_sleep_gives_the_memory_back_and_wake_takes_as_much(
     tiers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

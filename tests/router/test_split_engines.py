@@ -143,6 +143,7 @@ def url_of(program: Program) -> str:
     return next(found[0] for line in lines if (found := re.search(r"http://[0-9.]+:\d+", line)))
 
 
+@pytest.mark.slow
 def test_the_three_commands_of_the_docs_serve_the_default_model(tmp_path: Path) -> None:
     path = default_file()
     (address,) = free_addresses(1)

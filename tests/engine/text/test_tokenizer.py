@@ -135,6 +135,7 @@ def test_another_format_is_converted_by_transformers_in_a_process_of_its_own(tmp
     assert [tokenizer.encode(text) for text in samples.CORPUS] == [backend.encode(text).ids for text in samples.CORPUS]
 
 
+@pytest.mark.slow
 def test_a_format_that_cannot_be_converted_is_refused_with_the_reason(tmp_path: Path) -> None:
     folder = samples.folder(tmp_path, samples.byte_level(), tokenizer_config={"tokenizer_class": "LlamaTokenizer"})
     (folder / "tokenizer.json").unlink()
