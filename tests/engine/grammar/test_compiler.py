@@ -13,6 +13,7 @@ from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest, StructuredOutputs
 from tests.support.grammar_rig import accepts, vocabulary
+from tests.support.running_server import until
 
 COMPILER = Compiler(vocabulary)
 
@@ -176,10 +177,7 @@ def test_threads_end_when_the_compiler_is_closed() -> None:
         compiler.start(grammar_source(StructuredOutputs(regex=regex))).result.result(60)
     assert len({*threading.enumerate()} - before) == compiler_module.NUM_THREADS
     compiler.close()
-    deadline_s = time.monotonic() + 10
-    while {*threading.enumerate()} - before:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    until(lambda: not {*threading.enumerate()} - before)
 
 
 def test_a_refusal_carries_llguidance_s_own_words() -> None:
