@@ -1,7 +1,8 @@
 """The whole engine on the real default model: what it says, and that nothing around a request changes it.
 
-In fp32 on a CPU a greedy request gives the same tokens alone, in a batch, behind a prefix hit and under
-preemption. That is a promise: the kernels compute a row the same way whatever stands beside it.
+In fp32 on a CPU a greedy request gives the same tokens alone and among preempted requests in chunks. That is a promise:
+the kernels compute a row the same way whatever stands beside it. Batches, prefix hits and seeds are tested on small models
+(tests/executor/test_batch_invariance.py) and, with this model, by `prove` (tests/engine/prove/test_ourselves.py).
 """
 
 import random
@@ -27,7 +28,6 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="module")
 def prompts() -> list[str]:
     rng = random.Random(0)
     topics = TOPICS.split(",")
@@ -35,16 +35,7 @@ def prompts() -> list[str]:
         "You are a careful writer who answers briefly and never invents anything. Tell me about",
         "In the style of an old encyclopedia, with dates and names where they are known, describe",
     ]
-    return [f"{rng.choice(starts)} {rng.choice(topics)} and {rng.choice(topics)} (number {i})." for i in range(64)]
-
-
-@pytest.fixture(scope="module")
-def alone(llm: LLM, prompts: list[str]) -> list[list[int]]:
-    tokens = []
-    for prompt in prompts[:16]:
-        assert llm.reset_prefix_cache()
-        tokens.append(llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
-    return tokens
+    return [f"{rng.choice(starts)} {rng.choice(topics)} and {rng.choice(topics)} (number {i})." for i in range(16)]
 
 
 def tokens_of(results: list[RequestOutput]) -> list[list[int]]:
@@ -80,21 +71,11 @@ def test_a_script_written_for_vllm_runs(llm: LLM) -> None:
     assert tokenizer.decode(named.prompt_token_ids) == "Q: What is the capital of France?"
 
 
-@pytest.mark.slow
-def test_a_batch_of_64_does_not_change_a_request(llm: LLM, prompts: list[str], alone: list[list[int]]) -> None:
-    assert llm.reset_prefix_cache()
-    assert tokens_of(llm.generate(prompts, GREEDY, use_tqdm=False))[:16] == alone
-
-
-@pytest.mark.slow
-def test_a_prefix_hit_does_not_change_a_request(llm: LLM, prompts: list[str], alone: list[list[int]]) -> None:
-    llm.generate(prompts[:16], GREEDY, use_tqdm=False)
-    results = llm.generate(prompts[:16], GREEDY, use_tqdm=False)
-    assert all(result.num_cached_tokens >= 16 for result in results)
-    assert tokens_of(results) == alone
-
-
-def test_preemption_and_chunked_prompts_do_not_change_a_request(prompts: list[str], alone: list[list[int]]) -> None:
+def test_preemption_and_chunked_prompts_do_not_change_a_request(llm: LLM) -> None:
+    alone = []
+    for prompt in prompts():
+        assert llm.reset_prefix_cache()
+        alone += tokens_of(llm.generate([prompt], GREEDY, use_tqdm=False))
     # Ten blocks for 16 requests that grow to three or four each, and prompts computed twenty tokens at a time.
     with LLM(
         dtype="float32",
@@ -104,18 +85,10 @@ def test_preemption_and_chunked_prompts_do_not_change_a_request(prompts: list[st
         max_num_seqs=16,
         max_num_batched_tokens=20,
         enable_prefix_caching=False,
-    ) as llm:
-        results = llm.generate(prompts[:16], GREEDY, use_tqdm=False)
-        assert llm.get_metrics()["num_preemptions"] > 0
+    ) as scarce:
+        results = scarce.generate(prompts(), GREEDY, use_tqdm=False)
+        assert scarce.get_metrics()["num_preemptions"] > 0
     assert tokens_of(results) == alone
-
-
-@pytest.mark.slow
-def test_a_seeded_request_draws_the_same_tokens_alone_and_in_a_batch(llm: LLM, prompts: list[str]) -> None:
-    params = [SamplingParams(seed=i, temperature=1.2, top_p=0.9, top_k=50, max_tokens=10) for i in range(12)]
-    together = tokens_of(llm.generate(prompts[:12], params, use_tqdm=False))
-    for prompt, param, tokens in list(zip(prompts, params, together, strict=False))[:4]:
-        assert tokens_of(llm.generate([prompt], param, use_tqdm=False)) == [tokens]
 
 
 @pytest.mark.slow

@@ -267,8 +267,8 @@ class Scheduler:
                 error = result.errors[index]
                 outputs.append(self.end(request, "error", error, is_refusal=error == NOTHING_LEFT))
                 continue
-            if index in result.prompt_logprobs:
-                # By position: a preempted request computes its prompt again.
+            if index in result.prompt_logprobs and not request.has_output:
+                # By position: a preempted request computes its prompt again. The first output has the list itself.
                 request.prompt_logprobs[row.start :] = result.prompt_logprobs[index]
             if request.is_prompt_only and row.start + row.count == request.num_prompt:
                 self._retire(request)

@@ -10,10 +10,9 @@ import pytest
 from penstock.engine.config import ConfigError, SpeculativeConfig, engine_config
 from penstock.engine.core.drafts import WINDOW, find_repeat
 from penstock.executor.protocol import Sampling
-from tests.engine.test_scheduler import storm
 from tests.engine.test_tiers import tier_storm
 from tests.support.refusals import table
-from tests.support.simulation import BLOCK_SIZE, World, alone, assert_reached, some_worlds, submit
+from tests.support.simulation import BLOCK_SIZE, World, alone, assert_reached, some_worlds, storm, submit
 
 NGRAM = SpeculativeConfig(method="ngram")
 ALWAYS_7 = Sampling(temperature=0.0, allowed_ids=(7,))

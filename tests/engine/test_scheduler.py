@@ -1,13 +1,10 @@
 """The scheduler over the oracle executor: exact plans for the rules, random worlds for everything else."""
 
-import random
-from typing import Any
-
 import numpy as np
 import pytest
 
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, Step
-from tests.support.simulation import BLOCK_SIZE, World, alone, assert_reached, random_drafts, some_worlds, submit
+from tests.support.simulation import BLOCK_SIZE, World, alone, assert_reached, some_worlds, storm, submit
 
 
 def rows(step: Step) -> list[tuple[int, int, int, bool]]:
@@ -222,21 +219,6 @@ def test_the_prefix_cache_is_reset_only_when_idle() -> None:
     assert world.outputs["b"][0].num_cached_tokens == 0
 
 
-def storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str, int]:
-    """A random world under pressure; every finished request must have the tokens that it gets alone."""
-    rng = random.Random(seed)
-    shape: dict[str, Any] = {"vocab_size": 50, "max_model_len": 64}
-    world = World(
-        num_blocks=rng.choice([17, 20, 30, 100]),
-        max_in_flight=rng.choice([1, 2, 3]),
-        max_num_seqs=rng.choice([1, 3, 8]),
-        max_num_batched_tokens=rng.choice([8, 16, 64]),
-        drafts=random_drafts(rng) if has_drafts else None,
-        **shape,
-    )
-    return world.storm(rng, num_steps, f"seed {seed}", repeats=has_drafts, **shape)
-
-
 @pytest.mark.timeout(900)  # a busy machine takes several times as long
 @some_worlds(10, 40)
 def test_random_worlds_keep_every_invariant_and_every_token(seeds: range) -> None:
@@ -248,6 +230,18 @@ def test_random_worlds_keep_every_invariant_and_every_token(seeds: range) -> Non
 def test_a_million_random_steps() -> None:
     total = sum(storm(seed, num_steps=2_000)["steps"] for seed in range(1000, 1500))
     assert total >= 1_000_000
+
+
+def test_a_prompt_that_is_computed_again_changes_no_log_probabilities_that_were_sent() -> None:
+    world = World(max_num_batched_tokens=8, max_in_flight=1)
+    world.submit(submit("a", list(range(16)), sampling=Sampling(temperature=0.0, prompt_logprobs=1)))
+    while not world.outputs["a"]:
+        world.step()
+    found = world.outputs["a"][0].prompt_logprobs
+    expected = list(found or [])
+    world.scheduler._preempt(next(iter(world.scheduler.running)))
+    world.step()
+    assert len(expected) == 15 and found == expected
 
 
 def test_every_request_finishes_within_a_bounded_wait() -> None:

@@ -141,7 +141,7 @@ def test_random_worlds_of_states_and_drafts_keep_every_invariant_and_every_token
             drafts=random_drafts(rng),
             groups=groups,
         )
-        runs += [world.storm(rng, 300, f"seed {seed}", 50, 64, repeats=True), tier_storm(seed, 150, True, groups)]
+        runs += [world.storm(rng, 300, f"seed {seed}", repeats=True), tier_storm(seed, 150, True, groups)]
     runs += [{"rejected": run["drafted"] - run["accepted"]} for run in runs]
     wanted = {"accepted": 250, "preempted": 100, "aborted": 100, "finished": 400, "hits_host": 5, "hits": 60}
     assert_reached(runs, wanted | {"rejected": 41})

@@ -76,49 +76,7 @@ def rows() -> list[Row]:
 
 
 # By name, way and dtype: every storage once on each way to compute it, with experts or an order where it has them.
-HARDEST = frozenset(
-    [
-        "gguf/mixed-cpu-auto",
-        "gguf/qwen3-moe-cpu-auto",
-        "gguf/deepseek-v2-lite-cpu-auto",
-        "gguf/gpt-oss-cpu-auto",
-        "gguf/mixed-cpu-float32",
-        "gguf/llama-biases-cpu-float32",
-        "gguf/gemma3-cpu-float32",
-        "gguf/phi3-longrope-cpu-float32",
-        "gguf/Q4_K+Q6_K-gpu-float32",
-        "gguf/Q2_K+Q3_K-gpu-float32",
-        "gguf/Q5_0+IQ4_NL+Q5_1-gpu-float32",
-        "awq-32-cpu-auto",
-        "awq-experts-cpu-auto",
-        "awq-experts-gpu-float32",
-        "gptq-8-all-cpu-auto",
-        "gptq-8-all-gpu-float32",
-        "gptq-ordered-cpu-auto",
-        "gptq-ordered-gpu-float32",
-        "gptq-v2-cpu-auto",
-        "gptq-experts-cpu-auto",
-        "packed-zeros-cpu-auto",
-        "packed-8-zeros-gpu-float32",
-        "packed-ordered-cpu-auto",
-        "packed-experts-cpu-auto",
-        "packed-experts-gpu-float32",
-        "bytes-zeros-cpu-auto",
-        "bytes-zeros-gpu-float32",
-        "floats-one-cpu-float32",
-        "floats-experts-cpu-float32",
-        "floats-experts-gpu-float32",
-        "blocks/qwen3-cpu-float32",
-        "blocks/deepseek-v3-cpu-float32",
-        "mxfp4/gpt-oss-cpu-auto",
-        "mxfp4/gpt-oss-cpu-float32",
-        "mxfp4/gpt-oss-gpu-of-experts-auto",
-        "gptq-ordered-ranks-auto",
-        "packed-experts-ranks-auto",
-        "blocks/deepseek-v3-ranks-float32",
-        "gguf/mixed-ranks-auto",
-    ]
-)
+HARDEST = frozenset(Path(__file__).with_name("stored_models_fast.txt").read_text().split())
 
 
 def id_of(row: Row) -> str:

@@ -171,15 +171,13 @@ class World(Simulation):
                 counts["finished"] += 1
                 assert tokens == expected and last.embedding == embedding, f"{where}, request {name}"
 
-    def storm(
-        self, rng: random.Random, num_steps: int, name: str, vocab_size: int, max_model_len: int, repeats: bool = False
-    ) -> dict[str, int]:
+    def storm(self, rng: random.Random, num_steps: int, name: str, repeats: bool = False) -> dict[str, int]:
         """Random requests and aborts for that many steps, and what is left; all answers are compared."""
         messages: dict[str, Submit] = {}
         counts = {"steps": 0, "finished": 0, "aborted": 0}
         while counts["steps"] < num_steps or self.scheduler.has_work():
             if counts["steps"] < num_steps and rng.random() < 0.3 and len(self.scheduler.waiting) < 20:
-                message = random_request(rng, len(messages), vocab_size, max_model_len, repeats)
+                message = random_request(rng, len(messages), self.vocab_size, self.max_model_len, repeats)
                 messages[message.request_id] = message
                 self.submit(message)
             if messages and rng.random() < 0.03:
@@ -237,6 +235,24 @@ def alone(
             break
         row = Row(0, length - 1, 1, True)
     return tokens, None, prompt_logprobs
+
+
+def storm(
+    seed: int, num_steps: int, has_drafts: bool = False, groups: Sequence[GroupInfo] = (GroupInfo(),)
+) -> dict[str, int]:
+    """Run a random world under pressure; every finished request must have the tokens that it gets alone."""
+    rng = random.Random(seed)
+    chunk = rng.choice([8, 16, 64])
+    least = sum(group.most_pages(64, chunk, BLOCK_SIZE) for group in groups) + 1
+    world = World(
+        num_blocks=least + rng.choice([0, 0, 3, 10, 100]),
+        max_in_flight=rng.choice([1, 2, 3]),
+        max_num_seqs=rng.choice([1, 3, 8]),
+        max_num_batched_tokens=chunk,
+        drafts=random_drafts(rng) if has_drafts else None,
+        groups=groups,
+    )
+    return world.storm(rng, num_steps, f"seed {seed}", repeats=has_drafts)
 
 
 def some_worlds(num_fast: int, num_all: int) -> pytest.MarkDecorator:
