@@ -8,6 +8,7 @@ import pytest
 
 from penstock.executor.process_life import LOG_VARIABLE, ROOMS, log_levels
 from tests.support.fork_server import ROOT
+from tests.support.refusals import table
 
 PARENT = """
 import sys
@@ -37,16 +38,7 @@ def test_levels_are_read_by_room(text: str, found: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("loud", "log_level: 'loud' is not a level; levels are debug, info, warning, error, critical"),
-        ("", "log_level: '' is not a level"),
-        ("info,", "log_level: '' is not a level"),
-        ("kitchen=info", "log_level: 'kitchen' is not a room; rooms are engine, executor, cache, router"),
-        ("router=", "log_level: '' is not a level"),
-        ("=info", "log_level: '' is not a room"),
-        ("info,debug", "log_level: given twice for all"),
-        ("router=info,router=debug", "log_level: given twice for router"),
-    ],
+    table(__file__, "log levels"),
 )
 def test_what_is_no_level_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):

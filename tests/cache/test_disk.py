@@ -15,6 +15,7 @@ from penstock.cache.tiers.disk.record import cell_bytes
 from penstock.cache.tiers.disk.snapshot import Table
 from penstock.cache.tiers.disk.tier import DiskLimits, DiskTier
 from tests.support.disk_rig import CHUNK, Rig, capacity_for, key_of, payload_of, start_python
+from tests.support.refusals import table
 
 
 def du(path: Path) -> int:
@@ -185,12 +186,7 @@ def test_closing_ends_every_store_and_load_exactly_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("capacity", "chunk", "says"),
-    [
-        (1000, CHUNK, "capacity_bytes: 1000 given"),
-        (2**80, CHUNK, "capacity_bytes: 1208925819614629174706176 given; at most"),
-        (2**30, 0, "chunk_bytes: 0 given"),
-        (2**40, 2**31, "chunk_bytes"),
-    ],
+    table(__file__, "disk sizes", CHUNK=CHUNK),
 )
 def test_sizes_that_cannot_work_are_named(tmp_path: Path, capacity: int, chunk: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):

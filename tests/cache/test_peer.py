@@ -28,6 +28,7 @@ from tests.support.peer_rig import (
     tier,
     until,
 )
+from tests.support.refusals import table
 
 KEYS = [key(number) for number in range(40)]
 
@@ -314,15 +315,7 @@ def test_many_readers_and_a_source_that_changes_never_give_wrong_bytes() -> None
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("10.0.0.5", "HOST:PORT is expected"),
-        (":9100", "HOST:PORT is expected"),
-        ("host:port", "HOST:PORT is expected"),
-        ("tcp://host:9100", "HOST:PORT is expected"),
-        ("*:9100", "HOST:PORT is expected"),
-        ("host:0", "port 0 given"),
-        ("host:65535", "port 65535 given; 2 ranks need a port each, so 1 to 65534"),
-    ],
+    table(__file__, "peer addresses"),
 )
 def test_addresses_that_cannot_be_meant_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -10,6 +10,7 @@ from penstock.eplb import LoadTracker, Plan, balance, choose, plan, reweight
 from penstock.eplb.load import MAX_SLOTS
 from penstock.eplb.maps import WHOLE
 from tests.support.loads import SHAPES, drifted, skewed
+from tests.support.refusals import table
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -50,16 +51,7 @@ def test_a_plan_survives_a_trip_through_its_placement_and_weights() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        ({"phy2log": [[0, 1, 2, 2]]}, ("phy2log", "expert 3 of layer 0", "at least 1")),
-        ({"phy2log": [[0, 1, 2, 4]]}, ("phy2log", "0 to 4", "within 0 to 3")),
-        ({"phy2log": [[0.0, 1, 2, 3]]}, ("phy2log", "float64", "integers")),
-        ({"phy2log": [[0, 1, 2, 3]], "ranks": 3}, ("ranks", "3", "divide the 4 slots")),
-        ({"weight": [[1, 2, 3]]}, ("weight", "(1, 3)", "(1, 6)")),
-        ({"weight": [[-1] * 6]}, ("weight", "-1", "within 0 to 65535")),
-        ({"weight": [[WHOLE, WHOLE, WHOLE, WHOLE, 1, 1]]}, ("weight", "add up to 65535")),
-        ({"weight": [[WHOLE, WHOLE, 9, WHOLE, 0, 0]]}, ("weight", "add up to 65535")),
-    ],
+    table(__file__, "placements", WHOLE=WHOLE),
 )
 def test_a_placement_that_is_no_plan_is_refused(arguments: dict[str, Any], words: tuple[str, ...]) -> None:
     usual: dict[str, Any] = {"phy2log": [[0, 1, 2, 3, 0, 1]], "experts": 4, "ranks": 2}
@@ -72,12 +64,12 @@ def test_a_placement_that_is_no_plan_is_refused(arguments: dict[str, Any], words
 def test_check_sees_a_table_that_was_changed() -> None:
     made = plan(skewed("zipf", 2, 16), 24, 4)
     layer, expert, copy = (at[0] for at in np.nonzero(made.log2phy > 0))
-    for table, value in ((made.log2phy, made.log2phy[layer, expert, copy] - 1), (made.cdf, 7)):
-        kept = table[layer, expert, copy]
-        table[layer, expert, copy] = value
+    for tensor, value in ((made.log2phy, made.log2phy[layer, expert, copy] - 1), (made.cdf, 7)):
+        kept = tensor[layer, expert, copy]
+        tensor[layer, expert, copy] = value
         with pytest.raises(AssertionError):
             made.check()
-        table[layer, expert, copy] = kept
+        tensor[layer, expert, copy] = kept
     made.check()
 
 
@@ -202,15 +194,7 @@ def test_the_load_that_is_handed_out_is_a_copy() -> None:
 
 @pytest.mark.parametrize(
     ("call", "words"),
-    [
-        (lambda: LoadTracker(0, 4, window=5), "layers: 0"),
-        (lambda: LoadTracker(1, 4, window=0), "window: 0"),
-        (lambda: LoadTracker(1, 4, window=5).add([[1, 2]], 1), r"shape \(1, 2\), must be \(1, 4\)"),
-        (lambda: LoadTracker(1, 2, window=5).add([[1, 2]], 0), "num_steps: 0"),
-        (lambda: LoadTracker(1, 2, window=5).add([[1, -2]], 1), "at least 0"),
-        (lambda: balance(np.ones((1, 5)), plan(np.ones((1, 4)), 4, 2)), r"\(1, 5\), must be \(1, 4\)"),
-        (lambda: plan(np.ones((1, MAX_SLOTS + 1)), 4, 2), "32768 experts"),
-    ],
+    table(__file__, "counts", LoadTracker=LoadTracker, MAX_SLOTS=MAX_SLOTS, balance=balance, np=np, plan=plan),
 )
 def test_wrong_counts_are_refused(call: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -18,6 +18,7 @@ from penstock.eplb import balance, bound, plan
 from penstock.eplb.maps import Plan, max_copies
 from penstock.eplb.planner import copies
 from tests.support.loads import SHAPES, awkward, num_repeats, skewed
+from tests.support.refusals import table
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ["zipf", "logn1", "logn0.5"]
@@ -168,19 +169,7 @@ def test_a_plan_is_the_same_whatever_the_processors_vector_width() -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        ({"load": [1.0, 2.0]}, ("load", "shape (2,)")),
-        ({"load": np.ones((2, 0))}, ("load", "(2, 0)")),
-        ({"load": np.array([["a"]])}, ("load", "real numbers")),
-        ({"load": np.array([[1.0, np.nan, 2.0, 3.0]])}, ("load", "nan", "expert 1 of layer 0", "at least 0")),
-        ({"load": np.array([[1.0, 2.0, 3.0, -4.0]])}, ("load", "-4.0", "expert 3", "at least 0")),
-        ({"load": np.array([[1.0, 2.0, np.inf, 1.0]])}, ("load", "inf", "finite")),
-        ({"slots": 3}, ("slots", "3", "at least the 4 experts")),
-        ({"slots": 40_000}, ("slots", "40000", "32767")),
-        ({"slots": 7}, ("ranks", "2", "must divide the 7 slots")),
-        ({"ranks": 0}, ("ranks", "0", "at least 1")),
-        ({"ranks": 2.0}, ("ranks", "2.0", "integer")),
-    ],
+    table(__file__, "plans", np=np),
 )
 def test_bad_input_is_refused_by_field_value_and_limit(change: dict[str, Any], words: tuple[str, ...]) -> None:
     arguments: dict[str, Any] = {"load": np.ones((1, 4)), "slots": 6, "ranks": 2}

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.eplb import Plan, plan, replan, transfers
 from tests.support.loads import SHAPES, skewed
+from tests.support.refusals import table
 
 PAIRS = [(layers, experts, slots, ranks, 1) for layers, experts, slots, ranks in SHAPES] + [
     (8, 64, 72, 8, 4),
@@ -86,12 +87,7 @@ def test_an_expert_that_a_rank_needs_twice_crosses_once() -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        ({"ranks_per_node": 3}, "ranks_per_node: 3, must divide the 4 ranks"),
-        ({"ranks_per_node": 0}, "ranks_per_node: 0"),
-        ({"new": plan(np.ones((3, 16)), 32, 4)}, "new: 32 slots, must be 24"),
-        ({"new": plan(np.ones((2, 16)), 24, 4)}, "new: 2 layers, must be 3"),
-    ],
+    table(__file__, "transfers", np=np, plan=plan),
 )
 def test_plans_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:
     old, new = two_plans(3, 16, 24, 4)

@@ -15,6 +15,7 @@ from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorError
 from tests.support.coded import FILE_TYPES
 from tests.support.gguf_files import CASES, HEAD_DIM, HEADS, metadata, permuted, shapes, small_file, write
+from tests.support.refusals import table
 from tests.support.small_models import random_model
 from tests.support.stored_models import stored
 
@@ -151,29 +152,7 @@ def one_tensor(dims: tuple[int, ...], kind: int, offset: int = 0) -> bytes:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
-        (header(HUGE, 0, bytes(64)), f"tensor count {HUGE}; at most 2 are possible"),
-        (header(0, HUGE, bytes(64)), f"key count {HUGE}; at most 4 are possible"),
-        (header(0, 1, text(b"k", HUGE) + bytes(64)), f"a string of {HUGE} bytes; at most 65535"),
-        (header(0, 1, text(b"k", 2**64 - 8) + bytes(64)), "a string of 18446744073709551608 bytes"),
-        (header(0, 1, text(b"k") + struct.pack("<IIQ", 9, 8, HUGE) + bytes(64)), f"'k': array length {HUGE}"),
-        (header(0, 1, text(b"k") + struct.pack("<IIQ", 9, 10, 1 << 61) + bytes(64)), "'k': array length"),
-        (header(0, 1, text(b"k") + struct.pack("<IIQ", 9, 9, 1) + bytes(64)), "'k': array of value type 9"),
-        (header(0, 1, text(b"k") + struct.pack("<I", 13) + bytes(64)), "'k': value type 13 is unknown"),
-        (header(0, 1, text(b"k\xff") + bytes(64)), "a string is not UTF-8"),
-        (header(0, 2, (text(b"k") + struct.pack("<IB", 0, 1)) * 2), "'k' appears twice"),
-        (header(0, 1, text(b"general.alignment") + struct.pack("<II", 4, 0)), "0; a power of two from 8"),
-        (header(0, 1, text(b"general.alignment") + struct.pack("<II", 4, 48)), "48; a power of two from 8"),
-        (one_tensor((32,) * 5, 0), "'w': 5 dimensions; 1 to 4"),
-        (one_tensor((), 0), "'w': 0 dimensions"),
-        (one_tensor((32, 0), 0), r"'w': shape \(0, 32\)"),
-        (one_tensor((33,), 8), r"'w': shape \(33,\) of type Q8_0; rows must be a positive multiple of 32"),
-        (one_tensor((32,), 16), "'w': type 16 cannot be read"),
-        (one_tensor((1 << 32, 1 << 32), 0), "'w': bytes 96 to 73786976294838206560; the file has"),
-        (one_tensor((32,), 0, offset=1 << 63), "'w': bytes 9223372036854775872"),
-        (one_tensor((32,), 0, offset=2**64 - 32), "'w': bytes 18446744073709551648"),
-        (one_tensor((32,), 0, offset=12), "'w': offset 12 is not a multiple of the alignment 32"),
-    ],
+    table(__file__, "gguf headers", HUGE=HUGE, header=header, one_tensor=one_tensor, struct=struct, text=text),
 )
 def test_a_lying_header_is_refused_before_memory_is_taken(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"

@@ -20,6 +20,7 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import WEIGHTS, copied, edit_config, edit_weights
 from tests.support.driver import Driver
+from tests.support.refusals import table
 from tests.support.small_models import reference
 
 
@@ -63,12 +64,7 @@ def test_a_truncated_file_is_refused(model: Path, kept: int) -> None:
 
 @pytest.mark.parametrize(
     "header",
-    [
-        struct.pack("<Q", 2**63),  # a header of eight exabytes
-        struct.pack("<Q", 99 * 10**6),
-        struct.pack("<Q", 200_000) + b"[" * 200_000,
-        struct.pack("<Q", 64) + b'{"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}}'[:64],
-    ],
+    table(__file__, "header bombs", struct=struct),
 )
 def test_a_header_bomb_is_refused(model: Path, header: bytes) -> None:
     (model / WEIGHTS).unlink()

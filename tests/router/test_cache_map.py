@@ -10,6 +10,7 @@ from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
 from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from tests.router.test_placement import INFO, cached, fleet, ids, live, short_keys
+from tests.support.refusals import table
 
 
 def knowledge(placement: Placement, name: str) -> str:
@@ -229,12 +230,7 @@ def test_a_replica_that_cannot_be_is_refused_by_name(given: dict[str, Any], mess
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [
-        ({"name": "best"}, "name: 'best' given; invalid enum value"),
-        ({"prediction_s": 0.0}, "prediction_s: 0.0 given; expected `float` > 0"),
-        ({"wear": -1.0}, "wear: -1.0 given; expected `float` >= 0"),
-        ({"host_credit": 1.5}, "host_credit: 1.5 given; expected `float` <= 1"),
-    ],
+    table(__file__, "policies"),
 )
 def test_a_policy_that_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

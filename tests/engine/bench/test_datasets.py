@@ -11,6 +11,7 @@ import pytest
 from penstock.engine.commands.bench.datasets import DatasetOptions, PromptSource, Sample, load_samples
 from penstock.engine.config import ConfigError, chosen
 from penstock.engine.options import add_options
+from tests.support.refusals import table
 
 IDS = PromptSource(1000)
 
@@ -50,12 +51,7 @@ def test_a_seed_gives_the_same_prompts_and_asking_for_more_keeps_the_first() -> 
 
 @pytest.mark.parametrize(
     ("option", "value", "field"),
-    [
-        ("--num-prompts", "0", "num_prompts"),
-        ("--random-input-len", "0", "random_input_len"),
-        ("--random-output-len", "-1", "random_output_len"),
-        ("--random-range-ratio", "1.0", "random_range_ratio"),
-    ],
+    table(__file__, "dataset values"),
 )
 def test_a_value_out_of_range_is_named(option: str, value: str, field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}: {value} given"):
@@ -116,23 +112,7 @@ def test_a_trace_of_mooncake_keeps_its_times_lengths_and_shared_beginnings(tmp_p
 
 @pytest.mark.parametrize(
     ("name", "content", "count", "message"),
-    [
-        ("sharegpt", '{"a": 1}', 1, "no list of conversations"),
-        ("sharegpt", "[]", 1, "has no prompt that can be used"),
-        ("timed_trace", b"\xff\xfe", 1, "request 1"),
-        ("sharegpt", b"\xff\xfe", 1, "no list of conversations"),
-        (
-            "sharegpt",
-            '[{"conversations": [{"value": 1}, {"value": "a"}]}]',
-            1,
-            "no list of conversations: Expected `str`",
-        ),
-        ("sharegpt", "[" * 100_000, 1, "no list of conversations"),
-        ("timed_trace", '{"timestamp": 0}', 1, "request 1: Object missing required field `input_length`"),
-        ("timed_trace", '{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": 5}', 1, "Expected `array"),
-        ("timed_trace", '{"timestamp": 0, "input_length": 1000000000000, "output_length": 5}', 1, "<= 100000000"),
-        ("timed_trace", '{"timestamp": 0, "input_length": 5, "output_length": 5}', 2, "the trace has 1 requests"),
-    ],
+    table(__file__, "datasets"),
 )
 def test_a_file_that_cannot_be_used_is_named_with_the_place(
     name: str, content: str | bytes, count: int, message: str, tmp_path: Path

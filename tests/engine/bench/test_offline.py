@@ -12,6 +12,7 @@ from penstock.cli import main
 from penstock.engine.commands import bench
 from penstock.engine.commands.bench import offline
 from penstock.engine.config import ConfigError
+from tests.support.refusals import table
 
 
 class CountingLLM:
@@ -100,14 +101,7 @@ def test_latency_reports_the_measured_iterations_only(
 
 @pytest.mark.parametrize(
     ("name", "option", "value", "least"),
-    [
-        ("latency", "num-iters", 0, 1),
-        ("latency", "num-iters-warmup", -1, 0),
-        ("latency", "batch-size", 0, 1),
-        ("throughput", "num-warmups", -2, 0),
-        ("throughput", "num-prompts", 0, 1),
-        ("startup", "num-iters-warmup", -1, 0),
-    ],
+    table(__file__, "offline counts"),
 )
 def test_a_count_out_of_range_is_named(
     counting: type[CountingLLM], name: str, option: str, value: int, least: int

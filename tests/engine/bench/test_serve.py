@@ -13,6 +13,7 @@ from penstock.engine.commands.bench.calls import EncodedCall, drive
 from penstock.engine.commands.bench.report import serving_table, write_json
 from penstock.engine.config import ConfigError
 from tests.support.bench_endpoint import Asked, Endpoint, completion, plain, speak_openai
+from tests.support.refusals import table
 
 
 def parse(*options: str) -> argparse.Namespace:
@@ -229,13 +230,7 @@ def test_texts_of_a_file_go_to_completions_and_to_chats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        (["--num-warmups=-2"], "num_warmups: -2 given; expected `int` >= 0"),
-        (["--random-vocab-size=0"], "random_vocab_size: 0 given; expected `int` >= 1"),
-        (["--port=70000"], "port: 70000 given; expected `int` <= 65535"),
-        (["--ready-check-timeout-sec=nan"], "ready_check_timeout_sec: nan given; expected `float` >= 0"),
-        (["--request-rate=-1"], "request_rate: -1.0 given; expected `float` > 0"),
-    ],
+    table(__file__, "serve numbers"),
 )
 def test_a_number_out_of_range_is_named_before_a_server_is_asked(options: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -13,6 +13,7 @@ from penstock.engine.grammar.json_schema import prepared
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from tests.support.grammar_rig import COMPILER, accepts, matcher
+from tests.support.refusals import table
 
 ABC = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}, "cc": {}}}
 CLOSED = {**ABC, "additionalProperties": False}
@@ -39,22 +40,7 @@ def test_a_schema_holds_what_it_says(schema: dict[str, Any], good: list[str], ba
 
 @pytest.mark.parametrize(
     ("schema", "reason"),
-    [
-        ({"properties": {"a": {"not": {"pattern": "a"}}}}, 'Unimplemented keys: ["not"]'),
-        ({"items": {"uniqueItems": True}}, 'Unimplemented keys: ["uniqueItems"]'),
-        ({"if": {"type": "null"}, "then": False}, 'Unimplemented keys: ["if", "then"]'),
-        ({**ABC, "minProperties": 1}, "min/maxProperties only supported when"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "two schemas of a oneOf can"),
-        ({"$ref": "http://json-schema.org/draft-07/schema#/x"}, ""),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"pattern": "(?=x)"}}}, "regex parse error"),
-        ({"items": {"type": "dict"}}, "Invalid type: dict"),
-        ({"items": 3}, "schema must be an object or boolean"),
-        ({"enum": [0, {"a": [1 << 70]}]}, "enum: an integer beyond 64 bits"),
-        ({"maximum": -(1 << 70)}, "maximum: an integer beyond 64 bits"),
-        ({"const": "\0"}, "const: no value can be written without a control character"),
-        ({"pattern": "^a\\u0001b$"}, "pattern '^a\\\\u0001b$': a control character"),
-        ({"patternProperties": {"[\\x02]": True}}, "pattern '[\\\\x02]': a control character"),
-    ],
+    table(__file__, "schemas", ABC=ABC),
 )
 def test_a_schema_that_no_grammar_holds_is_refused_with_our_field_and_the_reason(
     schema: dict[str, Any], reason: str

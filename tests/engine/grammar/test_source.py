@@ -12,6 +12,7 @@ from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import MAX_GRAMMAR_DEPTH, InvalidRequest, StructuredOutputs
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.grammar_rig import accepts, matcher
+from tests.support.refusals import table
 
 PERSON = {
     "type": "object",
@@ -48,20 +49,7 @@ def test_whitespace_between_the_tokens_of_json_is_bounded() -> None:
 
 @pytest.mark.parametrize(
     ("form", "field", "words"),
-    [
-        ({"json": False}, "structured_outputs.json", "accepts no answer"),
-        ({"json": "{"}, "structured_outputs.json", "not valid JSON"),
-        ({"json": "[1]"}, "structured_outputs.json", "list given; a JSON schema is an object, true or false"),
-        ({"json": "3"}, "structured_outputs.json", "int given"),
-        ({"json": "[" * 200 + "]" * 200}, "structured_outputs.json", f"more than {MAX_GRAMMAR_DEPTH} deep"),
-        ({"json": "[" * 100_000}, "structured_outputs.json", "deep"),
-        ({"grammar": "root ::= [a-z]"}, "structured_outputs.grammar", "Lark grammar"),
-        ({"structural_tag": {"structures": [], "triggers": []}}, "structured_outputs.structural_tag", "0 structures"),
-        ({"structural_tag": {"structures": [{"begin": "a"}], "triggers": ["b"]}}, "structured_outputs.structural_tag",
-         r"structures\[0\].begin starts with none"),
-        ({"structural_tag": {"structures": [{"begn": "a"}], "triggers": []}}, "structured_outputs.structural_tag", "begn"),
-        ({"structural_tag": "[]"}, "structured_outputs.structural_tag", "object"),
-    ],
+    table(__file__, 'sources', MAX_GRAMMAR_DEPTH=MAX_GRAMMAR_DEPTH),
 )  # fmt: skip
 def test_an_objection_names_the_field_and_says_what_is_wrong(form: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:

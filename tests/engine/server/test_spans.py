@@ -175,18 +175,7 @@ def test_the_clients_flag_decides_and_the_share_does_where_there_is_none(collect
 
 @pytest.mark.parametrize(
     "header",
-    [
-        "",
-        "00",
-        TRACEPARENT.upper(),
-        TRACEPARENT + "-more",
-        "ff" + TRACEPARENT[2:],
-        f"00-{'0' * 32}-{PARENT}-01",
-        f"00-{TRACE}-{'0' * 16}-01",
-        f"00-{TRACE[1:]}-{PARENT}-01",
-        TRACEPARENT.replace("-", "_"),
-        "x" * 5000,
-    ],
+    table(__file__, "traceparents", PARENT=PARENT, TRACE=TRACE, TRACEPARENT=TRACEPARENT),
 )
 def test_a_traceparent_that_is_none_begins_another_trace(header: str) -> None:
     assert not joins([header])

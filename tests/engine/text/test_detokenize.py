@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders
 from penstock.engine.model_files import ModelRefused
 from penstock.engine.text.detokenize import Detokenizer, byte_alphabet
 from tests.support import text_samples as samples
+from tests.support.refusals import table
 
 KINDS = {
     "byte level": samples.byte_level,
@@ -125,12 +126,7 @@ def test_the_byte_alphabet_is_that_of_the_library() -> None:
 
 @pytest.mark.parametrize(
     "decoder",
-    [
-        decoders.WordPiece(),
-        decoders.CTC(),
-        decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
-        decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Fuse()]),
-    ],
+    table(__file__, "decoders", decoders=decoders),
 )
 def test_a_decoder_that_is_not_understood_is_refused_rather_than_approximated(decoder: decoders.Decoder) -> None:
     tokenizer = samples.sentencepiece()

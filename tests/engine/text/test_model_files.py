@@ -13,6 +13,7 @@ import pytest
 from penstock.engine.model_files import ModelError, ModelNotFound, ModelRefused, resolve_model
 from penstock.executor.models.catalogue import TEXT_PARTS
 from penstock.executor.models.registry import ARCHITECTURES
+from tests.support.refusals import table
 
 
 def hf_folder(path: Path, config: dict[str, Any] | None = None, weights: str | None = "model.safetensors") -> Path:
@@ -72,19 +73,7 @@ def test_without_a_name_and_without_the_wheel_the_error_gives_the_command(monkey
 
 @pytest.mark.parametrize(
     ("make", "error", "sentence"),
-    [
-        (lambda path: path / "missing", ModelNotFound, "there is no folder or .gguf file"),
-        (lambda path: path, ModelNotFound, "neither a config.json nor a .gguf file"),
-        (lambda path: hf_folder(path, weights=None), ModelNotFound, "has no \\*.safetensors file"),
-        (lambda path: hf_folder(path, weights="pytorch_model.bin"), ModelRefused, "only as pickle .pytorch_model.bin."),
-        (lambda path: hf_folder(path, weights="model.pt"), ModelRefused, "only as pickle .model.pt."),
-        (lambda path: hf_folder(path, {"auto_map": {"AutoModel": "m.M"}}), ModelRefused, "runs no code from a model"),
-        (
-            lambda path: hf_folder(path, {"architectures": ["OwnLM"], "auto_map": {"AutoModel": "m.M"}}),
-            ModelRefused,
-            "auto_map in config.json, for OwnLM",
-        ),
-    ],
+    table(__file__, "model files", ModelNotFound=ModelNotFound, ModelRefused=ModelRefused, hf_folder=hf_folder),
 )
 def test_what_cannot_be_loaded_is_refused_with_one_sentence(
     tmp_path: Path, make: Callable[[Path], Path], error: type[Exception], sentence: str
@@ -95,13 +84,7 @@ def test_what_cannot_be_loaded_is_refused_with_one_sentence(
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [
-        (b"[1]", "holds a list; a JSON object is expected"),
-        (b"{", "is not valid JSON"),
-        (b"\xff\xfe", "is not valid JSON"),
-        (b"[" * 100_000, "is not valid JSON"),
-        (b" " * ((16 << 20) + 1), "at most 16777216 are read"),
-    ],
+    table(__file__, "broken configs"),
 )
 def test_a_broken_config_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
