@@ -269,6 +269,7 @@ def test_an_offer_of_another_protocol_is_ignored_and_never_makes_a_second_reques
             for piece in pieces:
                 sock.sendall(piece)
                 time.sleep(0.1)
+            sock.shutdown(socket.SHUT_WR)
             found = read_all(sock)
             assert found.count(b"HTTP/1.1 ") == 1 and status(found) == 400
 

@@ -78,7 +78,7 @@ def test_a_second_prompt_finds_the_first_one_s_prefix_unless_its_salt_differs(se
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_blocks(server: Running, stream: bool) -> None:
-    server.leave(num_open=4, max_tokens=3999, n=4, stream=stream)
+    server.leave(num_open=4, prompt="x", max_tokens=3999, n=4, stream=stream)
     until(lambda: num_open(server) == 0)
     server.complete(max_tokens=1)  # brings fresh numbers along
     until(lambda: server.call(lambda: server.engine.stats.num_used_blocks) == 0)
