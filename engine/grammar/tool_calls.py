@@ -60,27 +60,27 @@ def messages_grammar(special_ids: Mapping[str, int], calls: Calls | None, answer
 
 def _forced(rules: Rules, calls: Calls) -> str:
     """Return the Lark expression for an answer that consists of calls only."""
-    return f"{rules.text(calls.form.written.start)} {_block(rules, calls, calls.form.written.before_name)}"
+    return f"{rules.text(calls.form.start)} {_block(rules, calls, calls.form.before_name)}"
 
 
 def _block(rules: Rules, calls: Calls, before: str, *, is_optional: bool = False) -> str:
     """Return the Lark expression for one or more calls with their closing text. `before` precedes the first name."""
-    written, name = calls.form.written, f"call_{len(rules.lines)}"
+    form, name = calls.form, f"call_{len(rules.lines)}"
     first: list[str] = []
     later: list[str] = []
     for index, function in enumerate(calls.functions):
         arguments = argument_rules(rules, calls.form, function, index)
-        behind = f"{arguments} {rules.text(written.after_arguments)}"
+        behind = f"{arguments} {rules.text(form.after_arguments)}"
         # The text up to the arguments is a single terminal: next to a free-text terminal, the lexer would miss the end
         # of a shorter one.
-        for heads, head in ((first, before), (later, written.join + written.before_name)):
-            heads.append(f"{rules.text(head + function.name + written.before_arguments)} {behind}")
+        for heads, head in ((first, before), (later, form.join + form.before_name)):
+            heads.append(f"{rules.text(head + function.name + form.before_arguments)} {behind}")
     rules.lines.append(f"{name}: {' | '.join(first)}")
     # If each call has its own marks, the next call in free text begins with the next mark.
-    if not calls.many or (is_optional and written.start and written.join.endswith(written.start)):
-        return f"{name} {rules.text(written.end)}"
+    if not calls.many or (is_optional and form.start and form.join.endswith(form.start)):
+        return f"{name} {rules.text(form.end)}"
     rules.lines.append(f"{name}_later: {' | '.join(later)}")
-    return f"{name} ({name}_later)* {rules.text(written.end)}"
+    return f"{name} ({name}_later)* {rules.text(form.end)}"
 
 
 def _optional(rules: Rules, calls: Calls, thinking: Thinking | None) -> str:
@@ -89,12 +89,12 @@ def _optional(rules: Rules, calls: Calls, thinking: Thinking | None) -> str:
     For calls without a mark, the whole text up to a function's arguments is the mark: a shorter text could not tell a
     call from an example.
     """
-    form, end = calls.form, rules.text(calls.form.written.end)
+    form, end = calls.form, rules.text(calls.form.end)
     triggers = {mark: _block(rules, calls, form.opening(mark), is_optional=True) for mark in form.triggers}
     for index, function in enumerate(calls.functions if form.is_bare else ()):
         arguments = argument_rules(rules, form, function, index)
-        head = form.written.before_name + function.name + form.written.before_arguments
-        triggers[head] = f"{arguments} {rules.text(form.written.after_arguments)} {f'({end})?' if end else ''}"
+        head = form.before_name + function.name + form.before_arguments
+        triggers[head] = f"{arguments} {rules.text(form.after_arguments)} {f'({end})?' if end else ''}"
     # The parsers work on text, so they would read a special token that the model spells out as the mark.
     without = "".join(f" & ~/{ANY}{escaped(mark)}{ANY}/" for mark in form.triggers if rules.has_tokens(mark))
     no_reasoning = "" if thinking is None else f" & ~/{BLANK}{escaped(thinking.marks.open)}{ANY}/"

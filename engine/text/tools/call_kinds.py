@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 from penstock.engine.text.tools.arguments import Parameters, literals, tagged
 from penstock.engine.text.tools.reader import CallReader
@@ -19,6 +18,7 @@ from penstock.engine.text.tools.scan import MAX_FRAME_CHARS, Malformed, Wait, sk
 
 # Matches texts that may be special tokens of a model.
 _TOKEN = re.compile(r"<[^<>\s=]+>|\[/?[A-Z_]+\]")
+BY_START = "\0"  # as `join`: derived from `start`
 ARGUMENTS = "arguments"  # or "parameters"
 
 
@@ -26,24 +26,13 @@ def tokens_in(*texts: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(token for text in texts for token in _TOKEN.findall(text)))
 
 
-class Written(NamedTuple):
-    """The spelling of calls that a grammar enforces: `start`, one or more calls separated by `join`, `end`."""
-
-    start: str
-    before_name: str
-    before_arguments: str
-    after_arguments: str
-    join: str
-    end: str
-
-
 @dataclass(frozen=True)
 class ToolFormat(ABC):
-    """A tool call format. `call`: the texts before a call's name, before its arguments and after them; `start`, `join`
-    and `end` are the texts around calls. `found_by`: groups of texts; a chat template with all texts of a group has this
-    format. `closers`: the marks that open calls, each with its closing text. `extra`: further texts that may be special
-    tokens. `has_many`: an answer may have several calls. `id_length`: length of a call's id in the template. `is_bare`: a
-    paragraph that begins with a bracket may be a call without a mark. `fences`: marks that may also open other content.
+    """A tool call format. Its spelling, which a grammar enforces, is `start`, one or more calls separated by `join`, and
+    `end`. `found_by`: groups of texts; a chat template with all texts of a group has this format. `closers`: the marks
+    that open calls, each with its closing text. `extra`: further texts that may be special tokens. `has_many`: an answer
+    may have several calls. `id_length`: length of a call's id in the template. `is_bare`: a paragraph that begins with a
+    bracket may be a call without a mark. `fences`: marks that may also open other content.
 
     By default, `start` without whitespace and a bracket at its end is the mark, which `end` closes; calls are joined by
     a comma if `start` opens a list, otherwise each has its own `start` and `end`.
@@ -52,9 +41,11 @@ class ToolFormat(ABC):
     name: str
     start: str
     end: str
-    call: tuple[str, str, str]
+    before_name: str
+    before_arguments: str
+    after_arguments: str
     parameters: Parameters | None = None
-    join: str | None = None
+    join: str = BY_START
     found_by: tuple[tuple[str, ...], ...] = ()
     closers: Mapping[str, str] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
@@ -68,7 +59,7 @@ class ToolFormat(ABC):
         join = ", " if self.start.endswith("[") else f"{self.end}\n{self.start}"
         defaults = {"join": join, "found_by": ((mark,),), "closers": {mark: self.end.strip()}}
         for name, value in defaults.items():
-            if not getattr(self, name) and (name != "join" or self.join is None):
+            if getattr(self, name) in (BY_START, (), {}):
                 object.__setattr__(self, name, value)
 
     @abstractmethod
@@ -80,17 +71,13 @@ class ToolFormat(ABC):
         return any(all(map(template.__contains__, texts)) for texts in self.found_by)
 
     @cached_property
-    def written(self) -> Written:
-        return Written(self.start, *self.call, self.join or "", self.end)
-
-    @cached_property
     def marks(self) -> tuple[str, ...]:
         return tuple(self.closers)
 
     @cached_property
     def triggers(self) -> tuple[str, ...]:
         """The marks after which a grammar enforces optional calls: those in its spelling and those without a closer."""
-        written = self.written.start + self.written.before_name
+        written = self.start + self.before_name
         return tuple(
             mark for mark in self.marks if mark not in self.fences and (mark in written or not self.closers[mark])
         )
@@ -99,16 +86,17 @@ class ToolFormat(ABC):
     def tokens(self) -> tuple[str, ...]:
         """All texts of the format that may be special tokens."""
         return tokens_in(
-            *self.closers, *self.closers.values(), *self.written, *map(str, self.parameters or ()), *self.extra
+            *(*self.closers, *self.closers.values(), *map(str, self.parameters or ()), *self.extra),
+            *(self.start, self.before_name, self.before_arguments, self.after_arguments, self.join, self.end),
         )
 
     def closing(self, mark: str) -> list[str]:
         """Return the texts that close calls opened by this mark; without a mark, those of the enforced spelling."""
-        return re.findall(r"\]|[^\]]+", self.closers.get(mark, self.written.end).strip())
+        return re.findall(r"\]|[^\]]+", self.closers.get(mark, self.end).strip())
 
     def opening(self, mark: str) -> str:
         """Return the text between a mark and the name of the first call."""
-        whole = self.written.start + self.written.before_name
+        whole = self.start + self.before_name
         _, found, rest = whole.partition(mark if mark in whole else self.marks[0])
         return rest if found else whole
 
@@ -226,12 +214,12 @@ class NamedCalls(ToolFormat):
     """Calls that are a name followed by arguments, between fixed texts. The arguments are JSON."""
 
     def parse(self, reader: CallReader, mark: str) -> Wait[None]:
-        words, before_name, closing = self.opening(mark).split(), self.written.before_name.split(), self.closing(mark)
-        after = self.written.after_arguments.split()
+        words, before_name, closing = self.opening(mark).split(), self.before_name.split(), self.closing(mark)
+        after = self.after_arguments.split()
         while True:
             yield from reader.match(*words)
             name = yield from reader.name()
-            yield from reader.match(*self.written.before_arguments.split())
+            yield from reader.match(*self.before_arguments.split())
             yield from self.arguments(reader, name, (after or closing)[0])
             reader.end_call(name)
             reader.is_closing = True

@@ -41,11 +41,11 @@ class Calls(NamedTuple):
 
 _OBJECT = ('{"name": "', '", "arguments": ', "}")
 _FUNCTION = ("<function=", ">\n", "</function>")
-_PYTHON = ("", "(", ")"), Parameters("", "=", join=", ", quote='"')
-HERMES = ObjectCalls("hermes", "<tool_call>\n", "\n</tool_call>", _OBJECT)
+_PYTHON = "", "(", ")", Parameters("", "=", join=", ", quote='"')
+HERMES = ObjectCalls("hermes", "<tool_call>\n", "\n</tool_call>", *_OBJECT)
 LLAMA = ObjectCalls(
     "llama3_json",
-    *("", "", ('{"name": "', '", "parameters": ', "}")),
+    *("", "", '{"name": "', '", "parameters": ', "}"),
     join="; ",
     found_by=(("<|python_tag|>",), ("<|eot_id|>", '"parameters"'), ("<|eot|>", '"parameters"')),
     closers={"<|python_tag|>": ""},
@@ -54,7 +54,7 @@ LLAMA = ObjectCalls(
 )
 CODER = ObjectCalls(
     "qwen2_5_coder",
-    *("```json\n", "\n```", _OBJECT),
+    *("```json\n", "\n```", *_OBJECT),
     join="\n",
     # Does not match Qwen 2.5 Coder itself: it ships the template of Qwen 2.5, whose format it does not write.
     found_by=(("```json", '"name"', '"arguments"'),),
@@ -64,7 +64,7 @@ CODER = ObjectCalls(
 )
 _MISTRAL = ObjectCalls(
     "mistral",
-    *("[TOOL_CALLS][", "]", _OBJECT),
+    *("[TOOL_CALLS][", "]", *_OBJECT),
     closers={"[TOOL_CALLS]": ""},
     extra=("[ARGS]", "[CALL_ID]"),
     has_args=True,
@@ -74,7 +74,7 @@ _MISTRAL = ObjectCalls(
 
 def _deepseek(name: str, before: str, between: str, behind: str, **more: Any) -> ToolFormat:
     call = (f"<｜tool▁call▁begin｜>{before}", between, f"{behind}<｜tool▁call▁end｜>")
-    return NamedCalls(name, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", call, **more)
+    return NamedCalls(name, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", *call, **more)
 
 
 # The first format whose texts are in a template is the model's format, so special formats precede general ones.
@@ -83,7 +83,9 @@ FORMATS: tuple[ToolFormat, ...] = (
     replace(
         _MISTRAL,
         start="[TOOL_CALLS]",
-        call=("", "[ARGS]", ""),
+        before_name="",
+        before_arguments="[ARGS]",
+        after_arguments="",
         join="[TOOL_CALLS]",
         end="",
         found_by=(("[TOOL_CALLS]", "[ARGS]"),),
@@ -91,26 +93,26 @@ FORMATS: tuple[ToolFormat, ...] = (
     _MISTRAL,
     TaggedCalls(
         "seed_oss",
-        *("<seed:tool_call>\n", "\n</seed:tool_call>", _FUNCTION),
+        *("<seed:tool_call>\n", "\n</seed:tool_call>", *_FUNCTION),
         Parameters("<parameter=", ">", "</parameter>\n"),
     ),
     TaggedCalls(
         "qwen3_coder",
-        *("<tool_call>\n", "\n</tool_call>", _FUNCTION),
+        *("<tool_call>\n", "\n</tool_call>", *_FUNCTION),
         Parameters("<parameter=", ">\n", "\n</parameter>\n"),
         found_by=(("<tool_call>", "<function="),),
         closers={"<tool_call>": "</tool_call>", "<function=": "</tool_call>"},  # models often omit the first mark
     ),
     TaggedCalls(
         "glm47",
-        *("<tool_call>", "</tool_call>", ("", "", "")),
+        *("<tool_call>", "</tool_call>", "", "", ""),
         Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
         join="</tool_call><tool_call>",
         found_by=(("</arg_key><arg_value>",),),
     ),
     TaggedCalls(
         "glm45",
-        *("<tool_call>", "</tool_call>", ("", "\n", "")),
+        *("<tool_call>", "</tool_call>", "", "\n", ""),
         Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
         found_by=(("<arg_key>",),),
     ),
@@ -123,13 +125,13 @@ FORMATS: tuple[ToolFormat, ...] = (
     _deepseek("deepseek_v31", "", "<｜tool▁sep｜>", "", join="", found_by=(("<｜tool▁sep｜>",),)),
     TaggedCalls(
         "minimax_m2",
-        *("<minimax:tool_call>\n", "\n</minimax:tool_call>", ('<invoke name="', '">\n', "</invoke>")),
+        *("<minimax:tool_call>\n", "\n</minimax:tool_call>", '<invoke name="', '">\n', "</invoke>"),
         Parameters('<parameter name="', '">', "</parameter>\n"),
         join="\n",
     ),
     LiteralCalls(
         "gemma4",
-        *("<|tool_call>", "<tool_call|>", ("call:", "{", "}")),
+        *("<|tool_call>", "<tool_call|>", "call:", "{", "}"),
         Parameters("", ":", join=",", quote='<|"|>'),
         join="<tool_call|><|tool_call>",
         found_by=(("<|tool_call>", '<|"|>'),),
@@ -142,13 +144,15 @@ FORMATS: tuple[ToolFormat, ...] = (
     LiteralCalls("olmo3", "<function_calls>\n", "\n</function_calls>", *_PYTHON, join="\n"),
     ObjectCalls(
         "phi4_mini_json",
-        *("<|tool_call|>[", "]<|/tool_call|>", _OBJECT),
+        *("<|tool_call|>[", "]<|/tool_call|>", *_OBJECT),
         found_by=(("<|tool_call|>", "<|/tool_call|>"),),
         closers={"<|tool_call|>": "<|/tool_call|>", "functools[": "]"},
     ),
-    ObjectCalls("phi4_mini_json", "functools[", "]", _OBJECT, found_by=(("functools[",),), closers={"functools[": "]"}),
-    ObjectCalls("granite", "<|tool_call|>[", "]", _OBJECT, closers={"<|tool_call|>": "", "<tool_call>": ""}),
-    ObjectCalls("hunyuan_a13b", "<tool_calls>[", "]</tool_calls>", _OBJECT, closers={"<tool_calls>": "</tool_calls>"}),
+    ObjectCalls(
+        "phi4_mini_json", "functools[", "]", *_OBJECT, found_by=(("functools[",),), closers={"functools[": "]"}
+    ),
+    ObjectCalls("granite", "<|tool_call|>[", "]", *_OBJECT, closers={"<|tool_call|>": "", "<tool_call>": ""}),
+    ObjectCalls("hunyuan_a13b", "<tool_calls>[", "]</tool_calls>", *_OBJECT, closers={"<tool_calls>": "</tool_calls>"}),
     HERMES,
     LLAMA,
     CODER,

@@ -20,7 +20,7 @@ TOKENS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 # HarmonyReader (harmony_reader.py) parses whole answers in this format, instead of the class here.
 FORM = NamedCalls(
     NAME,
-    *("", "", (f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", "")),
+    *("", "", f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", ""),
     found_by=((CHANNEL, MESSAGE),),
     extra=TOKENS,
     has_many=False,  # a call ends the turn

@@ -58,7 +58,7 @@ def test_mistral_s_newer_form_is_written_where_its_mark_is_known() -> None:
     ):
         for found in (detect(source, True, has_args), named("mistral", source, has_args)):
             assert found is not None and found.name == "mistral"
-            assert ("[ARGS]" in found.written.before_arguments) is writes_args
+            assert ("[ARGS]" in found.before_arguments) is writes_args
 
 
 def test_every_name_is_a_format_and_every_format_has_a_name() -> None:
@@ -69,7 +69,7 @@ def test_every_name_is_a_format_and_every_format_has_a_name() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_a_format_is_made_to_write_is_what_it_is_read_from(name: str) -> None:
-    written = FORMATS[name].written
+    written = FORMATS[name]
     arguments = '{"city": "Ulm"}'
     call = f"{written.before_name}weather{written.before_arguments}{arguments}{written.after_arguments}"
     assert written.start + call + written.end == CALL[name]
