@@ -103,7 +103,7 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
     sockets = bind_sockets(server.host, server.port)  # reports a port that is in use before the model is loaded
     task = asyncio.current_task()
     assert task is not None
-    engine = AsyncEngine(config, max_logprobs=server.max_logprobs, progress=_say)
+    engine = AsyncEngine(config, progress=_say)
     with stop_signals(task.cancel):  # until the server itself handles signals, by draining
         try:
             _say(f"Starting {files.name}")

@@ -44,7 +44,7 @@ from penstock.engine.messages import (
     UnloadAdapter,
     WatchCache,
 )
-from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.process_life import ChildProcess, receive, start_child
 from penstock.executor.protocol import AdapterError, AdapterInfo, ModelInfo, WeightsError
@@ -84,7 +84,6 @@ class AsyncEngine:
         config: EngineConfig,
         *,
         tokenizer: Tokenizer | None = None,
-        max_logprobs: int = MAX_LOGPROBS,
         progress: Callable[[str], None] = lambda _line: None,
         core: str = "penstock.engine.core.process",
     ) -> None:
@@ -93,7 +92,7 @@ class AsyncEngine:
         self.state = EngineState()
         self.config = config
         self.tokenizer = tokenizer  # None: answers are token ids, and end at their length
-        self._max_logprobs, self._core_module = max_logprobs, core
+        self._core_module = core
         self._progress = progress
         self._ids = itertools.count()
         self.answers = OpenAnswers()  # those in flight
@@ -226,9 +225,8 @@ class AsyncEngine:
     def generate(
         self, prompt: Sequence[int] | bytes, params: SamplingParams, **options: Unpack[AnswerOptions]
     ) -> Answer:
-        """Start a request. Raises InvalidRequest, QueueFull or EngineDead; afterwards errors come as updates.
-
-        `begin_answer` explains the options.
+        """Start a request whose `params` have been checked. Raises InvalidRequest, QueueFull or EngineDead; afterwards errors
+        come as updates. `begin_answer` explains the options.
         """
         answer = begin_answer(
             f"{next(self._ids):x}",
@@ -237,7 +235,6 @@ class AsyncEngine:
             self.info,
             self.tokenizer,
             self.abort,
-            max_logprobs=self._max_logprobs,
             **options,
         )
         if options.get("pooling") is None:

@@ -305,19 +305,26 @@ class LLM:
         lora_request: LoraRequests,
     ) -> list[RequestOutput]:
         asked = for_each("sampling_params", sampling_params, SamplingParams, len(prompts))
-        # Copies, because the caller may change its objects.
-        copies = {id(each): msgspec.structs.replace(each or self.get_default_sampling_params()) for each in asked}
         adapters = for_each("lora_request", lora_request, LoRARequest, len(prompts))
-        text = None if self.tokenizer is None else self.tokenizer.token_text
+        text, eos_ids = (None, ()) if self.tokenizer is None else (self.tokenizer.token_text, self.tokenizer.eos_ids)
         with self._turn:
             batch = Batch(self._running())
+            copies = {place: self._checked(each) for place, each in {id(each): each for each in asked}.items()}
+            samplings = {place: params.sampling(eos_ids) for place, params in copies.items()}
             keys = self._adapters.keys(adapters, batch.core)
-            like = previous = None
-            for prompt, params, key in zip(prompts, [copies[id(each)] for each in asked], keys, strict=True):
-                like = like if params is previous else None
-                like = self._begin(batch, prompt, params, is_continuation=is_continuation, like=like, adapter=key)
-                previous = params
+            for prompt, place, key in zip(prompts, map(id, asked), keys, strict=True):
+                sampling = samplings[place]
+                self._begin(
+                    batch, prompt, copies[place], is_continuation=is_continuation, adapter=key, sampling=sampling
+                )
             return self._run(batch, use_tqdm, lambda answer, prompt: completed(answer, prompt, text))
+
+    def _checked(self, params: SamplingParams | None) -> SamplingParams:
+        """Return a checked copy, since the caller may change its object."""
+        copy = msgspec.structs.replace(params or self.get_default_sampling_params())
+        copy.detokenize = copy.detokenize and self.tokenizer is not None
+        copy.check(self.info.vocab_size, self._max_logprobs)
+        return copy
 
     def _pool(
         self,
@@ -333,7 +340,7 @@ class LLM:
                 self._begin(batch, prompt, params, is_continuation=True, pooling=pooling)
             return self._run(batch, use_tqdm, lambda answer, prompt: pooled(answer, prompt, show))
 
-    def _begin(self, batch: Batch, prompt: Prompt, params: SamplingParams, **options: Unpack[AnswerOptions]) -> Answer:
+    def _begin(self, batch: Batch, prompt: Prompt, params: SamplingParams, **options: Unpack[AnswerOptions]) -> None:
         """Add a request to the batch. `begin_answer` explains the options."""
         given, cache_salt = split_salt(prompt)
         text = given if isinstance(given, str) else None
@@ -343,8 +350,6 @@ class LLM:
             if self.tokenizer is None:
                 raise InvalidRequest("prompt", "a text was given, but skip_tokenizer=True; give token ids")
             given = self.tokenizer.encode(given)
-        if self.tokenizer is None and params.detokenize:
-            params = msgspec.structs.replace(params, detokenize=False)
         self._num_requests += 1
         options |= {"cache_salt": cache_salt, "grammar": self._grammar(params)}
         answer = begin_answer(
@@ -354,11 +359,9 @@ class LLM:
             batch.core.info,
             self.tokenizer,
             batch.abort,
-            max_logprobs=self._max_logprobs,
             **options,
         )
         batch.add(answer, text)
-        return answer
 
     def _grammar(self, params: SamplingParams) -> str | None:
         """Return the request's grammar. It is compiled here, so that one that cannot be is refused before anything runs."""

@@ -11,7 +11,7 @@ from msgspec import Meta
 from penstock.cache.tiers.base import peer_name
 from penstock.engine.front.answer import Answer, Choice
 from penstock.engine.messages import Submit
-from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.text.detokenize import TextStream
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo, Pooled, Sampling
@@ -48,7 +48,7 @@ class AnswerOptions(SubmitFields, total=False):
     is_continuation: bool
     shown_ids: frozenset[int]
     kv_transfer: KvTransfer | None
-    like: Answer | None
+    sampling: Sampling | None
 
 
 def token_bytes(tokens: Sequence[int], vocab_size: int, field: str = "prompt") -> bytes:
@@ -132,12 +132,12 @@ def begin_answer(
     *,
     is_continuation: bool = False,
     shown_ids: frozenset[int] = frozenset(),
-    max_logprobs: int = MAX_LOGPROBS,
     kv_transfer: KvTransfer | None = None,
-    like: Answer | None = None,
+    sampling: Sampling | None = None,
     **fields: Unpack[SubmitFields],
 ) -> Answer:
-    """Check a request; return its answer, with the messages that start it in the core.
+    """Check the prompt of a request, whose `params` have been checked; return its answer, with the messages that start it
+    in the core.
 
     `prompt`: token ids, or the result of `token_bytes`: 131k ids take 4 ms to check.
     `is_continuation`: the text continues the prompt's text (a completion). Some vocabularies mark the first word of a
@@ -145,18 +145,16 @@ def begin_answer(
     `shown_ids`: special tokens that are part of the text in any case.
     `grammar`: made of `params.structured_outputs`; it may be stricter, but is never absent.
     `kv_transfer`: the other engine that has the prompt's blocks, or will have them soon.
-    `like`: an answer with the same `params` except for seed and length. Lists of thousands of ids take milliseconds to
-    check and to sort, and a call may have a thousand prompts.
+    `sampling`: derived from the same `params` except for seed and length. Lists of thousands of ids take milliseconds to
+    sort, and a call may have a thousand prompts.
     """
     if fields.get("pooling") is None and info.labels is not None and info.labels.tokens is None:
         raise InvalidRequest("model", "it classifies texts and generates none; use /classify, /score or /rerank")
-    if like is None:
-        params.check(info.vocab_size, max_logprobs)
     if not isinstance(prompt, bytes):
         prompt = token_bytes(prompt, info.vocab_size)
     check_length(len(prompt) // 4, info, num_answered=int(fields.get("pooling") is None and params.max_tokens != 0))
-    eos_ids = () if tokenizer is None else tokenizer.eos_ids
-    sampling = params.sampling(eos_ids) if like is None else like.messages[0].sampling
+    if sampling is None:
+        sampling = params.sampling(() if tokenizer is None else tokenizer.eos_ids)
     messages = submissions(request_id, prompt, params, info, sampling, kv_transfer, **fields)
     stream: Callable[[], TextStream] | None = None
     if tokenizer is not None and params.detokenize:

@@ -145,12 +145,13 @@ class Service:
         is_length_asked: bool = True,
         **options: Any,
     ) -> None:
-        """Submit every prompt to the engine and add the answers to the call, which is released at its end.
+        """Submit every prompt to the engine, with `params` that have been checked, and add the answers to the call, which is
+        released at its end.
 
         A default `max_tokens` is limited to the rest of the context.
         """
-        like, adapter = None, self.adapter_of(call.model)
-        options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt, "adapter": adapter}
+        options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt}
+        options |= {"adapter": self.adapter_of(call.model), "sampling": params.sampling(self.tokenizer.eos_ids)}
         for ids in prompts:
             fitting = params
             if params.seed is None and self._seeds is not None:
@@ -158,7 +159,7 @@ class Service:
             if params.max_tokens is not None and not is_length_asked:
                 room = self.info.max_model_len - len(ids)
                 fitting = msgspec.structs.replace(fitting, max_tokens=min(params.max_tokens, room))
-            like = answer = self.engine.generate(ids, fitting, like=like, **options)
+            answer = self.engine.generate(ids, fitting, **options)
             call.answers.append(answer)
             self._answers.add(answer)
 
