@@ -335,10 +335,7 @@ LIGHT = {
     "the executor's protocol": "import penstock.executor.protocol",
     "what goes on while torch is imported": "import penstock.executor.loading.ahead",
 }
-COMMANDS = [["--help"], ["serve", "--help"]]
-if (ROOT / "router/serve.py").exists():  # `penstock route` comes with the router's data plane
-    COMMANDS += [["route", "--help"]]
-for words in COMMANDS:
+for words in (["--help"], ["serve", "--help"], ["route", "--help"]):
     LIGHT[f"penstock {' '.join(words)}"] = f"""
 from penstock.cli import main
 sys.argv[1:] = {words}

@@ -71,14 +71,18 @@ def test_a_server_that_never_answers_is_given_up() -> None:
         startup.measure(command, timeout_s=0.3)
 
 
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    startup.STARTUP.add_arguments(parser)
+    return parser.parse_args(words)
+
+
 def test_the_engine_options_reach_the_server_as_they_were_given() -> None:
     given = [
         "--dtype", "bfloat16", "--max-model-len", "77", "--kv-cache-bytes", "1GiB", "--no-enable-prefix-caching",
         "--enforce-eager", "--hf-overrides", '{"rope_theta": 5}', "--gpu-memory-utilization", "0.5",
     ]  # fmt: skip
-    parser = argparse.ArgumentParser()
-    startup.STARTUP.add_arguments(parser)
-    args = parser.parse_args(given)
+    args = parse(*given)
     command = startup.serve_command("a model", given_options(args, EngineOptions))
     server = argparse.ArgumentParser()
     serve.add_arguments(server)
@@ -94,9 +98,7 @@ def test_the_report_and_its_keys(
     starts = iter([startup.Startup(9, 9), startup.Startup(1, 2), startup.Startup(2, 4)])
     monkeypatch.setattr(startup, "measure", lambda command, **_: next(starts))
     path = tmp_path / "out.json"
-    parser = argparse.ArgumentParser()
-    startup.STARTUP.add_arguments(parser)
-    args = parser.parse_args(["--num-iters-warm", "2", "--command", "x {port}", "--output-json", str(path)])
+    args = parse("--num-iters-warm", "2", "--command", "x {port}", "--output-json", str(path))
     assert startup.STARTUP.run(args) == 0
     saved = json.loads(path.read_text())
     assert saved["avg_warm_startup_time"] == 3.0 and saved["warm_startup_times"] == [2, 4]
@@ -121,9 +123,7 @@ def test_a_signal_ends_the_server_too(number: signal.Signals, tmp_path: Path) ->
 
 
 def test_a_command_that_cannot_be_started_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    startup.STARTUP.add_arguments(parser)
     with pytest.raises(ConfigError, match="command: a 'b given; No closing quotation"):
-        startup.STARTUP.run(parser.parse_args(["--command", "a 'b"]))
-    assert startup.STARTUP.run(parser.parse_args(["--command", "nosuchprogram {port}"])) == 1
+        startup.STARTUP.run(parse("--command", "a 'b"))
+    assert startup.STARTUP.run(parse("--command", "nosuchprogram {port}")) == 1
     assert capsys.readouterr().err == "penstock: [Errno 2] No such file or directory: 'nosuchprogram'\n"
