@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from penstock.cli import main
 from penstock.router.backend import RouteError, canonical_url
 from penstock.router.config import RouterConfig, resolve
 from tests.support.fork_server import ROOT
@@ -90,8 +91,6 @@ def test_the_second_signal_ends_it_at_once() -> None:
 def test_what_cannot_run_is_said_in_one_line(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from penstock.cli import main
-
     assert main(["route", *arguments]) == 2
     assert words in capsys.readouterr().err
 
