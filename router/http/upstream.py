@@ -10,19 +10,17 @@ import errno
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Protocol
 
 import httptools
 
+from penstock.router.http.deadline import within
 from penstock.router.http.heads import AnswerHead, Headers, Heads, question_head, request_head
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_ANSWER_BYTES = 16 * MAX_HEAD_BYTES  # to the router's own requests; the rest is dropped
 IDLE_S = 30.0  # keep-alive timeout; engines close idle connections after 75 s
 MAX_IDLE = 256
-ROUNDS = 8  # iterations of the event loop that a timeout lasts at least
 HIGH_WATER_BYTES = 1 << 20  # write buffer of a connection to a replica
 # Errors of this process or machine, which say nothing about the replica.
 _LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
@@ -330,31 +328,3 @@ class Dechunker:
         self._parser.feed_data(data)
         parts, self._parts = self._parts, []
         return b"".join(parts)
-
-
-@asynccontextmanager
-async def within(seconds: float) -> AsyncIterator[None]:
-    """Raise TimeoutError after `seconds`, like asyncio.timeout, but not because the event loop was blocked.
-
-    After the loop was blocked for two seconds, it runs expired timers before it reads answers that arrived long ago. So
-    this timeout expires only after its time has passed and the loop has run ROUNDS iterations: enough to connect, write
-    and read what was waiting.
-    """
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(None) as limit:
-        num_left = ROUNDS
-        timer: asyncio.TimerHandle
-
-        def count_round() -> None:
-            nonlocal num_left, timer
-            num_left -= 1
-            if num_left:
-                timer = loop.call_later(seconds / ROUNDS, count_round)
-            else:
-                limit.reschedule(loop.time())
-
-        timer = loop.call_later(seconds / ROUNDS, count_round)
-        try:
-            yield
-        finally:
-            timer.cancel()
