@@ -17,6 +17,7 @@ from penstock.executor.kernels import (
     HeadNorms,
     InputOps,
     KeyStore,
+    Narrow,
     Ops,
     Rotation,
     SamplingOps,
@@ -224,8 +225,7 @@ def block_cases(kit: Kit) -> Iterator[Case]:
             return [total, *map(eight_bits.widen_rows, quantized)]
 
         def multiply(kernels: Kernels, x: Any = x) -> torch.Tensor:
-            assert kernels.ops.blocks is not None
-            return kernels.ops.blocks.block_linear(eight_bits.quantize(x), weight, scales, kit.dtype)
+            return kernels.ops.linear(Narrow(eight_bits.quantize(x), kit.dtype), Weight(BLOCKS, weight, scales))
 
         yield Case(f"quantize {rows} rows", quantize, 2e-2)
         yield Case(f"eight-bit product of {rows} rows", multiply)

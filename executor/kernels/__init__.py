@@ -75,6 +75,16 @@ class NormedRows(NamedTuple):
         return self.update.dtype
 
 
+class Narrow(NamedTuple):
+    """FP8 inputs of products that all use FP8; the previous kernel quantized them when it wrote them."""
+
+    rows: Quantized
+    dtype: torch.dtype  # the dtype before quantization, and that of the products' outputs
+
+
+Rows = Tensor | Narrow | NormedRows  # the possible inputs of a layer's first products
+
+
 class Ops(Protocol):
     """The operations of a model. Norm weights are always float32; q, k and v may be views of one tensor."""
 
@@ -90,11 +100,16 @@ class Ops(Protocol):
     def apply_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """x [T, W], gate [T, W] -> x * sigmoid(gate)"""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, K], weight [N, K], bias [N] -> [T, N]"""
+    def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """x [T, K], weight [N, K], bias [N] -> [T, N]. A weight of `Blocks` takes `Narrow` rows, the others tensors;
+        one of `Numbers` also `NormedRows`."""
 
-    def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+    def gated_linear(self, x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
         """x [T, K], weight [2 I, K], the gate's rows first -> [T, I]: `linear` followed by `gate`"""
+
+    @property
+    def max_normed_rows(self) -> int:
+        """The largest number of `NormedRows` that products take; 0: products need inputs that are already normed."""
 
     def rope_and_store(self, q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> Tensor:
         """Normalize q [T, Hq, D] and k [T, Hkv, D] per head if norm weights are given, rotate them, and write k and v
@@ -138,16 +153,14 @@ class Ops(Protocol):
         """The operations of layers that keep a state instead of keys and values."""
 
     @property
-    def norming(self) -> "NormingOps | None":
-        """Products that apply the RMS norm to their inputs; None: every product needs inputs already normed."""
-
-    @property
-    def groups(self) -> "GroupOps | None":
-        """Products with 4-bit or 8-bit quantized weights; None: they are dequantized at load time, or computed in C."""
+    def has_packed(self) -> bool:
+        """True if products take `Packed` and `Mxfp4` weights and dequantize them as they read them; else such weights
+        are dequantized at load time, or computed in C."""
 
     @property
     def blocks(self) -> "BlockOps | None":
-        """Products with block-scaled FP8 weights, and FP8 pages; None: such weights are dequantized at load time."""
+        """Quantizes the inputs of products with `Blocks`; None: such weights are dequantized at load time, and there
+        are no FP8 pages."""
 
 
 class ExpandedAttention(Protocol):
@@ -166,8 +179,7 @@ class ExpandedAttention(Protocol):
 
 
 class FusedExperts(Protocol):
-    """Computes the experts of a layer in one call. The stacked weights are `Numbers`, `Blocks` or `Mxfp4`; for
-    `GroupOps` they are `Packed` and have no biases."""
+    """Computes the experts of a layer in one call. The stacked weights are `Numbers`, `Blocks`, `Packed` or `Mxfp4`."""
 
     def __call__(
         self,
@@ -186,20 +198,8 @@ class FusedExperts(Protocol):
         `biases` are those of the two products, [S, 2 I] and [S, H]."""
 
 
-class NormingOps(Protocol):
-    """Products for batches of few rows that also add the residual and apply the RMS norm."""
-
-    MAX_ROWS: int
-
-    def linear(self, x: NormedRows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`Ops.linear` of the normed rows."""
-
-    def gated_linear(self, x: NormedRows, weight: Tensor, activation: Activation) -> Tensor:
-        """`Ops.gated_linear` of the normed rows."""
-
-
 class BlockOps(Protocol):
-    """Products with FP8 weights that have one scale per block of 128 × 128 (`Blocks`)."""
+    """Quantizes inputs of products with FP8 weights that have one scale per block of 128 × 128 (`Blocks`)."""
 
     def quantize(self, x: Tensor) -> Quantized:
         """x [T, K] -> FP8 values with a scale per 128 numbers; K is a multiple of 128."""
@@ -211,19 +211,6 @@ class BlockOps(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Quantized, Tensor]:
         """(`quantize` of rms_norm(x + residual), x + residual)"""
-
-    def block_linear(self, x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [T, K], weight [N, K] with scales [N / 128 rounded up, at least K / 128] -> [T, N]"""
-
-
-class GroupOps(Protocol):
-    """Products with quantized weights that the kernel dequantizes as it reads them. Inputs are not quantized."""
-
-    def packed_linear(self, x: Tensor, weight: Weight) -> Tensor:
-        """x [T, K] -> [T, N]"""
-
-    @property
-    def packed_experts(self) -> FusedExperts: ...
 
 
 class SamplingOps(Protocol):

@@ -19,15 +19,16 @@ from penstock.executor.kernels import (
     BlockOps,
     ExpandedAttention,
     FusedExperts,
-    GroupOps,
     KeyStore,
     LatentStore,
-    NormingOps,
+    NormedRows,
     Ops,
     Pages,
+    Rows,
     ScoreExtras,
 )
 from penstock.executor.kernels.recurrent import CpuRecurrent
+from penstock.executor.kernels.weight import Weight
 from penstock.executor.moe_spec import MoeSpec
 from penstock.executor.protocol import ExecutorError
 
@@ -75,8 +76,8 @@ class CpuOps:
     expanded_attention: ExpandedAttention | None = None
     fused_experts: FusedExperts | None = None
     blocks: BlockOps | None = None
-    groups: GroupOps | None = None
-    norming: NormingOps | None = None
+    has_packed = False
+    max_normed_rows = 0
 
     def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
         self.dtype, self.cpu = dtype, cpu
@@ -115,9 +116,12 @@ class CpuOps:
         self._lib.penstock_gate(self.cpu, [(*addresses(gate, up, out), *sizes, ACTIVATIONS.index(activation))])
         return out
 
-    linear = staticmethod(F.linear)
+    def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor) and weight.is_numbers
+        return F.linear(x, weight.codes, bias)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+    def gated_linear(self, x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
+        assert isinstance(x, Tensor)
         return self.gate(F.linear(x, weight), activation)
 
     @staticmethod

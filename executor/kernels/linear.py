@@ -6,13 +6,12 @@
 import threading
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.kernels import NormedRows, Ops
+from penstock.executor.kernels import Narrow, Ops, Rows
 from penstock.executor.kernels.cpu_product import CpuProduct, code_type, is_repacked
 from penstock.executor.kernels.eight_bits import pad_scales
 from penstock.executor.kernels.weight import (
@@ -29,22 +28,11 @@ from penstock.executor.kernels.weight import (
     as_groups,
     group_of,
     numbers,
-    widen_mxfp4,
 )
 
-# The quantized weights that are not dequantized, besides those for `Ops.groups`: on a CPU all, on a GPU MXFP4 or none.
+# The quantized weights that are not dequantized, besides `Packed` ones: on a CPU all, on a GPU MXFP4 or none.
 KeptCodes = Literal["all", "MXFP4"] | None
 HALVES = (64, 32, 16)  # numbers along the depth that a kernel dequantizes at a time
-
-
-class Narrow(NamedTuple):
-    """FP8 inputs of products that all use FP8; the previous kernel quantized them when it wrote them."""
-
-    rows: tuple[Tensor, Tensor]  # [T, K] float8_e4m3fn, [T, K / 128] scales
-    dtype: torch.dtype  # the dtype before quantization, and that of the products' outputs
-
-
-Rows = Tensor | Narrow | NormedRows  # the possible inputs of a layer's first products
 
 
 class Linear:
@@ -66,25 +54,10 @@ class Linear:
         return torch.cat([self._multiply(x, *each) for each in zip(self.weights, biases, strict=True)], 1)
 
     def _multiply(self, x: Rows, weight: Weight, bias: Tensor | None) -> Tensor:
-        ops, (form, codes, scales, *_) = self._ops, weight
-        if isinstance(form, Blocks):
-            assert ops.blocks is not None and scales is not None and not isinstance(x, NormedRows)
-            narrow = x if isinstance(x, Narrow) else Narrow(ops.blocks.quantize(x), x.dtype)
-            out = ops.blocks.block_linear(narrow.rows, codes, scales, narrow.dtype)
-            return out if bias is None else out + bias
-        assert not isinstance(x, Narrow), "rows of eight bits for a layer that does not take them"
-        if weight.is_numbers:
-            if isinstance(x, Tensor):
-                return ops.linear(x, codes, bias)
-            assert ops.norming is not None
-            return ops.norming.linear(x, codes, bias)
-        assert isinstance(x, Tensor), "rows without their norm for a layer that does not take them"
-        if isinstance(form, Packed):
-            assert ops.groups is not None
-            out = ops.groups.packed_linear(x, weight)
-            return out if bias is None else out + bias
-        assert form is MXFP4 and scales is not None
-        return F.linear(x, widen_mxfp4(codes, scales).to(x.dtype), bias)
+        if isinstance(x, Tensor) and isinstance(weight.format, Blocks):
+            assert self._ops.blocks is not None
+            x = Narrow(self._ops.blocks.quantize(x), x.dtype)
+        return self._ops.linear(x, weight, bias)
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows [T] of the single weight as [T, in], dequantized: an embedding lookup."""
@@ -148,12 +121,9 @@ def _on_cpu(product: CpuProduct, ops: Ops) -> Linear:
 class LinearMaker:
     """Builds linear layers from stored weights and counts their memory. Thread-safe."""
 
-    def __init__(
-        self, ops: Ops, kept_codes: KeptCodes, has_groups: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """`kept_codes` and, for weights of `ops.groups`, `has_groups` select the weights that are not dequantized."""
-        self._ops, self._kept, self._has_groups = ops, kept_codes, has_groups
-        self._dtype, self._device = dtype, device
+    def __init__(self, ops: Ops, kept_codes: KeptCodes, dtype: torch.dtype, device: torch.device) -> None:
+        """`kept_codes` and `ops` select the weights that are not dequantized."""
+        self._ops, self._kept, self._dtype, self._device = ops, kept_codes, dtype, device
         self.num_bytes = 0  # memory of all tensors except codes and their scales
         self.num_widened_bytes = 0  # the part of num_bytes that was dequantized at load time
         self.num_code_bytes = 0  # memory of codes and their scales
@@ -224,7 +194,7 @@ class LinearMaker:
             return part if code_type(part) is not None else None
         if isinstance(part.format, Ggml) and part.format.type.name == "MXFP4":
             return part if self._kept == "MXFP4" else None
-        if not self._has_groups:
+        if not self._ops.has_packed:
             return None
         groups = as_groups(part) if isinstance(part.format, Ggml) else part
         # GPUs without FP8 conversion in registers have no FP8 products either (`ops.blocks` is None).

@@ -303,17 +303,6 @@ class Mxfp4(Format):
 
 
 MXFP4_BLOCK = 32
-_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def widen_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
-    """Dequantize codes [..., K / 2] with scales [..., K / 32], in the layout of `Mxfp4`, to float32 [..., K]."""
-    table = torch.tensor([*_MXFP4_VALUES, *(-value for value in _MXFP4_VALUES)], device=codes.device)
-    pairs = codes.unflatten(-1, (-1, MXFP4_BLOCK // 2))
-    numbers_of = torch.cat((pairs & 15, pairs >> 4), dim=-1)
-    wide: Tensor = (table[numbers_of.int()] * torch.exp2(scales.float() - 127)[..., None]).flatten(-2)
-    return wide
-
 
 NUMBERS, BLOCKS, MXFP4 = Numbers(), Blocks(), Mxfp4()
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, KeyStore, Ops, Pages, Rotation, ScoreExtras
-from penstock.executor.kernels.linear import Rows
+from penstock.executor.kernels import NO_NORMS, KeyStore, Ops, Pages, Rotation, Rows, ScoreExtras
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights

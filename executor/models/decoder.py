@@ -13,9 +13,9 @@ from torch import Tensor
 
 from penstock.executor.batch import AdaptedRows, ForwardBatch, KvPages, LayerPages
 from penstock.executor.cache_layout import LayerCache
-from penstock.executor.kernels import NormedRows, Ops
+from penstock.executor.kernels import Narrow, NormedRows, Ops, Rows
 from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
-from penstock.executor.kernels.linear import Linear, Narrow, Rows
+from penstock.executor.kernels.linear import Linear
 from penstock.executor.models.attention import GroupedAttention, heads_of
 from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.layer_inputs import LayerEnd, LayerInputs
@@ -315,9 +315,8 @@ class _Layer:
             residual = residual + update
             hidden = residual if weight is None else weight(residual)
             return hidden, hidden if self._spec.norms_stream else residual
-        blocks, eps = self._ops.blocks, self._spec.norm_eps
-        norming = self._ops.norming
-        if norming is not None and part.takes_normed and 0 < len(update) <= norming.MAX_ROWS and adapters is None:
+        blocks, eps, most = self._ops.blocks, self._spec.norm_eps, self._ops.max_normed_rows
+        if part.takes_normed and 0 < len(update) <= most and adapters is None:
             rows = NormedRows(update, residual, torch.empty_like(residual), weight, eps)
             return rows, rows.total
         if blocks is None or not part.takes_narrow or adapters is not None:  # adapters read unquantized rows

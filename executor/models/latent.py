@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import LatentStore, Ops, Pages, Rotation
+from penstock.executor.kernels import LatentStore, Ops, Pages, Rotation, Rows
 from penstock.executor.kernels.cpu_product import CpuProduct, is_repacked
-from penstock.executor.kernels.linear import Linear, Rows
+from penstock.executor.kernels.linear import Linear
 from penstock.executor.kernels.weight import numbers
 from penstock.executor.models.attention import heads_of
 from penstock.executor.models.rope import Tables

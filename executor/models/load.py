@@ -128,10 +128,7 @@ def load_model(
     read: CheckpointReader | DummyWeights = DummyWeights(config.seed, dtype, has_blocks)
     if config.load_format != "dummy":
         read = CheckpointReader(arranged, config.model, digests.is_own if before is not None else lambda _name: False)
-    has_groups = ops.groups is not None and is_quantized and config.load_format != "dummy"
-    weights = Weights(
-        read, dtype, device, group, progress, ops, digests, placement, kept_codes, has_groups, config.enable_lora
-    )
+    weights = Weights(read, dtype, device, group, progress, ops, digests, placement, kept_codes, config.enable_lora)
     num_positions = config.max_model_len or spec.max_positions
     model = Decoder(spec, weights, ops, num_positions, device)
     head = None

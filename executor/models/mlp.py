@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from penstock.executor.batch import AdaptedRows
-from penstock.executor.kernels import Ops
-from penstock.executor.kernels.linear import Linear, Narrow, Rows, multiply_each
+from penstock.executor.kernels import Narrow, Ops, Rows
+from penstock.executor.kernels.linear import Linear, multiply_each
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Split, Weights
 
@@ -44,10 +44,7 @@ class Mlp:
             return out
         if (weight := layer.plain) is not None and layer.bias is None:
             assert not isinstance(hidden, Narrow)
-            if isinstance(hidden, Tensor):
-                return self.down(self._ops.gated_linear(hidden, weight, self._activation))
-            assert self._ops.norming is not None
-            return self.down(self._ops.norming.gated_linear(hidden, weight, self._activation))
+            return self.down(self._ops.gated_linear(hidden, weight, self._activation))
         gate_up = layer(hidden)
         if self._quantize is not None and self.down.takes_narrow:
             return self.down(Narrow(self._quantize(gate_up), gate_up.dtype))

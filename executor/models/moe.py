@@ -14,10 +14,10 @@ from torch import Tensor
 from penstock.eplb import Plan
 from penstock.eplb.maps import EXPERT_STEP, TOKEN_STEP, WHOLE
 from penstock.executor.batch import AdaptedRows
-from penstock.executor.kernels import FusedExperts, Ops
+from penstock.executor.kernels import FusedExperts, Ops, Rows
 from penstock.executor.kernels.eight_bits import pad_scales
-from penstock.executor.kernels.linear import Linear, Rows, make_linear
-from penstock.executor.kernels.weight import BLOCK, Blocks, Numbers, Packed, Weight, stack, stack_tensors
+from penstock.executor.kernels.linear import Linear, make_linear
+from penstock.executor.kernels.weight import BLOCK, Blocks, Numbers, Weight, stack, stack_tensors
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
@@ -195,13 +195,8 @@ def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Fused | None,
     kinds = [{linear.kind for linear in each} for each in layers]
     if any(len(each) != 1 or None in each for each in kinds):
         return None, 0
-    formats = [each[0].weights[0].format for each in layers]
     has_biases = any(linear.bias is not None for each in layers for linear in each)
-    kernel = ops.fused_experts
-    if any(isinstance(form, Packed) for form in formats):
-        is_packed = all(isinstance(form, Packed) for form in formats) and not has_biases and ops.groups is not None
-        kernel = ops.groups.packed_experts if ops.groups is not None and is_packed else None
-    if kernel is None:
+    if ops.fused_experts is None:
         return None, 0
     pieces = [] if shared is None or has_biases else _cut(shared, slots[0])
     up, down = (
@@ -210,7 +205,7 @@ def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Fused | None,
     )
     biases = [[linear.bias for linear in each if linear.bias is not None] for each in layers]
     up_bias, down_bias = (stack_tensors(each) if each else None for each in biases)
-    return Fused(kernel, (up, down), (up_bias, down_bias)), len(pieces)
+    return Fused(ops.fused_experts, (up, down), (up_bias, down_bias)), len(pieces)
 
 
 def _cut(shared: Mlp, expert: Mlp) -> list[tuple[Weight, Weight]]:

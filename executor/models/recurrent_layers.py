@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, StatePages
-from penstock.executor.kernels import Ops
+from penstock.executor.kernels import Ops, Rows
 from penstock.executor.kernels.cpu_layers import DeltaLayer
-from penstock.executor.kernels.linear import Rows
 from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
 from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec
 from penstock.executor.models.weights import Units, Weights

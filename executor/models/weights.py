@@ -154,17 +154,16 @@ class Weights:
         digests: Digests,
         placement: Plan | None = None,
         kept_codes: KeptCodes = None,
-        has_groups: bool = False,
         has_adapters: bool = False,
     ) -> None:
-        """`kept_codes` and `has_groups` say which codes linear layers compute with (`LinearMaker`). Other codes are
-        dequantized to `dtype`, as are weights of eight bits without `ops.blocks`."""
+        """`kept_codes` says which codes linear layers compute with (`LinearMaker`). Other codes are dequantized to
+        `dtype`, as are FP8 weights without `ops.blocks`."""
         self._read, self.dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
         self.has_adapters = has_adapters
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each expert
         self.ops = ops
-        self.made = LinearMaker(ops, kept_codes, has_groups, dtype, device)
+        self.made = LinearMaker(ops, kept_codes, dtype, device)
         # The composition of each layer made by `linear`. Experts' layers are dropped once their weights are stacked.
         self.products: WeakKeyDictionary[Linear, Product] = WeakKeyDictionary()
         self._digests = digests

@@ -170,7 +170,7 @@ def test_the_embedding_is_read_from_the_codes() -> None:
     assert isinstance(values, Weight)
     executor = executor_of(path, dtype="auto")
     assert executor.info.vocab_size == gguf_files.VOCAB
-    embedded = executor._rank._loaded.model._vocabulary.embed(torch.tensor([3, 90, 3]))  # type: ignore[attr-defined]
+    embedded = executor._rank._loaded.model._vocabulary._rows(torch.tensor([3, 90, 3]))
     assert torch.equal(embedded, values.dequantize(CPU, torch.float32)[[3, 90, 3]])
 
 

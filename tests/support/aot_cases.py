@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, KeyStore, LatentStore, Rotation, ScoreExtras
+from penstock.executor.kernels import NO_NORMS, KeyStore, LatentStore, Narrow, Rotation, ScoreExtras
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import adapter_products, fp8, step_inputs
 from penstock.executor.kernels.cuda import dependent as launch
@@ -80,11 +80,16 @@ def fixed(call: Callable[[], None]) -> Callable[[], None]:
     return changed
 
 
-def fixed_linear(tokens: int, width: int, depth: int, dtype: torch.dtype = BF16) -> Callable[[], None]:
+def linear(tokens: int, make: Callable[[], Weight], dtype: torch.dtype = BF16) -> Callable[[], None]:
     def call() -> None:
-        INVARIANT.linear(torch.zeros(tokens, depth, dtype=dtype), torch.empty(width, depth, dtype=dtype))
+        weight = make()
+        OPS.linear(torch.zeros(tokens, weight.shape[1], dtype=dtype), weight)
 
     return call
+
+
+def fixed_linear(tokens: int, width: int, depth: int, dtype: torch.dtype = BF16) -> Callable[[], None]:
+    return fixed(linear(tokens, lambda: numbers(torch.empty(width, depth, dtype=dtype)), dtype))
 
 
 def latent(
@@ -201,14 +206,7 @@ def coded_experts(tokens: int, num: int, top_k: int, width: int, inner: int) -> 
     def call() -> None:
         slots, hidden = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, width, dtype=BF16)
         shapes = (num, 2 * inner, width), (num, width, inner)
-        gate_up, down = (
-            Weight(
-                MXFP4,
-                torch.empty(*rows, depth // 2, dtype=torch.uint8),
-                torch.empty(*rows, depth // 32, dtype=torch.uint8),
-            )
-            for *rows, depth in shapes
-        )
+        gate_up, down = (mxfp4(*shape) for shape in shapes)
         biases = torch.zeros(shapes[0][:2], dtype=BF16), torch.zeros(shapes[1][:2], dtype=BF16)
         shares = torch.zeros(tokens, top_k)
         OPS.fused_experts(hidden, slots, shares, gate_up, down, 0, "clamped_swish", None, biases)
@@ -223,8 +221,7 @@ def eight_bits(tokens: int, width: int, depth: int) -> Callable[[], None]:
         fp8.silu_mul_quantize(torch.zeros(tokens, 2 * depth, dtype=BF16))
         quantized, _ = fp8.add_rms_norm_quantize(x, x, norm, 1e-6)
         weight = torch.empty(width, depth, dtype=FP8)
-        assert OPS.blocks is not None
-        OPS.blocks.block_linear(quantized, weight, torch.zeros(width // 128, depth // 128), BF16)
+        OPS.linear(Narrow(quantized, BF16), Weight(BLOCKS, weight, torch.zeros(width // 128, depth // 128)))
 
     return call
 
@@ -232,11 +229,7 @@ def eight_bits(tokens: int, width: int, depth: int) -> Callable[[], None]:
 def packed(
     tokens: int, width: int, depth: int, bits: int = 4, group: int = 128, below: Any = None
 ) -> Callable[[], None]:
-    def call() -> None:
-        assert OPS.groups is not None
-        OPS.groups.packed_linear(torch.zeros(tokens, depth, dtype=BF16), codes((), width, depth, bits, group, below))
-
-    return call
+    return linear(tokens, lambda: codes((), width, depth, bits, group, below))
 
 
 def codes(
@@ -262,10 +255,15 @@ def packed_experts(tokens: int, num: int, top_k: int, width: int, inner: int, bi
             codes((num,), *shape, bits, 128 if bits else shape[1], torch.uint8 if bits else None)
             for shape in ((2 * inner, width), (width, inner))
         )
-        assert OPS.groups is not None
-        OPS.groups.packed_experts(hidden, slots, torch.zeros(tokens, top_k), up, down, 0, "silu")
+        OPS.fused_experts(hidden, slots, torch.zeros(tokens, top_k), up, down, 0, "silu")
 
     return call
+
+
+def mxfp4(*shape: int) -> Weight:
+    *rows, depth = shape
+    codes, scales = (torch.empty(*rows, depth // each, dtype=torch.uint8) for each in (2, 32))
+    return Weight(MXFP4, codes, scales)
 
 
 def inputs(rows: int, tokens: int, max_blocks: int) -> Callable[[], None]:
@@ -396,6 +394,8 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "gpt-oss-20b: MXFP4 experts, a batch": coded_experts(256, 32, 4, 2880, 2880),
     "gpt-oss-20b: MXFP4 experts, prompts": coded_experts(4096, 32, 4, 2880, 2880),
     "gpt-oss-120b: MXFP4 experts, one row, dependent": dependent(coded_experts(1, 128, 4, 2880, 2880)),
+    "gpt-oss-20b: a layer of MXFP4, one row": linear(1, lambda: mxfp4(4096, 2880)),
+    "gpt-oss-20b: a layer of MXFP4, prompts": linear(2048, lambda: mxfp4(4096, 2880)),
     "Qwen3-30B-A3B: router": router(128, 8, 0),
     "Qwen2-57B-A14B: router": router(64, 8, 8, has_shared_gate=True),
     "DeepSeek-V2: router": router(160, 6, 2, num_groups=8, top_groups=3),

@@ -19,7 +19,8 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.ranks.ranked import RankedExecutor, open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.small_models import folder
-from tests.support.twins import changed, eight_bits, grouped, torch_ops
+from tests.support.twins import changed, eight_bits, torch_ops
+from tests.support.twins.experts import fused_experts
 
 WEIGHTS = "model.safetensors"
 # [model, changes, words of the message, which may leave out some at "…"] in each section.
@@ -106,4 +107,4 @@ def compute_with(patch: pytest.MonkeyPatch, ops: Ops) -> None:
 
 def compute_codes_as_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Let models keep the codes that the kernels of a GPU take, and compute with the kernels' twins."""
-    compute_with(patch, changed(torch_ops, groups=grouped, blocks=eight_bits))
+    compute_with(patch, changed(torch_ops, has_packed=True, fused_experts=fused_experts, blocks=eight_bits))

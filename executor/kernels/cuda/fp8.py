@@ -1,29 +1,20 @@
-"""Block-scaled FP8 matrix products, and the kernels before them that quantize their output.
-
-For few tokens our own kernel is used, for many cuBLAS through `torch.nn.functional.scaled_mm`: on an H20, the former
-was faster up to 256 tokens, the latter beyond 1,000 (vLLM's issue 49932). On cards without scaled_mm all products use
-our kernel.
-"""
+"""Quantizes rows to FP8, alone or as the end of a norm or of a gate, for products with block-scaled FP8 weights."""
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels import Quantized
-from penstock.executor.kernels.card import current_card
 from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.rows import activate, normalize
-from penstock.executor.kernels.cuda.tiles import block_linear_tile, depth_splits, power_of_2, row_warps
-from penstock.executor.kernels.eight_bits import FP8_MAX, TINY, make_quantized, pad_rows
+from penstock.executor.kernels.cuda.tiles import power_of_2, row_warps
+from penstock.executor.kernels.eight_bits import FP8_MAX, TINY, make_quantized
 from penstock.executor.kernels.weight import BLOCK
 
-MAX_OWN_TOKENS = 256
 LIMIT, LEAST, GROUP = tl.constexpr(FP8_MAX), tl.constexpr(TINY), tl.constexpr(BLOCK)
 GROUPS = tl.constexpr(8)  # groups of 128 numbers per program: 16 bytes for each thread of four warps
-JOIN_BLOCK = tl.constexpr(1024)
 
 
 def quantize(x: Tensor) -> Quantized:
@@ -69,64 +60,6 @@ def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: floa
         num_warps=row_warps(block),
     )
     return (values, scales), total
-
-
-def block_linear(
-    x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype, is_fixed: bool = False
-) -> Tensor:
-    values, scales = x
-    if values.is_cuda and not is_fixed and is_cublas(len(values), len(weight)):
-        return scaled_mm(x, weight, weight_scales, dtype)
-    rows, depth = values.shape
-    width = len(weight)
-    assert values.is_contiguous() and weight.is_contiguous() and weight_scales.is_contiguous() and scales.stride(0) == 1
-    tile = block_linear_tile(rows, width, is_fixed)
-    grid = (triton.cdiv(width, tile.columns), triton.cdiv(rows, tile.rows))
-    splits = 1 if is_fixed else depth_splits(grid[0] * grid[1], depth)
-    out = torch.empty((rows, width), dtype=dtype, device=values.device)
-    parts = out if splits == 1 else out.new_empty((splits, rows, width), dtype=torch.float32)
-    pointers = values, scales, weight, weight_scales, parts
-    _block_linear[(*grid, splits)](
-        *pointers,
-        rows,
-        scales.stride(1),
-        WIDTH=width,
-        DEPTH=depth,
-        SCALES_STRIDE=weight_scales.stride(0),
-        SPLITS=splits,
-        **tile.constants(),
-    )
-    if splits > 1:
-        join(parts, out)
-    return out
-
-
-def join(parts: Tensor, out: Tensor) -> None:
-    """Add up the splits of a product, [splits, rows, width], to `out`."""
-    size = out.numel()
-    _join[(triton.cdiv(size, JOIN_BLOCK.value),)](parts, out, size, SPLITS=len(parts), num_warps=4)
-
-
-def is_cublas(rows: int, width: int) -> bool:
-    """Tell whether cuBLAS computes the product: with many rows, and if every block of the weight is whole. DeepSeek's
-    projection to its latent, 576 wide, ends with half a block."""
-    return rows > MAX_OWN_TOKENS and width % BLOCK == 0 and current_card().has_scaled_mm
-
-
-def scaled_mm(x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply with cuBLAS. It takes the second factor and its scales in column order: the checkpoint's rows,
-    transposed. The first factor's scales are columns aligned to 16 bytes, hence the padding to 4 rows."""
-    values, scales = pad_rows(x)
-    product = F.scaled_mm(
-        values,
-        weight.t(),
-        scales,
-        F.ScalingType.BlockWise1x128,
-        weight_scales.t(),
-        F.ScalingType.BlockWise128x128,
-        output_dtype=dtype,
-    )
-    return product[: len(x[0])]
 
 
 @triton.jit
@@ -192,56 +125,3 @@ def _norm_quantize(
     tl.store(values_ptr + row * WIDTH + column, tl.reshape(values, [BLOCK]), mask=inside)
     group = tl.arange(0, BLOCK // GROUP)
     tl.store(scales_ptr + group.to(tl.int64) * scales_stride + row, scales, mask=group < WIDTH // GROUP)
-
-
-@kernel
-def _block_linear(
-    x_ptr,
-    scales_ptr,
-    weight_ptr,
-    weight_scales_ptr,
-    parts_ptr,
-    rows,
-    scales_stride,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SCALES_STRIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Compute one split of the depth. Each step is one scale block: its product is scaled once, in float32."""
-    wait_and_allow_next()
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    is_row, is_column = row < rows, column < WIDTH
-    groups: tl.constexpr = DEPTH // GROUP
-    each: tl.constexpr = (groups + SPLITS - 1) // SPLITS
-    first = tl.program_id(2) * each
-    k = first * GROUP + tl.arange(0, GROUP)
-    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * DEPTH + k[None, :]
-    weight_ptrs = weight_ptr + column.to(tl.int64)[None, :] * DEPTH + k[:, None]
-    weight_scales_ptr += tl.program_id(0) * COLUMNS // GROUP * SCALES_STRIDE
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for group in range(first, tl.minimum(first + each, groups)):
-        x = tl.load(x_ptrs, mask=is_row[:, None], other=0.0)
-        weight = tl.load(weight_ptrs, mask=is_column[None, :], other=0.0)
-        x_scale = tl.load(scales_ptr + group * scales_stride + row, mask=is_row, other=0.0)
-        acc += tl.dot(x, weight) * (x_scale * tl.load(weight_scales_ptr + group))[:, None]
-        x_ptrs += GROUP
-        weight_ptrs += GROUP
-    out_row = tl.program_id(2).to(tl.int64) * rows + row
-    out_ptrs = parts_ptr + out_row[:, None] * WIDTH + column[None, :]
-    tl.store(out_ptrs, acc.to(parts_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
-
-
-@kernel
-def _join(parts_ptr, out_ptr, size, SPLITS: tl.constexpr):
-    """Add up the splits of a product in order of depth."""
-    wait_and_allow_next()
-    index = tl.program_id(0).to(tl.int64) * JOIN_BLOCK + tl.arange(0, JOIN_BLOCK)
-    inside = index < size
-    total = tl.zeros([JOIN_BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(parts_ptr + index + split * size.to(tl.int64), mask=inside, other=0.0)
-    tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=inside)

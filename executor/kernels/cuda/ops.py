@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
-from penstock.executor.kernels import FIXED_ON, Activation, BlockOps, GroupOps, NormingOps, Ops
+from penstock.executor.kernels import FIXED_ON, Activation, BlockOps, NormedRows, Ops
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import (
     adapter_products,
@@ -16,17 +16,17 @@ from penstock.executor.kernels.cuda import (
     expanded,
     expert_products,
     few_rows,
-    fixed_product,
     fp8,
     latent_rope,
+    linear_products,
     logit_edits,
-    packed_products,
     rope_and_store,
     routing,
     rows,
     step_inputs,
 )
 from penstock.executor.kernels.recurrent import RecurrentOps
+from penstock.executor.kernels.weight import numbers
 from penstock.executor.protocol import ExecutorError
 
 __all__ = ["OPS", "SAMPLING_OPS", "CudaOps", "InvariantOps", "adapter_products", "choose_ops", "step_inputs"]
@@ -39,12 +39,13 @@ class _Recurrent:
 
 class CudaOps:
     recurrent: RecurrentOps = _Recurrent()
-    norming: NormingOps | None = few_rows
-    linear: Callable[..., Tensor] = staticmethod(few_rows.linear)
+    has_packed = True
+    max_normed_rows = few_rows.MAX_ROWS
+    linear: Callable[..., Tensor] = staticmethod(linear_products.linear)
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)
     gate = staticmethod(rows.gate)
-    gated_linear: Callable[[Tensor, Tensor, Activation], Tensor] = staticmethod(few_rows.gated_linear)
+    gated_linear: Callable[..., Tensor] = staticmethod(few_rows.gated_linear)
     rope_and_store = staticmethod(rope_and_store.rope_and_store)
     latent_rope_and_store = staticmethod(latent_rope.latent_rope_and_store)
     paged_attention = staticmethod(attention_ops.paged_attention)
@@ -52,7 +53,6 @@ class CudaOps:
     choose_experts = staticmethod(routing.choose_experts)
     expanded_attention = staticmethod(expanded.expanded_attention)
     fused_experts = staticmethod(expert_products.fused_experts)
-    groups: GroupOps | None = packed_products
 
     def __init__(self, blocks: BlockOps | None) -> None:
         self.blocks = blocks
@@ -68,18 +68,6 @@ class CudaSampling:
     mask = staticmethod(logit_edits.mask)
 
 
-class _FixedGroups:
-    packed_linear = staticmethod(partial(packed_products.packed_linear, is_fixed=True))
-    packed_experts = staticmethod(partial(packed_products.packed_experts, is_fixed=True))
-
-
-class _FixedBlocks:
-    quantize = staticmethod(fp8.quantize)
-    silu_mul_quantize = staticmethod(fp8.silu_mul_quantize)
-    add_rms_norm_quantize = staticmethod(fp8.add_rms_norm_quantize)
-    block_linear = staticmethod(partial(fp8.block_linear, is_fixed=True))
-
-
 class _FixedRecurrent:
     convolve = staticmethod(convolution.convolve)
     delta_rule = staticmethod(partial(delta_rule.delta_rule, is_fixed=True))
@@ -89,19 +77,18 @@ class InvariantOps(CudaOps):
     """Kernels with a fixed order of every sum, independent of the batch, for `batch_invariant`. Operations that are not
     overridden here already work row by row in `CudaOps`."""
 
-    norming: NormingOps | None = None
-    linear = staticmethod(fixed_product.linear)
+    max_normed_rows = 0
+    linear = staticmethod(partial(linear_products.linear, is_fixed=True))
     paged_attention = staticmethod(partial(attention_ops.paged_attention, is_fixed=True))
     fused_experts = staticmethod(partial(expert_products.fused_experts, is_fixed=True))
-    groups: GroupOps | None = _FixedGroups()
     recurrent: RecurrentOps = _FixedRecurrent()
 
     def __init__(self, has_eight_bits: bool) -> None:
-        super().__init__(_FixedBlocks() if has_eight_bits else None)
+        super().__init__(fp8 if has_eight_bits else None)
 
     @staticmethod
-    def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
-        return rows.gate(fixed_product.linear(x, weight), activation)
+    def gated_linear(x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
+        return rows.gate(linear_products.linear(x, numbers(weight), is_fixed=True), activation)
 
 
 OPS, SAMPLING_OPS = CudaOps(fp8), CudaSampling()

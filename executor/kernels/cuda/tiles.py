@@ -111,7 +111,7 @@ def expert_tile(
     return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
 
 
-def expert_step(itemsize: int) -> int:
+def depth_step(itemsize: int) -> int:
     """Return the depth per step; with FP8 on both sides, a block of scales."""
     return 128 if itemsize == 1 else 32 if itemsize == 4 else 64
 

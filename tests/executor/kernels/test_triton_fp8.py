@@ -1,13 +1,12 @@
 """Products in eight bits against their twin, and the twin against the product it stands for."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.executor.kernels import Quantized, eight_bits
-from penstock.executor.kernels.cuda import fp8, tiles
+from penstock.executor.kernels import Narrow, Quantized, eight_bits
+from penstock.executor.kernels.cuda import fp8, linear_products, tiles
+from penstock.executor.kernels.weight import BLOCKS, Weight
 from tests.support import cards
 from tests.support.kernel_cases import close, every_dtype, matrix
 from tests.support.paged import random
@@ -47,10 +46,11 @@ def test_the_product_equals_the_twin(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, splits: int
 ) -> None:
     """Three blocks of the depth: of four parts the last has none."""
-    monkeypatch.setattr(fp8, "depth_splits", lambda *_: splits)
+    monkeypatch.setattr(linear_products, "depth_splits", lambda *_: splits)
     _, weight, weight_scales = quantized_weight(200, 384)
     x = eight_bits_twin.quantize(random(rows, 384))
-    actual = fp8.block_linear(moved(x, device), weight.to(device), weight_scales.to(device), torch.float32)
+    moved_weight = Weight(BLOCKS, weight.to(device), weight_scales.to(device))
+    actual = linear_products.linear(Narrow(moved(x, device), torch.float32), moved_weight)
     expected = eight_bits_twin.block_linear(x, weight, weight_scales, torch.float32)
     if device.type == "cpu":
         close(actual, expected)
@@ -80,21 +80,23 @@ def test_the_twin_comes_near_the_product_in_full() -> None:
 
 def test_cublas_gets_many_tokens_and_whole_blocks() -> None:
     cases = {(256, 512): False, (257, 512): True, (257, 576): False, (8192, 576): False, (8192, 128): True}
-    assert {case: fp8.is_cublas(*case) for case in cases} == cases
+    assert {case: linear_products.is_cublas(*case) for case in cases} == cases
 
 
 @pytest.mark.parametrize(("rows", "depth"), [(257, 128), (509, 384), (510, 640), (512, 512), (1001, 384)])
 def test_many_tokens_go_through_cublas(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, depth: int
 ) -> None:
-    product: Any = fp8.block_linear
     if device.type == "cpu":
         monkeypatch.setattr(F, "scaled_mm", strict_scaled_mm, raising=False)
-        product = fp8.scaled_mm
-    assert fp8.is_cublas(rows, 256)
+    assert linear_products.is_cublas(rows, 256)
     _, weight, weight_scales = quantized_weight(256, depth)
     x = eight_bits_twin.quantize(random(rows, depth, dtype=torch.bfloat16))
-    actual = product(moved(x, device), weight.to(device), weight_scales.to(device), torch.bfloat16)
+    factors = moved(x, device), weight.to(device), weight_scales.to(device)
+    if device.type == "cpu":
+        actual = linear_products.scaled_mm(*factors, torch.bfloat16)
+    else:
+        actual = linear_products.linear(Narrow(factors[0], torch.bfloat16), Weight(BLOCKS, *factors[1:]))
     assert actual.shape == (rows, 256)
     close(actual, eight_bits_twin.block_linear(x, weight, weight_scales, torch.float32), torch.bfloat16)
 
@@ -126,8 +128,8 @@ def strict_scaled_mm(
 
 def test_without_scaled_mm_or_on_other_cards_every_product_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     for card, is_cublas in ((cards.H200, True), (cards.L40S, False), (cards.B200, False), (cards.RTX_PRO, False)):
-        monkeypatch.setattr(fp8, "current_card", lambda given=card: given)
-        assert fp8.is_cublas(512, 512) is is_cublas
-    monkeypatch.setattr(fp8, "current_card", lambda: cards.H200)
+        monkeypatch.setattr(linear_products, "current_card", lambda given=card: given)
+        assert linear_products.is_cublas(512, 512) is is_cublas
+    monkeypatch.setattr(linear_products, "current_card", lambda: cards.H200)
     monkeypatch.delattr(F, "scaled_mm")
-    assert not fp8.is_cublas(512, 512)
+    assert not linear_products.is_cublas(512, 512)

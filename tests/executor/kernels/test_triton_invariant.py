@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from triton.runtime import interpreter
 
-from penstock.executor.kernels import NO_EXTRAS, ScoreExtras
+from penstock.executor.kernels import NO_EXTRAS, Narrow, ScoreExtras
 from penstock.executor.kernels.card import Card
-from penstock.executor.kernels.cuda import attention_ops, fixed_product, tiles
+from penstock.executor.kernels.cuda import attention_ops, fp8, linear_products, tiles
 from penstock.executor.kernels.cuda.ops import InvariantOps
 from penstock.executor.kernels.linear import pack
 from penstock.executor.kernels.select import select_ops
-from penstock.executor.kernels.weight import numbers
+from penstock.executor.kernels.weight import BLOCKS, Weight, numbers
 from penstock.executor.protocol import DType, ExecutorConfig, ExecutorError, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.kernels.test_triton_fp8 import quantized_weight
@@ -73,7 +73,7 @@ def alike(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, sizes: 
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that an interpreter can do fall into as many parts as those of models do."""
     monkeypatch.setattr(tiles, "FIXED_PROGRAMS", 4)
-    monkeypatch.setattr(fixed_product, "FIXED_PROGRAMS", 4)
+    monkeypatch.setattr(linear_products, "FIXED_PROGRAMS", 4)
     monkeypatch.setattr(tiles, "MIN_DEPTH", 64)
 
 
@@ -86,7 +86,7 @@ def test_a_product(device: torch.device, dtype: torch.dtype, shape: tuple[int, i
     x, weight = random(rows, depth, dtype=dtype).to(device), random(width, depth, dtype=dtype, seed=1).to(device)
     weight /= depth**0.5
     bias = random(width, dtype=dtype, seed=2).to(device)
-    whole = alike(lambda some: OPS.linear(some, weight, bias), x, (1, rows // 2 - 6, rows // 2 - 5))
+    whole = alike(lambda some: OPS.linear(some, numbers(weight), bias), x, (1, rows // 2 - 6, rows // 2 - 5))
     close(whole, F.linear(x.double(), weight.double(), bias.double()), dtype)
 
 
@@ -187,17 +187,14 @@ def test_experts(device: torch.device, dtype: torch.dtype) -> None:
 def test_products_with_codes(device: torch.device, kind: tuple[int, int, str | None, bool]) -> None:
     weight = moved(pack([grouped(72, 384, kind)], CPU), device)
     x = random(150, 384, dtype=torch.bfloat16).to(device)
-    groups = OPS.groups
-    assert groups is not None
-    alike(lambda rows: groups.packed_linear(rows, weight), x, (1, 17, 65))
+    alike(lambda rows: OPS.linear(rows, weight), x, (1, 17, 65))
 
 
 def test_products_of_eight_bits(device: torch.device) -> None:
     _, weight, scales = (each.to(device) for each in quantized_weight(200, 384))
-    x, blocks = random(150, 384, dtype=torch.bfloat16).to(device), OPS.blocks
-    assert blocks is not None
-    run = partial(blocks.block_linear, weight=weight, weight_scales=scales, dtype=torch.bfloat16)
-    alike(lambda rows: run(blocks.quantize(rows)), x, (1, 17, 65))
+    x = random(150, 384, dtype=torch.bfloat16).to(device)
+    narrow = Weight(BLOCKS, weight, scales)
+    alike(lambda rows: OPS.linear(Narrow(fp8.quantize(rows), torch.bfloat16), narrow), x, (1, 17, 65))
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.kernels.cuda import packed_products, tiles
+from penstock.executor.kernels.cuda import expert_products, linear_products, tiles
 from penstock.executor.kernels.linear import Linear, half_of, pack
 from penstock.executor.kernels.weight import Groups, Weight, as_groups, group_of, stack
+from tests.executor.kernels.test_triton_moe import as_int4
 from tests.support.coded import FILE_TYPES, coded
 from tests.support.kernel_cases import close, every_dtype, matrix
 from tests.support.paged import random
+from tests.support.twins import experts as experts_twin
 from tests.support.twins import grouped as twin
 from tests.support.twins import torch_ops
 
@@ -68,8 +70,15 @@ def test_what_is_packed_stands_for_the_numbers(kind: tuple[int, int, str | None,
 def test_a_layer_equals_the_twin(device: torch.device, kind: tuple[int, int, str | None, bool], rows: int) -> None:
     """200 columns: the last tile has few."""
     weight, x = pack([grouped(200, 384, kind)], CPU), random(rows, 384) / 20
-    actual = packed_products.packed_linear(x.to(device), moved(weight, device))
-    close(actual, twin.packed_linear(x.double(), weight))
+    actual = linear_products.linear(x.to(device), moved(weight, device))
+    close(actual, torch_ops.linear(x.double(), weight))
+
+
+def test_a_layer_of_mxfp4_equals_the_twin(device: torch.device) -> None:
+    weight, x, bias = as_int4(1, 200, 96, 5), random(20, 96), random(201, seed=7)[1:]
+    weight = weight.like(tensor[0] for tensor in weight.tensors())
+    actual = linear_products.linear(x.to(device), moved(weight, device), bias.to(device))
+    close(actual, torch_ops.linear(x.double(), weight, bias.double()))
 
 
 @every_dtype
@@ -78,10 +87,11 @@ def test_the_depth_may_be_cut(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, splits: int, dtype: torch.dtype
 ) -> None:
     """Three steps: of four parts the last has none. Rows lie in a wider tensor."""
-    monkeypatch.setattr(packed_products, "depth_splits", lambda *_: splits)
+    monkeypatch.setattr(linear_products, "depth_splits", lambda *_: splits)
     weight, x = pack([grouped(64, 384, KINDS[1])], CPU), random(3, 400, dtype=dtype)[:, :384] / 20
-    actual = packed_products.packed_linear(x.to(device), moved(weight, device))
-    close(actual, x.double() @ twin.widen(weight).to(dtype).double().t())
+    bias = random(64, dtype=dtype, seed=7)
+    actual = linear_products.linear(x.to(device), moved(weight, device), bias.to(device))
+    close(actual, x.double() @ twin.widen(weight).to(dtype).double().t() + bias.double())
 
 
 def test_half_a_step_fits_the_depth_and_the_groups() -> None:
@@ -110,9 +120,9 @@ def test_experts_equal_the_twin(device: torch.device, kind: tuple[int, int, str 
     slots = torch.rand(tokens, experts + 1, generator=torch.Generator().manual_seed(2)).topk(2).indices
     hidden, shares = random(tokens, width) / 20, random(tokens, 2, seed=2).softmax(-1)
     added = random(tokens, width, seed=3)
-    exact = twin.packed_experts(hidden.double(), slots, shares, gate_up, down, first, "silu", added)
+    exact = experts_twin.fused_experts(hidden.double(), slots, shares, gate_up, down, first, "silu", added)
     given = hidden.to(device), slots.to(device), shares.to(device), moved(gate_up, device), moved(down, device)
-    actual = packed_products.packed_experts(*given, first, "silu", added.to(device))
+    actual = expert_products.fused_experts(*given, first, "silu", added.to(device))
     scale = exact.abs().max()
     close(actual / scale.to(device), exact / scale)
 

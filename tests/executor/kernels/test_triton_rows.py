@@ -8,6 +8,7 @@ import torch
 from penstock.executor.kernels import Activation, KeyStore, NormedRows, Rotation
 from penstock.executor.kernels.cuda import few_rows
 from penstock.executor.kernels.cuda.ops import OPS
+from penstock.executor.kernels.weight import numbers
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import latent_step, random
 from tests.support.twins import torch_ops
@@ -59,13 +60,13 @@ def test_products_of_few_rows_equal_the_twin(device: torch.device, dtype: torch.
         x = random(rows, depth, dtype=dtype).to(device)
         weight = random(width, depth, dtype=dtype, seed=1).to(device) / depth**0.5
         bias = random(width, dtype=dtype, seed=2).to(device) if has_bias else None
-        close(OPS.linear(x, weight, bias), torch_ops.linear(x, weight, bias))
+        close(OPS.linear(x, numbers(weight), bias), torch_ops.linear(x, numbers(weight), bias))
 
 
 def test_rows_and_weights_that_begin_anywhere_are_multiplied_as_well(device: torch.device) -> None:
     wide, weights = random(1, 65).to(device), random(9, 64, seed=1).to(device)
     for x, weight in ((wide[:, 1:], weights[1:]), (wide[:, :64], weights.t()[:, :5].t()), (wide[:, :64], weights)):
-        close(OPS.linear(x, weight), torch_ops.linear(x, weight))
+        close(OPS.linear(x, numbers(weight)), torch_ops.linear(x, numbers(weight)))
 
 
 @every_dtype
@@ -80,9 +81,9 @@ def test_products_of_few_rows_add_and_normalize_them(device: torch.device, dtype
         for has_gate in (False, True):
             given = NormedRows(update, residual, torch.empty_like(residual), norm, 1e-5)
             if has_gate:
-                close(few_rows.gated_linear(given, weight, "silu"), torch_ops.gated_linear(normed, weight, "silu"))
+                close(OPS.gated_linear(given, weight, "silu"), torch_ops.gated_linear(normed, weight, "silu"))
             else:
-                close(few_rows.linear(given, weight, bias), torch_ops.linear(normed, weight, bias))
+                close(OPS.linear(given, numbers(weight), bias), torch_ops.linear(normed, numbers(weight), bias))
             assert torch.equal(given.total, total)
 
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from penstock.executor.kernels import Activation
 from penstock.executor.kernels.eight_bits import are_quantized
-from penstock.executor.kernels.weight import BLOCKS, MXFP4, NUMBERS, Weight, widen_mxfp4
-from tests.support.twins import torch_ops
+from penstock.executor.kernels.weight import BLOCKS, Weight
+from tests.support.twins import grouped, torch_ops
 from tests.support.twins.eight_bits import quantize, widen, widen_rows
 
 
@@ -25,7 +25,7 @@ def fused_experts(
     """As `Experts` with all in one. With weights of eight bits, what goes into the products is quantized if experts have
     many entries."""
     dtype = hidden.dtype
-    is_quantized = down.format is BLOCKS and are_quantized(slots.numel(), len(down.codes))
+    is_quantized = gate_up.format is down.format is BLOCKS and are_quantized(slots.numel(), len(down.codes))
     up, narrow = (_numbers(weight, torch.float32 if is_quantized else dtype) for weight in (gate_up, down))
     # In float32 but for what is rounded to eight bits.
     rows = hidden.float() if is_quantized else hidden
@@ -47,16 +47,8 @@ def fused_experts(
     return (total if added is None else total + added).to(dtype)
 
 
-def weight_of(values: Tensor, scales: Tensor | None = None) -> Weight:
-    """Return the weight that these codes and scales are, by their dtype."""
-    formats = {torch.uint8: MXFP4, torch.float8_e4m3fn: BLOCKS}
-    return Weight(formats.get(values.dtype, NUMBERS), values, scales)
-
-
 def _numbers(weight: Weight, dtype: torch.dtype) -> Tensor:
-    values, scales = weight.codes, weight.scales
-    if scales is None:
-        return values
-    if values.dtype is torch.uint8:
-        return widen_mxfp4(values, scales).to(dtype)
-    return torch.stack([widen(*block) for block in zip(values, scales, strict=True)]).to(dtype)
+    if weight.format is BLOCKS:
+        assert weight.scales is not None
+        return torch.stack([widen(*block) for block in zip(weight.codes, weight.scales, strict=True)]).to(dtype)
+    return weight.codes if weight.is_numbers else grouped.widen(weight).to(dtype)

@@ -1,36 +1,26 @@
-"""`GroupOps` in plain torch, as this module is one: the oracle of the Triton kernels."""
+"""Dequantizes the weights that the Triton kernel reads as codes."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.kernels import Activation
-from penstock.executor.kernels.weight import Weight, numbers
-from tests.support.twins.experts import fused_experts
-
-
-def packed_linear(x: Tensor, weight: Weight) -> Tensor:
-    return F.linear(x, widen(weight).to(x.dtype))
-
-
-def packed_experts(
-    hidden: Tensor,
-    slots: Tensor,
-    shares: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    first: int,
-    activation: Activation,
-    added: Tensor | None = None,
-    biases: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Tensor:
-    up, narrow = (numbers(widen(weight).to(hidden.dtype)) for weight in (gate_up, down))
-    return fused_experts(hidden, slots, shares, up, narrow, first, activation, added, biases)
+from penstock.executor.kernels.weight import MXFP4, Weight
 
 
 def widen(weight: Weight) -> Tensor:
     """Return numbers [..., N, K] in the order of the inputs, float32."""
+    if weight.format is MXFP4:
+        return widen_mxfp4(*weight.tensors())
     if weight.codes.dim() == 3:
         return torch.stack([widen(weight.like(parts)) for parts in zip(*weight.tensors(), strict=True)])
     order = None if weight.order is None else weight.order.long()
     return weight._replace(order=order).dequantize(weight.codes.device, torch.float32)
+
+
+def widen_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
+    """Dequantize codes [..., K / 2] with scales [..., K / 32], in the layout of `Mxfp4`, to float32 [..., K]."""
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
+    table = torch.cat((sizes, -sizes))
+    pairs = codes.unflatten(-1, (-1, 16))
+    numbers_of = torch.cat((pairs & 15, pairs >> 4), dim=-1)
+    wide: Tensor = (table[numbers_of.int()] * torch.exp2(scales.float() - 127)[..., None]).flatten(-2)
+    return wide

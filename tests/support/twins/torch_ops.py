@@ -15,24 +15,25 @@ from penstock.executor.kernels import (
     Activation,
     BlockOps,
     FusedExperts,
-    GroupOps,
     KeyStore,
     LatentStore,
+    Narrow,
     NormedRows,
-    NormingOps,
     Pages,
+    Rows,
     ScoreExtras,
 )
 from penstock.executor.kernels.cpu_ops import CpuOps, latent_parts
 from penstock.executor.kernels.recurrent import RecurrentOps
+from penstock.executor.kernels.weight import Weight
+from tests.support.twins import eight_bits, grouped
 from tests.support.twins import recurrent as recurrent_twin
 
 fused_experts: FusedExperts | None = None
 blocks: BlockOps | None = None
-groups: GroupOps | None = None
-norming: NormingOps | None = None
+has_packed = False
+max_normed_rows = 0
 recurrent: RecurrentOps = recurrent_twin
-linear = F.linear
 choose_experts = CpuOps.choose_experts  # plain torch
 
 # Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
@@ -246,20 +247,17 @@ def apply_gate(x: Tensor, gate: Tensor) -> Tensor:
     return x * gate.sigmoid()
 
 
-def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
-    return gate(F.linear(x, weight), activation)
+def linear(x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    if isinstance(x, Narrow):
+        assert weight.scales is not None
+        product = eight_bits.block_linear(x.rows, weight.codes, weight.scales, x.dtype)
+        return product if bias is None else product + bias
+    rows = _normed(x) if isinstance(x, NormedRows) else x
+    return F.linear(rows, weight.codes if weight.is_numbers else grouped.widen(weight).to(rows.dtype), bias)
 
 
-class Norming:
-    """Products that norm their rows, which the other twins leave to `add_rms_norm`."""
-
-    MAX_ROWS = 2
-
-    def linear(self, x: NormedRows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(_normed(x), weight, bias)
-
-    def gated_linear(self, x: NormedRows, weight: Tensor, activation: Activation) -> Tensor:
-        return gated_linear(_normed(x), weight, activation)
+def gated_linear(x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
+    return gate(F.linear(_normed(x) if isinstance(x, NormedRows) else x, weight), activation)
 
 
 def _normed(x: NormedRows) -> Tensor:

@@ -1,0 +1,137 @@
+"""The products of linear layers: tiles and splits by the weight's format, and cuBLAS for many FP8 rows.
+
+On an H20, our FP8 kernel was faster up to 256 tokens, cuBLAS beyond 1,000 (vLLM's issue 49932). On cards without
+`torch.nn.functional.scaled_mm` all products use our kernel.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.executor.kernels import Narrow, Quantized, Rows
+from penstock.executor.kernels.card import current_card
+from penstock.executor.kernels.cuda import few_rows
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
+from penstock.executor.kernels.cuda.launch import ALIGNMENT, kernel
+from penstock.executor.kernels.cuda.product import Scaled, multiply
+from penstock.executor.kernels.cuda.tiles import (
+    FIXED_PROGRAMS,
+    Tile,
+    block_linear_tile,
+    depth_splits,
+    fixed_tile,
+    packed_tile,
+)
+from penstock.executor.kernels.eight_bits import pad_rows
+from penstock.executor.kernels.weight import BLOCK, BLOCKS, Weight
+
+MAX_OWN_TOKENS = 256
+JOIN_BLOCK = tl.constexpr(1024)
+
+
+def linear(x: Rows, weight: Weight, bias: Tensor | None = None, is_fixed: bool = False) -> Tensor:
+    """Multiply x [T, K] by a weight [N, K] and add the bias [N] -> [T, N].
+
+    is_fixed: every output is summed in an order that does not depend on the other rows. The depth is split by the
+    weight's shape. With few rows each split has its own program, so that all read at once; with many rows one program
+    computes all of them. Small and large tiles use the same tensor core instruction."""
+    if isinstance(x, Narrow):
+        assert weight.format is BLOCKS and weight.scales is not None
+        values, dtype = x.rows[0], x.dtype
+        if values.is_cuda and not is_fixed and is_cublas(len(values), len(weight.codes)):
+            out = scaled_mm(x.rows, weight.codes, weight.scales, dtype)
+            return out if bias is None else out.add_(bias)
+        return _multiply(x.rows, weight, dtype, bias, is_fixed)
+    if weight.is_numbers and not is_fixed:
+        return few_rows.linear(x, weight.codes, bias)
+    assert isinstance(x, Tensor)
+    return _multiply((x, None), weight, x.dtype, bias, is_fixed)
+
+
+def _multiply(x: Scaled, weight: Weight, dtype: torch.dtype, bias: Tensor | None, is_fixed: bool) -> Tensor:
+    (values, scales), (width, _) = x, weight.shape
+    values = values if values.stride(1) == 1 else values.contiguous()
+    if bias is not None and bias.data_ptr() % ALIGNMENT:  # it may be a part of the bias of several layers
+        bias = bias.clone()
+    tile, splits, in_order = _divide(len(values), weight, values.element_size(), is_fixed)
+    out = torch.empty((len(values), width), dtype=dtype, device=values.device)
+    is_joined = splits > 1 and not in_order
+    parts = out.new_empty((splits, *out.shape), dtype=torch.float32) if is_joined else out
+    multiply((values, scales), weight, (parts, None), tile, bias=bias, splits=splits, in_order=in_order)
+    if is_joined and len(values):
+        _join(parts, out, bias)
+    return out
+
+
+def _divide(rows: int, weight: Weight, itemsize: int, is_fixed: bool) -> tuple[Tile, int, bool]:
+    """Return the tile, the number of splits of the depth, and whether one program computes all splits of a tile."""
+    width, depth = weight.shape
+    if weight.is_numbers:
+        tile, splits = fixed_tile(rows, width, depth, itemsize)
+    else:
+        is_block = weight.format is BLOCKS
+        tile = block_linear_tile(rows, width, is_fixed) if is_block else packed_tile(rows, width, itemsize, is_fixed)
+        splits = 1
+    programs = triton.cdiv(width, tile.columns) * triton.cdiv(rows, tile.rows)
+    if not is_fixed:
+        splits = depth_splits(programs, depth)
+    return tile, splits, splits > 1 and is_fixed and programs >= FIXED_PROGRAMS
+
+
+def _join(parts: Tensor, out: Tensor, bias: Tensor | None) -> None:
+    """Add up the splits of a product, [splits, rows, width], and the bias to `out`."""
+    size = out.numel()
+    _join_splits[(triton.cdiv(size, JOIN_BLOCK.value),)](
+        *(parts, out if bias is None else bias, out),
+        size,
+        SPLITS=len(parts),
+        WIDTH=out.shape[1],
+        IS_BIASED=bias is not None,
+        num_warps=4,
+    )
+
+
+def is_cublas(rows: int, width: int) -> bool:
+    """Tell whether cuBLAS computes the product: with many rows, and if every block of the weight is whole. DeepSeek's
+    projection to its latent, 576 wide, ends with half a block."""
+    return rows > MAX_OWN_TOKENS and width % BLOCK == 0 and current_card().has_scaled_mm
+
+
+def scaled_mm(x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply with cuBLAS. It takes the second factor and its scales in column order: the checkpoint's rows,
+    transposed. The first factor's scales are columns aligned to 16 bytes, hence the padding to 4 rows."""
+    values, scales = pad_rows(x)
+    product = F.scaled_mm(
+        values,
+        weight.t(),
+        scales,
+        F.ScalingType.BlockWise1x128,
+        weight_scales.t(),
+        F.ScalingType.BlockWise128x128,
+        output_dtype=dtype,
+    )
+    return product[: len(x[0])]
+
+
+@kernel
+def _join_splits(
+    parts_ptr,
+    bias_ptr,
+    out_ptr,
+    size,
+    SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_BIASED: tl.constexpr,
+):
+    """Add up the splits of a product in order of depth."""
+    wait_and_allow_next()
+    index = tl.program_id(0).to(tl.int64) * JOIN_BLOCK + tl.arange(0, JOIN_BLOCK)
+    inside = index < size
+    total = tl.zeros([JOIN_BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts_ptr + index + split * size.to(tl.int64), mask=inside, other=0.0)
+    if IS_BIASED:
+        total += tl.load(bias_ptr + index % WIDTH, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=inside)

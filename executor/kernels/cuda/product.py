@@ -1,0 +1,379 @@
+"""The tile kernel for all matrix products: x times a weight of any format, for linear layers and for a layer's experts.
+
+A program computes a tile of the output. Each step reads a part of the depth: x and the weight's codes, which are
+dequantized in registers to the dtype of x, for ordinary tensor core products. FP8 rows are multiplied by FP8 weights as
+they are. A byte holds the four-bit codes of two inputs that are `half` apart, so each half of the bytes is multiplied by
+its own piece of x without a shuffle.
+
+With few rows, reading the weight is the bottleneck: the depth may be split among programs. Callers choose tile and
+splits; with a fixed tile and fixed splits a sum does not depend on the other rows.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.executor.kernels import Activation
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
+from penstock.executor.kernels.cuda.fp8 import quantize_groups
+from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.pages import load_inside
+from penstock.executor.kernels.cuda.routing import SortedEntries
+from penstock.executor.kernels.cuda.rows import gated
+from penstock.executor.kernels.cuda.tiles import Tile, depth_step
+from penstock.executor.kernels.weight import BLOCK, BLOCKS, MXFP4, MXFP4_BLOCK, Packed, Weight
+
+Scaled = tuple[Tensor, Tensor | None]  # rows, and their scales if they are FP8
+GROUP, MX_BLOCK = tl.constexpr(BLOCK), tl.constexpr(MXFP4_BLOCK)
+TOGETHER = tl.constexpr(8)  # row tiles that read a weight side by side, so that it is read from memory once for all
+# A float32 whose last mantissa bit counts ones: OR-ing a small integer into it replaces a conversion instruction, whose
+# throughput is low.
+ONES, ONES_BITS = tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
+
+
+class ProductSpec(NamedTuple):
+    """The constants of a product. weight.py defines the layouts of weights."""
+
+    width: int  # output columns; with a gate, of each of the two products
+    rows: int  # of the weight; with a gate, of both products
+    depth: int
+    step: int  # inputs per step
+    half: int  # inputs between the codes that share a byte
+    x_stride: int
+    is_whole: bool  # no tile and no step reaches beyond the weight's rows and columns
+    has_zeros: bool
+    is_reordered: bool
+    is_biased: bool
+    activation: Activation | None  # None: there is no gate
+    is_sorted: bool  # the rows of a tile are entries of one expert
+    entries_per_row: int  # entries that share a row of x
+    splits: int
+    in_order: bool  # one program computes all splits
+    is_quantized: bool  # x is FP8
+    quantizes: bool  # y is FP8
+    kind: str = "numbers"  # or "blocks" (FP8), "groups" (four or eight bits), "mxfp4"
+    per_byte: int = 1  # inputs per byte of codes; 1 for numbers of any size
+    group: int = 1  # inputs that share a scale, of "groups"
+    slot_scales: int = 0  # number of scales of one expert
+    scales_stride: int = 0  # of "blocks": number of scales of 128 rows
+
+
+def multiply(
+    x: Scaled,
+    weight: Weight,
+    y: Scaled,
+    tile: Tile,
+    *,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    order: SortedEntries | None = None,
+    entries_per_row: int = 1,
+    splits: int = 1,
+    in_order: bool = False,
+    like: Tensor | None = None,
+) -> None:
+    """Multiply x [T, depth] by a weight [width, depth] into y [T, width], or into [splits, T, width] unless `in_order`.
+
+    activation: the weight has the rows of a gate, then those of an up projection. order: the weight is a stack of
+    experts, and y has a row for each entry. like: its dtype is the one that y is rounded to before it is quantized.
+    """
+    (values, x_scales), (out, y_scales), (_, codes, scales, zeros, inputs, *_) = x, y, weight
+    *_, rows, depth = weight.shape
+    width, step = rows if activation is None else rows // 2, depth_step(values.element_size())
+    spec = ProductSpec(
+        *(width, rows, depth, step, step, values.stride(0)),
+        is_whole=width % tile.columns == 0,
+        has_zeros=zeros is not None,
+        is_reordered=inputs is not None,
+        is_biased=bias is not None,
+        activation=activation,
+        is_sorted=order is not None,
+        entries_per_row=entries_per_row,
+        splits=splits,
+        in_order=in_order,
+        is_quantized=x_scales is not None,
+        quantizes=y_scales is not None,
+    )
+    assert values.stride(1) == 1 and values.shape[1] == depth and out.shape[-1] == width
+    assert x_scales is None or (x_scales.stride(0) == 1 and weight.format is BLOCKS)
+    assert out.is_contiguous() and all(tensor.is_contiguous() for tensor in weight.tensors())
+    assert bias is None or (bias.is_contiguous() and bias.shape == weight.shape[:-1])
+    across, down = triton.cdiv(width, tile.columns), triton.cdiv(len(values), tile.rows)
+    together = max(1, min(TOGETHER.value, down))
+    grid = together, across, triton.cdiv(down, together) * (1 if in_order else splits)
+    if order is not None:
+        grid = across, len(order.tiles), 1
+    if 0 in grid:
+        return
+    optional = x_scales, scales, zeros, inputs, bias, like, y_scales
+    _multiply[grid](
+        *(values, codes, *(codes if tensor is None else tensor for tensor in optional), out),
+        *((codes, codes) if order is None else order),
+        len(values),
+        *(0 if part is None else part.stride(1) for part in (x_scales, y_scales)),
+        SPEC=_with_layout(spec, weight),
+        **tile.constants(),
+    )
+
+
+def _with_layout(spec: ProductSpec, weight: Weight) -> ProductSpec:
+    """Add the layout of codes and scales."""
+    form, codes, scales = weight[:3]
+    if scales is not None:
+        spec = spec._replace(slot_scales=scales.numel() // len(codes) if codes.dim() == 3 else 0)
+    if form is BLOCKS:
+        assert scales is not None and spec.depth % BLOCK == 0
+        assert spec.activation is None or spec.width % BLOCK == 0
+        spec = spec._replace(kind="blocks", scales_stride=scales.stride(-2))
+    elif form is MXFP4:
+        spec = spec._replace(kind="mxfp4", per_byte=2, half=MXFP4_BLOCK // 2)
+    elif isinstance(form, Packed):
+        assert scales is not None
+        per_byte, group = 8 // form.bits, spec.depth // scales.shape[-2]
+        spec = spec._replace(kind="groups", step=per_byte * form.half, half=form.half, per_byte=per_byte, group=group)
+    return spec._replace(is_whole=spec.is_whole and spec.depth % spec.step == 0)
+
+
+@kernel
+def _multiply(
+    x_ptr,
+    weight_ptr,
+    x_scales_ptr,
+    scales_ptr,
+    zeros_ptr,
+    inputs_ptr,
+    bias_ptr,
+    like_ptr,
+    y_scales_ptr,
+    y_ptr,
+    ids_ptr,
+    tiles_ptr,
+    rows,
+    x_scales_stride,
+    y_scales_stride,
+    SPEC: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute a tile of the output, or one split of it."""
+    wait_and_allow_next()
+    SPLITS: tl.constexpr = 1 if SPEC.in_order else SPEC.splits  # of which this program computes one
+    split = tl.program_id(2) % SPLITS
+    if SPEC.is_sorted:
+        across = tl.program_id(0)
+        tile = tl.program_id(1)
+        num_rows = tl.load(tiles_ptr + 2 * tile + 1)
+        if num_rows == 0:
+            return
+        slot = tl.load(tiles_ptr + 2 * tile).to(tl.int64)
+        is_row = tl.arange(0, ROWS) < num_rows
+        entry = tl.load(ids_ptr + tile * ROWS + tl.arange(0, ROWS), mask=is_row, other=0)
+    else:
+        across = tl.program_id(1)
+        tile = tl.program_id(2) // SPLITS * TOGETHER + tl.program_id(0)
+        if tile * ROWS >= rows:
+            return
+        slot = 0
+        entry = tile * ROWS + tl.arange(0, ROWS)
+        is_row = entry < rows
+    row = entry // SPEC.entries_per_row
+    x = x_ptr + row.to(tl.int64) * SPEC.x_stride, x_scales_ptr + row, x_scales_stride, is_row
+    weight = _weight_of_tile((weight_ptr, scales_ptr, zeros_ptr, inputs_ptr, bias_ptr), slot, across * COLUMNS, SPEC)
+    column = across * COLUMNS + tl.arange(0, COLUMNS)
+    acc, up = _sum_splits(x, weight, column, split, SPEC)
+    acc = _finish(acc, up, weight[4] + column, column < SPEC.width, SPEC)
+    y_ptrs = y_ptr + (split.to(tl.int64) * rows + entry)[:, None] * SPEC.width + column[None, :]
+    if SPEC.quantizes:  # the columns of a tile are one quantization group
+        values, scales = quantize_groups(acc.to(like_ptr.dtype.element_ty).to(tl.float32))
+        tl.store(y_ptrs, values, mask=is_row[:, None])
+        tl.store(y_scales_ptr + across * y_scales_stride + entry, scales, mask=is_row)
+    else:
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & (column < SPEC.width)[None, :])
+
+
+@triton.jit
+def _weight_of_tile(weight, slot, first, SPEC: tl.constexpr):
+    """Return the pointers to one expert's weight and bias; those to scales of "blocks" begin at the column `first`."""
+    weight_ptr, scales_ptr, zeros_ptr, inputs_ptr, bias_ptr = weight
+    weight_ptr += slot * (SPEC.rows * (SPEC.depth // SPEC.per_byte))
+    scales_ptr += slot * SPEC.slot_scales
+    zeros_ptr += slot * SPEC.slot_scales
+    if SPEC.kind == "blocks":  # the tile's columns lie in one block
+        scales_ptr += first // GROUP * SPEC.scales_stride
+    return weight_ptr, scales_ptr, zeros_ptr, inputs_ptr + slot * SPEC.depth, bias_ptr + slot * SPEC.rows
+
+
+@triton.jit
+def _sum_splits(x, weight, column, split, SPEC: tl.constexpr):
+    """Return the sum of one split or, `in_order`, of all, and that of the up projection if there is a gate."""
+    STEPS: tl.constexpr = (SPEC.depth + SPEC.step - 1) // SPEC.step
+    EACH: tl.constexpr = (STEPS + SPEC.splits - 1) // SPEC.splits
+    if SPEC.splits == 1:
+        acc, up = _sum_steps(x, weight, column, 0, STEPS, SPEC)
+    elif SPEC.in_order:
+        acc = tl.zeros([x[3].shape[0], column.shape[0]], tl.float32)
+        up = acc
+        # Triton 3.6 miscompiles a variable that this loop carries into the bounds of the inner one.
+        for later in range(SPEC.splits):
+            part, _ = _sum_steps(x, weight, column, later * EACH, tl.minimum((later + 1) * EACH, STEPS), SPEC)
+            acc += part
+    else:
+        acc, up = _sum_steps(x, weight, column, split * EACH, tl.minimum((split + 1) * EACH, STEPS), SPEC)
+    return acc, up
+
+
+@triton.jit
+def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
+    """Return the sum of the steps `begin` to `end` - 1, and that of the up projection if there is a gate."""
+    row_ptrs, x_scale_ptrs, x_scales_stride, is_row = x
+    PER_BYTE: tl.constexpr = SPEC.per_byte
+    BYTES: tl.constexpr = SPEC.step // PER_BYTE
+    ROW_BYTES: tl.constexpr = SPEC.depth // PER_BYTE
+    byte = tl.arange(0, BYTES)
+    first = byte
+    if SPEC.half < BYTES:  # a step has several blocks of codes
+        first = byte // SPEC.half * (PER_BYTE * SPEC.half) + byte % SPEC.half
+    CARRIES: tl.constexpr = SPEC.kind != "groups"  # pointers from step to step; with groups, 8.0 spills
+    x_ptrs = row_ptrs[:, None] + first[None, :]
+    ptrs = weight[0] + column.to(tl.int64)[None, :] * ROW_BYTES + byte[:, None]
+    if CARRIES:
+        x_ptrs += begin * SPEC.step
+        ptrs += begin * BYTES
+    is_deep = first >= 0
+    acc = tl.zeros([is_row.shape[0], column.shape[0]], tl.float32)
+    up = acc
+    for step in range(begin, end):
+        start = step * SPEC.step
+        ahead = 0 if CARRIES else step
+        is_x = is_row[:, None]
+        if SPEC.depth % SPEC.step != 0:
+            is_deep = start + first < SPEC.depth
+            is_x = is_x & is_deep[None, :]
+        x_scale = tl.full([is_row.shape[0]], 1.0, tl.float32)
+        if SPEC.is_quantized:
+            x_scale = tl.load(x_scale_ptrs + start // GROUP * x_scales_stride, mask=is_row, other=0.0)
+        codes = _load_codes(ptrs + ahead * BYTES, weight[1], step, is_deep, byte, column, 0, SPEC)
+        if SPEC.activation is not None:
+            up_ptrs = ptrs + ahead * BYTES + SPEC.width * ROW_BYTES
+            up_codes = _load_codes(up_ptrs, weight[1], step, is_deep, byte, column, SPEC.width, SPEC)
+        for half in tl.static_range(PER_BYTE):
+            if SPEC.is_reordered:
+                place = tl.load(weight[3] + start + half * SPEC.half + first)
+                rows = tl.load(row_ptrs[:, None] + place[None, :], mask=is_x, other=0.0)
+            else:
+                rows = tl.load(x_ptrs + (ahead * SPEC.step + half * SPEC.half), mask=is_x, other=0.0)
+            acc = _add_product(acc, rows, x_scale, codes, half, weight, start, column, 0, SPEC)
+            if SPEC.activation is not None:
+                up = _add_product(up, rows, x_scale, up_codes, half, weight, start, column, SPEC.width, SPEC)
+        if CARRIES:
+            x_ptrs += SPEC.step
+            ptrs += BYTES
+    return acc, up
+
+
+@triton.jit
+def _finish(acc, up, bias_ptrs, is_column, SPEC: tl.constexpr):
+    """Add the bias, except to one split of several, and apply the gate."""
+    ACTIVATION: tl.constexpr = SPEC.activation
+    if SPEC.is_biased and (SPEC.splits == 1 or SPEC.in_order):
+        acc += tl.load(bias_ptrs, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION is not None:
+            up += tl.load(bias_ptrs + SPEC.width, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION is not None:
+        acc = gated(acc, up, ACTIVATION)
+    return acc
+
+
+@triton.jit
+def _load_codes(ptrs, scales_ptr, step, is_deep, byte, column, SHIFT: tl.constexpr, SPEC: tl.constexpr):
+    """Load the codes of a step [bytes, columns] from row SHIFT of the weight on; of MXFP4, with their exponents."""
+    IS_WHOLE: tl.constexpr = SPEC.is_whole
+    mask = is_deep[:, None] & (column < SPEC.width)[None, :]
+    codes = load_inside(ptrs, mask, IS_WHOLE)
+    exponents = codes
+    if SPEC.kind == "mxfp4":
+        block = step * (SPEC.step // MX_BLOCK) + byte // SPEC.half
+        at = (SHIFT + column)[None, :] * (SPEC.depth // MX_BLOCK) + block[:, None]
+        exponents = load_inside(scales_ptr + at, mask, IS_WHOLE)
+    return codes, exponents
+
+
+@triton.jit
+def _add_product(
+    acc,
+    x,
+    x_scale,
+    loaded,
+    half: tl.constexpr,
+    weight,
+    start,
+    column,
+    SHIFT: tl.constexpr,
+    SPEC: tl.constexpr,
+):
+    """Add the product of x with the numbers in one half of the loaded bytes."""
+    codes, exponents = loaded
+    _, scales_ptr, zeros_ptr, _, _ = weight
+    if SPEC.kind == "blocks":  # a step lies in one block: its product is scaled once, in float32
+        scale = tl.load(scales_ptr + SHIFT // GROUP * SPEC.scales_stride + start // GROUP)
+        if SPEC.is_quantized:
+            return acc + tl.dot(x, codes) * (x_scale * scale)[:, None]
+        # Converts through float32: before 9.0 there is no shorter way.
+        return acc + tl.dot(x, codes.to(tl.float32).to(x.dtype), input_precision="ieee") * scale
+    if SPEC.kind == "groups":
+        at = (start + half * SPEC.half) // SPEC.group * SPEC.rows + SHIFT + column
+        codes = _dequantize_groups(codes, half, scales_ptr + at, zeros_ptr + at, column < SPEC.width, SPEC)
+    elif SPEC.kind == "mxfp4":
+        codes = _dequantize_mxfp4(codes.to(tl.int32) >> 4 * half & 15, exponents)
+    return tl.dot(x, codes.to(x.dtype), acc, input_precision="ieee")
+
+
+@triton.jit
+def _dequantize_groups(codes, half: tl.constexpr, scales_ptrs, zeros_ptrs, is_column, SPEC: tl.constexpr):
+    """Dequantize codes [half, columns] to float32; with four bits, `half` selects the part of each byte."""
+    IS_FLOAT: tl.constexpr = codes.dtype == tl.float8e4nv
+    if IS_FLOAT:
+        values = codes.to(tl.float32)
+    elif SPEC.per_byte == 2:
+        values = (((codes >> (4 * half)) & 15).to(tl.uint32) | ONES_BITS).to(tl.float32, bitcast=True)
+    else:
+        values = (codes.to(tl.uint32) | ONES_BITS).to(tl.float32, bitcast=True)
+    GROUPS: tl.constexpr = codes.shape[0] // SPEC.group  # 0 if the group is longer
+    scales = _load_scales(scales_ptrs, is_column, GROUPS, SPEC)
+    if GROUPS > 1:
+        values = tl.reshape(values, [GROUPS, SPEC.group, codes.shape[1]])
+    if SPEC.has_zeros:
+        zeros = _load_scales(zeros_ptrs, is_column, GROUPS, SPEC)
+        if zeros_ptrs.dtype.element_ty == tl.uint8:
+            values = (values - (ONES + zeros)) * scales
+        else:
+            values = (values - ONES) * scales - zeros
+    elif IS_FLOAT:
+        values = values * scales
+    else:
+        values = (values - (ONES + (8 if SPEC.per_byte == 2 else 128))) * scales
+    return tl.reshape(values, [codes.shape[0], codes.shape[1]])
+
+
+@triton.jit
+def _load_scales(ptrs, is_column, GROUPS: tl.constexpr, SPEC: tl.constexpr):
+    """Load the scales or zeros of one quantization group, [1, columns], or of GROUPS: [groups, 1, columns]."""
+    if GROUPS > 1:
+        ptrs = ptrs[None, :] + tl.arange(0, GROUPS)[:, None] * SPEC.rows
+        scales = tl.load(ptrs, mask=is_column[None, :], other=0.0)[:, None, :]
+    else:
+        scales = tl.load(ptrs, mask=is_column, other=0.0)[None, :]
+    return scales.to(tl.float32)
+
+
+@triton.jit
+def _dequantize_mxfp4(codes, exponents):
+    """Dequantize codes 0 … 15 with exponents of the same shape. From 2 on, a code's bits are those of a short float."""
+    scales = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # an exponent of 0 gives 0, not 2 ** -127
+    size = codes & 7
+    large = ((size + 252) << 22).to(tl.float32, bitcast=True)
+    number = tl.where(size < 2, size.to(tl.float32) * 0.5, large)
+    number = tl.where(codes >= 8, -number, number)
+    return number * scales
