@@ -6,5 +6,6 @@
 #define HAS_BF16 0
 #define LEVEL cpu_level_avx512
 #define LEVEL_NAME "avx512"
+#define QUANTIZED quantized_avx512
 #include "cpu_kernels.h"
 #endif

@@ -6,5 +6,6 @@
 #define HAS_BF16 1
 #define LEVEL cpu_level_avx512_bf16
 #define LEVEL_NAME "avx512_bf16"
+#define QUANTIZED quantized_avx512
 #include "cpu_kernels.h"
 #endif

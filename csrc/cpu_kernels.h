@@ -1,6 +1,6 @@
 /* All code that is compiled once per instruction level, and the table of its functions. The source file of a level sets
- * LANES, HAS_VNNI, HAS_BF16, LEVEL and LEVEL_NAME and includes this file. A pragma selects the instructions in TARGET,
- * whatever the compiler's flags are; cpu_ops.c asks the CPU for them at run time. */
+ * LANES, HAS_VNNI, HAS_BF16, LEVEL, LEVEL_NAME and QUANTIZED and includes this file. A pragma selects the instructions
+ * in TARGET, whatever the compiler's flags are; cpu_ops.c asks the CPU for them at run time. */
 #if defined(TARGET)
 #include <immintrin.h>
 #include <stdint.h>
@@ -22,7 +22,7 @@ SELECT(TARGET)
 #include "cpu_attention.h"
 #include "cpu_linear.h"
 
-#if LANES > 4
+#if LANES > 4 && !HAS_BF16
 #include "cpu_quantized.h"
 #endif
 
@@ -48,11 +48,7 @@ const struct cpu_level LEVEL = {
     .linear = {linear_float32, linear_bfloat16},
     .columns = COLUMNS,
 #if LANES > 4
-    .quantize = {quantize_float32, quantize_bfloat16},
-    .quantized_linear = {quantized_linear_float32, quantized_linear_bfloat16},
-    .panel_columns = PANEL_COLUMNS,
-    .has_vnni = HAS_VNNI,
-    .max_byte_rows = MAX_BYTE_ROWS,
+    .quantized = &QUANTIZED,
 #endif
     .lora = {lora_float32, lora_bfloat16},
     .convolve = {convolve_float32, convolve_bfloat16},

@@ -85,6 +85,14 @@ struct quantized_linear {
 
 #define MAX_DOWN_STRIDE 800 /* of a penstock_adapter */
 
+/* Kernels for quantized weights. They multiply integers, so levels with and without bfloat16 products share them. */
+struct quantized_kernels {
+    range_function *quantize[2], *linear[2]; /* process rows; parts */
+    int panel_columns;                       /* per panel of codes */
+    int has_vnni;
+    int max_byte_rows; /* largest number of rows for which products are computed from bytes */
+};
+
 struct cpu_level {
     const char *name;
     /* Functions for parallel_for, indexed by element type: each processes rows of penstock_ and its name. */
@@ -96,13 +104,11 @@ struct cpu_level {
     int64_t (*scratch_bytes)(int head_dim, int rows);
     range_function *linear[2]; /* processes parts */
     int columns; /* per block of a linear layer's weight */
-    range_function *quantize[2], *quantized_linear[2]; /* process rows; parts */
-    int panel_columns; /* per panel of codes; 0: the level has no kernels for quantized weights */
-    int has_vnni;
-    int max_byte_rows; /* largest number of rows for which products are computed from bytes */
+    const struct quantized_kernels *quantized; /* NULL: the level has none */
     range_function *lora[2], *convolve[2], *delta[2]; /* process items of LORA_ROWS rows; blocks of channels; heads */
 };
 
+extern const struct quantized_kernels quantized_avx2, quantized_avx512;
 extern const struct cpu_level cpu_level_portable, cpu_level_avx2, cpu_level_avx512, cpu_level_avx512_bf16;
 
 /* Attention of a whole batch, cut into jobs for several threads (cpu_plan.c). Return 0, or -1 if memory cannot be

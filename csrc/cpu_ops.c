@@ -96,7 +96,10 @@ void penstock_delta_rule(const struct penstock_cpu *cpu, const struct penstock_d
 }
 
 int penstock_cpu_columns(int level) { return levels[level]->columns; }
-int penstock_coded_columns(int level) { return levels[level]->panel_columns; }
+int penstock_coded_columns(int level) {
+    const struct quantized_kernels *kernels = levels[level]->quantized;
+    return kernels ? kernels->panel_columns : 0;
+}
 
 struct copied_rows {
     const struct penstock_rows *rows;
@@ -140,7 +143,7 @@ static void product_items(const void *work, int64_t first, int64_t end, int thre
     const struct product_work *w = work;
     for (const struct product *p = w->parts; first < end; p++) {
         int64_t last = end < p->items ? end : p->items;
-        range_function *run = p->is_quantized ? w->level->quantized_linear[w->type] : w->level->linear[w->type];
+        range_function *run = p->is_quantized ? w->level->quantized->linear[w->type] : w->level->linear[w->type];
         const void *layer = p->is_quantized ? (const void *)&p->quantized_linear : &p->linear;
         if (first < last) run(layer, first, last, thread);
         first = first > p->items ? first - p->items : 0, end -= p->items;
@@ -165,21 +168,21 @@ int64_t penstock_product_scratch(int num, const struct penstock_part *parts, int
 #define MAX_BYTE_ROWS_IN_TWO_GROUPS 8
 
 static struct quantized_inputs quantize_x(const struct penstock_cpu *cpu, const struct penstock_product *p) {
-    const struct cpu_level *level = levels[cpu->level];
+    const struct quantized_kernels *kernels = levels[cpu->level]->quantized;
     int64_t rows = p->rows, chunks = rows * p->depth / CHUNK;
     float *memory = p->scratch;
     struct quantized_inputs out = {
         .rows = rows, .scales = memory, .sums = (int32_t *)memory + 4 * chunks,
         .negative_sums = {memory + chunks, memory + 2 * chunks, memory + 3 * chunks}};
     uint32_t *values = (uint32_t *)memory + 6 * chunks;
-    int uses_bytes = rows <= level->max_byte_rows;
+    int uses_bytes = rows <= kernels->max_byte_rows;
     for (int i = 0; i < p->num_parts && rows > MAX_BYTE_ROWS_IN_TWO_GROUPS; i++)
         uses_bytes &= p->parts[i].type == PENSTOCK_NUMBERS || code_types[p->parts[i].type].groups == 1;
     out.uses_bytes = uses_bytes;
     if (uses_bytes) out.bytes = values;
-    if (!uses_bytes || !level->has_vnni) out.values = (int16_t *)(values + rows * p->depth / 2);
+    if (!uses_bytes || !kernels->has_vnni) out.values = (int16_t *)(values + rows * p->depth / 2);
     struct quantize q = {.x = p->x, .x_stride = p->x_stride, .depth = p->depth, .out = out};
-    spread_rows(cpu, level->quantize[cpu->is_bfloat16], &q, rows, p->depth);
+    spread_rows(cpu, kernels->quantize[cpu->is_bfloat16], &q, rows, p->depth);
     return out;
 }
 
@@ -212,7 +215,7 @@ int penstock_product(const struct penstock_cpu *cpu, const struct penstock_produ
                 .depth = p->depth / per_word, .width = given->width, .y_stride = p->width, .row_parts = row_parts};
             cost += p->depth / per_word * given->width * (rows + PRODUCTS_PER_WORD_READ);
         }
-        int64_t columns = part->is_quantized ? level->panel_columns : level->columns;
+        int64_t columns = part->is_quantized ? level->quantized->panel_columns : level->columns;
         all += part->items = (given->width + columns - 1) / columns * row_parts;
     }
     int num_threads = threads_for(cost, cpu);

@@ -474,3 +474,11 @@ INLINE void quantize_rows(const struct quantize *q, int64_t first, int64_t end, 
 }
 
 IN_BOTH_TYPES(quantize, quantize_rows, RANGE_PARAMETERS, op, first, end)
+
+const struct quantized_kernels QUANTIZED = {
+    .quantize = {quantize_float32, quantize_bfloat16},
+    .linear = {quantized_linear_float32, quantized_linear_bfloat16},
+    .panel_columns = PANEL_COLUMNS,
+    .has_vnni = HAS_VNNI,
+    .max_byte_rows = MAX_BYTE_ROWS,
+};
