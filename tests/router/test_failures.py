@@ -298,6 +298,8 @@ def test_a_busy_replicas_answer_is_replaced_by_anothers_and_passed_on_when_all_a
             "full",
         )
         assert router.states() == ["up", "up"]  # full is not sick
+        counts = router.app.metrics.counts
+        until(lambda: {key[2]: count for key, count in counts.items() if key[0] == "requests"} == {200: 6, 429: 1})
 
 
 def test_a_replica_that_answers_with_errors_is_ejected_for_a_while_and_comes_back_by_a_trial() -> None:
