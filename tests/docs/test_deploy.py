@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from penstock.engine.server.server_config import ServerConfig
 from penstock.router.config import RouterConfig
