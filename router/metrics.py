@@ -92,4 +92,4 @@ class RouterMetrics(Collector):
         states = [((each.url, name), float(each.state == name)) for each in replicas for name in get_args(State)]
         yield family(GaugeMetricFamily, f"{PREFIX}replica_state", "1: its state.", ("replica", "state"), states)
         in_flight = [((each.url,), each.num_in_flight) for each in replicas]
-        yield family(GaugeMetricFamily, f"{PREFIX}under_way", "Requests in flight.", ("replica",), in_flight)
+        yield family(GaugeMetricFamily, f"{PREFIX}requests_in_flight", "Requests in flight.", ("replica",), in_flight)

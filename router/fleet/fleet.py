@@ -247,11 +247,11 @@ class Fleet:
                 "reason": replica.reason,
                 "models": list(replica.models),
                 "is_available": replica.root is not None and self.is_available(replica),
-                "requests_under_way": replica.num_in_flight,
+                "requests_in_flight": replica.num_in_flight,
                 "requests": replica.num_requests,
                 "failures": replica.num_failures,
                 "ejections": replica.num_ejections,
-                "brain": known,
+                "placement": known,
                 "events": None if replica.link is None else replica.link.view(),
                 "engine": None if replica.load is None else msgspec.structs.asdict(replica.load),
             }

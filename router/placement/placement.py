@@ -238,7 +238,7 @@ class Placement:
         return {
             "available": bool(self.loads.is_open[row]),
             "active_requests": replica.load.num_active,
-            "others_requests": round(replica.load.num_other_requests, 1),
+            "other_requests": round(replica.load.num_other_requests, 1),
             "queued_tokens": round(self.loads.backlog_of(row, now_s)),
             "held_tokens": int(self.loads.held[row]),
             "capacity_tokens": replica.info.num_blocks * replica.info.block_size or None,

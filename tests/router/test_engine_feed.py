@@ -22,7 +22,7 @@ def view(router: RunningRouter, engine: StandIn) -> dict[str, Any]:
 
 
 def blocks(router: RunningRouter, engine: StandIn) -> int:
-    return int(view(router, engine)["brain"]["cached_blocks"]["device"])
+    return int(view(router, engine)["placement"]["cached_blocks"]["device"])
 
 
 def predicted(router: RunningRouter, engine: StandIn, text: str = TEXT, **fields: Any) -> int:
@@ -37,7 +37,7 @@ def completions(engine: StandIn) -> int:
 
 def is_followed(router: RunningRouter, engine: StandIn) -> bool:
     seen = view(router, engine)
-    return bool(seen["brain"]["knowledge"] == "events" and seen["events"]["connected"])
+    return bool(seen["placement"]["knowledge"] == "events" and seen["events"]["connected"])
 
 
 def test_what_engines_publish_is_known_whatever_the_size_of_their_blocks() -> None:
@@ -146,7 +146,7 @@ def test_answers_that_count_their_cached_tokens_correct_a_guess() -> None:
     with stand_in(answer_with(0)) as engine, running_router(engine.http.url, tokenizes=True) as router:
         for _ in range(20):
             router.complete(TEXT, model="m")
-        seen = view(router, engine)["brain"]
+        seen = view(router, engine)["placement"]
         assert seen["knowledge"] == "answers"
         metrics = router.call(lambda: next(iter(router.fleet.groups.values())).placement.metrics())
         assert metrics["compared_requests_total"] == 20 and metrics["answers_replicas"] == 1
@@ -163,7 +163,7 @@ def test_requests_of_others_count_at_a_choice() -> None:
     with stand_in() as busy, stand_in() as idle:
         busy.metrics = busy.metrics.replace('waiting{engine="0"} 0.0', 'waiting{engine="0"} 7.0')
         with running_router(busy.http.url, idle.http.url, policy="least-loaded") as router:
-            until(lambda: view(router, busy)["brain"]["others_requests"] == 7)
+            until(lambda: view(router, busy)["placement"]["other_requests"] == 7)
             for _ in range(4):
                 router.complete(model="m")
             assert view(router, busy)["engine"]["waiting"] == 7

@@ -17,7 +17,7 @@ from tests.support.router_stub import Seen, stub
 
 def view(router: RunningRouter, url: str) -> dict[str, Any]:
     replicas = router.http.get("/replicas").json()["replicas"]
-    known: dict[str, Any] = next(each for each in replicas if each["url"] == url)["brain"]
+    known: dict[str, Any] = next(each for each in replicas if each["url"] == url)["placement"]
     return known
 
 

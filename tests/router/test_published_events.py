@@ -25,7 +25,7 @@ TEXTS = [f"number {number}, " * 30 + "and the rest " * number for number in rang
 
 
 def brain(router: RunningRouter) -> dict[str, Any]:
-    known: dict[str, Any] = router.http.get("/replicas").json()["replicas"][0]["brain"]
+    known: dict[str, Any] = router.http.get("/replicas").json()["replicas"][0]["placement"]
     return known
 
 

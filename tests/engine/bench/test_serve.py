@@ -86,7 +86,7 @@ async def slow(asked: Asked, writer: asyncio.StreamWriter) -> None:
     await speak_openai(asked, writer)
 
 
-def test_no_more_requests_are_under_way_than_allowed() -> None:
+def test_no_more_requests_are_in_flight_than_allowed() -> None:
     _, endpoint = bench("--max-concurrency", "2", answer=slow)
     assert endpoint.most_running == 2
     everyone = asyncio.Barrier(6)
