@@ -74,7 +74,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Options of the scheduler."""
 
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = 0  # 0: what the executor reports
     enable_prefix_caching: bool = True
     max_queued_requests: int = 4096
     patience_s: float = 30.0  # a request that has waited longer runs before requests of any priority
@@ -101,7 +101,7 @@ class EngineOptions:
         "maximum tokens of prompt and answer (default: what model and memory allow)", "N", read=count
     )
     max_num_seqs: Count | None = flag("sequences computed at a time (default: 256)", "N")
-    max_num_batched_tokens: Count | None = flag("tokens computed per step (default: 2048)", "N")
+    max_num_batched_tokens: Count | None = flag("tokens computed per step (default: 2048 on a CPU, 8192 on a GPU)", "N")
     max_queued_requests: Length | None = flag(
         "maximum number of queued requests; further ones get 429 (default: 4096)",
         "N",
@@ -257,7 +257,7 @@ def _check_together(said: EngineOptions, config: EngineConfig) -> None:
         raise ValueError(f"kv_disk_bytes: not given; it is required with kv_disk_path ({executor.kv_disk_path!r})")
     if executor.kv_disk_bytes and not executor.kv_disk_path:
         raise ValueError(f"kv_disk_path: not given; it is required with kv_disk_bytes ({executor.kv_disk_bytes})")
-    if scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
+    if 0 < scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise ValueError(
             f"max_num_batched_tokens: {scheduler.max_num_batched_tokens} is less than max_num_seqs "
             f"({scheduler.max_num_seqs}); every running request needs at least one token of each step"

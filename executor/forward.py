@@ -68,7 +68,7 @@ class Forward:
         """Return the joined results of `take` per sequence; it maps logits [n, vocabulary] and the next tokens."""
         given = [self._checked(index, sequence) for index, sequence in enumerate(sequences)]
         parts: list[list[Tensor]] = [[] for _ in given]
-        runner, size = self._rank.runner, self._config.max_num_batched_tokens
+        runner, size = self._rank.runner, self.info.max_num_batched_tokens
         for pack in self._packs([len(tokens) for tokens in given]):
             for start in range(0, max(len(given[index]) for index in pack), size):
                 for index, hidden in zip(pack, runner.hidden(self._step([given[i] for i in pack], start)), strict=True):
@@ -89,7 +89,7 @@ class Forward:
 
     def _packs(self, lengths: list[int]) -> Iterator[list[int]]:
         """Yield lists of sequences to compute together: as many as fit a step and the pages, or a single long one."""
-        most = np.array([self._config.max_num_seqs, self._config.max_num_batched_tokens, self.info.num_blocks - 1])
+        most = np.array([self._config.max_num_seqs, self.info.max_num_batched_tokens, self.info.num_blocks - 1])
         pack: list[int] = []
         left = most
         for index, length in enumerate(lengths):
@@ -104,7 +104,7 @@ class Forward:
 
     def _num_pages(self, length: int) -> list[int]:
         """Return the pages that a sequence needs in each layer group; the pool always holds one of `max_model_len`."""
-        size, block_size = self._config.max_num_batched_tokens, self.info.block_size
+        size, block_size = self.info.max_num_batched_tokens, self.info.block_size
         return [group.pages or group.most_pages(length, size, block_size) for group in self.info.groups]
 
     def _step(self, sequences: list[np.ndarray], start: int) -> Step:
@@ -120,7 +120,7 @@ class Forward:
                     num_blocks = -(-len(tokens) // self.info.block_size)
                     tables.append((0, tuple(page + block % num for block in range(num_blocks))))
                 page += num
-            count = min(len(tokens) - start, self._config.max_num_batched_tokens)
+            count = min(len(tokens) - start, self.info.max_num_batched_tokens)
             (_, blocks), *others = tables
             groups = tuple(others)
             rows.append(

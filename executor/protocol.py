@@ -235,6 +235,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     hidden_size: int
     max_model_len: int
+    max_num_batched_tokens: int = 2048  # positions in a step
     block_size: int
     num_blocks: int  # block 0 is never handed out: padding and skipped writes go there
     block_bytes: int
@@ -286,7 +287,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     load_format: LoadFormat = "auto"
     max_model_len: int | None = None  # None: as long as the model allows and the memory holds
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = 0  # 0: the device's default
     block_size: int = 16
     kv_cache_dtype: KvDType = "auto"
     kv_cache_bytes: int | None = None  # None: a share of the free memory

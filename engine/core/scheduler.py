@@ -60,10 +60,9 @@ class Scheduler:
         self.held: dict[Request, None] = {}  # requests whose grammars are being compiled
         self.in_flight: deque[InFlight] = deque()  # the oldest step first
         self._stats = Stats()  # only the counters; `stats` adds the gauges
+        self._step_tokens = config.max_num_batched_tokens or info.max_num_batched_tokens
         kv_class = TieredKv if info.host_slots else Kv
-        self.kv: Kv = kv_class(
-            self.pool, info, config.max_num_batched_tokens, config.enable_prefix_caching, self._stats, clock
-        )
+        self.kv: Kv = kv_class(self.pool, info, self._step_tokens, config.enable_prefix_caching, self._stats, clock)
         drafts = config.speculative_config
         self._drafter = NoDrafter()
         if drafts is not None:
@@ -139,7 +138,7 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """Plan and return the next step; return None when nothing can be computed before a result arrives."""
-        plan, kv = StepPlan(self.config.max_num_batched_tokens), self.kv
+        plan, kv = StepPlan(self._step_tokens), self.kv
         kv.begin_step(self.waiting, len(self.running))
         for request in list(self.running):
             if plan.budget == 0:

@@ -124,7 +124,7 @@ class Gets:
             block_size=info.block_size,
             fingerprint=info.fingerprint.hex(),
             num_blocks=info.num_blocks - 1,  # block 0 is padding and never allocated
-            max_num_batched_tokens=service.engine.config.scheduler.max_num_batched_tokens,
+            max_num_batched_tokens=info.max_num_batched_tokens,
             text_digest=service.text_digest,
         )
 

@@ -50,6 +50,8 @@ from penstock.executor.tiers.cuda_copies import CudaCopier
 from penstock.executor.tiers.open_tiers import open_tiers
 from penstock.executor.tiers.transfers import Copier, NumpyCopier, RankTransfers
 
+STEP_TOKENS, STEP_TOKENS_ON_GPU = 2048, 8192  # defaults of max_num_batched_tokens
+
 
 class Rank:
     def __init__(
@@ -60,6 +62,7 @@ class Rank:
         progress: Callable[[str], None],
         file: GgufFile | None = None,
     ) -> None:
+        config = with_step_size(config, device)
         self._config, self._group, self._device, self._progress = config, group, device, progress
         started_s = time.monotonic()
         if device.type == "cpu":
@@ -93,6 +96,7 @@ class Rank:
             vocab_size=loaded.spec.vocab_size,
             hidden_size=loaded.spec.hidden_size,
             max_model_len=plan.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
             num_blocks=plan.num_blocks,
             block_bytes=block_bytes,
@@ -327,6 +331,14 @@ class Rank:
 
 def _is_gpu(device: torch.device) -> bool:
     return device.type != "cpu"
+
+
+def with_step_size(config: ExecutorConfig, device: torch.device) -> ExecutorConfig:
+    """Return the configuration with the device's default of `max_num_batched_tokens` if it has none."""
+    if config.max_num_batched_tokens:
+        return config
+    default = STEP_TOKENS_ON_GPU if _is_gpu(device) else STEP_TOKENS
+    return msgspec.structs.replace(config, max_num_batched_tokens=max(default, config.max_num_seqs))
 
 
 def tier_fingerprint(model: bytes, layout: CacheLayout) -> bytes:

@@ -166,13 +166,22 @@ def test_a_cpu_has_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [line for line in lines if "arm" in line or "raph" in line]
 
 
+def test_a_step_is_as_large_as_the_device_suits_and_has_room_for_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step_tokens(**options: int) -> int:
+        return open_warm(max_model_len=16, **options).info.max_num_batched_tokens
+
+    assert (step_tokens(), step_tokens(max_num_seqs=3000), step_tokens(max_num_batched_tokens=40)) == (2048, 3000, 40)
+    pretend_a_gpu(monkeypatch, Recorder)
+    assert step_tokens(enforce_eager=True) == 8192
+
+
 def test_a_step_that_does_not_fit_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
     pretend_a_gpu(monkeypatch, Recorder)
     monkeypatch.setattr("penstock.executor.models.decoder.Decoder.forward", full)
-    with pytest.raises(ExecutorError, match="for a step of 2048 tokens: lower max_num_batched_tokens or max_num_seqs"):
+    with pytest.raises(ExecutorError, match="for a step of 8192 tokens: lower max_num_batched_tokens or max_num_seqs"):
         open_warm()
 
 

@@ -90,7 +90,7 @@ class OracleExecutor:
         self._num_pages = groups[-1].pages
         self._model = model
         self._max_num_seqs = config.max_num_seqs
-        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._max_num_batched_tokens = config.max_num_batched_tokens or 2048
         self._transfers = self._tiers.transfers
         self._slots: dict[int, _Slot] = {}
         self._queue: deque[Step] = deque()

@@ -181,15 +181,15 @@ def test_listeners_of_cache_events_hear_the_new_fingerprint(server: Running, tmp
 
 
 def test_a_core_that_is_killed_in_an_update_ends_the_server_with_an_error(tmp_path: Path) -> None:
-    slow = Path(weights_of(tmp_path, "a")) / "slow"
-    os.mkfifo(slow)  # which the core waits for
+    path = weights_of(tmp_path, "a")
     with running(engine_of(), byte_tokenizer(), allow_weight_updates=True) as server:
+        process = server.engine._process  # type: ignore[attr-defined]
+        os.kill(process.pid, signal.SIGSTOP)  # so that the update is not done before it is killed
         answers: list[Any] = []
-        asking = threading.Thread(target=lambda: answers.append(update(server, str(slow.parent))))
+        asking = threading.Thread(target=lambda: answers.append(update(server, path)))
         asking.start()
         asked = server.engine._asked  # type: ignore[attr-defined]
         until(lambda: bool(asked))
-        process = server.engine._process  # type: ignore[attr-defined]
         os.kill(process.pid, signal.SIGKILL)
         asking.join(60)
         assert answers[0].status_code == 503 and "was killed by SIGKILL" in answers[0].text
