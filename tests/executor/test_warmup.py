@@ -167,7 +167,7 @@ def test_a_cpu_has_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_is_as_large_as_the_device_suits_and_has_room_for_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    def step_tokens(**options: int) -> int:
+    def step_tokens(**options: Any) -> int:
         return open_warm(max_model_len=16, **options).info.max_num_batched_tokens
 
     assert (step_tokens(), step_tokens(max_num_seqs=3000), step_tokens(max_num_batched_tokens=40)) == (2048, 3000, 40)
