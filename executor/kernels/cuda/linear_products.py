@@ -25,7 +25,7 @@ from penstock.executor.kernels.cuda.tiles import (
     packed_tile,
 )
 from penstock.executor.kernels.eight_bits import pad_rows
-from penstock.executor.kernels.weight import BLOCK, BLOCKS, Weight
+from penstock.executor.kernels.weight import BLOCK, BLOCKS, MXFP4, Weight
 
 MAX_OWN_TOKENS = 256
 JOIN_BLOCK = tl.constexpr(1024)
@@ -71,9 +71,11 @@ def _divide(rows: int, weight: Weight, itemsize: int, is_fixed: bool) -> tuple[T
     if weight.is_numbers:
         tile, splits = fixed_tile(rows, width, depth, itemsize)
     else:
-        is_block = weight.format is BLOCKS
-        tile = block_linear_tile(rows, width, is_fixed) if is_block else packed_tile(rows, width, itemsize, is_fixed)
-        splits = 1
+        splits, is_mxfp4 = 1, weight.format is MXFP4
+        if weight.format is BLOCKS:
+            tile = block_linear_tile(rows, width, is_fixed)
+        else:
+            tile = packed_tile(rows, width, itemsize, is_fixed, is_mxfp4)
     programs = triton.cdiv(width, tile.columns) * triton.cdiv(rows, tile.rows)
     if not is_fixed:
         splits = depth_splits(programs, depth)

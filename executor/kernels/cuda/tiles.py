@@ -123,12 +123,14 @@ def block_linear_tile(rows: int, width: int, is_fixed: bool = False) -> Tile:
     return Tile(64, 64, 4, 4) if rows <= 64 else Tile(128, 64 if is_fixed else 128, 8, 3)
 
 
-def packed_tile(rows: int, width: int, itemsize: int, is_fixed: bool = False) -> Tile:
+def packed_tile(rows: int, width: int, itemsize: int, is_fixed: bool = False, is_mxfp4: bool = False) -> Tile:
     """Codes pass through registers: on cards whose products also read registers, tiles of many rows are smaller."""
     if itemsize == 4:
         return Tile(16, 32, 4, 2)
     if rows <= 16 and not is_fixed:
-        return Tile(16, 64 if width >= 64 * current_card().num_processors else 32, 4, 4)
+        # A step has 32 bytes of each column of MXFP4: with fewer columns, no thread would load 16 bytes at once.
+        is_wide = is_mxfp4 or width >= 64 * current_card().num_processors
+        return Tile(16, 64 if is_wide else 32, 4, 4)
     if not current_card().has_wide_products:
         return Tile(64, 64, 8, 3)
     return Tile(64, 64, 4, 3) if rows <= 64 else Tile(128, 64 if is_fixed else 128, 8, 3)
