@@ -169,21 +169,9 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
         outputs: list[Output | None] = []
         done: list[Controlled] = []
         for message in messages:
-            if isinstance(message, Submit):
-                log.debug("request %s: %d tokens", message.request_id, len(message.tokens) // 4)
-                outputs.append(core.submit(message))
-            elif isinstance(message, Abort):
-                outputs += map(core.abort, message.request_ids)
-            elif isinstance(message, WatchCache):
-                core.cache_log.watch(message.is_on, message.with_blocks)
-            elif isinstance(message, UnloadAdapter):
-                core.unload_adapter(message.key)
-            elif isinstance(message, Control):
-                duty.begin(message.what, CONTROL_DEADLINES_S.get(message.what, STEP_DEADLINE_S))
-                outputs += _control(core, message, pausing, done)
-                duty.begin(TURN)
-            elif isinstance(message, Shutdown):
+            if isinstance(message, Shutdown):
                 return
+            outputs += _take(core, message, duty, pausing, done)
         num_tokens = 0
         if core.has_work():
             duty.end()
@@ -203,6 +191,27 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
             pausing.clear()
         for answer in done:
             link.send(answer)
+
+
+def _take(
+    core: EngineCore, message: ToCore, duty: Duty, pausing: list[int], done: list[Controlled]
+) -> list[Output | None]:
+    """Execute a message from the front; return the outputs of requests that it ends."""
+    if isinstance(message, Submit):
+        log.debug("request %s: %d tokens", message.request_id, len(message.tokens) // 4)
+        return [core.submit(message)]
+    if isinstance(message, Abort):
+        return [*map(core.abort, message.request_ids)]
+    if isinstance(message, WatchCache):
+        core.cache_log.watch(message.is_on, message.with_blocks)
+    elif isinstance(message, UnloadAdapter):
+        core.unload_adapter(message.key)
+    elif isinstance(message, Control):
+        duty.begin(message.what, CONTROL_DEADLINES_S.get(message.what, STEP_DEADLINE_S))
+        outputs = _control(core, message, pausing, done)
+        duty.begin(TURN)
+        return [*outputs]
+    return []
 
 
 def _control(core: EngineCore, message: Control, pausing: list[int], done: list[Controlled]) -> list[Output]:
