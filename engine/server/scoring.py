@@ -23,8 +23,11 @@ from penstock.executor.protocol import LabelInfo, Pooled
 
 MAX_INPUTS = 2048  # as in OpenAI's API
 INLINE_FLOATS = 16 * 1024  # takes a millisecond; 2048 vectors of 4096 would block the event loop for a second
+MAX_CHARS = 1 << 24  # total length of all pairs; a text that is in every pair counts once per pair
 
 _PARAMS = SamplingParams(max_tokens=1, detokenize=False)
+
+Each = TypeVar("Each")
 
 
 async def embeddings(service: Service, call: Call, body: bytes) -> Embeddings:
@@ -38,7 +41,7 @@ async def embeddings(service: Service, call: Call, body: bytes) -> Embeddings:
     pooling = request.pooling or service.config.pooling
     found = await pooled(service, call, request, "input", inputs, _PARAMS, pooling)
     vectors = await in_thread_if(
-        size * len(inputs) > INLINE_FLOATS, lambda: [_shown(embedding, request) for embedding in found]
+        size * len(inputs) > INLINE_FLOATS, lambda: [_vector(embedding, request) for embedding in found]
     )
     return Embeddings(
         data=[Embedding(index, vector) for index, vector in enumerate(vectors)],
@@ -66,17 +69,12 @@ async def pooled(
     return [answer.embedding or b"" for answer in call.answers]  # never empty: a failure would have been raised
 
 
-def _shown(embedding: bytes, request: EmbeddingRequest) -> list[float] | str:
+def _vector(embedding: bytes, request: EmbeddingRequest) -> list[float] | str:
     """Return the vector as numbers or as base64 of little-endian float32, normalized unless `normalize` is false."""
     vector = array("f", embedding)
     if request.normalize is not False:
         vector = unit_length(vector)
     return base64.b64encode(vector.tobytes()).decode() if request.encoding_format == "base64" else vector.tolist()
-
-
-MAX_CHARS = 1 << 24  # total length of all pairs; a text that is in every pair counts once per pair
-
-Each = TypeVar("Each")
 
 
 class TextObject(msgspec.Struct, forbid_unknown_fields=True):
