@@ -1,8 +1,8 @@
 """Builds every C source of this folder into one extension, `penstock._csrc` (cffi API mode, stable ABI).
 
 A unit is `<name>.c` plus `<name>.cdef.h`: plain declarations, without preprocessor lines, which the C file includes and
-cffi parses, so the two cannot diverge. To Python, the types of addresses.h are integers. A new pair in this folder needs no registration. Nothing is compiled for the
-instructions of the build machine: functions with their own `__attribute__((target(...)))` are chosen at run time.
+cffi parses, so the two cannot diverge; to Python, the types of addresses.h are integers. A new pair needs no
+registration. Nothing is compiled for the instructions of the build machine: kernels are chosen at run time.
 `python csrc/build.py` builds in place, setup.py into the wheel. Both compile the sources on all cores.
 """
 

@@ -122,10 +122,9 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
                 labels = engine.info.labels
                 _say_curl(url, server, template is not None, classifies=labels is not None and labels.tokens is None)
 
-            code: int = await lifetime.serve(
-                engine, tokenizer, template, server, sockets=sockets, on_listening=announce
+            return int(
+                await lifetime.serve(engine, tokenizer, template, server, sockets=sockets, on_listening=announce)
             )
-            return code
         except asyncio.CancelledError:
             _say("Stopped before the model was loaded")
             return 0

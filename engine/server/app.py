@@ -28,7 +28,6 @@ MAX_HEADER_CHARS = 1024
 MAX_LOGGED = 256  # names, bounded because clients choose them
 QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed every few seconds
 
-
 log = logging.getLogger("penstock.engine")
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.:\[\]-]")

@@ -167,11 +167,10 @@ def _json(body: msgspec.Struct | dict[str, Any], status: int = 200) -> Response:
 def _openapi(
     posts: Sequence[PostRoute], others: Iterable[tuple[str, str]], error: type[msgspec.Struct]
 ) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of all routes, from the structs of their requests and replies. `others`: methods and paths of the routes without a schema."""
-    types = [kind for post in posts for kind in (post.takes, post.gives, post.streams) if kind] + [
-        schema.Message,
-        error,
-    ]
+    """Return the OpenAPI 3.1 document of all routes, from the structs of their requests and replies. `others` has the
+    methods and paths of routes without a schema."""
+    types = [kind for post in posts for kind in (post.takes, post.gives, post.streams) if kind]
+    types += [schema.Message, error]
     _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     refused = {"description": "An error", "content": _content(error)}
     paths: dict[str, Any] = {}

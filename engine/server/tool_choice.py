@@ -47,7 +47,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Reading:
-    """Parses one choice into pieces (text, reasoning, calls) for the writers of all chat APIs. Without a reader, the whole answer is text."""
+    """Parses one choice into pieces (text, reasoning, calls) for all chat APIs. Without a reader, all of it is text."""
 
     def __init__(
         self, reader: AnswerReader | HarmonyReader | None, id_length: int = 0, shows_reasoning: bool = True

@@ -1,4 +1,4 @@
-"""The sockets that connect an engine to one peer. Requests alternate between several, since one does not fill a fast network.
+"""The sockets that connect an engine to one peer: several, because one does not fill a fast network.
 
 The peer link (link.py) reads them, all from its own thread.
 """

@@ -19,13 +19,7 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.events import num_prompt_tokens, thinking_switch, write
 from penstock.engine.server.agents.item_writer import ItemsReply, ItemWriter
-from penstock.engine.server.agents.items import (
-    add_items,
-    chat_tools,
-    checked_items,
-    given_items,
-    own_tools,
-)
+from penstock.engine.server.agents.items import add_items, chat_tools, checked_items, given_items, own_tools
 from penstock.engine.server.agents.items_schema import (
     ITEM,
     NOT_SERVED,
