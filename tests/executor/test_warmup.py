@@ -56,10 +56,9 @@ VALUES: dict[str, tuple[int, ...]] = {
     "itemsize": (2, 4),
     "weight_itemsize": (1, 2),
     "is_fixed": (False, True),
+    "is_mxfp4": (False, True),
 }
 SIZES = ("rows", "tokens", "entries", "programs")
-
-
 LIMITS = (1, 2, 100, 1000, 8192)
 
 

@@ -113,6 +113,7 @@ def test_when_a_prefill_replica_is_killed_under_load_nobody_notices() -> None:
         def ask(number: int) -> int:
             if number == 10:  # stopped, it cannot finish what it has before it is killed
                 prefills[1].send(signal.SIGSTOP)
+                router.http.get("/health")  # answered after what had come before the stop was read
                 until(lambda: router.fleet.replicas[prefills[1].url].num_in_flight > 0)
                 prefills[1].send(signal.SIGKILL)
             prompt = random.Random(number).choices(range(256), k=1000)
