@@ -7,7 +7,7 @@ STORED = "/v1/responses/"  # before the id of a response that a replica stores
 PROXIED = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize", RESPONSES),
-        *("/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/v1/messages", "/v1/messages/count_tokens"),
         *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
     }
 )

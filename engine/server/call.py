@@ -28,7 +28,6 @@ class Call:
         self.scope: Mapping[str, Any] = {}  # the ASGI scope
         self.is_gone = False  # the client disconnected before the answer was complete
         self.is_stream = False
-        self.is_cancelled = False  # by a request on another connection, so the following failure is no error
         self.trace_id: str | None = None  # set if requests are traced
         self.answers: list[Answer] = []  # one for each prompt
 

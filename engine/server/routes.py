@@ -22,7 +22,7 @@ from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterReq
 from penstock.engine.server.agents import items_api, messages_api
 from penstock.engine.server.agents.block_writer import MessageReply
 from penstock.engine.server.agents.item_writer import ItemsReply
-from penstock.engine.server.agents.items_schema import ItemsRequest, ResponsesRequest
+from penstock.engine.server.agents.items_schema import ResponsesRequest
 from penstock.engine.server.agents.messages_schema import CountRequest, MessagesRequest
 from penstock.engine.server.chat import chat
 from penstock.engine.server.completions import completions
@@ -45,16 +45,13 @@ POSTS = (
     PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status, takes_none=True),
     *scoring.ROUTES,
     PostRoute("/v1/responses", items_api.responses, ResponsesRequest, ItemsReply, ItemsReply),
-    PostRoute("/v1/responses/input_tokens", items_api.input_tokens, ItemsRequest, items_api.InputTokens),
     PostRoute("/v1/messages", messages_api.messages, MessagesRequest, MessageReply, MessageReply),
     PostRoute("/v1/messages/count_tokens", messages_api.count_tokens, CountRequest, messages_api.CountReply),
 )
 WITHOUT_SCHEMA: tuple[tuple[str, str, Handler], ...] = (
     ("GET", RESPONSE, items_api.get),
     ("DELETE", RESPONSE, items_api.delete),
-    ("POST", f"{RESPONSE}/cancel", items_api.cancel),
 )
-REMOVED = (f"{RESPONSE}/input_items", "/v1/conversations", "/v1/conversations/{rest:path}")  # a 400 says what to use
 ADAPTER_POSTS = (
     PostRoute("/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, reply.Status),
     PostRoute("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest, reply.Status),
@@ -71,8 +68,6 @@ def routes(service: Service, kv_events: KvEvents) -> list[Route]:
         made.append(Route(post.path, endpoint, methods=["POST"]))
     for method, path, handler in WITHOUT_SCHEMA:
         made.append(Route(path, Endpoint(service, handler), methods=[method]))
-    removed = Endpoint(service, items_api.removed, takes_none=True)
-    made += [Route(path, removed, methods=["GET", "POST", "DELETE"]) for path in REMOVED]
     return made
 
 

@@ -12,10 +12,9 @@ import msgspec
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
-from penstock.engine.server.logprobs import chat_logprobs
 from penstock.engine.server.prompts import in_thread_if, render
 from penstock.engine.server.requests import ChatRequest
-from penstock.engine.server.responses import ChatFinish, ChatLogprobs
+from penstock.engine.server.responses import ChatFinish
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
 from penstock.engine.server.tool_choice import ReadingPlan
 from penstock.engine.text.prompt import INLINE_CHARS
@@ -54,10 +53,6 @@ class Writer(ABC):
     @abstractmethod
     def begin(self) -> None:
         """Begin the answer; the number of cached prompt tokens is known by then."""
-
-    def tokens(self, _logprobs: ChatLogprobs, /) -> None:
-        """Add the log-probabilities of the text that follows."""
-        raise AssertionError("this API has no log-probabilities")
 
     @abstractmethod
     async def end(self, reason: ChatFinish, stop: int | str | None) -> None:
@@ -105,8 +100,6 @@ async def write(
                 if not has_begun:
                     has_begun = True
                     writer.begin()
-                if update.logprobs is not None:
-                    writer.tokens(chat_logprobs(service.tokenizer, update.logprobs, as_ids=False))
                 for piece in reading.pieces(update.text, is_last=update.finish_reason is not None):
                     writer.take(piece)
                 reason = reading.finish_reason(update.finish_reason)

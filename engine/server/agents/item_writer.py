@@ -10,7 +10,7 @@ from penstock.engine.http.errors import HttpError
 from penstock.engine.server.agents.events import Kind, Writer
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
-from penstock.engine.server.responses import ChatFinish, ChatLogprobs
+from penstock.engine.server.responses import ChatFinish
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.reader import CallStart, object_in
@@ -21,6 +21,12 @@ TYPES = {
     "reasoning": ("reasoning", "reasoning_text"),
     "text": ("message", "output_text"),
     "call": ("function_call", "function_call_arguments"),
+}
+# Fields of the events of a text besides the text; clients require the list, which is always empty.
+EVENT_FIELDS: dict[Kind, dict[str, Any]] = {
+    "reasoning": {"content_index": 0},
+    "text": {"content_index": 0, "logprobs": []},
+    "call": {},
 }
 
 
@@ -78,18 +84,12 @@ class ItemWriter(Writer):
         self.reply = reply
         self._tokenizer, self._keep = tokenizer, keep
         self._num_events = 0
-        self._waiting: list[Any] = []  # log-probabilities to send with the next text
-        self._logprobs: list[Any] = []  # log-probabilities of the open text
 
     def begin(self) -> None:
         self._event("response.created", response=self.reply)
         self._event("response.in_progress", response=self.reply)
 
-    def tokens(self, logprobs: ChatLogprobs, /) -> None:
-        self._waiting += logprobs.content
-
     def _open(self, kind: Kind, call: CallStart | None) -> None:
-        self._logprobs = []
         item_type = TYPES[kind][0]
         item_id = f"{PREFIXES[item_type]}_{self._call.id}{len(self.reply.output):04x}"
         item: dict[str, Any] = {"type": item_type, "id": item_id, "status": "in_progress"}
@@ -104,7 +104,7 @@ class ItemWriter(Writer):
 
     def _grow(self, text: str) -> None:
         assert self._kind is not None
-        self._about(f"response.{TYPES[self._kind][1]}.delta", delta=text, **self._place())
+        self._about(f"response.{TYPES[self._kind][1]}.delta", delta=text, **EVENT_FIELDS[self._kind])
 
     async def end(self, reason: ChatFinish, _stop: int | str | None) -> None:
         if reason == "length":
@@ -117,17 +117,15 @@ class ItemWriter(Writer):
         await self._finish("completed")
 
     async def fail(self, error: HttpError) -> None:
-        if not self._call.is_cancelled:
-            code = "server_error" if error.status >= 500 else "invalid_prompt"
-            self.reply.error = {"code": code, "message": error.message}
-        await self._finish("cancelled" if self._call.is_cancelled else "failed")
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        self.reply.error = {"code": code, "message": error.message}
+        await self._finish("failed")
 
     async def _finish(self, status: str) -> None:
         self._end_part("completed" if status == "completed" else "incomplete")
         self.reply.status, self.reply.usage = status, await self._usage()
         self.reply.store = self._keep(self.reply)
-        # The API has no separate event for a cancelled response.
-        self._event(f"response.{'incomplete' if status == 'cancelled' else status}", response=self.reply)
+        self._event(f"response.{status}", response=self.reply)
 
     def _close(self, kind: Kind, text: str, status: str) -> None:
         item, what = self.reply.output[-1], TYPES[kind][1]
@@ -137,24 +135,14 @@ class ItemWriter(Writer):
             item["status"] = "incomplete" if object_in(text or "{}") is None else status
             self._about(f"response.{what}.done", arguments=text, name=item["name"])
         else:
-            self._place()  # adds the log-probabilities that arrived without text
             item["content"] = [self._part()]
-            more = {"logprobs": self._logprobs} if kind == "text" else {}
-            self._about(f"response.{what}.done", content_index=0, text=text, **more)
+            self._about(f"response.{what}.done", text=text, **EVENT_FIELDS[kind])
             self._about("response.content_part.done", content_index=0, part=item["content"][0])
         self._event("response.output_item.done", output_index=len(self.reply.output) - 1, item=item)
 
-    def _place(self) -> dict[str, Any]:
-        """Return the additional fields of a text's event."""
-        if self._kind != "text":
-            return {} if self._kind == "call" else {"content_index": 0}
-        shown, self._waiting = self._waiting, []
-        self._logprobs += shown
-        return {"content_index": 0, "logprobs": shown}
-
     def _part(self) -> dict[str, Any]:
         assert self._kind is not None
-        more = {"annotations": [], "logprobs": self._logprobs} if self._kind == "text" else {}
+        more = {"annotations": [], "logprobs": []} if self._kind == "text" else {}
         return {"type": TYPES[self._kind][1], "text": "".join(self._text), **more}
 
     def _about(self, kind: str, **fields: Any) -> None:

@@ -13,8 +13,8 @@ Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
-# Many clients include the second. It has no effect: reasoning is plain text in its item's content, never encrypted.
-Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+# Many clients send it. It has no effect: reasoning is plain text in its item's content, never encrypted.
+Included = Literal["reasoning.encrypted_content"]
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,15 +106,9 @@ class ChosenTool(Strict, frozen=True, tag_field="type", tag="function"):
     name: str
 
 
-class AllowedTools(Strict, frozen=True, tag_field="type", tag="allowed_tools"):
-    """The model is shown no others."""
-
-    mode: Literal["auto", "required"]
-    tools: list[ChosenTool]
-
-
-class ItemsRequest(PromptRequest, kw_only=True):
-    """POST /v1/responses/input_tokens: what a prompt is made of"""
+@partial(with_sampling, without=("n", "max_tokens", "prompt_logprobs"))
+class ResponsesRequest(PromptRequest, kw_only=True):
+    """POST /v1/responses"""
 
     input: Annotated[Raw, Meta(extra_json_schema={"anyOf": [{"type": "string"}, {"type": "array"}]})] = msgspec.field(
         default_factory=Raw
@@ -122,21 +116,14 @@ class ItemsRequest(PromptRequest, kw_only=True):
     instructions: str | None = None
     previous_response_id: Id | None = None
     tools: list[AnyTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-@partial(with_sampling, without=("n", "max_tokens", "prompt_logprobs"))
-class ResponsesRequest(ItemsRequest, kw_only=True):
-    """POST /v1/responses"""
-
     stream: bool | None = None
     stream_options: dict[Literal["include_obfuscation"], bool] | None = None  # without effect: no obfuscation is added
     max_output_tokens: int | None = None
-    top_logprobs: int | None = None
     include: list[Included] | None = None
     store: bool | None = None
     metadata: Metadata | None = None
@@ -148,14 +135,15 @@ class ResponsesRequest(ItemsRequest, kw_only=True):
 
 
 NOT_SERVED = {
-    **{name: why for name, why in UNSERVED.items() if name not in ItemsRequest.__struct_fields__},
+    **{name: why for name, why in UNSERVED.items() if name not in ResponsesRequest.__struct_fields__},
     "n": Unserved("a response is one answer", (1,)),
     "max_tokens": Unserved("use max_output_tokens"),
     "max_completion_tokens": Unserved("use max_output_tokens"),
     "response_format": Unserved("use text.format"),
     "reasoning_effort": Unserved("use reasoning.effort"),
     "messages": Unserved("use input"),
-    "logprobs": Unserved("use top_logprobs, or include message.output_text.logprobs", (False,)),
+    "logprobs": Unserved("only completions and chats show them", (False,)),
+    "top_logprobs": Unserved("only completions and chats show them", (0,)),
     "prompt_logprobs": Unserved("only completions and chats show them"),
     "prompt": Unserved("no prompts are kept here; send instructions and input"),
     "context_management": Unserved("nothing is compacted here; send fewer items", ([],)),

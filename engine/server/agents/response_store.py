@@ -1,20 +1,13 @@
-"""Stores responses in memory: finished ones, which `previous_response_id` can continue, and running ones, which another
-connection can cancel.
+"""Stores finished responses in memory, which `previous_response_id` can continue.
 
-Finished responses are limited in number, bytes and age; the least recently used is evicted first. A response is visible
-only to the API key that created it.
+They are limited in number, bytes and age; the least recently used is evicted first. A response is visible only to the
+API key that created it.
 """
 
-import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
-
-import msgspec
-
-from penstock.engine.server.call import Call
 
 MAX_RESPONSES = 10_000
 MAX_BYTES = 64 << 20  # JSON size of all responses together
@@ -32,14 +25,6 @@ class StoredResponse(NamedTuple):
         return len(self.reply) + len(self.items)
 
 
-@dataclass(frozen=True)
-class RunningResponse:
-    owner: bytes
-    call: Call
-    reply: msgspec.Struct  # the response as written so far
-    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class ResponseStore:
     def __init__(
         self,
@@ -48,7 +33,6 @@ class ResponseStore:
         max_age_s: float = MAX_AGE_S,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.running: dict[str, RunningResponse] = {}
         self._max_responses, self._max_bytes, self._max_age_s = max_responses, max_bytes, max_age_s
         self._clock_s = clock_s
         self._stored: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()  # the least recently used first
@@ -62,11 +46,6 @@ class ResponseStore:
         self._size_bytes += stored.size_bytes
         self._evict()
         return True
-
-    def find(self, owner: bytes, response_id: str) -> RunningResponse | StoredResponse | None:
-        """Return this owner's response, whether it runs or is stored."""
-        running = self.running.get(response_id)
-        return running if running is not None and running.owner == owner else self.get(owner, response_id)
 
     def get(self, owner: bytes, response_id: str) -> StoredResponse | None:
         self._evict()

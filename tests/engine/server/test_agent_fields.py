@@ -24,11 +24,6 @@ COUNT = {name: value for name, value in MESSAGE.items() if name != "max_tokens"}
 # The package's type, the route, and a request that is complete without its field.
 WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "responses": ("openai.types.responses.response_create_params:ResponseCreateParamsBase", "/v1/responses", CREATE),
-    "input_tokens": (
-        "openai.types.responses.input_token_count_params:InputTokenCountParams",
-        "/v1/responses/input_tokens",
-        CREATE,
-    ),
     "messages": ("anthropic.types.message_create_params:MessageCreateParamsBase", "/v1/messages", MESSAGE),
     "count_tokens": (
         "anthropic.types.message_count_tokens_params:MessageCountTokensParams",
