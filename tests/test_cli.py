@@ -55,10 +55,7 @@ def test_every_command_has_help(command: str) -> None:
     assert result.returncode == 0 and f"usage: penstock {command}" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    table(__file__, "mistakes"),
-)
+@pytest.mark.parametrize(("arguments", "message"), table(__file__, "mistakes"))
 def test_a_mistake_is_one_line_that_names_it(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,10 +64,7 @@ def test_a_mistake_is_one_line_that_names_it(
     assert message in shown and shown.startswith("penstock: ") and shown.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    table(__file__, "unknown options"),
-)
+@pytest.mark.parametrize(("arguments", "message"), table(__file__, "unknown options"))
 def test_an_option_that_is_not_known_here_is_named_by_its_command_with_what_to_use(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,10 +36,7 @@ def test_levels_are_read_by_room(text: str, found: dict[str, str]) -> None:
     assert log_levels(text) == found
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    table(__file__, "log levels"),
-)
+@pytest.mark.parametrize(("text", "message"), table(__file__, "log levels"))
 def test_what_is_no_level_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         log_levels(text)

@@ -184,10 +184,7 @@ def test_closing_ends_every_store_and_load_exactly_once(tmp_path: Path) -> None:
     rig.close()
 
 
-@pytest.mark.parametrize(
-    ("capacity", "chunk", "says"),
-    table(__file__, "disk sizes", CHUNK=CHUNK),
-)
+@pytest.mark.parametrize(("capacity", "chunk", "says"), table(__file__, "disk sizes", CHUNK=CHUNK))
 def test_sizes_that_cannot_work_are_named(tmp_path: Path, capacity: int, chunk: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         DiskTier(tmp_path, capacity_bytes=capacity, chunk_bytes=chunk, fingerprint=b"")

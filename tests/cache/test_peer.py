@@ -313,10 +313,7 @@ def test_many_readers_and_a_source_that_changes_never_give_wrong_bytes() -> None
         assert counts[True] > 50  # fewer the more are lost to the budget
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    table(__file__, "peer addresses"),
-)
+@pytest.mark.parametrize(("text", "message"), table(__file__, "peer addresses"))
 def test_addresses_that_cannot_be_meant_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_address("kv_peers", text, num_ranks=2)

@@ -71,10 +71,7 @@ def test_without_an_admin_key_nobody_changes_the_fleet(backend: Stub) -> None:
     assert status(answer) == 403 and b"--admin-api-key" in answer
 
 
-@pytest.mark.parametrize(
-    "url",
-    table(__file__, "addresses"),
-)
+@pytest.mark.parametrize("url", table(__file__, "addresses"))
 def test_a_replica_must_be_a_plain_address(router: RunningRouter, url: str) -> None:
     answer = ask(router, "POST", "/replicas", f"authorization: Bearer {ADMIN}", body=b'{"url":"%s"}' % url.encode())
     assert status(answer) == 400 and b'"param":"url"' in answer

@@ -2,7 +2,6 @@
 
 import gc
 import socket
-import threading
 import types
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 from penstock.router.config import Prefill
 from penstock.router.exchange import Exchange
 from penstock.router.fleet.fleet import Fleet
-from tests.support.raw_http import connect, post
-from tests.support.router_fleet import RunningRouter, running_router
-from tests.support.router_stub import Seen, stub
+from tests.support.raw_http import clients, post
+from tests.support.router_fleet import RunningRouter, running_router, until
+from tests.support.router_stub import EVENT, STREAM, Hold, Seen, stub
 
-STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n9\r\ndata: a\n\n\r\n"
 LARGE = 100_000
 
 
@@ -38,26 +36,23 @@ def large_values(router: RunningRouter, exchange: Exchange) -> list[int]:
 @pytest.mark.parametrize("tokenizes", [False, True])
 @pytest.mark.parametrize("is_split", [False, True])
 def test_a_body_is_dropped_at_the_first_byte_of_its_answer(tokenizes: bool, is_split: bool) -> None:
-    may_answer, may_end = threading.Event(), threading.Event()
+    may_answer, may_end = Hold(answer=None), Hold(b"0\r\n\r\n", first=STREAM + EVENT)
 
-    def stream(_seen: Seen, sock: socket.socket) -> bytes:
-        may_answer.wait(60)
-        sock.sendall(STREAM)
-        may_end.wait(60)
-        return b"0\r\n\r\n"
+    def stream(seen: Seen, sock: socket.socket) -> bytes | None:
+        may_answer(seen, sock)
+        return may_end(seen, sock)
 
     with stub(stream) as backend, stub(stream) as prefill:
         prefills = (Prefill(prefill.url, "10.0.0.5:9100"),) if is_split else ()
+        body = b'{"stream":true,"prompt":"' + b"abcd " * LARGE + b'"}'
         with (
             running_router(backend.url, prefills=prefills, wait_for=1 + is_split, tokenizes=tokenizes) as router,
-            connect(router.port) as sock,
+            clients(router.port, post(body)) as (sock,),
         ):
-            sock.sendall(post(b'{"stream":true,"prompt":"' + b"abcd " * LARGE + b'"}'))
-            while not backend.seen:
-                threading.Event().wait(0.01)
+            until(lambda: bool(backend.seen))
             (exchange,) = router.app.exchanges
             assert router.call(lambda: large_values(router, exchange))
-            may_answer.set()
+            may_answer.go.set()
             assert b"data: a" in sock.recv(65536)
             assert router.call(lambda: large_values(router, exchange)) == []
-            may_end.set()
+            may_end.go.set()

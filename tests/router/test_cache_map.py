@@ -213,14 +213,7 @@ def test_a_removed_replicas_charges_may_still_be_released_and_its_row_serves_the
     placement.check()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"block_size": 0}, "block_size: 0 given; expected `int` >= 1"),
-        ({"num_blocks": -1}, "num_blocks: -1 given; expected `int` >= 0"),
-        ({"prefill_tokens_per_s": 0.0}, "prefill_tokens_per_s: 0.0 given; expected `float` > 0"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), table(__file__, "replicas"))
 def test_a_replica_that_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) -> None:
     placement, _ = fleet(0)
     with pytest.raises(ValueError, match=message):
@@ -228,10 +221,7 @@ def test_a_replica_that_cannot_be_is_refused_by_name(given: dict[str, Any], mess
     placement.check()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    table(__file__, "policies"),
-)
+@pytest.mark.parametrize(("given", "message"), table(__file__, "policies"))
 def test_a_policy_that_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Placement(PolicyConfig(**given))

@@ -12,7 +12,8 @@ import pytest
 
 from penstock.router import discovery
 from penstock.router.backend import RouteError
-from penstock.router.discovery import check_source, discovered_like, states
+from penstock.router.discovery import discovered_like, states
+from tests.support.refusals import table
 from tests.support.router_fleet import running_router, until
 from tests.support.router_stub import stub
 
@@ -115,12 +116,7 @@ def test_a_name_stands_for_all_its_addresses() -> None:
     assert take("dns:127.0.0.1:8000,events=5557") == [["http://127.0.0.1:8000,events=5557"]]
 
 
-@pytest.mark.parametrize("text", ["etcd:x", "dns:name", "k8s:service", "file:", "dns:h:1,colour=1", "srv:_http._tcp.x"])
-def test_a_source_that_is_written_wrongly_is_refused(text: str) -> None:
-    with pytest.raises(RouteError, match="discover"):
+@pytest.mark.parametrize(("text", "words"), table(__file__, "sources"))
+def test_a_source_that_is_written_wrongly_is_refused(text: str, words: str) -> None:
+    with pytest.raises(RouteError, match=words):
         discovered_like(text)
-
-
-def test_other_ways_into_kubernetes_are_refused_with_the_way_that_is_there() -> None:
-    with pytest.raises(RouteError, match="dns: with a headless Service covers Kubernetes"):
-        check_source("k8s:prod/vllm:http")

@@ -1,7 +1,6 @@
 """What the edge refuses, and that what passes means the same to every parser behind it."""
 
 import random
-import socket
 import time
 from collections.abc import Iterator
 
@@ -12,7 +11,7 @@ from penstock.engine.http.limits import Limits
 from tests.support.raw_http import connect, exchange, post, read_all, status
 from tests.support.refusals import table
 from tests.support.router_fleet import RunningRouter, running_router, until
-from tests.support.router_stub import Seen, Stub, whole
+from tests.support.router_stub import Seen, Stub, endless, stub
 
 LIMITS = Limits(
     max_header_bytes=4096, max_body_bytes=10_000, header_timeout_s=0.4, body_timeout_s=0.4, max_connections=20
@@ -138,22 +137,18 @@ def test_garbage_behind_a_request_comes_after_its_answer(router: RunningRouter, 
     assert b"{}HTTP/1.1 400 " in answer
 
 
-def test_an_unread_answer_does_not_stay_for_ever(backend: Stub) -> None:
-    def endless(seen: Seen, sock: socket.socket) -> None:
-        sock.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-        while True:
-            sock.sendall(b"2710\r\n" + b"x" * 10000 + b"\r\n")
-
-    backend.answer = endless
-    limits = Limits(write_timeout_s=0.3)
-    try:
-        with running_router(backend.url, limits=limits) as router, connect(router.port, receive_buffer=4096) as sock:
-            sock.sendall(post())
-            until(lambda: bool(router.app.exchanges))
-            until(lambda: not router.app.exchanges)
-            until(lambda: not router.app.edge.connections)
-    finally:
-        backend.answer = lambda seen, sock: whole()
+@pytest.mark.parametrize("asks_again", [True, False])
+def test_a_client_that_does_not_read_is_cut(asks_again: bool) -> None:
+    with (
+        stub(endless) as endless_backend,
+        running_router(endless_backend.url, limits=Limits(write_timeout_s=0.3)) as router,
+        connect(router.port, receive_buffer=4096) as sock,
+    ):
+        sock.sendall(post(close=not asks_again))
+        until(lambda: any(each.is_paused for each in router.app.edge.connections))
+        if asks_again:
+            sock.sendall(post(close=False))
+        until(lambda: not router.app.edge.connections and not router.app.exchanges)
 
 
 def test_a_thousand_tiny_pipelined_requests_need_no_deep_stack(router: RunningRouter) -> None:

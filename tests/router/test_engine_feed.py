@@ -1,5 +1,7 @@
 """A fleet of engines of another kind, followed over their ZMQ publishers."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -16,15 +18,6 @@ TEXT = "a long beginning " * 12
 IDS = byte_tokenizer().encode(TEXT)
 
 
-def view(router: RunningRouter, engine: StandIn) -> dict[str, Any]:
-    replicas = router.http.get("/replicas").json()["replicas"]
-    return next(dict(each) for each in replicas if each["url"] == engine.http.url)
-
-
-def blocks(router: RunningRouter, engine: StandIn) -> int:
-    return int(view(router, engine)["placement"]["cached_blocks"]["device"])
-
-
 def predicted(router: RunningRouter, engine: StandIn, text: str = TEXT, **fields: Any) -> int:
     """Tokens of a prompt that are thought to be cached there."""
     found = router.http.post("/route", json={"prompt": text, **fields}).json()
@@ -36,8 +29,24 @@ def completions(engine: StandIn) -> int:
 
 
 def is_followed(router: RunningRouter, engine: StandIn) -> bool:
-    seen = view(router, engine)
+    seen = router.view(engine.http.url)
     return bool(seen["placement"]["knowledge"] == "events" and seen["events"]["connected"])
+
+
+@contextlib.contextmanager
+def followed(
+    has_replay: bool = True, **settings: Any
+) -> Iterator[tuple[RunningRouter, StandIn, Callable[[int], None]]]:
+    """A router that follows an engine, and a function that waits until so many blocks are known."""
+    with stand_in(**settings) as engine:
+        backend = engine.backend if has_replay else engine.backend.partition(",replay")[0]
+        with running_router(backend, tokenizes=True) as router:
+            until(lambda: is_followed(router, engine))
+
+            def know(count: int) -> None:
+                until(lambda: router.num_blocks(engine.http.url) == count and is_followed(router, engine))
+
+            yield router, engine, know
 
 
 def test_what_engines_publish_is_known_whatever_the_size_of_their_blocks() -> None:
@@ -56,76 +65,57 @@ def test_what_engines_publish_is_known_whatever_the_size_of_their_blocks() -> No
 
 @pytest.mark.parametrize("says_topic", [True, False])
 def test_a_gap_is_filled_from_the_replay_endpoint(says_topic: bool) -> None:
-    with stand_in(says_topic=says_topic) as engine, running_router(engine.backend, tokenizes=True) as router:
-        until(lambda: is_followed(router, engine))
+    with followed(says_topic=says_topic) as (router, engine, know):
         engine.publisher.publish(stored(IDS[:64]))
-        until(lambda: blocks(router, engine) == 4)
+        know(4)
         engine.publisher.publish(removed(names_of(IDS[:64], 16)[3:]), is_lost=True)
         engine.publisher.publish(stored(IDS[:48] + IDS[100:116], start=3), is_lost=True)
         engine.publisher.publish(stored(IDS[:32] + [7] * 16, start=2))
-        until(lambda: blocks(router, engine) == 5)
-        seen = view(router, engine)["events"]
+        know(5)
+        seen = router.view(engine.http.url)["events"]
         assert (seen["gaps"], seen["replayed"]) == (1, 4)
 
 
 @pytest.mark.parametrize("has_replay", [True, False])
 def test_after_a_gap_that_cannot_be_filled_nothing_is_believed_that_may_have_been_removed(has_replay: bool) -> None:
-    with stand_in(buffer=1) as engine:
-        backend = engine.backend if has_replay else engine.backend.partition(",replay")[0]
-        with running_router(backend, tokenizes=True) as router:
-            until(lambda: is_followed(router, engine))
-            engine.publisher.publish(stored(IDS[:32]))
-            until(lambda: blocks(router, engine) == 2)
-            engine.publisher.publish(removed(names_of(IDS[:32], 16)), is_lost=True)
-            engine.publisher.publish(stored([9] * 16))
-            until(lambda: view(router, engine)["events"]["gaps"] == 1 and is_followed(router, engine))
-            until(lambda: blocks(router, engine) == 1)
-            # A block that is stored once more and then removed is not there any more.
-            engine.publisher.publish(stored(IDS[:32]))
-            until(lambda: blocks(router, engine) == 3)
-            engine.publisher.publish(removed(names_of(IDS[:32], 16)))
-            until(lambda: blocks(router, engine) == 1)
+    with followed(has_replay, buffer=1) as (router, engine, know):
+        engine.publisher.publish(stored(IDS[:32]))
+        know(2)
+        engine.publisher.publish(removed(names_of(IDS[:32], 16)), is_lost=True)
+        engine.publisher.publish(stored([9] * 16))
+        until(lambda: router.view(engine.http.url)["events"]["gaps"] == 1)
+        know(1)
+        # A block that is stored once more and then removed is not there any more.
+        engine.publisher.publish(stored(IDS[:32]))
+        know(3)
+        engine.publisher.publish(removed(names_of(IDS[:32], 16)))
+        know(1)
 
 
 @pytest.mark.parametrize("has_replay", [True, False])
 def test_when_the_numbers_of_batches_start_again_nothing_older_is_believed(has_replay: bool) -> None:
-    with stand_in() as engine:
-        backend = engine.backend if has_replay else engine.backend.partition(",replay")[0]
-        with running_router(backend, tokenizes=True) as router:
-            until(lambda: is_followed(router, engine))
-            engine.publisher.publish(stored(IDS[:64]))
-            engine.publisher.publish(stored([9] * 16))
-            until(lambda: blocks(router, engine) == 5)
-            engine.publisher.count_from_zero()
-            engine.publisher.publish(stored(IDS[:32]))
-            until(lambda: blocks(router, engine) == 2 and is_followed(router, engine))
-
-
-def test_an_engine_that_starts_again_has_nothing_cached() -> None:
-    with stand_in() as engine, running_router(engine.backend, tokenizes=True) as router:
-        until(lambda: is_followed(router, engine))
+    with followed(has_replay) as (_, engine, know):
         engine.publisher.publish(stored(IDS[:64]))
-        until(lambda: blocks(router, engine) == 4)
-        engine.restart()
-        until(lambda: blocks(router, engine) == 0 and is_followed(router, engine))
+        engine.publisher.publish(stored([9] * 16))
+        know(5)
+        engine.publisher.count_from_zero()
         engine.publisher.publish(stored(IDS[:32]))
-        until(lambda: blocks(router, engine) == 2)
+        know(2)
 
 
-def test_without_a_replay_endpoint_a_connection_begins_with_nothing() -> None:
-    with stand_in() as engine:
-        backend = engine.backend.partition(",replay")[0]
-        with running_router(backend, tokenizes=True) as router:
-            until(lambda: is_followed(router, engine))
-            engine.publisher.publish(stored(IDS[:64]))
-            until(lambda: blocks(router, engine) == 4)
-            engine.restart()
-            until(lambda: blocks(router, engine) == 0 and is_followed(router, engine))
+@pytest.mark.parametrize("has_replay", [True, False])
+def test_an_engine_that_starts_again_has_nothing_cached(has_replay: bool) -> None:
+    with followed(has_replay) as (_, engine, know):
+        engine.publisher.publish(stored(IDS[:64]))
+        know(4)
+        engine.restart()
+        know(0)
+        engine.publisher.publish(stored(IDS[:32]))
+        know(2)
 
 
 def test_an_engine_that_is_taken_out_is_not_listened_to_any_more() -> None:
-    with stand_in() as engine, running_router(engine.backend, tokenizes=True) as router:
-        until(lambda: is_followed(router, engine))
+    with followed() as (router, engine, _):
         follower = router.router.feeds._by_url[engine.http.url]
         router.call(lambda: router.app.apply("DELETE", engine.http.url, None))
         until(follower.done)
@@ -146,9 +136,9 @@ def test_answers_that_count_their_cached_tokens_correct_a_guess() -> None:
     with stand_in(answer_with(0)) as engine, running_router(engine.http.url, tokenizes=True) as router:
         for _ in range(20):
             router.complete(TEXT, model="m")
-        seen = view(router, engine)["placement"]
+        seen = router.view(engine.http.url)["placement"]
         assert seen["knowledge"] == "answers"
-        metrics = router.call(lambda: next(iter(router.fleet.groups.values())).placement.metrics())
+        metrics = router.placement_metrics()
         assert metrics["compared_requests_total"] == 20 and metrics["answers_replicas"] == 1
         assert seen["cached_blocks"]["device"] <= 32  # of a guess that began with 1,000
 
@@ -163,10 +153,10 @@ def test_requests_of_others_count_at_a_choice() -> None:
     with stand_in() as busy, stand_in() as idle:
         busy.metrics = busy.metrics.replace('waiting{engine="0"} 0.0', 'waiting{engine="0"} 7.0')
         with running_router(busy.http.url, idle.http.url, policy="least-loaded") as router:
-            until(lambda: view(router, busy)["placement"]["other_requests"] == 7)
+            until(lambda: router.view(busy.http.url)["placement"]["other_requests"] == 7)
             for _ in range(4):
                 router.complete(model="m")
-            assert view(router, busy)["engine"]["waiting"] == 7
+            assert router.view(busy.http.url)["engine"]["waiting"] == 7
         assert (len(busy.http.seen), len(idle.http.seen)) == (0, 4)
 
 
@@ -182,10 +172,7 @@ def test_each_replica_is_given_its_own_key(monkeypatch: pytest.MonkeyPatch) -> N
     assert [seen.header(b"authorization") for seen in other.http.seen] == [[b"Bearer mine"]]
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    table(__file__, "backends"),
-)
+@pytest.mark.parametrize(("text", "part"), table(__file__, "backends"))
 def test_a_backend_that_is_written_wrongly_is_refused(text: str, part: str) -> None:
     with pytest.raises(RouteError) as error:
         Backend.of(text)

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 import pytest
@@ -22,59 +21,72 @@ from penstock.router.fleet.fleet import RetryBudget
 from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica, State
 from penstock.router.http.heads import ClientRequest
 from penstock.router.leg import Leg
-from tests.support.raw_http import connect, exchange, post, read_all, status
-from tests.support.router_fleet import QUICK, RunningRouter, mock_replicas, running_router, until
-from tests.support.router_stub import Answer, Seen, stub, whole
+from tests.support.raw_http import clients, connect, exchange, post, read_all, status
+from tests.support.refusals import table
+from tests.support.router_fleet import (
+    ADMIN,
+    QUICK,
+    RunningRouter,
+    mock_fleet,
+    mock_replicas,
+    running_router,
+    stub_fleet,
+    until,
+)  # fmt: skip
+from tests.support.router_stub import Answer, Hold, Seen, hang_up, ok, stub, whole
 
 
-async def _load(
-    url: str, count: int, concurrency: int, during: Callable[[], object] | None = None, **fields: Any
-) -> list[tuple[int, str]]:
-    """`count` requests, and `during` called when a third of them are done: (status, end of the answer) of each."""
+def sick(seen: Seen, sock: socket.socket) -> bytes:
+    return whole(b"{}", b"500 Internal Server Error")
+
+
+async def _load(url: str, count: int, concurrency: int, during: Callable[[], object]) -> list[tuple[int, str]]:
     gate, results = asyncio.Semaphore(concurrency), []
-    limits = httpx.Limits(max_connections=None)
 
     async def one(client: httpx.AsyncClient, index: int) -> None:
-        body = {"prompt": f"prompt {index}", "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields}
+        body = {"prompt": f"prompt {index}", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         async with gate:
             answer = await client.post(url + "/v1/completions", json=body)
             results.append((answer.status_code, answer.text[-400:]))
-            if during is not None and len(results) == count // 3:
+            if len(results) == count // 3:
                 await asyncio.to_thread(during)
 
-    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
         await asyncio.gather(*(one(client, index) for index in range(count)))
     return results
 
 
 def load(
-    url: str, count: int, concurrency: int = 24, during: Callable[[], object] | None = None, **fields: Any
+    url: str, count: int, concurrency: int = 24, during: Callable[[], object] = lambda: None
 ) -> list[tuple[int, str]]:
-    return asyncio.run(_load(url, count, concurrency, during, **fields))
+    """Send `count` requests, call `during` when a third are done; return the status and end of each answer."""
+    return asyncio.run(_load(url, count, concurrency, during))
+
+
+def without_retries(router: RunningRouter) -> None:
+    router.fleet.budget.share = router.fleet.budget.tokens = 0.0
 
 
 def test_when_one_of_eight_is_killed_no_client_that_waits_for_a_first_byte_notices() -> None:
-    with contextlib.ExitStack() as stack:
-        replicas = stack.enter_context(mock_replicas(8, prefill_tps=2000, inter_token_s=0.01))
-        router = stack.enter_context(running_router(*(each.url for each in replicas)))
+    with mock_fleet(8, prefill_tps=2000, inter_token_s=0.01) as (router, replicas):
         results = load(router.url, 160, during=lambda: replicas[3].send(signal.SIGKILL))
         assert Counter(code for code, _ in results) == {200: 160}
-        until(lambda: router.fleet.replicas[replicas[3].url].state == "down")
+        until(lambda: router.state(replicas[3].url) == "down")
         assert router.states().count("up") == 7
 
 
 def test_when_a_replica_is_killed_what_waited_there_goes_elsewhere_though_no_retry_is_left() -> None:
     """Its death is no misconduct that retries could make worse: those requests are not computed there any more."""
-    with mock_replicas(3, inter_token_s=0.02) as replicas, running_router(*(each.url for each in replicas)) as router:
-        router.fleet.budget.share = router.fleet.budget.tokens = 0.0
+    with mock_fleet(3, inter_token_s=0.02) as (router, replicas):
+        without_retries(router)
         results = load(router.url, 60, during=lambda: replicas[1].send(signal.SIGKILL))
         assert Counter(code for code, _ in results) == {200: 60}
         assert router.counts("retries").keys() & {"lost", "unreachable", "moved"}
 
 
 def test_a_replica_that_dies_with_its_listening_socket_last_loses_no_request() -> None:
-    with stub() as dying, stub() as other, running_router(dying.url, other.url, policy="round-robin") as router:
-        router.fleet.budget.share = router.fleet.budget.tokens = 0.0
+    with stub_fleet(hang_up, ok, policy="round-robin") as (router, (dying, _)):
+        without_retries(router)
 
         def die(seen: Seen, sock: socket.socket) -> None:
             dying.is_dying = True
@@ -86,58 +98,32 @@ def test_a_replica_that_dies_with_its_listening_socket_last_loses_no_request() -
 
 def test_a_replica_that_dies_with_its_listening_socket_first_loses_no_request() -> None:
     """Then the probe is refused before the connections of its requests break."""
-    asked, over = threading.Event(), threading.Event()
-    with stub() as dying, stub() as other, running_router(dying.url, other.url, policy="round-robin") as router:
-        router.fleet.budget.share = router.fleet.budget.tokens = 0.0
-
-        def die(seen: Seen, sock: socket.socket) -> None:
+    with stub_fleet(ok, ok, policy="round-robin") as (router, (dying, _)):
+        without_retries(router)
+        dying.answer = hold = Hold(answer=None)
+        with clients(router.port, *2 * [post()]) as socks:
+            assert hold.is_asked.wait(60)
             dying.is_dying = True
-            asked.set()
-            over.wait(60)
-
-        def refuse() -> None:
-            replica = router.fleet.replicas[dying.url]
-            with router.fleet.observing(replica):
-                replica.probe_refused("the test says so", is_draining=False)
-
-        dying.answer = die
-        socks = [connect(router.port) for _ in range(2)]
-        for sock in socks:
-            sock.sendall(post())
-        assert asked.wait(60)
-        router.call(refuse)
-        assert [status(sock.recv(4096)) for sock in socks] == [200, 200]
+            router.refuse(dying.url)
+            assert [status(sock.recv(4096)) for sock in socks] == [200, 200]
         assert router.counts("retries") == {"moved": 1}
-        over.set()
-        for sock in socks:
-            sock.close()
 
 
 def test_whether_a_replica_has_died_is_asked_once_for_all_of_its_requests() -> None:
-    asked, all_lost = [], threading.Event()
-    together = threading.Barrier(6)
+    together, health = threading.Barrier(6), Hold()
 
     def break_off(seen: Seen, sock: socket.socket) -> None:
         together.wait(60)
 
-    def be_well(seen: Seen, sock: socket.socket) -> bytes:
-        asked.append(seen)
-        all_lost.wait(60)
-        return whole()
-
     with stub(break_off) as backend, running_router(backend.url) as router:
-        router.fleet.budget.share = router.fleet.budget.tokens = 0.0
-        backend.questions[b"/health"] = be_well
-        socks = [connect(router.port) for _ in range(6)]
-        for sock in socks:
-            sock.sendall(post())
-        until(lambda: [each.state for each in list(router.app.exchanges)] == ["between"] * 6)
-        until(lambda: len(asked) > 0)
-        all_lost.set()
-        assert [status(read_all(sock)) for sock in socks] == [502] * 6
-        assert len(asked) == 1 and router.counts("not_retried") == {"lost": 6}
-        for sock in socks:
-            sock.close()
+        without_retries(router)
+        with clients(router.port, *6 * [post()]) as socks:
+            backend.questions[b"/health"] = health
+            until(lambda: [each.state for each in list(router.app.exchanges)] == ["between"] * 6)
+            assert health.is_asked.wait(60)
+            health.go.set()
+            assert [status(read_all(sock)) for sock in socks] == [502] * 6
+        assert len(health.seen) == 1 and router.counts("not_retried") == {"lost": 6}
 
 
 @pytest.mark.parametrize("is_long", [False, True])
@@ -157,30 +143,20 @@ def test_a_bug_of_ours_is_a_500_and_the_request_does_not_count_for_ever(
 
 
 def test_a_replica_that_is_added_again_lets_what_it_had_begun_finish() -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def wait(seen: Seen, sock: socket.socket) -> bytes:
-        begun.set()
-        go_on.wait(60)
-        return whole(b'{"ok":1}')
-
-    with stub(wait) as backend, running_router(backend.url, admin_api_keys=("sk-admin",)) as router:
-        sock = connect(router.port)
-        sock.sendall(post())
-        assert begun.wait(60)
-        headers = {"authorization": "Bearer sk-admin"}
-        for method in ("DELETE", "POST"):
-            answer = router.http.request(method, "/replicas", json={"url": backend.url}, headers=headers)
-            assert answer.status_code == 200
-        until(lambda: router.states() == ["up"])
-        go_on.set()
-        assert status(read_all(sock)) == 200
-        sock.close()
+    hold = Hold()
+    with stub(hold) as backend, running_router(backend.url, admin_api_keys=(ADMIN,)) as router:
+        with clients(router.port, post()) as (sock,):
+            assert hold.is_asked.wait(60)
+            for method in ("DELETE", "POST"):
+                assert router.change(method, url=backend.url).status_code == 200
+            until(lambda: router.states() == ["up"])
+            hold.go.set()
+            assert status(read_all(sock)) == 200
         until(lambda: not router.fleet.detached)
 
 
 def test_a_stream_whose_replica_is_killed_ends_with_an_error_event_and_the_end_mark() -> None:
-    with mock_replicas(2, inter_token_s=0.02) as replicas, running_router(*(each.url for each in replicas)) as router:
+    with mock_fleet(2, inter_token_s=0.02) as (router, replicas):
         body = {"prompt": "abc", "max_tokens": 5000, "stream": True, "ignore_eos": True}
         with router.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
@@ -196,15 +172,13 @@ def test_a_stream_whose_replica_is_killed_ends_with_an_error_event_and_the_end_m
 
 def test_a_stopped_replica_is_taken_out_and_what_waited_there_goes_elsewhere() -> None:
     timeouts = dataclasses.replace(QUICK, probe_timeout_s=1.0)  # less, and a busy machine is taken for a stop
-    with contextlib.ExitStack() as stack:
-        replicas = stack.enter_context(mock_replicas(3, prefill_tps=2000, inter_token_s=0.01))
-        router = stack.enter_context(running_router(*(each.url for each in replicas), timeouts=timeouts))
+    with mock_fleet(3, timeouts, prefill_tps=2000, inter_token_s=0.01) as (router, replicas):
 
         def stop_until_it_is_out() -> None:
             """And no longer: an engine that was stopped for 8 s takes its core for dead."""
             replicas[1].send(signal.SIGSTOP)
             try:
-                until(lambda: router.fleet.replicas[replicas[1].url].state == "down")
+                until(lambda: router.state(replicas[1].url) == "down")
             finally:
                 replicas[1].send(signal.SIGCONT)
 
@@ -214,31 +188,27 @@ def test_a_stopped_replica_is_taken_out_and_what_waited_there_goes_elsewhere() -
 
 
 def test_when_all_are_down_the_answer_is_503_and_when_one_is_back_it_serves() -> None:
-    with mock_replicas(1) as first:
-        port = first[0].port
-        with running_router(first[0].url) as router:
-            first[0].send(signal.SIGKILL)
-            until(lambda: router.states() == ["down"])
-            answer = router.complete()
-            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-            assert router.http.get("/ready").status_code == 503
-            assert router.http.get("/health").status_code == 200
-            with mock_replicas(1, port=port):
-                until(lambda: router.states() == ["up"])
-                assert router.complete().status_code == 200
+    with mock_fleet(1) as (router, (first,)):
+        first.send(signal.SIGKILL)
+        until(lambda: router.states() == ["down"])
+        answer = router.complete()
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert router.http.get("/ready").status_code == 503
+        assert router.http.get("/health").status_code == 200
+        with mock_replicas(1, port=first.port):
+            until(lambda: router.states() == ["up"])
+            assert router.complete().status_code == 200
 
 
 def test_a_rolling_restart_fails_no_request() -> None:
-    with contextlib.ExitStack() as stack:
-        replicas = [stack.enter_context(mock_replicas(1, inter_token_s=0.005))[0] for _ in range(3)]
-        router = stack.enter_context(running_router(*(each.url for each in replicas)))
+    with contextlib.ExitStack() as stack, mock_fleet(3, inter_token_s=0.005) as (router, replicas):
 
         def roll() -> None:
             for replica in replicas:
                 replica.send(signal.SIGTERM)
-                until(lambda: router.fleet.replicas[replica.url].state == "down")  # noqa: B023
+                until(lambda: router.state(replica.url) == "down")  # noqa: B023
                 stack.enter_context(mock_replicas(1, port=replica.port, inter_token_s=0.005))
-                until(lambda: router.fleet.replicas[replica.url].state == "up")  # noqa: B023
+                until(lambda: router.state(replica.url) == "up")  # noqa: B023
 
         rolling = threading.Thread(target=roll)
         rolling.start()
@@ -265,9 +235,7 @@ def flaky(share: float) -> Answer:
 
 
 def test_when_half_of_the_requests_fail_retries_stay_within_their_budget() -> None:
-    with contextlib.ExitStack() as stack:
-        backends = [stack.enter_context(stub(flaky(0.5))) for _ in range(4)]
-        router = stack.enter_context(running_router(*(each.url for each in backends)))
+    with stub_fleet(*(flaky(0.5) for _ in range(4))) as (router, backends):
         results = load(router.url, 600, concurrency=8)
         assert {code for code, _ in results} <= {200, 502, 503}
         asked = sum(len(each.seen) for each in backends)
@@ -275,52 +243,38 @@ def test_when_half_of_the_requests_fail_retries_stay_within_their_budget() -> No
 
 
 def test_a_request_that_breaks_two_replicas_is_not_given_to_a_third() -> None:
-    with contextlib.ExitStack() as stack:
-        backends = [stack.enter_context(stub(lambda seen, sock: None)) for _ in range(4)]
-        router = stack.enter_context(running_router(*(each.url for each in backends)))
-        answer = router.complete()
-        assert answer.status_code == 502
+    with stub_fleet(*4 * [hang_up]) as (router, backends):
+        assert router.complete().status_code == 502
         assert sum(bool(each.seen) for each in backends) == 2
 
 
 def test_a_busy_replicas_answer_is_replaced_by_anothers_and_passed_on_when_all_are_busy() -> None:
     full = whole(b'{"error":{"message":"full"}}', b"429 Too Many Requests", b"retry-after: 7")
-    with contextlib.ExitStack() as stack:
-        busy, idle = stack.enter_context(stub(lambda seen, sock: full)), stack.enter_context(stub())
-        router = stack.enter_context(running_router(busy.url, idle.url, policy="round-robin"))
+    with stub_fleet(lambda seen, sock: full, ok, policy="round-robin") as (router, (busy, idle)):
         assert [router.complete().status_code for _ in range(6)] == [200] * 6
         assert busy.seen and router.counts("retries")["busy"]
         idle.answer = lambda seen, sock: full
         answer = router.complete()
-        assert (answer.status_code, answer.headers["retry-after"], answer.json()["error"]["message"]) == (
-            429,
-            "7",
-            "full",
-        )
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+        assert answer.json()["error"]["message"] == "full"
         assert router.states() == ["up", "up"]  # full is not sick
         counts = router.app.metrics.counts
         until(lambda: {key[2]: count for key, count in counts.items() if key[0] == "requests"} == {200: 6, 429: 1})
 
 
 def test_a_replica_that_answers_with_errors_is_ejected_for_a_while_and_comes_back_by_a_trial() -> None:
-    sick = whole(b"{}", b"500 Internal Server Error")
-    with contextlib.ExitStack() as stack:
-        bad, good = stack.enter_context(stub(lambda seen, sock: sick)), stack.enter_context(stub())
-        router = stack.enter_context(running_router(bad.url, good.url, policy="round-robin"))
+    with stub_fleet(sick, ok, policy="round-robin") as (router, (bad, _)):
         codes = [router.complete().status_code for _ in range(4 * FAILURES_TO_EJECT)]
         assert codes.count(500) == FAILURES_TO_EJECT
-        assert router.fleet.replicas[bad.url].state == "ejected"
-        bad.answer = lambda seen, sock: whole()
-        until(lambda: router.fleet.replicas[bad.url].state == "trial")
+        assert router.state(bad.url) == "ejected"
+        bad.answer = ok
+        until(lambda: router.state(bad.url) == "trial")
         router.complete(), router.complete()
-        until(lambda: router.fleet.replicas[bad.url].state == "up")
+        until(lambda: router.state(bad.url) == "up")
 
 
 def test_misconduct_never_takes_out_more_than_its_share() -> None:
-    sick = whole(b"{}", b"500 Internal Server Error")
-    with contextlib.ExitStack() as stack:
-        backends = [stack.enter_context(stub(lambda seen, sock: sick)) for _ in range(4)]
-        router = stack.enter_context(running_router(*(each.url for each in backends)))
+    with stub_fleet(*4 * [sick]) as (router, _):
         for _ in range(100):
             assert router.complete().status_code == 500  # the replicas' own word, not "no replica is there"
         available = router.call(
@@ -330,37 +284,23 @@ def test_misconduct_never_takes_out_more_than_its_share() -> None:
 
 
 def test_beyond_the_requests_a_replica_may_have_the_answer_is_429() -> None:
-    release = threading.Event()
-
-    def wait(seen: Seen, sock: socket.socket) -> bytes:
-        release.wait(60)
-        return whole()
-
-    with stub(wait) as backend, running_router(backend.url, max_requests=2) as router:
-        socks = [connect(router.port) for _ in range(2)]
-        for sock in socks:
-            sock.sendall(post())
+    hold = Hold()
+    with (
+        stub(hold) as backend,
+        running_router(backend.url, max_requests=2) as router,
+        clients(router.port, *2 * [post()]) as socks,
+    ):
         until(lambda: len(backend.seen) == 2)
         answer = exchange(router.port, post())
         assert status(answer) == 429 and b"retry-after: 1" in answer and b"max-requests" in answer
-        release.set()
+        hold.go.set()
         assert [status(sock.recv(4096)) for sock in socks] == [200, 200]
-        for sock in socks:
-            sock.close()
-
-
-def silence(seen: Seen, sock: socket.socket) -> None:
-    threading.Event().wait(3)
 
 
 def test_a_replica_that_never_answers_is_given_up_without_a_second_try() -> None:
     timeouts = dataclasses.replace(QUICK, response_s=1.0)
-    with contextlib.ExitStack() as stack:
-        mute = stack.enter_context(stub(silence))
-        other = stack.enter_context(stub())
-        router = stack.enter_context(running_router(mute.url, other.url, policy="round-robin", timeouts=timeouts))
-        codes = sorted(router.complete().status_code for _ in range(2))
-        assert codes == [200, 504]
+    with stub_fleet(Hold(), ok, policy="round-robin", timeouts=timeouts) as (router, _):
+        assert sorted(router.complete().status_code for _ in range(2)) == [200, 504]
 
 
 def test_a_kept_connection_that_the_replica_closed_costs_nothing() -> None:
@@ -372,15 +312,7 @@ def test_a_kept_connection_that_the_replica_closed_costs_nothing() -> None:
         assert router.fleet.replicas[backend.url].num_failures == 0
 
 
-@pytest.mark.parametrize(
-    "rubbish",
-    [
-        b"\x00\x01\x02",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcdef",
-        b"HTTP/1.1 103 Early Hints\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000,
-    ],
-)
+@pytest.mark.parametrize("rubbish", table(__file__, "rubbish"))
 def test_rubbish_from_a_replica_is_a_502_and_never_passed_on(rubbish: bytes) -> None:
     with stub(lambda seen, sock: rubbish) as backend, running_router(backend.url) as router:
         answer = router.complete()

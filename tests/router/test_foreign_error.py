@@ -18,10 +18,7 @@ def router(backend: Stub) -> Iterator[RunningRouter]:
         yield started
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    table(__file__, "foreign errors"),
-)
+@pytest.mark.parametrize(("body", "message"), table(__file__, "foreign errors"))
 def test_what_is_wrong_stands_where_openais_clients_look(
     router: RunningRouter, backend: Stub, body: bytes, message: str
 ) -> None:

@@ -5,10 +5,8 @@ import contextlib
 import errno
 import os
 import resource
-import socket
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -20,9 +18,8 @@ from penstock.router.http import upstream
 from tests.support.fork_server import ROOT
 from tests.support.raw_http import connect, post, status
 from tests.support.router_fleet import running_router, until
-from tests.support.router_stub import Seen, stub
+from tests.support.router_stub import EVENT, STREAM, Hold, stub
 
-STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n9\r\ndata: a\n\n\r\n"
 NUM_CLIENTS = 150
 
 
@@ -48,24 +45,18 @@ def router_process(limit: tuple[int, int], *backends: str) -> Iterator[str]:
 @pytest.mark.parametrize("is_hard", [False, True])
 def test_more_streams_than_descriptors_get_an_answer_each_and_no_replica_is_blamed(is_hard: bool) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    may_end = threading.Event()
-
-    def stream(_seen: Seen, sock: socket.socket) -> bytes:
-        sock.sendall(STREAM)
-        may_end.wait(60)
-        return b"0\r\n\r\n"
-
+    stream = Hold(b"0\r\n\r\n", first=STREAM + EVENT)
     with stub(stream) as one, stub(stream) as other, contextlib.ExitStack() as stack:
         url = stack.enter_context(router_process((256, 256 if is_hard else hard), one.url, other.url))
         until(lambda: httpx.get(url + "/ready").status_code == 200)
         socks = [stack.enter_context(connect(int(url.rpartition(":")[2]))) for _ in range(NUM_CLIENTS)]
-        stack.callback(may_end.set)
+        stack.callback(stream.go.set)
         for sock in socks:
             sock.settimeout(60)
             with contextlib.suppress(BrokenPipeError):  # refused before it has sent anything
                 sock.sendall(post(b'{"prompt":"abc","stream":true}'))
         answers = Counter(status(sock.recv(4096)) for sock in socks)
-        may_end.set()
+        stream.go.set()
         for sock in socks:
             sock.close()
         until(lambda: httpx.get(url + "/replicas").status_code == 200)

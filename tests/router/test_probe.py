@@ -10,7 +10,7 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.probe import Prober
 from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
-from tests.support.router_fleet import running_router, until
+from tests.support.router_fleet import ADMIN, running_router, until
 from tests.support.router_stub import stub
 
 
@@ -48,16 +48,14 @@ def test_a_replica_that_is_taken_out_while_it_is_asked_does_not_push_out_its_suc
 def test_a_replica_with_impossible_blocks_harms_no_other_and_can_be_taken_out() -> None:
     with stub() as good, stub() as bad:
         bad.models = b'{"data": [{"id": "m", "fingerprint": "ab", "block_size": 0}]}'
-        with running_router(good.url, bad.url, wait_for=1, admin_api_keys=("sk-admin",)) as router:
-            until(lambda: router.fleet.replicas[bad.url].state == "down")
+        with running_router(good.url, bad.url, wait_for=1, admin_api_keys=(ADMIN,)) as router:
+            until(lambda: router.state(bad.url) == "down")
             assert "block_size" in router.fleet.replicas[bad.url].reason
             good.is_ready = False
-            until(lambda: router.fleet.replicas[good.url].state == "draining")
+            until(lambda: router.state(good.url) == "draining")
             good.is_ready = True
-            until(lambda: router.fleet.replicas[good.url].state == "up")
-            headers = {"authorization": "Bearer sk-admin"}
-            answer = router.http.request("DELETE", "/replicas", json={"url": bad.url}, headers=headers)
-            assert answer.status_code == 200
+            until(lambda: router.state(good.url) == "up")
+            assert router.change("DELETE", url=bad.url).status_code == 200
             until(lambda: router.fleet.replicas.keys() == {good.url})
             assert router.complete(model="m").status_code == 200
 

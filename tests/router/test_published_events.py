@@ -24,11 +24,6 @@ from tests.support.router_fleet import RunningRouter, mock_replicas, running_rou
 TEXTS = [f"number {number}, " * 30 + "and the rest " * number for number in range(12)]
 
 
-def brain(router: RunningRouter) -> dict[str, Any]:
-    known: dict[str, Any] = router.http.get("/replicas").json()["replicas"][0]["placement"]
-    return known
-
-
 def held(router: RunningRouter) -> set[bytes]:
     """All keys that it believes to be cached in its one replica."""
 
@@ -51,19 +46,20 @@ def test_what_is_published_and_what_is_streamed_are_the_same(tmp_path: Path, kv_
     with mock_replicas(1, kv_events=name, kv_tokens=kv_tokens) as (replica,):
         backend = f"{replica.url},events=ipc://{name}.events,replay=ipc://{name}.replay"
         with running_router(replica.url, tokenizes=True) as streamed, running_router(backend, tokenizes=True) as read:
-            until(lambda: brain(streamed)["knowledge"] == brain(read)["knowledge"] == "events")
+            for router in (streamed, read):
+                until(lambda: router.view(replica.url)["placement"]["knowledge"] == "events")  # noqa: B023
             for text in (*TEXTS, *TEXTS[:5]):
                 # Past both: what a router sends itself it also predicts.
                 body = {"prompt": text, "max_tokens": 40}
                 assert httpx.post(replica.url + "/v1/completions", json=body, timeout=60).status_code == 200
-            until(lambda: brain(streamed)["cached_blocks"] == brain(read)["cached_blocks"])
-            count = brain(read)["cached_blocks"]["device"]
+            until(lambda: streamed.num_blocks(replica.url) == read.num_blocks(replica.url))
+            count = read.num_blocks(replica.url)
             assert count > 100
             until(lambda: held(streamed) == held(read))
-            metrics = read.http.get("/replicas").json()["replicas"][0]["events"]
-            assert metrics["gaps"] == 0 and not metrics["unplaced"]
+            events = read.view(replica.url)["events"]
+            assert events["gaps"] == 0 and not events["unplaced"]
         with running_router(backend, tokenizes=True) as late:  # by the replay alone
-            until(lambda: brain(late)["cached_blocks"]["device"] == count)
+            until(lambda: late.num_blocks(replica.url) == count)
 
 
 def test_blocks_are_forgotten_but_for_those_that_are_cached_and_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.raw_http import connect, exchange, post, status
-from tests.support.router_fleet import MockReplica, RunningRouter, mock_replicas, running_router, until
-from tests.support.router_stub import Seen, Stub, whole
+from tests.support.refusals import table
+from tests.support.router_fleet import MockReplica, RunningRouter, mock_fleet, mock_replicas, running_router, until
+from tests.support.router_stub import STREAM, Seen, Stub, whole
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +72,7 @@ def test_a_chunked_body_reaches_the_replica_with_its_length(before: RunningRoute
 def test_pipelined_requests_are_answered_in_order(before: RunningRouter, backend: Stub) -> None:
     backend.answer = lambda seen, sock: whole(seen.body)
     bodies = [b'{"prompt":"%d"}' % index for index in range(50)]
-    try:
-        answer = exchange(before.port, b"".join(post(body, close=body == bodies[-1]) for body in bodies))
-    finally:
-        backend.answer = lambda seen, sock: whole()
+    answer = exchange(before.port, b"".join(post(body, close=body == bodies[-1]) for body in bodies))
     assert [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]] == bodies
 
 
@@ -93,10 +91,7 @@ def test_hop_by_hop_and_private_headers_end_at_the_router_in_both_directions(
         b"{}", b"200 OK", b"connection: x-inner", b"x-inner: 1", b"x-outer: 2", b"x-penstock-cached-tokens: 7"
     )
     headers = (b"Connection: X-Mine, close", b"x-mine: 1", b"te: trailers", b"upgrade-insecure-requests: 1")
-    try:
-        answer = exchange(before.port, post(b'{"prompt":"abc"}', *headers, b"x-penstock-forged: 1", close=False))
-    finally:
-        backend.answer = lambda seen, sock: whole()
+    answer = exchange(before.port, post(b'{"prompt":"abc"}', *headers, b"x-penstock-forged: 1", close=False))
     names = {name for name, _ in backend.seen[-1].headers}
     assert not names & {b"connection", b"x-mine", b"te", b"x-penstock-forged"}
     assert b"upgrade-insecure-requests" in names
@@ -114,31 +109,25 @@ def test_without_a_length_the_answer_ends_with_the_connection(before: RunningRou
         sock.sendall(b"HTTP/1.1 200 OK\r\n\r\nabc")
 
     backend.answer = unframed
-    try:
-        answer = exchange(before.port, post(close=False))
-    finally:
-        backend.answer = lambda seen, sock: whole()
+    answer = exchange(before.port, post(close=False))
     assert answer.endswith(b"\r\n\r\nabc") and b"connection: close" in answer
 
 
 def test_bytes_beyond_the_end_of_an_answer_reach_nobody(before: RunningRouter, backend: Stub) -> None:
     backend.answer = lambda seen, sock: whole(b"first") + whole(b"for another client")
-    try:
-        answer = exchange(before.port, post())
-    finally:
-        backend.answer = lambda seen, sock: whole()
+    answer = exchange(before.port, post())
     assert b"another client" not in answer
 
 
-def test_when_a_client_leaves_the_engine_aborts(replicas: list[MockReplica]) -> None:
-    with mock_replicas(1, inter_token_s=0.02) as slow, running_router(slow[0].url) as router:
+def test_when_a_client_leaves_the_engine_aborts() -> None:
+    with mock_fleet(1, inter_token_s=0.02) as (router, (slow,)):
         body = b'{"prompt":"abc","max_tokens":5000,"stream":true,"ignore_eos":true}'
         for stream in (True, False):
             with connect(router.port) as sock:
                 sock.sendall(post(body if stream else body.replace(b"true", b"false", 1)))
-                until(lambda: slow[0].metric("vllm:num_requests_running") == 1)
-            until(lambda: slow[0].metric("vllm:num_requests_running") == 0)
-        assert slow[0].metric('vllm:request_success_total{finished_reason="abort"') == 2
+                until(lambda: slow.metric("vllm:num_requests_running") == 1)
+            until(lambda: slow.metric("vllm:num_requests_running") == 0)
+        assert slow.metric('vllm:request_success_total{finished_reason="abort"') == 2
         assert router.app.metrics.counts["client_gone",] == 2
         until(lambda: not router.app.exchanges)
 
@@ -148,7 +137,7 @@ def test_a_slow_reader_slows_the_replica_and_not_the_routers_memory(before: Runn
 
     def endless(seen: Seen, sock: socket.socket) -> None:
         sock.settimeout(1.0)
-        sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        sock.sendall(STREAM)
         try:
             while True:
                 sock.sendall(b"2710\r\n" + b"x" * 10000 + b"\r\n")
@@ -157,26 +146,23 @@ def test_a_slow_reader_slows_the_replica_and_not_the_routers_memory(before: Runn
             sent.append(0)
 
     backend.answer = endless
-    try:
-        with connect(before.port, receive_buffer=4096) as sock:
-            sock.sendall(post())
-            until(lambda: bool(sent) and sent[-1] == 0)
-            held = next(iter(before.app.edge.connections)).transport.get_write_buffer_size()
-            # The replica stands still; what is in flight lies in kernel buffers, and here one read and the high-water mark.
-            assert held <= 512 * 1024
-    finally:
-        backend.answer = lambda seen, sock: whole()
+    with connect(before.port, receive_buffer=4096) as sock:
+        sock.sendall(post())
+        until(lambda: bool(sent) and sent[-1] == 0)
+        held = next(iter(before.app.edge.connections)).transport.get_write_buffer_size()
+        # The replica stands still; what is in flight lies in kernel buffers, and here one read and the high-water mark.
+        assert held <= 512 * 1024
 
 
 def test_a_replica_that_is_taken_out_and_added_again_beside_its_own_requests_is_asked_whether_it_is_ready() -> None:
-    with mock_replicas(1, inter_token_s=0.02) as slow, running_router(slow[0].url) as router:
-        url = slow[0].url
+    with mock_fleet(1, inter_token_s=0.02) as (router, (slow,)):
+        url = slow.url
         with connect(router.port) as sock:
             sock.sendall(post(b'{"prompt":"abc","max_tokens":5000,"stream":true,"ignore_eos":true}'))
             until(lambda: router.fleet.replicas[url].num_in_flight == 1)
             router.call(lambda: router.app.apply("DELETE", url, None))
             router.call(lambda: router.app.apply("POST", url, None))
-            until(lambda: router.fleet.replicas[url].state == "up")
+            until(lambda: router.state(url) == "up")
         assert router.complete().status_code == 200
 
 
@@ -192,14 +178,7 @@ def test_agents_apis_pass_through_whatever_their_method(router: RunningRouter) -
     assert (
         router.http.post("/v1/messages/count_tokens", json={"messages": block["messages"]}).json()["input_tokens"] > 2
     )
-    for method, path, status_code in (
-        ("GET", "/v1/responses/resp_x", 404),
-        ("DELETE", "/v1/responses/resp_x", 404),
-        ("PUT", "/v1/responses/resp_x", 405),
-        ("GET", "/v1/conversations/conv_x", 404),
-        ("GET", "/v1/messages", 405),
-    ):
-        answer = router.http.request(method, path)
-        assert answer.status_code == status_code, (path, answer.text)
+    for method, path, expected in table(__file__, "agents"):
+        assert router.http.request(method, path).status_code == expected, path
     text = router.http.get("/metrics").text
     assert '"/v1/responses/"' in text and "resp_x" not in text

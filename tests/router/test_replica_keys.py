@@ -7,10 +7,8 @@ import pytest
 from penstock.router.config import RouterConfig, resolve
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.placement.placement import Placement
-from tests.support.router_fleet import running_router, until
+from tests.support.router_fleet import ADMIN, running_router, until
 from tests.support.router_stub import Stub
-
-ADMIN = {"authorization": "Bearer sk-admin"}
 
 
 @pytest.fixture(autouse=True)
@@ -20,13 +18,9 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_BACKEND_KEY_TWO", "sk-two")
 
 
-def keys_seen(backend: Stub) -> list[bytes]:
-    return [value for seen in backend.seen for value in seen.header(b"authorization")]
-
-
 def test_an_added_replica_cannot_be_given_any_variable_of_the_environment(backend: Stub) -> None:
-    with running_router(admin_api_keys=("sk-admin",)) as router:
-        answer = router.http.post("/replicas", json={"url": f"{backend.url},key=A_CLOUD_SECRET"}, headers=ADMIN)
+    with running_router(admin_api_keys=(ADMIN,)) as router:
+        answer = router.change("POST", url=f"{backend.url},key=A_CLOUD_SECRET")
         assert answer.status_code == 400 and "PENSTOCK_BACKEND_KEY_" in answer.json()["error"]["message"]
         assert router.fleet.replicas == {}
 
@@ -42,12 +36,11 @@ def test_neither_can_one_that_a_file_names(tmp_path: Path, backend: Stub) -> Non
 def test_an_added_replica_may_use_keys_that_were_configured_at_start(backend: Stub) -> None:
     for variable, secret in (("PENSTOCK_BACKEND_KEY_TWO", b"sk-two"), ("ONE_KEY", b"sk-one")):
         backend.seen.clear()
-        with running_router("http://127.0.0.1:1,key=ONE_KEY", admin_api_keys=("sk-admin",), wait_for=0) as router:
-            answer = router.http.post("/replicas", json={"url": f"{backend.url},key={variable}"}, headers=ADMIN)
-            assert answer.status_code == 200, answer.text
+        with running_router("http://127.0.0.1:1,key=ONE_KEY", admin_api_keys=(ADMIN,), wait_for=0) as router:
+            assert router.change("POST", url=f"{backend.url},key={variable}").status_code == 200
             until(lambda: router.states().count("up") == 1)
             router.complete(model="m")
-        assert keys_seen(backend) == [b"Bearer " + secret]
+        assert [seen.header(b"authorization") for seen in backend.seen] == [[b"Bearer " + secret]]
 
 
 def test_the_key_of_a_source_may_be_given_to_what_it_finds() -> None:

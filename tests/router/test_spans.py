@@ -10,6 +10,7 @@ import pytest
 from penstock.router.config import Prefill
 from tests.support.collector import PARENT, TRACE, Collector, SpanSeen, collecting, traced
 from tests.support.raw_http import connect, status
+from tests.support.refusals import table
 from tests.support.router_fleet import mock_replicas, running_router
 from tests.support.router_stub import Seen, stub, whole
 from tests.support.running_server import until
@@ -73,20 +74,7 @@ def context(root: SpanSeen, attempt: SpanSeen, is_joined: bool) -> bytes:
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
-@pytest.mark.parametrize(
-    ("given", "passes", "is_joined"),
-    [
-        ([f"Traceparent: 00-{TRACE}-{PARENT}-01", "tracestate: a=b", "Tracestate: c=d"], "a=b,c=d", True),
-        ([f"traceparent: 00-{TRACE}-{PARENT}-01", "tracestate: " + "x" * 600], None, True),
-        (
-            [f"traceparent: 00-{TRACE}-{PARENT}-01", f"traceparent: 00-{TRACE}-{PARENT}-01", "tracestate: a=b"],
-            None,
-            False,
-        ),
-        (["traceparent: hello", "tracestate: a=b"], None, False),
-        ([], None, False),
-    ],
-)
+@pytest.mark.parametrize(("given", "passes", "is_joined"), table(__file__, "contexts", TRACE=TRACE, PARENT=PARENT))
 def test_a_replica_gets_one_context_which_names_the_attempt(
     collector: Collector, given: list[str], passes: str | None, is_joined: bool, is_plain: bool
 ) -> None:

@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import re
 import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,36 +15,14 @@ from penstock.router.config import Prefill, RouterConfig, resolve
 from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.prefill import form_with_hint, ids_of, prompt_of, splittable, with_hint
 from penstock.router.serve import RouterProcess
-from tests.support.raw_http import connect, post, status
+from tests.support.raw_http import clients, post, status
 from tests.support.refusals import table
-from tests.support.router_fleet import RunningRouter, running_router, until
-from tests.support.router_stub import Answer, Seen, Stub, stub, whole
+from tests.support.router_fleet import ADMIN, RunningRouter, running_router, until
+from tests.support.router_stub import Answer, Hold, Seen, Stub, hang_up, ok, stub, whole
 
 LONG = "a prompt of some length " * 200
 PEER = "10.0.0.5:9100"
-
-
-class Hold:
-    """Answers nothing until it is let go or left alone."""
-
-    def __init__(self) -> None:
-        self.is_asked, self.is_left, self.go = threading.Event(), threading.Event(), threading.Event()
-
-    def __call__(self, seen: Seen, sock: socket.socket) -> bytes | None:
-        self.is_asked.set()
-        sock.settimeout(0.01)
-        while not self.go.is_set():
-            with contextlib.suppress(TimeoutError):
-                with contextlib.suppress(ConnectionError):
-                    assert not sock.recv(1)
-                self.is_left.set()
-                return None
-        sock.settimeout(None)
-        return whole()
-
-
-def hang_up(seen: Seen, sock: socket.socket) -> None:
-    return None
+ASKED = post(json.dumps({"prompt": LONG}).encode())
 
 
 def when_both_are_asked(prefills: list[Stub]) -> Answer:
@@ -90,12 +66,6 @@ def fields(seen: Seen) -> dict[str, Any]:
     return found
 
 
-def counted(router: RunningRouter, name: str) -> dict[str, int]:
-    """A counter by its label."""
-    found = re.findall(rf'penstock:router_{name}_total{{\w+="(\w+)"}} (\d+)', router.http.get("/metrics").text)
-    return {label: int(count) for label, count in found}
-
-
 def test_a_long_prompt_goes_to_both_and_a_short_one_to_the_decode_replica_alone() -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         assert router.complete(LONG, cache_salt="s", stop=["x"], n=2).status_code == 200
@@ -107,7 +77,7 @@ def test_a_long_prompt_goes_to_both_and_a_short_one_to_the_decode_replica_alone(
         assert hint["peer"] == "10.0.0.0:9100" and 2 <= hint["wait_s"] <= 60
         assert first == {"prompt": LONG, "max_tokens": 4, "temperature": 0, "cache_salt": "s", "stop": ["x"], "n": 2}
         assert "kv_transfer_params" not in second
-        assert counted(router, "split_requests") == {"split": 1, "direct": 1}
+        assert router.counts("split_requests") == {"split": 1, "direct": 1}
         roles = {each["url"]: each["role"] for each in router.http.get("/replicas").json()["replicas"]}
         assert roles == {prefill.url: "prefill", decode.url: "decode"}
 
@@ -124,13 +94,12 @@ def test_a_prompt_that_is_cached_where_it_is_answered_is_not_computed_elsewhere(
 def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached() -> None:
     with split_fleet() as (_, (decode,), router):
         decode.answer = first = Hold()
-        with connect(router.port) as one, connect(router.port) as other:
-            for sock in (one, other):
-                sock.sendall(post(json.dumps({"prompt": LONG}).encode()))
-                until(lambda: first.is_asked.is_set())
-            until(lambda: len(decode.seen) == 2)
-            first.go.set()
-            assert [status(sock.recv(4096)) for sock in (one, other)] == [200, 200]
+        with clients(router.port, ASKED) as (one,):
+            assert first.is_asked.wait(60)
+            with clients(router.port, ASKED) as (other,):
+                until(lambda: len(decode.seen) == 2)
+                first.go.set()
+                assert [status(sock.recv(4096)) for sock in (one, other)] == [200, 200]
         assert all("kv_transfer_params" in fields(seen) for seen in decode.seen)
 
 
@@ -154,14 +123,13 @@ def test_when_a_prefill_replica_fails_another_is_asked_and_the_decode_replica_an
                 first.is_asked.wait(60)
                 if not failing:
                     failing.append(each)
-                return broken(seen, sock) if each in failing else whole()
+                return (broken if each in failing else ok)(seen, sock)
 
             return answer
 
         for each in prefills:
             each.answer = fail(each)
-        with connect(router.port) as sock:
-            sock.sendall(post(json.dumps({"prompt": LONG}).encode()))
+        with clients(router.port, ASKED) as (sock,):
             assert first.is_left.wait(60)  # the leg that waited for the blocks of the one that failed
             until(lambda: all(each.seen for each in prefills))  # the first byte ends a prefill that was not yet read
             first.go.set()
@@ -193,7 +161,7 @@ def test_a_prompt_that_a_prefill_replica_refuses_is_left_to_the_decode_replica()
         answer = router.complete(LONG)
         assert (answer.status_code, answer.content) == (400, b'{"error":{}}')
         assert sum(len(each.seen) for each in prefills) == 1
-        assert counted(router, "prefills") == {"failed": 1}
+        assert router.counts("prefills") == {"failed": 1}
 
 
 @pytest.mark.parametrize("broken", [hang_up, lambda seen, sock: whole(b"{}", b"503 Service Unavailable")])
@@ -225,14 +193,13 @@ def test_when_the_decode_replica_fails_the_prefill_is_dropped_and_both_are_asked
             each.answer = answer(each)
         assert router.complete(LONG).status_code == 200
         assert len(holds) == 2 and holds[1].is_left.wait(60)
-        assert counted(router, "prefills") == {"dropped": 2}
+        assert router.counts("prefills") == {"dropped": 2}
 
 
 def test_who_leaves_takes_both_legs_along() -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         prefill.answer, decode.answer = computing, answering = Hold(), Hold()
-        with connect(router.port) as sock:
-            sock.sendall(post(json.dumps({"prompt": LONG}).encode()))
+        with clients(router.port, ASKED):
             assert computing.is_asked.wait(60) and answering.is_asked.wait(60)
         assert computing.is_left.wait(60) and answering.is_left.wait(60)
 
@@ -242,24 +209,17 @@ def test_the_first_byte_of_an_answer_ends_the_prefill() -> None:
         prefill.answer = computing = Hold()
         assert router.complete(LONG).status_code == 200
         assert not computing.is_asked.is_set() or computing.is_left.wait(60)
-        assert counted(router, "prefills") == {"dropped": 1}
+        assert router.counts("prefills") == {"dropped": 1}
 
 
 def test_a_prefill_replica_that_goes_down_meanwhile_is_waited_for_no_longer() -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         prefill.answer = computing = Hold()
         decode.answer = answering = Hold()
-        with connect(router.port) as sock:
-            sock.sendall(post(json.dumps({"prompt": LONG}).encode()))
+        with clients(router.port, ASKED) as (sock,):
             assert computing.is_asked.wait(60) and answering.is_asked.wait(60)
             decode.answer = lambda seen, sock: whole(b'{"well":1}')
-
-            def die() -> None:
-                replica = router.fleet.replicas[prefill.url]
-                with router.fleet.observing(replica):
-                    replica.probe_refused("the test says so", is_draining=False)
-
-            router.call(die)
+            router.refuse(prefill.url)
             assert sock.recv(4096).endswith(b'{"well":1}')
         assert computing.is_left.wait(60) and answering.is_left.wait(60)
         assert "kv_transfer_params" not in fields(decode.seen[-1])
@@ -285,17 +245,15 @@ def test_clients_do_not_choose_the_peer() -> None:
 
 
 def test_replicas_that_compute_prompts_come_and_go() -> None:
-    headers = {"authorization": "Bearer admin"}
-    with stub() as decode, stub() as prefill, running_router(decode.url, admin_api_keys=("admin",)) as router:
+    with stub() as decode, stub() as prefill, running_router(decode.url, admin_api_keys=(ADMIN,)) as router:
         decode.answer = when_both_are_asked([prefill])
         assert router.complete(LONG).status_code == 200
-        change = {"url": prefill.url, "peer": PEER}
-        assert router.http.post("/replicas", json=change | {"peer": "nowhere"}, headers=headers).status_code == 400
-        assert router.http.post("/replicas", json=change, headers=headers).status_code == 200
+        assert router.change("POST", url=prefill.url, peer="nowhere").status_code == 400
+        assert router.change("POST", url=prefill.url, peer=PEER).status_code == 200
         until(lambda: router.states() == ["up", "up"])
         assert router.complete("b" + LONG).status_code == 200
         assert fields(decode.seen[-1])["kv_transfer_params"]["peer"] == PEER
-        assert router.http.request("DELETE", "/replicas", json={"url": prefill.url}, headers=headers).status_code == 200
+        assert router.change("DELETE", url=prefill.url).status_code == 200
         until(lambda: router.states() == ["up"])
         assert router.complete("c" + LONG).status_code == 200
         assert "kv_transfer_params" not in fields(decode.seen[-1]) and len(prefill.seen) == 1
@@ -365,7 +323,7 @@ def test_a_prefill_replica_is_given_with_its_peer() -> None:
     assert Prefill.of("http://h=[::1]:9100") == Prefill("http://h:80", "[::1]:9100")
 
 
-@pytest.mark.parametrize("text", ["http://h:8000", "http://h:8000=", "http://h:8000=x", "ftp://h=a:1", "=a:1"])
+@pytest.mark.parametrize("text", table(__file__, "prefills"))
 def test_a_prefill_replica_without_a_peer_or_an_address_is_refused(text: str) -> None:
     with pytest.raises(RouteError, match="prefill"):
         Prefill.of(text)

@@ -3,14 +3,13 @@
 import contextlib
 import json
 import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.raw_http import connect, post, read_all, status
-from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
-from tests.support.router_stub import Seen, Stub, stub, whole
+from tests.support.router_fleet import RunningRouter, mock_fleet, running_router, until
+from tests.support.router_stub import Hold, Seen, Stub, hang_up, stub, whole
 
 STORED = b"/v1/responses/resp_1"
 
@@ -57,7 +56,7 @@ def test_a_response_that_no_replica_has_is_not_found() -> None:
 
 
 def test_every_turn_of_a_conversation_finds_the_one_before() -> None:
-    with mock_replicas(2) as replicas, running_router(*(each.url for each in replicas)) as router:
+    with mock_fleet(2) as (router, _):
         before = None
         for turn in range(6):
             asked = {"input": f"{turn}", "max_output_tokens": 2, "previous_response_id": before}
@@ -65,10 +64,6 @@ def test_every_turn_of_a_conversation_finds_the_one_before() -> None:
             assert answer.status_code == 200, answer.text
             before = answer.json()["id"]
             assert router.http.get(f"/v1/responses/{before}").json()["id"] == before
-
-
-def hang_up(_seen: Seen, _sock: socket.socket) -> None:
-    """The replica has read the request and its connection breaks."""
 
 
 def test_a_request_that_changes_what_is_stored_is_not_sent_again() -> None:
@@ -95,26 +90,13 @@ def test_a_request_that_stores_nothing_is(path: str) -> None:
 
 
 def test_a_request_that_changes_what_is_stored_does_not_move_when_its_replica_goes_down() -> None:
-    asked, may_end = threading.Event(), threading.Event()
-
-    def wait(_seen: Seen, _sock: socket.socket) -> None:
-        asked.set()
-        may_end.wait(60)
-
     with two() as (first, second, router), connect(router.port) as sock:
-        first.answer = second.answer = wait
+        first.answer = second.answer = hold = Hold(answer=None)
         sock.sendall(post().replace(b"/v1/completions", b"/v1/responses"))
-        assert asked.wait(60)
+        assert hold.is_asked.wait(60)
         (url,) = (each.url for each in (first, second) if each.seen)
-        replica = router.fleet.replicas[url]
-
-        def refuse() -> None:
-            with router.fleet.observing(replica):
-                replica.probe_refused("the test says so", is_draining=False)
-
-        router.call(refuse)
+        router.refuse(url)
         assert status(read_all(sock)) == 502
-        may_end.set()
         assert len(first.seen) + len(second.seen) == 1
 
 
@@ -131,4 +113,4 @@ def test_a_request_that_changes_what_is_stored_needs_no_kept_connection_to_hold(
         for _ in range(3):
             assert router.http.post("/v1/responses", json={"input": "x"}).status_code == 200
         assert len(backend.seen) == 3
-        until(lambda: router.fleet.replicas[backend.url].state == "up")
+        until(lambda: router.state(backend.url) == "up")

@@ -125,10 +125,7 @@ def _prepared(body: dict[str, Any], texts: PromptReader | None = None) -> Routab
 USER = [{"role": "user", "content": "hello"}]
 
 
-@pytest.mark.parametrize(
-    ("body", "is_exact"),
-    table(__file__, "exact ids", USER=USER),
-)
+@pytest.mark.parametrize(("body", "is_exact"), table(__file__, "exact ids", USER=USER))
 def test_ids_are_sent_only_where_they_are_beyond_doubt(body: dict[str, Any], is_exact: bool) -> None:
     prepared = _prepared(body)
     assert (prepared.body_with_ids is not None) == is_exact

@@ -1,11 +1,13 @@
 """Raw requests to a router, byte by byte."""
 
+import contextlib
 import socket
+from collections.abc import Iterator
 
 from tests.support import running_server as running
 from tests.support.running_server import read_all
 
-__all__ = ["connect", "exchange", "post", "read_all", "status"]
+__all__ = ["clients", "connect", "exchange", "post", "read_all", "status"]
 
 
 def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
@@ -15,6 +17,16 @@ def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
     sock.settimeout(60)
     sock.connect(("127.0.0.1", port))
     return sock
+
+
+@contextlib.contextmanager
+def clients(port: int, *requests: bytes) -> Iterator[list[socket.socket]]:
+    """Clients that have sent one of these requests each."""
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(connect(port)) for _ in requests]
+        for sock, request in zip(socks, requests, strict=True):
+            sock.sendall(request)
+        yield socks
 
 
 def exchange(port: int, request: bytes) -> bytes:

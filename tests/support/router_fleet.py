@@ -24,8 +24,10 @@ from penstock.router.placement.prompts import PromptReader
 from penstock.router.serve import RouterProcess
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.fork_server import fork_server
+from tests.support.router_stub import Answer, Stub, stub
 from tests.support.running_server import until as until  # for the tests of the router
 
+ADMIN = "sk-admin"
 QUICK = Timeouts(probe_interval_s=0.05, probe_timeout_s=2.0, connect_s=2.0)
 
 
@@ -99,6 +101,36 @@ class RunningRouter:
     def states(self) -> list[str]:
         return [replica.state for replica in self.fleet.replicas.values()]
 
+    def state(self, url: str) -> str:
+        return self.fleet.replicas[url].state
+
+    def change(self, method: str, **fields: str) -> httpx.Response:
+        """Add a replica or take it out, with the key `ADMIN`."""
+        return self.http.request(method, "/replicas", json=fields, headers={"authorization": f"Bearer {ADMIN}"})
+
+    def refuse(self, url: str) -> None:
+        """Take a replica for down, as if its probe had been refused."""
+
+        def refuse() -> None:
+            replica = self.fleet.replicas[url]
+            with self.fleet.observing(replica):
+                replica.probe_refused("the test says so", is_draining=False)
+
+        self.call(refuse)
+
+    def view(self, url: str) -> dict[str, Any]:
+        """Return the entry of a replica in `GET /replicas`."""
+        replicas = self.http.get("/replicas").json()["replicas"]
+        return next(dict(each) for each in replicas if each["url"] == url)
+
+    def num_blocks(self, url: str) -> int:
+        """Return how many blocks the router takes to be cached on the device of a replica."""
+        return int(self.view(url)["placement"]["cached_blocks"]["device"])
+
+    def placement_metrics(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.call(lambda: next(iter(self.fleet.groups.values())).placement.metrics())
+        return found
+
 
 @contextlib.contextmanager
 def running_router(
@@ -140,6 +172,26 @@ def running_router(
         running.loop.call_soon_threadsafe(stop.set)
         thread.join(60)
         assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def stub_fleet(*answers: Answer, **settings: Any) -> Iterator[tuple[RunningRouter, list[Stub]]]:
+    """A router in front of a stub for each of these answers."""
+    with contextlib.ExitStack() as stack:
+        stubs = [stack.enter_context(stub(answer)) for answer in answers]
+        yield stack.enter_context(running_router(*(each.url for each in stubs), **settings)), stubs
+
+
+@contextlib.contextmanager
+def mock_fleet(
+    count: int, timeouts: Timeouts = QUICK, **pace: Any
+) -> Iterator[tuple[RunningRouter, list[MockReplica]]]:
+    """A router in front of so many mock replicas."""
+    with (
+        mock_replicas(count, **pace) as mocks,
+        running_router(*(each.url for each in mocks), timeouts=timeouts) as router,
+    ):
+        yield router, mocks
 
 
 @contextlib.asynccontextmanager

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 MODELS = json.dumps({"object": "list", "data": [{"id": "m"}]}).encode()
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = b"9\r\ndata: a\n\n\r\n"
 
 
 def whole(body: bytes = b"{}", status: bytes = b"200 OK", *headers: bytes) -> bytes:
@@ -31,6 +33,44 @@ class Seen:
 
 
 Answer = Callable[[Seen, socket.socket], bytes | None]  # to a POST; None: it hangs up
+
+
+def ok(seen: Seen, sock: socket.socket) -> bytes:
+    return whole()
+
+
+def hang_up(seen: Seen, sock: socket.socket) -> None:
+    """Read the request, and break the connection."""
+
+
+def endless(seen: Seen, sock: socket.socket) -> None:
+    """Stream as fast as the router reads, without an end."""
+    sock.sendall(STREAM)
+    while True:
+        sock.sendall(b"2710\r\n" + b"x" * 10000 + b"\r\n")
+
+
+class Hold:
+    """Sends `first` at once and `answer` when `go` is set, unless the router leaves before."""
+
+    def __init__(self, answer: bytes | None = whole(), first: bytes = b"") -> None:
+        self.answer, self.first = answer, first
+        self.seen: list[Seen] = []
+        self.is_asked, self.is_left, self.go = threading.Event(), threading.Event(), threading.Event()
+
+    def __call__(self, seen: Seen, sock: socket.socket) -> bytes | None:
+        self.seen.append(seen)
+        sock.sendall(self.first)
+        self.is_asked.set()
+        sock.settimeout(0.01)
+        while not self.go.is_set():
+            with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(ConnectionError):
+                    assert not sock.recv(1)
+                self.is_left.set()
+                return None
+        sock.settimeout(None)
+        return self.answer
 
 
 class Stub(socketserver.ThreadingTCPServer):
@@ -95,7 +135,7 @@ class _Connection(socketserver.BaseRequestHandler):
 
 
 @contextlib.contextmanager
-def stub(answer: Answer = lambda seen, sock: whole()) -> Iterator[Stub]:
+def stub(answer: Answer = ok) -> Iterator[Stub]:
     with Stub(answer) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
