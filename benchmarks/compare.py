@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from pairs import child, record, rounds, summary
 
 from penstock.engine.commands.bench import serving as serve
-from penstock.engine.commands.prove.own_server import free_port
+from penstock.engine.commands.prove.own.server import free_port
 
 START_TIMEOUT_S = 900.0
 FIGURES = {  # of the result → whether more is better

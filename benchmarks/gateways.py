@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pairs import ROOT, child
 
-from penstock.engine.commands.prove.own_server import free_port
+from penstock.engine.commands.prove.own.server import free_port
 
 NGINX = """
 daemon off; master_process off; pid {folder}/pid; error_log {folder}/log crit; events {{ worker_connections 4096; }}

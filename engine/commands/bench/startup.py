@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from penstock.engine.commands.bench.benchmark import Benchmark
 from penstock.engine.commands.bench.report import output_file, percentiles, write_json
 from penstock.engine.commands.prove.http_client import key_header
-from penstock.engine.commands.prove.own_server import END_SIGNALS, PENSTOCK, free_port, stop
+from penstock.engine.commands.prove.own.server import END_SIGNALS, PENSTOCK, free_port, stop
 from penstock.engine.config import ConfigError, EngineOptions
 from penstock.engine.options import Count, Length, Seconds, flag, given_options, options_of
 from penstock.executor.process_life import stop_signals

@@ -1,78 +1,18 @@
-"""Sends one request and records the complete response, also for clients that read slowly, never read, or disconnect.
-
-It does not judge. A response that is not an answer (an error status, an error event) is kept as text.
-"""
+"""Sends one request and records the complete answer, also as a client that reads slowly, never reads, or disconnects."""
 
 import asyncio
+import json
 import math
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
-import msgspec
-
-from .http_client import Client, Connection, Target
-from .stream import Events
+from .answers import AskResult, loads
+from .http_client import Client, Connection, Events, Target
 
 PATH = "/v1/completions"
 LAST_S = 5.0  # for a small exchange after the end of the run, e.g. to read the metrics
-
-
-class TextChoice(msgspec.Struct):
-    """One choice of an answer, as far as it has arrived."""
-
-    text: str = ""
-    ids: list[int] = []
-    tokens: list[str] = []  # with their log-probabilities
-    values: list[float] = []
-    tops: list[dict[str, float]] = []
-    finish: str | None = None
-    num_prompt: int | None = None  # positions of the prompt with log-probabilities
-
-    def add(self, choice: Mapping[str, Any]) -> None:
-        self.text += choice.get("text") or ""
-        self.ids += choice.get("token_ids") or []
-        logprobs = choice.get("logprobs") or {}
-        self.tokens += logprobs.get("tokens") or []
-        self.values += logprobs.get("token_logprobs") or []
-        self.tops += [top or {} for top in logprobs.get("top_logprobs") or []]
-        # The format of chats. llama.cpp uses it for completions too, with empty text where a stop string may begin.
-        for token in filter(itemgetter("token"), logprobs.get("content") or []):
-            self.tokens.append(token["token"])
-            self.values.append(token["logprob"])
-            self.tops.append({top["token"]: top["logprob"] for top in token.get("top_logprobs") or []})
-        self.finish = choice.get("finish_reason") or self.finish
-        if choice.get("prompt_logprobs") is not None:
-            self.num_prompt = len(choice["prompt_logprobs"])
-
-
-class AskResult(msgspec.Struct):
-    """The outcome of a request. It ends in exactly one of: is_done, error, has_left, is_hung."""
-
-    status: int = 0
-    choices: dict[int, TextChoice] = {}
-    error: str = ""
-    is_done: bool = False
-    has_left: bool = False  # our client closed the connection
-    is_hung: bool = False
-    num_cached: int | None = None
-
-    def take(self, payload: bytes) -> None:
-        """Add a complete body, or one event of a stream."""
-        try:
-            body = msgspec.json.decode(payload, type=dict[str, Any])
-        except msgspec.DecodeError:
-            self.error = f"not an object of JSON: {payload[:100]!r}"
-            return
-        if self.status != 200 or "error" in body:
-            self.error = f"{self.status}: {payload[:200].decode(errors='replace')}"
-            return
-        for choice in body.get("choices") or ():
-            self.choices.setdefault(choice.get("index", 0), TextChoice()).add(choice)
-        details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
-        self.num_cached = details.get("cached_tokens", self.num_cached)
 
 
 class Asker:
@@ -96,15 +36,16 @@ class Asker:
     def is_over(self) -> bool:
         return asyncio.get_running_loop().time() >= self.until_s
 
-    async def ask(self, body: Mapping[str, Any], leaves_s: float | None = None, reads: str = "at once") -> AskResult:
+    async def ask(
+        self, body: Mapping[str, Any], leaves_s: float | None = None, reads: str = "at once", path: str = PATH
+    ) -> AskResult:
         answer, events, parts = AskResult(), Events(), bytearray()
         leaving, patience = asyncio.timeout(None), asyncio.timeout(None)
-        request = self.client.target.request("POST", PATH, msgspec.json.encode(body), self.headers)
+        request = self.client.target.request("POST", path, json.dumps(body).encode(), self.headers)
         self.num_bytes += len(request)
-        loop, is_stream, has_mark = asyncio.get_running_loop(), bool(body.get("stream")), False
+        loop, is_stream = asyncio.get_running_loop(), bool(body.get("stream"))
 
         def take(status: int, data: bytes, _now_s: float) -> None:
-            nonlocal has_mark
             self.num_bytes += len(data)
             answer.status = status
             if not patience.expired():
@@ -113,9 +54,7 @@ class Asker:
                 parts.extend(data)
                 return
             for payload in events.feed(data):
-                has_mark |= payload == b"[DONE]"
-                if payload != b"[DONE]":
-                    answer.take(payload)
+                answer.take(payload)
 
         own: Connection | None = None
         try:
@@ -137,7 +76,7 @@ class Asker:
         if parts and not (answer.has_left or answer.is_hung or answer.error):
             answer.take(bytes(parts))
         has_ended = all(choice.finish for choice in answer.choices.values()) and bool(answer.choices)
-        is_whole = has_ended and (has_mark or not is_stream)
+        is_whole = has_ended and (answer.has_end_mark or not is_stream)
         answer.is_done = is_whole and not (answer.has_left or answer.is_hung or answer.error)
         return answer
 
@@ -148,7 +87,7 @@ class Asker:
 
     async def fetch(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Make a small exchange; return the status (0: no answer) and the body, decoded where it is JSON."""
-        content = b"" if body is None else msgspec.json.encode(body)
+        content = b"" if body is None else json.dumps(body).encode()
         try:
             left_s = max(LAST_S, self.until_s - asyncio.get_running_loop().time())
             async with asyncio.timeout(min(self.timeout_s, left_s)):
@@ -157,8 +96,8 @@ class Asker:
             return 0, None
         self.num_bytes += len(content) + len(data)
         try:
-            return status, msgspec.json.decode(data)
-        except msgspec.DecodeError:
+            return status, loads(data)
+        except ValueError:
             return status, data.decode(errors="replace")
 
 

@@ -1,8 +1,8 @@
 """An HTTP/1.1 client for proofs and load generators, with keep-alive connections and one exchange at a time on each.
 
-It uses raw asyncio and httptools: a client that spends more time on a chunk than the server would measure itself. It
-knows nothing of models or events (stream.py). It passes each piece of a body on as it arrives, with the time at which
-the bytes were read.
+It uses raw asyncio and a parser of its own: a client that spends more time on a chunk than the server would measure
+itself. It passes each piece of a body on as it arrives, with the time at which the bytes were read. `Events` cuts
+streamed bodies into server-sent events; nothing here knows of models.
 """
 
 import asyncio
@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import httptools
-
 Take = Callable[[int, bytes, float], None]  # status, bytes of the body, time at which they were read
+MAX_HEAD_BYTES = 256 * 2**10  # of a response
 KEY_VARIABLES = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")  # environment variables; the first one that is set is sent
 
 
@@ -102,22 +101,20 @@ class Client:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. The methods named on_… are httptools' callbacks."""
+    """One connection, with one exchange at a time."""
 
     def __init__(self) -> None:
         self.has_heard = False  # whether a byte of the current response has arrived
         self.is_reusable = False
         self._transport: asyncio.Transport | None = None
         self._ended: asyncio.Future[int] | None = None
-        self._now_s = 0.0
 
     async def exchange(self, request: bytes, take: Take) -> int:
         assert self._ended is None, "one exchange at a time"
         self.has_heard = self.is_reusable = False
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("the server closed the connection before the request was sent")
-        self._status, self._take, self._has_length = 0, take, False
-        self._parser = httptools.HttpResponseParser(self)
+        self._take, self._response = take, ResponseParser()
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
@@ -129,8 +126,6 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # -- asyncio's callbacks -------------------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's is not an asyncio.Transport
 
@@ -138,42 +133,115 @@ class Connection(asyncio.Protocol):
         if self._ended is None:  # bytes that belong to no exchange
             self.close()
             return
-        self._now_s = time.perf_counter()
+        now_s, response = time.perf_counter(), self._response
         self.has_heard = True
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+            for piece in response.feed(data):
+                self._take(response.status, piece, now_s)
+        except ValueError as error:
             self._end(ConnectionError(f"the answer is not HTTP: {error}"))
+        if response.is_done:
+            self.is_reusable = response.keeps_alive
+            self._end(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_reusable = False
         self._transport = None
-        if self._status >= 200 and not self._has_length and error is None:
-            self._end(None)  # a body without a length ends with the connection
+        if self._ended is not None and self._response.ends_with_connection and error is None:
+            self._end(None)
         else:
             what = "in the middle of the answer" if self.has_heard else "without an answer"
             self._end(ConnectionResetError(f"the connection was closed {what}"))
-
-    # -- httptools' callbacks ------------------------------------------------------------------------------
-
-    def on_header(self, name: bytes, _value: bytes) -> None:
-        self._has_length |= name.lower() in (b"content-length", b"transfer-encoding")
-
-    def on_headers_complete(self) -> None:
-        self._status = self._parser.get_status_code()
-
-    def on_body(self, data: bytes) -> None:
-        self._take(self._status, data, self._now_s)
-
-    def on_message_complete(self) -> None:
-        if self._status >= 200:  # 1xx responses come before the final one
-            self.is_reusable = self._parser.should_keep_alive()
-            self._end(None)
 
     def _end(self, error: Exception | None) -> None:
         if self._ended is None or self._ended.done():
             return
         if error is None:
-            self._ended.set_result(self._status)
+            self._ended.set_result(self._response.status)
         else:
             self._ended.set_exception(error)
+
+
+class ResponseParser:
+    """An incremental parser of one HTTP/1.1 response: the head, then a body with a length, in chunks, or until the
+    connection closes."""
+
+    def __init__(self) -> None:
+        self.status = 0  # of the final response, once its head has arrived
+        self.is_done, self.keeps_alive, self.ends_with_connection = False, True, False
+        self._rest = b""  # an incomplete head or chunk
+        self._left = 0  # bytes of a body with a length
+        self._is_chunked = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add received bytes; return the pieces of the body that are complete. Raise ValueError if they are not HTTP."""
+        data = self._rest + data if self._rest else data
+        self._rest = b""
+        while not self.status:
+            head, separator, rest = data.partition(b"\r\n\r\n")
+            if not head.startswith(b"HTTP/1."[: len(head)]) or len(head) > MAX_HEAD_BYTES:
+                raise ValueError(f"it begins with {head[:20]!r}")
+            if not separator:
+                self._rest = data
+                return []
+            self._read_head(head.decode("latin-1"))
+            data = rest
+        if self._is_chunked:
+            return self._chunks(data)
+        if not self.ends_with_connection:
+            data = data[: self._left]
+            self._left -= len(data)
+            self.is_done = not self._left
+        return [data] if data else []
+
+    def _read_head(self, head: str) -> None:
+        first, *lines = head.split("\r\n")
+        version, _, rest = first.partition(" ")
+        status = int(rest[:3])
+        if status < 200:  # 1xx responses come before the final one
+            return
+        pairs = (line.partition(":") for line in lines)
+        fields = {name.strip().lower(): value.strip().lower() for name, _, value in pairs}
+        self.status = status
+        self.keeps_alive = fields.get("connection", "" if version == "HTTP/1.1" else "close") != "close"
+        self._is_chunked = "chunked" in fields.get("transfer-encoding", "")
+        self._left = 0 if status in (204, 304) else int(fields.get("content-length", 0))
+        self.ends_with_connection = not (self._is_chunked or "content-length" in fields or status in (204, 304))
+
+    def _chunks(self, data: bytes) -> list[bytes]:
+        """Return the whole chunks. A server sends an event as one chunk, so nothing is gained by pieces of chunks."""
+        pieces, at = [], 0
+        while (end := data.find(b"\r\n", at)) >= 0:
+            size = int(data[at:end].partition(b";")[0], 16)
+            if size == 0:  # trailers may follow, then an empty line
+                self.is_done = data.startswith(b"\r\n", end + 2) or b"\r\n\r\n" in data[end:]
+                break
+            stop = end + 2 + size
+            if len(data) < stop + 2:
+                break
+            pieces.append(data[end + 2 : stop])
+            at = stop + 2
+        self._rest = data[at:]
+        return pieces
+
+
+class Events:
+    """Cuts a byte stream into the payloads of its `data:` lines, wherever the chunks begin and end."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add bytes of the stream; return the payloads that are complete now."""
+        data = self._rest + data
+        if b"\r" in data:  # JSON never contains a raw carriage return
+            data = data.replace(b"\r\n", b"\n")
+        *events, self._rest = data.split(b"\n\n")
+        return [payload for event in events if (payload := _payload(event))]
+
+
+def _payload(event: bytes) -> bytes:
+    if event.startswith(b"data: ") and b"\n" not in event:  # nearly all events
+        return event[6:]
+    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines)

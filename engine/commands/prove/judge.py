@@ -6,10 +6,11 @@ asked alone and beside others, without reuse. Twice the error may change a choic
 another order, so four times the error is allowed, and never more than MAX_ERROR.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .asker import AskResult, TextChoice
+from .answers import AskResult, TextChoice
 
 MARGIN, LEAST_ERROR, MAX_ERROR = 4.0, 1e-3, 0.3  # nats
 
@@ -107,7 +108,8 @@ def farthest(reference: TextChoice, choice: TextChoice) -> float:
     ):
         if token != other:
             break
-        apart = max(apart, abs(value - number))
+        difference = abs(value - number)
+        apart = max(apart, float("inf") if math.isnan(difference) else difference)
     return apart
 
 

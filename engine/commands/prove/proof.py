@@ -8,13 +8,13 @@ import random
 import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from .abilities import read_metrics
-from .asker import Asker, AskResult, TextChoice
+from .answers import AskResult, TextChoice
+from .asker import Asker
 from .judge import FINE, MAX_ERROR, Verdict, allowed, farthest, judge
 from .metrics import Metrics
 from .options import ProveOptions
@@ -37,13 +37,14 @@ REACHED = {
 }
 
 
-class Finding(msgspec.Struct):
+@dataclass
+class Finding:
     """Something that the server did wrong."""
 
     kind: str
     what: str
     ask: Ask | None = None  # the request that failed
-    beside: list[Ask] = []  # the requests before and during it, in order, itself included
+    beside: list[Ask] = field(default_factory=list)  # the requests before and during it, in order, itself included
 
 
 class Proof:

@@ -6,9 +6,8 @@ concurrent requests, how the response is read, when the client disconnects.
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
-
-import msgspec
 
 Material = Sequence[int] | Sequence[str]  # token ids of a text, or its words if a server does not accept ids
 
@@ -24,13 +23,14 @@ SCHEMA = {
 FORMATTED = {"type": "json_schema", "json_schema": {"name": "counted", "schema": SCHEMA}}
 
 
-class Abilities(msgspec.Struct):
+@dataclass
+class Abilities:
     """The abilities of one server, and the material for its prompts."""
 
     model: str
-    known: set[str] = set()
-    skipped: list[str] = []  # with the reason
-    adapters: list[str] = []
+    known: set[str] = field(default_factory=set)
+    skipped: list[str] = field(default_factory=list)  # with the reason
+    adapters: list[str] = field(default_factory=list)
     block: int = 16
     longest: int = 192  # tokens of a prompt
     material: Material = ()

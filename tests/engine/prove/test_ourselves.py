@@ -8,8 +8,8 @@ import pytest
 from benchmarks.export import write_folder
 
 from penstock.cli import main
-from penstock.engine.commands.prove.faults import FAULTS
-from penstock.engine.commands.prove.own_server import WORLDS
+from penstock.engine.commands.prove.own.faults import FAULTS
+from penstock.engine.commands.prove.own.server import WORLDS
 from tests.support.default_file import needs_model
 from tests.support.programs import Program
 from tests.support.small_models import RECURRENT, random_model

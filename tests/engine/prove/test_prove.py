@@ -1,6 +1,7 @@
 """`penstock prove` finds every kind of fault in a server that has it, and none in one that has none."""
 
 import argparse
+import ast
 import asyncio
 import contextlib
 import json
@@ -16,13 +17,15 @@ import pytest
 
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.commands import prove
-from penstock.engine.commands.prove import own_server, proof, repeat, session
+from penstock.engine.commands.prove import proof, repeat, session
 from penstock.engine.commands.prove.abilities import detect_abilities
-from penstock.engine.commands.prove.asker import Asker, AskResult, TextChoice
-from penstock.engine.commands.prove.faults import FAULTS as OWN_FAULTS
+from penstock.engine.commands.prove.answers import AskResult, TextChoice
+from penstock.engine.commands.prove.asker import Asker
 from penstock.engine.commands.prove.judge import allowed, compare
 from penstock.engine.commands.prove.options import ProveError, ProveOptions, request_headers
-from penstock.engine.commands.prove.own_server import WORLDS, OwnServer
+from penstock.engine.commands.prove.own import server as own_server
+from penstock.engine.commands.prove.own.faults import FAULTS as OWN_FAULTS
+from penstock.engine.commands.prove.own.server import WORLDS, OwnServer
 from penstock.engine.commands.prove.proof import HELD, REACHED
 from penstock.engine.commands.prove.questions import Ask
 from penstock.engine.core.rates import Rates
@@ -263,6 +266,25 @@ def test_an_answer_that_is_no_object_is_an_error_and_ends_nothing() -> None:
         assert answer.error == f"not an object of JSON: {payload!r}"
 
 
+def test_a_log_probability_that_is_no_number_is_a_finding() -> None:
+    choice = {"text": " a", "finish_reason": "stop", "logprobs": {"tokens": [" a"], "token_logprobs": [-1.0]}}
+    reference, answer, broken = AskResult(200), AskResult(200), AskResult(200)
+    reference.take(json.dumps({"choices": [choice]}).encode())
+    choice["logprobs"] = {"tokens": [" a"], "token_logprobs": [None]}
+    answer.take(json.dumps({"choices": [choice]}).encode())
+    assert compare(reference.first, answer.first, 0.3, is_done=True).outcome == "numbers"
+    choice["logprobs"] = {"tokens": [" a"], "token_logprobs": [float("nan")]}
+    broken.take(json.dumps({"choices": [choice]}).encode())
+    assert broken.error.startswith("not an object of JSON: ")
+
+
+def test_an_answer_of_another_form_is_an_error_and_ends_nothing() -> None:
+    for body in ({"choices": [5]}, {"choices": [{"logprobs": {"content": [{}]}}]}, {"choices": [], "usage": [1]}):
+        answer = AskResult(200)
+        answer.take(json.dumps(body).encode())
+        assert answer.error.startswith("an answer of another form")
+
+
 def test_options_that_cannot_be_meant_are_refused_by_name() -> None:
     for words, named in [
         (["http://127.0.0.1:1", "--world", "uniproc"], "^url: "),
@@ -333,3 +355,12 @@ def test_a_proof_of_another_server_loads_nothing_of_the_engine() -> None:
     parents = {"penstock", "penstock.engine", "penstock.engine.commands"}
     loaded = {name for name in done.stdout.split() if not name.startswith("penstock.engine.commands.prove")}
     assert loaded == parents
+
+
+def test_only_the_part_that_starts_servers_needs_more_than_the_standard_library() -> None:
+    for path in Path(prove.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert {name.name.partition(".")[0] for name in node.names} <= sys.stdlib_module_names, path
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                assert (node.module or "").partition(".")[0] in sys.stdlib_module_names, path

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from penstock.executor.process_life import STOP_SIGNALS
 
-from .http_client import Client, Target
-from .options import ProveError
-from .own_adapter import write_adapter
+from ..http_client import Client, Target
+from ..options import ProveError
+from .adapter import write_adapter
 
 START_S, END_S, STOP_GRACE_S = 300.0, 15.0, 10.0
 # The signals on which prove ends its servers. nohup makes a process ignore one of them, a shell's background job two.

@@ -12,11 +12,11 @@ from typing import Any
 
 from penstock.executor.process_life import stop_signals
 
+from ..options import ProveError, ProveOptions, request_headers
+from ..proof import Proof
+from ..session import NOT_ENOUGH, exit_code, prove
 from .faults import FAULTS, FaultScene
-from .options import ProveError, ProveOptions, request_headers
-from .own_server import END_SIGNALS, WORLDS, OwnServer
-from .proof import Proof
-from .session import NOT_ENOUGH, exit_code, prove
+from .server import END_SIGNALS, WORLDS, OwnServer
 
 ALL = "all"
 

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .asker import Asker
-from .own_server import OwnServer, group_of
+from ..asker import Asker
+from .server import OwnServer, group_of
 
 STOPPED_S, UNHEALTHY_S = 3.0, 20.0
 

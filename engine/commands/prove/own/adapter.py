@@ -9,7 +9,7 @@ from penstock.engine.model_files import ModelError, resolve_model
 from penstock.executor.gguf_header import GgufHeader
 from penstock.executor.protocol import ExecutorError
 
-from .options import ProveError
+from ..options import ProveError
 
 RANK, SCALE, SEED = 2, 0.5, 0
 MODULE = "model.layers.{}.self_attn.o_proj"
