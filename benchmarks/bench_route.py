@@ -256,7 +256,7 @@ def split(
     with contextlib.ExitStack() as stack:
         (first,) = stack.enter_context(mock_replicas(1, kv_peer_listen=address, **pace))
         (second,) = stack.enter_context(mock_replicas(1, kv_peer=address, **pace))
-        roles: tuple[str, ...] = ("--prefill", f"{first.url}={address}", "--decode", second.url)
+        roles: tuple[str, ...] = ("--backend", f"{first.url},prefill={address}", "--backend", second.url)
         roles += ("--prefill-threshold", str(prefill_threshold))
         both = ("--backend", first.url, "--backend", second.url)
         ports = {

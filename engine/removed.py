@@ -19,6 +19,7 @@ _REQUEST = "a field of each request: SamplingParams, or --extra-body '{\"tempera
 REMOVED = {
     "append_result": _RESULT,
     "burstiness": "it was removed; arrivals are a Poisson process, and a trace has its own times (--dataset-name timed_trace)",
+    "decode": "it was removed; give the decode replica as --backend URL",
     "disable_detokenize": "it was removed; run with --skip-tokenizer-init",
     "endpoint": "it was removed; --backend chooses the API, and --base-url may end with the prefix of its path",
     "goodput": "it was removed; compute it from ttfts, latencies and output_lens of --output-json FILE",
@@ -32,6 +33,7 @@ REMOVED = {
     "min_p": _REQUEST,
     "n": _REQUEST,
     "percentile_metrics": "it was removed; all metrics are reported",
+    "prefill": "it was removed; give the prefill replica as --backend URL,prefill=HOST:PORT",
     "quotas": "it was removed; limit clients in the gateway in front of the router",
     "ramp_up_end_rps": "it was removed; run the benchmark once for each --request-rate",
     "ramp_up_start_rps": "it was removed; run the benchmark once for each --request-rate",

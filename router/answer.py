@@ -1,23 +1,18 @@
 """Writes a replica's answer to the client, with the replica's chunk framing if the client supports chunks.
 
 Nothing is written before `begin`, so that until then another replica's answer can take its place. Afterwards never, for half
-an answer cannot be taken back: a stream that breaks ends with an error event. Error bodies of other engines are converted to
-OpenAI's form.
+an answer cannot be taken back: a stream that breaks ends with an error event.
 """
 
 import re
-from typing import Any
-
-import msgspec
 
 from penstock.engine.http.errors import error_body
 from penstock.router.http.edge import ClientConnection
 from penstock.router.http.heads import AnswerHead, ClientRequest, answer_head
 from penstock.router.http.upstream import Dechunker
 
-MAX_HELD_BYTES = 64 * 1024  # of an error's body, which another replica's answer may replace
-REPLACED = (b"content-length:", b"content-type:")  # headers of an error that is converted
-CODED = (b"content-encoding:",)  # bytes that are not read here
+MAX_HELD_BYTES = 64 * 1024  # of a busy replica's answer, which another replica's may replace
+BUSY = frozenset({429, 503})  # another replica may give a better answer than these
 NO_ANSWER = AnswerHead(0, b"", None)
 _CACHED = re.compile(rb'"cached_tokens": ?(\d{1,9})\b')
 
@@ -33,7 +28,7 @@ class AnswerWriter:
 
     @property
     def is_held(self) -> bool:
-        """Return whether an error's body is held back, so that another replica's answer can still replace it."""
+        """Return whether a busy replica's answer is held back, so that another replica's can still replace it."""
         return bool(self._held)
 
     def expect(self, head: AnswerHead) -> None:
@@ -42,9 +37,8 @@ class AnswerWriter:
         self._plain = Dechunker() if head.is_chunked and self._request.is_http10 else None
 
     def hold(self, data: bytes) -> bool:
-        """Hold back a piece of an error's body, which may be replaced or converted later. Return False for a piece that the
-        caller must write."""
-        if self.head.status < 400 or self.head.is_stream or sum(map(len, self._held)) >= MAX_HELD_BYTES:
+        """Hold back a piece of a busy replica's answer. Return False for a piece that the caller must write."""
+        if self.head.status not in BUSY or self.head.is_stream or sum(map(len, self._held)) >= MAX_HELD_BYTES:
             return False
         self._held.append(data)
         return True
@@ -54,14 +48,11 @@ class AnswerWriter:
             data = self._plain.feed(data)
         self._connection.transport.write(data)
 
-    def begin(self, data: bytes = b"", *, is_whole: bool = False) -> None:
-        """Write the head, what was held, and `data`. `is_whole`: this is all of the body."""
+    def begin(self, data: bytes = b"") -> None:
+        """Write the head, what was held, and `data`."""
         body, lines = b"".join((*self._held, data)) if self._held else data, self.head.lines
         self._held = []
-        mapped = in_openais_form(self.head, body) if is_whole and self.head.status >= 400 else None
-        if mapped is not None:
-            lines, body = mapped
-        elif self._plain is not None:
+        if self._plain is not None:
             body = self._plain.feed(body)
         elif self.head.is_chunked:
             lines += b"transfer-encoding: chunked\r\n"
@@ -92,36 +83,3 @@ def cached_tokens_in(data: bytes) -> int | None:
     """Return the cached tokens that a piece of a response body reports. (In generated text the quotes would be escaped.)"""
     found = _CACHED.findall(data)
     return int(found[-1]) if found else None
-
-
-def in_openais_form(head: AnswerHead, body: bytes) -> tuple[bytes, bytes] | None:
-    """Return the headers and the body that replace an error response; None if it is forwarded unchanged.
-
-    An object under `error` is OpenAI's form, and Anthropic's: such an answer passes as it came, byte for byte. Others say
-    `{"object": "error", "message": …}`, `{"detail": …}`, or plain text. The status stays.
-    """
-    lines = head.lines.splitlines(keepends=True)
-    if any(line.lower().startswith(CODED) for line in lines):
-        return None
-    text = Dechunker().feed(body) if head.is_chunked else body
-    try:
-        said: Any = msgspec.json.decode(text)
-        message = message_of(said)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        said = message = text.decode("utf-8", "replace").strip()
-    if isinstance(said, dict) and isinstance(said.get("error"), dict):
-        return None
-    mapped = error_body(head.status, message or f"the replica answered {head.status}")
-    kept = b"".join(line for line in lines if not line.lower().startswith(REPLACED))
-    return kept + b"content-type: application/json\r\ncontent-length: %d\r\n" % len(mapped), mapped
-
-
-def message_of(said: Any) -> str:
-    """Return the text of an error, found at any of the usual places in `said`."""
-    if isinstance(said, dict):
-        found = next((said[name] for name in ("message", "error", "detail", "msg") if said.get(name)), None)
-        where = ".".join(map(str, said["loc"])) if isinstance(said.get("loc"), list) else ""
-        return f"{where}: {message_of(found)}" if where else message_of(found)
-    if isinstance(said, list):
-        return "; ".join(filter(None, map(message_of, said)))
-    return said if isinstance(said, str) else ""

@@ -17,7 +17,7 @@ from penstock.engine.http.auth import NO_KEY, Keys
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clean_id, clip
 from penstock.router.backend import Backend, RouteError
-from penstock.router.config import Prefill, RouterConfig
+from penstock.router.config import RouterConfig
 from penstock.router.exchange import BeginTrace, Exchange, as_refusal
 from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Replica
@@ -40,10 +40,9 @@ _REQUEST_ID = re.compile(rb"^x-request-id:[ \t]*([^\r]*)\r\n", re.MULTILINE)
 
 
 class ReplicaChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST and DELETE /replicas. `peer`: the KV address of a replica that only computes prompts."""
+    """The body of POST and DELETE /replicas."""
 
     url: str
-    peer: str | None = None
 
 
 class PreviewFields(RequestFields):
@@ -312,15 +311,12 @@ class RouterApp:
         change = decode(ReplicaChange, request.body)
         try:
             backend = Backend.of(change.url, "url")
-            self.fleet.key_line(backend)
-            if change.peer is not None:
-                Prefill(change.url, change.peer).check()
         except RouteError as error:
             raise HttpError(400, str(error), param="url") from None
-        self.apply(request.method.decode(), backend.text, change.peer)
+        self.apply(request.method.decode(), backend.text)
         return {"replicas": list(self.fleet.views())}
 
-    def apply(self, method: str, text: str, peer: str | None) -> None:
+    def apply(self, method: str, text: str) -> None:
         """Add or remove a replica. A removed replica finishes the requests that it has started."""
         url = Backend.of(text).url
         replica = self.fleet.replicas.get(url)
@@ -329,7 +325,7 @@ class RouterApp:
                 raise HttpError(400, f"url: {url} is already a replica", param="url")
             if replica is not None:
                 self.fleet.detach(replica)
-            self.fleet.probe_now(self.fleet.add(text, peer))
+            self.fleet.probe_now(self.fleet.add(text))
         elif replica is None:
             raise HttpError(404, f"url: {clip(url)} is not a replica", param="url")
         else:

@@ -1,23 +1,23 @@
 """A replica as the operator writes it, on the command line, in a watched file, with DNS and in `POST /replicas`:
 
-http://HOST:PORT[,events=PORT|ENDPOINT][,replay=PORT|ENDPOINT][,key=VARIABLE]
+http://HOST:PORT[,events=PORT|ENDPOINT][,replay=PORT|ENDPOINT][,prefill=PORT|HOST:PORT]
 """
 
 import re
-from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import msgspec
 
-WORDS = ("events", "replay", "key")
+WORDS = ("events", "replay", "prefill")
 REMOVED = {
+    "key": "give all replicas one key, with --backend-api-key",
     "canary": "send a share of the requests elsewhere in the gateway in front",
     "shadow": "mirror requests in the gateway in front",
     "priority": "let the client or the gateway in front set the request's priority",
 }
-FORM = "URL[,events=PORT][,replay=PORT][,key=VARIABLE]"
-SECRET = re.compile(r"[\x21-\x7e]+")  # a key that is sent
+FORM = "URL[,events=PORT][,replay=PORT][,prefill=PORT]"
 _ENDPOINT = re.compile(r"(tcp://[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}|ipc:///[^,\s]+)")
+_PEER = re.compile(r"[A-Za-z0-9._:\[\]-]{1,250}:[0-9]{1,5}")
 
 
 class RouteError(ValueError):
@@ -26,12 +26,13 @@ class RouteError(ValueError):
 
 class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
     """`events`, `replay`: the ZMQ endpoints where vLLM or SGLang publishes its cache events, and repeats them.
-    `key`: the environment variable with the API key of the replica."""
+    `prefill`: the replica only computes prompts; decode replicas read its blocks at this address, its --kv-peer-listen,
+    written as in their --kv-peer."""
 
     url: str
     events: str | None = None
     replay: str | None = None
-    key: str | None = None
+    prefill: str | None = None
 
     @classmethod
     def of(cls, text: str, field: str = "backend") -> "Backend":
@@ -54,27 +55,17 @@ class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
         words = [f"{name}={value}" for name in WORDS if (value := getattr(self, name)) is not None]
         return ",".join([self.url, *words])
 
-    def lines(self, environment: Mapping[str, str]) -> bytes:
-        """Return the header with the replica's own key, written; empty if it has none. Raises RouteError."""
-        if self.key is None:
-            return b""
-        secret = environment.get(self.key, "")
-        if not re.fullmatch(SECRET, secret):
-            state = "is not a key" if secret else "is not set"
-            raise RouteError(f"backend: {self.url} has key={self.key}, and the environment variable {self.key} {state}")
-        return f"authorization: Bearer {secret}\r\n".encode()
-
 
 def _read(name: str, value: str, url: str, field: str) -> str:
-    if name in ("events", "replay"):
-        if value.isascii() and value.isdigit():
-            value = f"tcp://{urlsplit(url).netloc.rpartition(':')[0]}:{value}"
-        port = value.rpartition(":")[2]
-        if not _ENDPOINT.fullmatch(value) or (value[:3] == "tcp" and not 1 <= int(port) <= 65535):
-            raise RouteError(f"{field}: {name}={value[:80]!r}; a port, tcp://HOST:PORT or ipc:///PATH is expected")
-        return value
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-        raise RouteError(f"{field}: key={value[:40]!r} is not the name of an environment variable")
+    """Return the value of a word; a port alone is on the replica's own host."""
+    scheme, form, expected = ("", _PEER, "a port or HOST:PORT")
+    if name != "prefill":
+        scheme, form, expected = ("tcp://", _ENDPOINT, "a port, tcp://HOST:PORT or ipc:///PATH")
+    if value.isascii() and value.isdigit():
+        value = f"{scheme}{urlsplit(url).netloc.rpartition(':')[0]}:{value}"
+    port = value.rpartition(":")[2]
+    if not form.fullmatch(value) or (value[:3] != "ipc" and not 1 <= int(port) <= 65535):
+        raise RouteError(f"{field}: {name}={value[:80]!r}; {expected} is expected")
     return value
 
 

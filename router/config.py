@@ -5,20 +5,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import msgspec
-
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.telemetry import AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
 from penstock.engine.options import Count, Delay, Port, Seconds, Share, check, flag
-from penstock.router.backend import SECRET, Backend, RouteError, canonical_url
+from penstock.router.backend import Backend, RouteError
 from penstock.router.discovery import discovered_like
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 ADMIN_KEY_VARIABLE = "PENSTOCK_ADMIN_API_KEY"
 BACKEND_KEY_VARIABLE = "PENSTOCK_BACKEND_API_KEY"
-KEY_PREFIX = "PENSTOCK_BACKEND_KEY_"  # prefix of variables that replicas which are added later may name
+SECRET = re.compile(r"[\x21-\x7e]+")  # a key that is sent
 
 PolicyName = Literal["predicted-ttft", "least-loaded", "round-robin"]
 
@@ -37,44 +35,13 @@ class Timeouts:
     drain_s: Delay = flag("seconds to finish requests (default: %(default)g)", "S", ("--drain-timeout",), default=30.0)
 
 
-class Prefill(msgspec.Struct, frozen=True):
-    """A prefill replica, and the address where decode replicas read its blocks: its --kv-peer-listen, written as in
-    their --kv-peer."""
-
-    url: str
-    peer: str
-
-    @classmethod
-    def of(cls, text: str) -> "Prefill":
-        """Parse `URL=HOST:PORT`, as on the command line."""
-        url, _, peer = text.partition("=")
-        return cls(url, peer).check()
-
-    def check(self) -> "Prefill":
-        if not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,250}:[0-9]{1,5}", self.peer):
-            raise RouteError(
-                f"prefill: {self.url[:120]!r} with the peer {self.peer[:120]!r}; URL=HOST:PORT is expected, where "
-                "HOST:PORT is its --kv-peer-listen as the decode replicas name it (--kv-peer)"
-            )
-        return Prefill(canonical_url(self.url, "prefill"), self.peer)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    # The replicas that answer; with `prefills`, `resolve` adds the decode replicas.
-    backends: tuple[str, ...] = flag("a replica, http://HOST:PORT[,events=PORT…]; repeat for each", "URL", default=())
-    decodes: tuple[str, ...] = flag(
-        "a decode replica; with --prefill, in place of --backend", "URL", ("--decode",), default=()
-    )
-    prefills: tuple[Prefill, ...] = flag(
-        "a prefill replica, and its address in --kv-peer of the decode replicas",
-        "URL=HOST:PORT",
-        ("--prefill",),
-        read=lambda text: [Prefill.of(text)],
-        default=(),
+    backends: tuple[str, ...] = flag(
+        "a replica, http://HOST:PORT[,events=PORT…][,prefill=PORT]; repeat for each", "URL", default=()
     )
     prefill_threshold: Count = flag(
-        "uncached tokens from which a prompt is computed at --prefill (default: 512)", "N", default=512
+        "uncached tokens from which a prompt is computed at a prefill replica (default: %(default)s)", "N", default=512
     )
     host: str = flag("address to listen on (default: %(default)s, this machine only)", default="127.0.0.1")
     port: Port = flag("0 takes any free port (default: %(default)s)", default=8080)
@@ -95,12 +62,6 @@ class RouterConfig:
     telemetry: Telemetry = Telemetry()
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
-
-    @property
-    def key_variables(self) -> frozenset[str]:
-        """Return the environment variables that the command line names as keys of replicas."""
-        written = [*map(Backend.of, self.backends), *map(discovered_like, self.discover)]
-        return frozenset(each.key for each in written if each.key is not None)
 
     @property
     def backend_lines(self) -> bytes:
@@ -126,16 +87,14 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
             )
     except ValueError as error:
         raise RouteError(str(error)) from None
-    backends = [Backend.of(text) for text in (*config.backends, *config.decodes)]
-    prefills = tuple(each.check() for each in config.prefills)
-    _check_once([each.url for each in backends], prefills)
-    for each in backends:
-        each.lines(environment)
+    backends = [Backend.of(text) for text in config.backends]
+    urls = [each.url for each in backends]
+    for url in urls:
+        if urls.count(url) > 1:
+            raise RouteError(f"backend: {url} is given more than once")
     return replace(
         config,
         backends=tuple(each.text for each in backends),
-        decodes=(),
-        prefills=prefills,
         api_keys=api_keys,
         admin_api_keys=admin_api_keys,
         backend_api_key=backend_api_key,
@@ -143,15 +102,10 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
 
 
 def check_together(config: RouterConfig) -> None:
-    """Raise RouteError for options of the command line that exclude each other, or need another one."""
-    if config.backends and (config.decodes or config.prefills):
-        raise RouteError("backend: not with --prefill and --decode; a replica that does both is one of --decode")
-    if bool(config.decodes) != bool(config.prefills):
-        given, missing = ("decode", "prefill") if config.decodes else ("prefill", "decode")
-        raise RouteError(f"{given}: needs --{missing} too; for replicas that do both there is --backend")
+    """Raise RouteError for options of the command line that need another one."""
     if config.chat_template and not config.tokenizer:
         raise RouteError("chat_template: needs --tokenizer; without it prompts are not rendered here")
-    for each in map(Backend.of, (*config.backends, *config.decodes)):
+    for each in map(Backend.of, config.backends):
         if each.events is not None and config.tokenizer is None:
             raise RouteError(
                 f"backend: {each.url} has events=…, which name blocks by their tokens; --tokenizer MODEL is needed to know "
@@ -159,13 +113,6 @@ def check_together(config: RouterConfig) -> None:
             )
     for source in config.discover:
         discovered_like(source)
-
-
-def _check_once(urls: list[str], prefills: tuple[Prefill, ...]) -> None:
-    all_urls = [*urls, *(each.url for each in prefills)]
-    for url in all_urls:
-        if all_urls.count(url) > 1:
-            raise RouteError(f"{'backend' if url in urls else 'prefill'}: {url} is given more than once")
 
 
 def _from(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:

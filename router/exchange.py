@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from penstock.engine.http.errors import CLIENT_CLOSED, HttpError
-from penstock.router.answer import AnswerWriter, cached_tokens_in
+from penstock.router.answer import BUSY, AnswerWriter, cached_tokens_in
 from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection
@@ -31,7 +31,6 @@ log = logging.getLogger("penstock.router")
 
 MAX_LOST = 2  # replicas that may break on one request: it may be the reason
 STALLED_S = 10.0  # how long a stream may stand still when its replica is down
-BUSY = frozenset({429, 503})  # another replica may give a better answer than these
 
 
 def as_refusal(error: Exception) -> HttpError:
@@ -256,7 +255,7 @@ class Exchange:
             return
         self._close(status)
         self._metrics.count(self.request, status)
-        self._answer.begin(is_whole=True)
+        self._answer.begin()
         self._answer.finish()
 
     # Events from the replica.
@@ -284,13 +283,13 @@ class Exchange:
             self._leg_failed("busy", f"it answered {self._status}")
             return
         if self.state == "asking":
-            self._begin(b"", is_whole=True)
+            self._begin(b"")
         self._answer.finish()
         assert self.leg is not None
         if self._answer.head.is_stream:
             self.leg.charge.streamed(self._num_data)
         if self._cached is not None:
-            self._group.placement.counted(self.leg.charge, self._cached)
+            self.leg.charge.counted(self._cached)
         self._end_legs("answered", "")
         self._close(self._status)
 
@@ -301,7 +300,7 @@ class Exchange:
         elif (outcome := self.leg.loss()) is not None:
             self._leg_failed(outcome, reason)
 
-    def _begin(self, data: bytes, *, is_whole: bool = False) -> None:
+    def _begin(self, data: bytes) -> None:
         """Write the first byte. From here on no other replica can be asked."""
         assert self.leg is not None
         self.state = "relaying"
@@ -324,7 +323,7 @@ class Exchange:
         del self._routed
         self.request.body = b""
         self.leg.drop_body()
-        self._answer.begin(data, is_whole=is_whole)
+        self._answer.begin(data)
 
     def _break_off(self, leg: Leg, reason: str) -> None:
         """End an answer early, after its first byte."""

@@ -21,7 +21,7 @@ from penstock.engine.options import add_options, built
 from penstock.engine.text.model_text import load_text
 from penstock.executor.process_life import Stopping, log_to_stderr, stop_signals, wait_for
 from penstock.router.app import RouterApp
-from penstock.router.backend import RouteError
+from penstock.router.backend import Backend, RouteError
 from penstock.router.config import RouterConfig, check_together, resolve
 from penstock.router.discovery import Discovery
 from penstock.router.exchange import NO_TRACE, BeginTrace
@@ -43,7 +43,6 @@ FILES_PER_REPLICA = 4  # its event stream, its probes, and one idle connection o
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, RouterConfig)
-    parser.set_defaults(prefill_threshold=None)  # given without --prefill, it is a mistake
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_backends(config: RouterConfig) -> None:
-    if config.backends or config.discover:
+    if config.discover or any(Backend.of(text).prefill is None for text in config.backends):
         return
     if not config.admin_api_keys:
         raise RouteError(
-            "backend: no replica is given, and without --admin-api-key none can be added; name each as "
+            "backend: no replica that answers is given, and without --admin-api-key none can be added; name each as "
             "--backend http://HOST:PORT"
         )
     log.warning('no replica is there yet: add each with POST /replicas {"url": "http://HOST:PORT"} and the admin key')
@@ -76,8 +75,6 @@ def _check_backends(config: RouterConfig) -> None:
 
 def check(args: argparse.Namespace) -> RouterConfig:
     """Return the checked configuration; raise RouteError if it is invalid."""
-    if args.prefill_threshold is not None and not args.prefills:
-        raise RouteError("prefill_threshold: needs --prefill; no prompt is computed elsewhere")
     config = built(args, RouterConfig)
     check_together(config)
     return resolve(config, os.environ)
@@ -100,7 +97,7 @@ class RouterProcess:
         self.app = RouterApp(config, self.fleet, prompts, __version__, begin_trace)
         self.prober = Prober(self.fleet, config, self._on_info)
         self.feeds = KvFeeds(self.fleet)
-        self.discovery = Discovery(config.discover, lambda method, text: self.app.apply(method, text, None))
+        self.discovery = Discovery(config.discover, self.app.apply)
         self.fleet.probe_now = self.prober.watch
         self._servers: list[asyncio.Server] = []
 
@@ -109,8 +106,6 @@ class RouterProcess:
         self.app.start()
         for url in self.config.backends:
             self.prober.watch(self.fleet.add(url))
-        for prefill in self.config.prefills:
-            self.prober.watch(self.fleet.add(prefill.url, prefill.peer))
         self.discovery.start()
         await self._wait_for_probes()
         for sock in sockets:
@@ -202,7 +197,7 @@ def with_room_for_connections(config: RouterConfig) -> RouterConfig:
     answer. Connections are refused before descriptors run out, because without one neither a client nor a
     replica could be answered.
     """
-    num_replicas = max(len(config.backends) + len(config.prefills), 2)
+    num_replicas = max(len(config.backends), 2)
     spare = SPARE_FILES + FILES_PER_REPLICA * num_replicas
     wanted = spare + 2 * config.limits.max_connections + max(config.limits.max_connections, MAX_REFUSALS)
     allowed = allow_open_files(wanted)
@@ -243,9 +238,6 @@ async def serve(
 
 
 def _announce(url: str, config: RouterConfig) -> None:
-    replicas = f"{len(config.backends)} replicas"
-    if config.prefills:
-        replicas = f"{len(config.backends)} decode and {len(config.prefills)} prefill replicas"
-    print(f"Routing to {replicas} by {config.policy}: {url}", flush=True)
+    print(f"Routing to {len(config.backends)} replicas by {config.policy}: {url}", flush=True)
     if config.tokenizer is None:
         print("  without --tokenizer, what replicas have cached is guessed from the bytes of requests", flush=True)

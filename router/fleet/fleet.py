@@ -6,18 +6,15 @@ replicas form a group of their own beside the group that answers clients.
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
-
 from penstock.engine.http.errors import HttpError, clip
-from penstock.router.backend import Backend, RouteError
+from penstock.router.backend import Backend
 from penstock.router.background import Tasks
-from penstock.router.config import KEY_PREFIX, RouterConfig
+from penstock.router.config import RouterConfig
 from penstock.router.fleet.replica import Outcome, Replica, State
 from penstock.router.placement.placement import NO_NAMES, Placement, ReplicaInfo
 
@@ -70,27 +67,13 @@ class Fleet:
         self.on_down: Callable[[Replica], None] = lambda _replica: None  # moves requests waiting at a dead replica
         self.probe_now: Callable[[Replica], None] = lambda _replica: None  # set by the owner of the probes
         self._new_placement = new_placement
-        self._key_variables = config.key_variables
 
-    def add(self, text: str, peer: str | None = None) -> Replica:
+    def add(self, text: str) -> Replica:
         """Add a replica given in the form described in router/backend.py. Raise RouteError if it is invalid."""
         backend = Backend.of(text)
-        replica = Replica(backend, self.config.timeouts.connect_s, self.key_line(backend), peer)
+        replica = Replica(backend, self.config.timeouts.connect_s, self.config.backend_lines)
         self.replicas[backend.url] = replica
         return replica
-
-    def key_line(self, backend: Backend) -> bytes:
-        """Return the header line with the API key for the replica. Raise RouteError if its variable is not allowed.
-
-        A replica added while the router runs may only name a variable that is meant for replicas: otherwise a client
-        that may add replicas could have any environment variable of the router sent to an address of its choice."""
-        variable = backend.key
-        if variable is not None and variable not in self._key_variables and not variable.startswith(KEY_PREFIX):
-            raise RouteError(
-                f"backend: {backend.url} has key={variable}; a replica that is added while the router runs may use a variable "
-                f"that the command line names, or one whose name begins with {KEY_PREFIX}"
-            )
-        return backend.lines(os.environ) or self.config.backend_lines
 
     def assign_group(self, replica: Replica, root: str, models: tuple[str, ...], info: ReplicaInfo) -> None:
         """Put a replica into the group of its model when its models become known or have changed after a restart.
@@ -253,7 +236,6 @@ class Fleet:
                 "ejections": replica.num_ejections,
                 "placement": known,
                 "events": None if replica.link is None else replica.link.view(),
-                "engine": None if replica.load is None else msgspec.structs.asdict(replica.load),
             }
 
     def _excluded(self, group: ReplicaGroup) -> set[Replica]:

@@ -7,6 +7,7 @@ whether the process is still alive.
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable
 
@@ -14,13 +15,15 @@ import msgspec
 
 from penstock.router.background import Tasks, keep_running
 from penstock.router.config import RouterConfig
-from penstock.router.fleet.engine_load import LOOK_S, EngineLoad, fetch_load
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.placement.placement import ReplicaInfo
 
 PROBES_PER_LIST = 10  # adapters change while a replica is up: its model list is requested with every tenth probe
+# In the metrics of vLLM and SGLang: the labels with the size and the number of the cache's blocks.
+_CACHE_CONFIG = re.compile(r"^(?:vllm|sglang):cache_config_info\{(.*)\}", re.MULTILINE)
+_NUMBER_LABEL = re.compile(r'(\w+)="(\d+)"')
 
 log = logging.getLogger("penstock.router")
 
@@ -96,11 +99,7 @@ class Prober:
         else:
             with self._fleet.observing(replica):
                 if status == 200:
-                    now_s = time.monotonic()
-                    replica.probe_passed(now_s)
-                    if replica.load is not None and now_s >= watched.load_due_s:
-                        watched.load_due_s = now_s + LOOK_S
-                        self._fleet.tasks.spawn(self._look(replica))  # the probe must not wait for it
+                    replica.probe_passed(time.monotonic())
                 else:
                     replica.probe_refused(f"/ready answered {status}", is_draining=status == 503)
 
@@ -126,29 +125,23 @@ class Prober:
         names = tuple(model.id for model in served)
         adapters = {model.id: model.adapter or model.id for model in served if model.adapter or model.parent}
         if first.fingerprint is None and not (replica.root is not None and replica.is_up):
-            await self._look(replica)
-        load = replica.load
-        described = str(first) + ("" if load is None else f" {load.num_blocks} blocks of {load.block_size}")
+            await self._read_cache_config(replica, watched)
+        described = f"{first} {watched.cache_config}"
         if replica.root is None or watched.described != described:
             watched.described = described
             replica.text_digest = first.text_digest
-            self._fleet.assign_group(replica, first.root or first.id, names, replica_info(first, load))
+            self._fleet.assign_group(replica, first.root or first.id, names, replica_info(first, watched.cache_config))
             self._on_info(replica, first)
         if (replica.models, replica.adapters) != (names, adapters):
             self._fleet.rename(replica, names, adapters)
 
-    async def _look(self, replica: Replica) -> None:
-        """Request the load of a vLLM or SGLang engine and report the part caused by other clients to the placement."""
-        before = replica.num_in_flight
-        timeout_s = self._config.timeouts.probe_timeout_s
-        load = await fetch_load(replica.pool, replica.key_line, timeout_s)
-        if load is None:  # no such metrics, or no answer in time
-            return
-        replica.load = load
-        group = self._fleet.group_with(replica)
-        if group is not None and replica.url in group.replicas:
-            others = load.running + load.waiting - max(before, replica.num_in_flight)
-            group.placement.set_other_requests(replica.url, max(others, 0.0))
+    async def _read_cache_config(self, replica: Replica, watched: "ProbeState") -> None:
+        """Read the cache's size from the metrics of a vLLM or SGLang engine; without an answer, keep what is known."""
+        with contextlib.suppress(ConnectFailed, TimeoutError):
+            status, body = await self._ask(replica, "/metrics")
+            found = _CACHE_CONFIG.search(body.decode("utf-8", "replace")) if status == 200 else None
+            if found is not None:
+                watched.cache_config = {name: int(number) for name, number in _NUMBER_LABEL.findall(found[1])}
 
 
 class ProbeState:
@@ -159,15 +152,17 @@ class ProbeState:
         self.path = "/ready"  # or /health of an engine that has no /ready
         self.described = ""  # its first model and its block counts, to detect changes
         self.num_probes = 0
-        self.load_due_s = 0.0  # when to request the load of a vLLM or SGLang engine again
+        self.cache_config: dict[str, int] = {}  # of a vLLM or SGLang engine, as its metrics state it
 
 
-def replica_info(model: ServedModel, load: EngineLoad | None = None) -> ReplicaInfo:
+def replica_info(model: ServedModel, cache_config: dict[str, int]) -> ReplicaInfo:
     """Return the placement's data about a replica; if the block size is unknown, a default is used."""
     if model.fingerprint is None or model.block_size is None:
-        if load is None or not 1 <= load.block_size <= 2**20:
+        block_size = cache_config.get("block_size", cache_config.get("page_size", 0))
+        num_blocks = cache_config.get("num_gpu_blocks", cache_config.get("num_pages", 0))
+        if not 1 <= block_size <= 2**20:
             return ReplicaInfo()
-        return ReplicaInfo(block_size=load.block_size, num_blocks=min(load.num_blocks, 2**31))
+        return ReplicaInfo(block_size=block_size, num_blocks=min(num_blocks, 2**31))
     return ReplicaInfo(
         fingerprint=bytes.fromhex(model.fingerprint),
         block_size=model.block_size,

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 from penstock.router.backend import Backend
 from penstock.router.fleet.engine_feed import EngineSource
-from penstock.router.fleet.engine_load import EngineLoad
 from penstock.router.http.upstream import ConnectFailed, Pool, fetch
 from penstock.router.placement.placement import ReplicaInfo
 
@@ -29,14 +28,12 @@ MAX_SILENT_PROBES = 2  # consecutive unanswered probes until the replica is down
 class Replica:
     """One replica, identified by `url`. The fleet derives its availability from `state` and the share of ejected ones."""
 
-    def __init__(
-        self, backend: Backend, connect_timeout_s: float, key_line: bytes = b"", peer: str | None = None
-    ) -> None:
+    def __init__(self, backend: Backend, connect_timeout_s: float, key_line: bytes = b"") -> None:
         parts = urlsplit(backend.url)
         self.backend = backend
         self.url = backend.url
         self.key_line = key_line  # the header line with its API key
-        self.peer = peer  # for a prefill replica: the address from which decode engines read its blocks
+        self.peer = backend.prefill  # for a prefill replica: the address from which decode engines read its blocks
         self.pool = Pool(parts.hostname or "", parts.port or 80, parts.netloc.encode(), connect_timeout_s)
         self.state: State = "starting"
         self.reason = "not probed yet"
@@ -45,7 +42,6 @@ class Replica:
         self.root: str | None = None
         self.info = ReplicaInfo()  # its block size and count
         self.link: EngineSource | None = None  # the event subscription of a vLLM or SGLang engine
-        self.load: EngineLoad | None = None  # the reported load of such an engine
         self.text_digest: str | None = None  # digest of tokenizer and template; see router/placement/prompts.py
         self.num_in_flight = 0
         self.num_requests = 0

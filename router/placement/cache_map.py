@@ -20,8 +20,6 @@ from penstock.router.placement.load import PolicyConfig
 TIERS = ("device", "host", "disk")
 OLDER = len(TIERS)  # the fourth slot of a row: the older generation of a guess
 I32S = ffi.typeof("int32_t[]")
-SHRINK, GROW = 0.7, 1.05  # factors on the guessed capacity, after an answer that reports its cached tokens
-LEAST_BLOCKS = 16
 EMPTY = 0  # a slot that never holds anything
 # Faults of event streams. keys_refused_total: keys beyond the limit of a replica.
 STREAM_COUNTS = ("event_gaps_total", "event_repeats_total", "event_stalls_total", "keys_refused_total")
@@ -33,20 +31,19 @@ class ReplicaCache:
     def __init__(self, row: int, space: KeySpace, num_blocks: int, now_s: float) -> None:
         self.row = row
         self.space = space
-        self.num_blocks = self.max_blocks = num_blocks
+        self.num_blocks = num_blocks
         self.engine_id: str | None = None
         self.seq: int | None = None  # of the last frame taken in; None: no snapshot yet
         self.last_frame_s = now_s
         self.hits_at_ends = False  # as its Hello states
         self.is_estimated = True  # until the first snapshot
         self.wants_snapshot = True
-        self.reports_cached_tokens = False  # answers report how much was cached
         self.counts: Counter[str] = Counter()
 
     @property
     def kind(self) -> str:
         """Return what the knowledge of this cache is based on."""
-        return "events" if not self.is_estimated else "answers" if self.reports_cached_tokens else "approximate"
+        return "approximate" if self.is_estimated else "events"
 
 
 class CacheMap:
@@ -165,7 +162,7 @@ class CacheMap:
 
     def _add_slot(self, cache: ReplicaCache, times: int = 1) -> int:
         """Return a new slot, or EMPTY if none is free now; the caller then tries again later."""
-        limit = 2 * cache.max_blocks + 1024  # twice its capacity: room for changes in flight
+        limit = 2 * cache.num_blocks + 1024  # twice its capacity: room for changes in flight
         try:
             return self.index.add_slot(limit * times, cache.hits_at_ends)
         except NoSlotLeft:
@@ -191,17 +188,6 @@ class CacheMap:
             self._drop(cache, OLDER)
             self._slots[OLDER, cache.row] = slot
             self._slots[0, cache.row] = self._add_slot(cache)
-
-    def compare(self, cache: ReplicaCache, predicted: int, actual: int) -> None:
-        """Adapt the guessed capacity to how much of a prompt was cached. A guess that predicted too much assumes a cache that
-        is too large, and forgets too late."""
-        cache.reports_cached_tokens = True
-        if not cache.is_estimated or not predicted:
-            return
-        if actual < predicted // 2:
-            cache.num_blocks = max(int(cache.num_blocks * SHRINK), LEAST_BLOCKS)
-        elif actual >= predicted - cache.space.block_size:
-            cache.num_blocks = min(int(cache.num_blocks * GROW) + 1, cache.max_blocks)
 
     def tick(self, now_s: float) -> None:
         """Age the predictions, and estimate the caches of replicas whose events have stalled. Cheap; called for every choice."""

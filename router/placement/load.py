@@ -14,7 +14,6 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from penstock._csrc import ffi, lib
-from penstock.engine.options import Count, Delay, Seconds, Share
 from penstock.router.config import PolicyName
 
 Speed = Annotated[float, Meta(gt=0)]  # tokens per second
@@ -26,10 +25,9 @@ UNKNOWN_CAPACITY = 2.0**18  # tokens
 MIN_SAMPLE_TOKENS = 256  # shorter waits say more about the network than about the replica
 MIN_STREAM_TOKENS = 4
 DELAY_STEP = 1.1  # by which what is learned of a delay goes up or down at each answer
-OTHERS_MEMORY = 0.75  # weight of the past at each look
 
 
-class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PolicyConfig(msgspec.Struct, frozen=True):
     """The policy by which a replica is chosen, and its weights; csrc/route_choice.c computes it.
 
     The default, `predicted-ttft`, is the seconds until a new request's first token: work queued there that is not cached,
@@ -38,16 +36,16 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: PolicyName = "predicted-ttft"
-    wear: Delay = 1.0  # cost of new content beside its time, at a replica with the mean amount of it
-    first_tokens_per_s: Speed = 5_000.0  # of prefill, assumed until the speed of a replica is learned
-    first_delay_s: Delay = 0.004  # delay of a first token by each answer in flight, until it is learned
-    affinity_s: Delay = 0.05  # a session stays where it was unless another replica is better by more
-    host_credit: Share = 0.8  # what a token cached in host memory saves, of one on the device
-    disk_credit: Share = 0.5
-    prediction_s: Seconds = 5.0  # a prediction counts for at most so long
-    stall_s: Seconds = 5.0  # a replica whose events are silent for longer is guessed at
-    max_sessions: Count = 50_000
-    max_facts: Count = 2**22  # entries of the index, 36 bytes each when in use
+    wear: float = 1.0  # cost of new content beside its time, at a replica with the mean amount of it
+    first_tokens_per_s: float = 5_000.0  # of prefill, assumed until the speed of a replica is learned
+    first_delay_s: float = 0.004  # delay of a first token by each answer in flight, until it is learned
+    affinity_s: float = 0.05  # a session stays where it was unless another replica is better by more
+    host_credit: float = 0.8  # what a token cached in host memory saves, of one on the device
+    disk_credit: float = 0.5
+    prediction_s: float = 5.0  # a prediction counts for at most so long
+    stall_s: float = 5.0  # a replica whose events are silent for longer is guessed at
+    max_sessions: int = 50_000
+    max_facts: int = 2**22  # entries of the index, 36 bytes each when in use
 
 
 class LoadTable:
@@ -196,8 +194,6 @@ class ReplicaLoad:
         self.clock = clock
         self.is_gone = False  # removed: charges still in flight count for nothing
         self.num_active = 0
-        self.num_other_requests = 0.0  # requests there of other routers and clients, over the last looks
-        self._is_seen = False
         self._waiting: dict[Charge, None] = {}  # no first token yet, oldest first
         self._sample_tokens = self._sample_s = 0.0
 
@@ -221,15 +217,6 @@ class ReplicaLoad:
             if next(iter(self._waiting)) is charge:
                 self.table.head[self.row] = own_tokens
         charge.own_tokens = own_tokens
-
-    def set_other_requests(self, count: float) -> None:
-        """Record how many requests of other routers and clients are in flight here. The mean over several looks is used, because
-        a look is seconds old when it counts and most of the requests have ended by then."""
-        if not self.is_gone:
-            change = (1 - OTHERS_MEMORY * self._is_seen) * (count - self.num_other_requests)
-            self.num_other_requests += change
-            self._is_seen = True
-            self.table.active[self.row] += change
 
     def leave(self, charge: "Charge") -> None:
         self.num_active -= 1
@@ -255,7 +242,7 @@ class ReplicaLoad:
         if not self.is_gone:
             queued = sum(charge.own_tokens for charge in self._waiting)
             assert abs(self.table.queued[self.row] - queued) < 1e-3, (self.table.queued[self.row], queued)
-            assert abs(self.table.active[self.row] - self.num_active - self.num_other_requests) < 1e-6
+            assert self.table.active[self.row] == self.num_active
             assert self.num_active >= len(self._waiting) == self.table.waiting[self.row]
             assert self.table.speed[self.row] > 0
 

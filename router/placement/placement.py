@@ -60,7 +60,7 @@ class Placement:
         clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
     ) -> None:
-        self.policy = converted(msgspec.structs.asdict(policy), PolicyConfig)  # checked
+        self.policy = policy
         self.loads = LoadTable(policy, seed)
         self.caches = CacheMap(policy, clock)
         self.totals = PredictionTotals()
@@ -101,10 +101,6 @@ class Placement:
 
     def set_available(self, name: str, available: bool) -> None:
         self.loads.is_open[self._replicas[name].load.row] = float(available)
-
-    def set_other_requests(self, name: str, count: float) -> None:
-        """Record how many requests of other clients and routers are in flight at the replica."""
-        self._replicas[name].load.set_other_requests(count)
 
     # -- a request -----------------------------------------------------------------------------------------
 
@@ -184,13 +180,6 @@ class Placement:
                 num_known = charge.predicted_cached_tokens // space.block_size + 1
                 self.caches.expect(replica.cache, keys, min(num_known, len(keys.keys)))
 
-    def counted(self, charge: Charge, cached_tokens: int) -> None:
-        """Record the cached tokens that an answer reported at its end."""
-        charge.counted(cached_tokens)
-        replica = self._replicas.get(charge.replica)
-        if replica is not None:
-            self.caches.compare(replica.cache, charge.predicted_cached_tokens, cached_tokens)
-
     def _row(
         self, prompt: Prompt | None, num_tokens: int, session: str | None, exclude: frozenset[str], now_s: float
     ) -> int:
@@ -238,7 +227,6 @@ class Placement:
         return {
             "available": bool(self.loads.is_open[row]),
             "active_requests": replica.load.num_active,
-            "other_requests": round(replica.load.num_other_requests, 1),
             "queued_tokens": round(self.loads.backlog_of(row, now_s)),
             "held_tokens": int(self.loads.held[row]),
             "capacity_tokens": replica.info.num_blocks * replica.info.block_size or None,
@@ -258,7 +246,6 @@ class Placement:
         return {
             **msgspec.structs.asdict(self.totals),
             "approximate_replicas": sum(replica.cache.is_estimated for replica in self._replicas.values()),
-            "answers_replicas": sum(replica.cache.kind == "answers" for replica in self._replicas.values()),
             **{name: self.caches.totals[name] for name in STREAM_COUNTS},
             **{f"index_{name}": value for name, value in self.caches.index.stats().items()},
             "sessions": len(self._sessions),

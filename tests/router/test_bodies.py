@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from penstock.router.config import Prefill
 from penstock.router.exchange import Exchange
 from penstock.router.fleet.fleet import Fleet
 from tests.support.raw_http import clients, post
@@ -43,10 +42,10 @@ def test_a_body_is_dropped_at_the_first_byte_of_its_answer(tokenizes: bool, is_s
         return may_end(seen, sock)
 
     with stub(stream) as backend, stub(stream) as prefill:
-        prefills = (Prefill(prefill.url, "10.0.0.5:9100"),) if is_split else ()
+        prefills = (f"{prefill.url},prefill=10.0.0.5:9100",) if is_split else ()
         body = b'{"stream":true,"prompt":"' + b"abcd " * LARGE + b'"}'
         with (
-            running_router(backend.url, prefills=prefills, wait_for=1 + is_split, tokenizes=tokenizes) as router,
+            running_router(backend.url, *prefills, tokenizes=tokenizes) as router,
             clients(router.port, post(body)) as (sock,),
         ):
             until(lambda: bool(backend.seen))

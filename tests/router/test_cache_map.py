@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
-from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from tests.router.test_placement import INFO, cached, fleet, ids, live, short_keys
 from tests.support.refusals import table
@@ -219,9 +218,3 @@ def test_a_replica_that_cannot_be_is_refused_by_name(given: dict[str, Any], mess
     with pytest.raises(ValueError, match=message):
         placement.add_replica("r0", ReplicaInfo(**given))
     placement.check()
-
-
-@pytest.mark.parametrize(("given", "message"), table(__file__, "policies"))
-def test_a_policy_that_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Placement(PolicyConfig(**given))

@@ -37,12 +37,11 @@ def take(source: str, count: int = 1, between: Any = lambda number: None) -> lis
 def test_a_file_is_followed_and_replicas_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "LOOK_S", 0.02)
     monkeypatch.setattr(discovery, "ASK_S", 0.05)
-    monkeypatch.setenv("PENSTOCK_BACKEND_KEY_X", "sk-x")
     path = tmp_path / "fleet"
     with stub() as one, stub() as other:
         path.write_text(f"# the fleet\n{one.url}\n\n")
         with running_router(wait_for=1, discover=(f"file:{path}",)) as router:
-            path.write_text(f"{one.url}\n{other.url},key=PENSTOCK_BACKEND_KEY_X\n")
+            path.write_text(f"{one.url}\n{other.url},prefill=9100\n")
             until(lambda: router.states().count("up") == 2)
             path.write_text("rubbish, too long to be mistaken for what was there")
             path.rename(tmp_path / "gone")

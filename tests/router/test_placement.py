@@ -133,21 +133,6 @@ def test_what_an_answer_in_flight_costs_is_learned_from_streams() -> None:
         assert explained is not None and explained["replica"] == expected
 
 
-def test_requests_of_others_count_as_the_mean_of_what_is_seen() -> None:
-    placement, _ = fleet(1)
-    placement.set_other_requests("r0", 6.0)
-    assert placement.loads.active[0] == 6.0  # the first look is all there is
-    placement.set_other_requests("r0", 0.0)
-    assert placement.loads.active[0] == 4.5
-    charge = placement.choose(None, num_tokens=1)
-    for _ in range(60):
-        placement.set_other_requests("r0", 0.0)
-    assert charge is not None and placement.loads.active[0] == pytest.approx(1.0)
-    placement.check()
-    charge.release()
-    placement.check()
-
-
 def test_a_gap_asks_for_a_snapshot_and_the_snapshot_mends_it() -> None:
     placement, _ = fleet(1)
     prompt = ids(1)

@@ -99,6 +99,17 @@ def test_hop_by_hop_and_private_headers_end_at_the_router_in_both_directions(
     assert b"x-outer: 2" in head and b"x-inner" not in head and b"x-penstock" not in head
 
 
+@pytest.mark.parametrize("body", [b'{ "error":{"message":"no","odd":1} }', b'{"detail":"why"}', b"x" * 300_000])
+def test_an_engines_error_passes_byte_by_byte(before: RunningRouter, backend: Stub, body: bytes) -> None:
+    backend.answer = lambda seen, sock: whole(body, b"422 Oh", b"content-type: application/problem+json")
+    try:
+        answer = before.complete()
+    finally:
+        backend.answer = lambda seen, sock: whole()
+    assert (answer.status_code, answer.content) == (422, body)
+    assert answer.headers["content-type"] == "application/problem+json"
+
+
 def test_the_host_of_the_client_is_replaced(before: RunningRouter, backend: Stub) -> None:
     exchange(before.port, post().replace(b"host: x", b"host: evil.example"))
     assert backend.seen[-1].header(b"host") == [backend.url.removeprefix("http://").encode()]
@@ -160,8 +171,8 @@ def test_a_replica_that_is_taken_out_and_added_again_beside_its_own_requests_is_
         with connect(router.port) as sock:
             sock.sendall(post(b'{"prompt":"abc","max_tokens":5000,"stream":true,"ignore_eos":true}'))
             until(lambda: router.fleet.replicas[url].num_in_flight == 1)
-            router.call(lambda: router.app.apply("DELETE", url, None))
-            router.call(lambda: router.app.apply("POST", url, None))
+            router.call(lambda: router.app.apply("DELETE", url))
+            router.call(lambda: router.app.apply("POST", url))
             until(lambda: router.state(url) == "up")
         assert router.complete().status_code == 200
 

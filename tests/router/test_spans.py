@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from penstock.router.config import Prefill
 from tests.support.collector import PARENT, TRACE, Collector, SpanSeen, collecting, traced
 from tests.support.raw_http import connect, status
 from tests.support.refusals import table
@@ -106,11 +105,10 @@ def test_a_prompt_that_is_computed_elsewhere_has_a_span_of_its_own(collector: Co
         stub(once_asked) as decode,
         running_router(
             decode.url,
-            prefills=(Prefill(prefill.url, "10.0.0.5:9100"),),
+            f"{prefill.url},prefill=10.0.0.5:9100",
             prefill_threshold=16,
             tokenizes=True,
             telemetry=traced(collector),
-            wait_for=2,
         ) as router,
     ):
         assert router.complete("a prompt of some length " * 20).status_code == 200

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.engine.http import token_form
 from penstock.engine.http.body import split_object
-from penstock.router.backend import RouteError
-from penstock.router.config import Prefill, RouterConfig, resolve
+from penstock.router.backend import Backend, RouteError
+from penstock.router.config import RouterConfig, resolve
 from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.prefill import form_with_hint, ids_of, prompt_of, splittable, with_hint
 from penstock.router.serve import RouterProcess
@@ -44,10 +44,8 @@ def split_fleet(
     with contextlib.ExitStack() as stack:
         computing = [stack.enter_context(stub()) for _ in range(prefills)]
         answering = [stack.enter_context(stub(when_both_are_asked(computing))) for _ in range(decodes)]
-        given = tuple(Prefill(each.url, f"10.0.0.{index}:9100") for index, each in enumerate(computing))
-        router = stack.enter_context(
-            running_router(*(each.url for each in answering), prefills=given, wait_for=prefills + decodes, **settings)
-        )
+        given = [f"{each.url},prefill=10.0.0.{index}:9100" for index, each in enumerate(computing)]
+        router = stack.enter_context(running_router(*(each.url for each in answering), *given, **settings))
         yield computing, answering, router
         until(lambda: router.call(lambda: is_at_rest(router.router)))
 
@@ -248,8 +246,8 @@ def test_replicas_that_compute_prompts_come_and_go() -> None:
     with stub() as decode, stub() as prefill, running_router(decode.url, admin_api_keys=(ADMIN,)) as router:
         decode.answer = when_both_are_asked([prefill])
         assert router.complete(LONG).status_code == 200
-        assert router.change("POST", url=prefill.url, peer="nowhere").status_code == 400
-        assert router.change("POST", url=prefill.url, peer=PEER).status_code == 200
+        assert router.change("POST", url=f"{prefill.url},prefill=nowhere").status_code == 400
+        assert router.change("POST", url=f"{prefill.url},prefill={PEER}").status_code == 200
         until(lambda: router.states() == ["up", "up"])
         assert router.complete("b" + LONG).status_code == 200
         assert fields(decode.seen[-1])["kv_transfer_params"]["peer"] == PEER
@@ -260,7 +258,7 @@ def test_replicas_that_compute_prompts_come_and_go() -> None:
 
 
 def test_a_prefill_replica_answers_no_client() -> None:
-    with stub() as prefill, running_router(prefills=(Prefill(prefill.url, PEER),), wait_for=1) as router:
+    with stub() as prefill, running_router(f"{prefill.url},prefill={PEER}") as router:
         assert router.complete("short").status_code == 503
         assert router.http.get("/ready").status_code == 503
         assert not prefill.seen
@@ -319,18 +317,19 @@ def test_what_needs_every_position_computed_is_not_split(path: str, body: bytes,
 
 
 def test_a_prefill_replica_is_given_with_its_peer() -> None:
-    assert Prefill.of("http://h:8000=10.0.0.5:9100") == Prefill("http://h:8000", "10.0.0.5:9100")
-    assert Prefill.of("http://h=[::1]:9100") == Prefill("http://h:80", "[::1]:9100")
+    assert Backend.of("http://h:8000,prefill=10.0.0.5:9100") == Backend("http://h:8000", prefill="10.0.0.5:9100")
+    assert Backend.of("http://h,prefill=[::1]:9100") == Backend("http://h:80", prefill="[::1]:9100")
+    assert Backend.of("http://[::1]:8000,prefill=9100").prefill == "[::1]:9100"
 
 
-@pytest.mark.parametrize("text", table(__file__, "prefills"))
-def test_a_prefill_replica_without_a_peer_or_an_address_is_refused(text: str) -> None:
+@pytest.mark.parametrize("word", table(__file__, "prefills"))
+def test_a_prefill_replica_without_a_peer_is_refused(word: str) -> None:
     with pytest.raises(RouteError, match="prefill"):
-        Prefill.of(text)
+        Backend.of(f"http://h:8000,{word}")
 
 
 def test_a_replica_has_one_role_and_the_threshold_is_a_number_of_tokens() -> None:
-    twice = RouterConfig(decodes=("http://h:1",), prefills=(Prefill("http://h:1", PEER),))
+    twice = RouterConfig(backends=("http://h:1", f"http://h:1,prefill={PEER}"))
     with pytest.raises(RouteError, match="more than once"):
         resolve(twice, {})
     with pytest.raises(RouteError, match="prefill_threshold"):

@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.router.config import Prefill
 from tests.support.default_file import default_file
 from tests.support.peer_pair import SECRET, engine, is_connected
 from tests.support.peer_rig import free_addresses
@@ -33,8 +32,8 @@ def fleet() -> Iterator[tuple[Running, Running, RunningRouter]]:
         prefill = stack.enter_context(running(engine(kv_peer_listen=address)))
         decode = stack.enter_context(running(engine(kv_peers=(address,))))
         until(lambda: is_connected(decode))
-        given = (Prefill(prefill.url, address),)
-        router = running_router(decode.url, prefills=given, prefill_threshold=64, tokenizes=True, wait_for=2)
+        given = f"{prefill.url},prefill={address}"
+        router = running_router(decode.url, given, prefill_threshold=64, tokenizes=True)
         yield prefill, decode, stack.enter_context(router)
 
 
@@ -107,8 +106,8 @@ def test_when_a_prefill_replica_is_killed_under_load_nobody_notices() -> None:
     with contextlib.ExitStack() as stack:
         prefills = [stack.enter_context(mock_replicas(1, kv_peer_listen=each, **pace))[0] for each in addresses]
         (decode,) = stack.enter_context(mock_replicas(1, kv_peer=addresses, **pace))
-        given = tuple(Prefill(each.url, address) for each, address in zip(prefills, addresses, strict=True))
-        router = stack.enter_context(running_router(decode.url, prefills=given, wait_for=3))
+        given = [f"{each.url},prefill={address}" for each, address in zip(prefills, addresses, strict=True)]
+        router = stack.enter_context(running_router(decode.url, *given))
 
         def ask(number: int) -> int:
             if number == 10:  # stopped, it cannot finish what it has before it is killed
@@ -154,7 +153,7 @@ def test_the_three_commands_of_the_docs_serve_the_default_model(tmp_path: Path) 
         first = stack.enter_context(command(*shape, "--kv-peer-listen", address, **secret))
         second = stack.enter_context(command(*shape, "--kv-peer", address, **secret))
         prefill, decode = url_of(first), url_of(second)
-        flags = ("--prefill", f"{prefill}={address}", "--decode", decode, "--prefill-threshold", "64")
+        flags = ("--backend", f"{prefill},prefill={address}", "--backend", decode, "--prefill-threshold", "64")
         router = url_of(stack.enter_context(command("route", *flags, "--tokenizer", str(path))))
         asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         with httpx.Client(timeout=60) as http:
