@@ -8,53 +8,32 @@ import pytest
 from penstock import LoRARequest, SamplingParams
 from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.messages import CacheUpdate, Output
+from penstock.engine.messages import CacheUpdate
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.executor.protocol import AdapterError, ExecutorConfig
-from tests.engine.test_llm import folder as folder
-from tests.support.oracle import OracleExecutor
-from tests.support.oracle_engine import OracleLLM
+from tests.support.core_rig import CoreRig
+from tests.support.oracle import OracleExecutor, content_folder
+from tests.support.oracle_engine import oracle_llm
 from tests.support.refusals import table
 from tests.support.simulation import submit
 
 PROMPT = list(range(40))
 
 
-def folder_of(tmp_path: Path, content: str) -> str:
-    path = tmp_path / content
-    path.mkdir(exist_ok=True)
-    (path / "adapter_config.json").write_text(content)
-    return str(path)
+class Rig(CoreRig):
+    """A core that takes adapters, with room for everything that these tests ask for."""
 
-
-class Rig:
     def __init__(self, max_loras: int = 2, patience_s: float = 1000.0, host_bytes: int = 0) -> None:
-        executor = ExecutorConfig(
-            enable_lora=True, max_loras=max_loras, block_size=4, kv_host_bytes=host_bytes,
-            kv_cache_bytes=2**16, max_num_seqs=8, hf_overrides={"vocab_size": 50},
-        )  # fmt: skip
-        config = EngineConfig(executor=executor, scheduler=SchedulerConfig(max_num_seqs=8, patience_s=patience_s))
-        self.executor, self.now_s = OracleExecutor(executor), 0.0
-        self.core = EngineCore(config, self.executor, clock=lambda: self.now_s)
-        self.outputs: dict[str, list[Output]] = {}
+        options = {"enable_lora": True, "max_loras": max_loras, "kv_host_bytes": host_bytes}
+        sizes: dict[str, Any] = {"num_blocks": 2048, "max_num_batched_tokens": 2048, "max_model_len": 2048}
+        super().__init__(**sizes, patience_s=patience_s, options=options)
 
-    def submit(self, name: str, adapter: str | None, max_tokens: int = 6, prompt: list[int] = PROMPT) -> None:
-        self.outputs[name] = []
-        refused = self.core.submit(submit(name, prompt, max_tokens, adapter=adapter))
-        if refused is not None:
-            self.outputs[name].append(refused)
+    def load(self, tmp_path: Path, names: str = "a") -> list[str]:
+        """Load an adapter of each name, and return their keys."""
+        return [self.core.load_adapter(content_folder(tmp_path, name)).key for name in names]
 
-    def step(self) -> None:
-        for output in self.core.step():
-            self.outputs[output.request_id].append(output)
-        self.core.scheduler.check()
-
-    def run(self) -> None:
-        while self.core.has_work():
-            self.step()
-
-    def tokens(self, name: str) -> list[int]:
-        return [token for output in self.outputs[name] for token in output.tokens]
+    def ask(self, name: str, adapter: str | None, max_tokens: int = 6) -> None:
+        self.submit(submit(name, PROMPT, max_tokens, adapter=adapter))
 
     def num_cached(self, name: str) -> int | None:
         return self.outputs[name][0].num_cached_tokens
@@ -67,7 +46,7 @@ def alone(adapter: str | None, weights: str | None = None) -> list[int]:
         rig.core.scheduler.change_model(rig.core.info, 1)
     rig.executor._adapters.add(adapter or "")
     rig.core._adapters[adapter or ""] = 1
-    rig.submit("alone", adapter)
+    rig.ask("alone", adapter)
     rig.run()
     return rig.tokens("alone")
 
@@ -76,10 +55,10 @@ def alone(adapter: str | None, weights: str | None = None) -> list[int]:
 def test_requests_with_different_adapters_never_read_each_others_blocks(tmp_path: Path, host_bytes: int) -> None:
     """What the oracle samples depends on every block that is read and on whose it is."""
     rig = Rig(host_bytes=host_bytes)
-    keys = [None, *(rig.core.load_adapter(folder_of(tmp_path, name)).key for name in "ab")]
+    keys = [None, *rig.load(tmp_path, "ab")]
     for turn in range(2):
         for index, key in enumerate(keys):
-            rig.submit(f"{index}.{turn}", key)
+            rig.ask(f"{index}.{turn}", key)
         rig.run()
         for index, key in enumerate(keys):
             assert rig.tokens(f"{index}.{turn}") == alone(key)
@@ -89,14 +68,14 @@ def test_requests_with_different_adapters_never_read_each_others_blocks(tmp_path
 @pytest.mark.parametrize("host_bytes", [0, 2**16], ids=["device", "with a tier"])
 def test_adapters_stay_over_other_weights_and_no_block_of_the_old_ones_is_hit(tmp_path: Path, host_bytes: int) -> None:
     rig = Rig(host_bytes=host_bytes)
-    keys = [None, *(rig.core.load_adapter(folder_of(tmp_path, name)).key for name in "ab")]
-    for weights in [None, folder_of(tmp_path, "first"), folder_of(tmp_path, "second")]:
+    keys = [None, *rig.load(tmp_path, "ab")]
+    for weights in [None, content_folder(tmp_path, "first"), content_folder(tmp_path, "second")]:
         if weights is not None:
             rig.core.pauses.drain()
             rig.core.pauses.update_weights(weights)
         for num_cached in (0, len(PROMPT) - 1):
             for index, key in enumerate(keys):
-                rig.submit(str(index), key)
+                rig.ask(str(index), key)
             rig.run()
             for index, key in enumerate(keys):
                 assert rig.tokens(str(index)) == alone(key, weights) and rig.num_cached(str(index)) == num_cached
@@ -104,12 +83,12 @@ def test_adapters_stay_over_other_weights_and_no_block_of_the_old_ones_is_hit(tm
 
 def test_events_name_different_blocks_for_the_same_prompt(tmp_path: Path) -> None:
     rig = Rig()
-    key = rig.core.load_adapter(folder_of(tmp_path, "a")).key
+    (key,) = rig.load(tmp_path)
     rig.core.cache_log.watch(True)
     stored: list[set[bytes]] = []
     rig.core.cache_log.updates()
     for adapter in (None, key):
-        rig.submit(str(adapter), adapter, prompt=PROMPT)
+        rig.ask(str(adapter), adapter)
         rig.run()
         updates: list[CacheUpdate] = rig.core.cache_log.updates()
         stored.append({each.stored[at : at + 8] for each in updates for at in range(0, len(each.stored), 8)})
@@ -118,26 +97,26 @@ def test_events_name_different_blocks_for_the_same_prompt(tmp_path: Path) -> Non
 
 def test_other_weights_under_the_same_path_find_none_of_the_old_blocks(tmp_path: Path) -> None:
     rig = Rig()
-    path = Path(folder_of(tmp_path, "a"))
+    path = Path(content_folder(tmp_path, "a"))
     before = rig.core.load_adapter(str(path)).key
-    rig.submit("before", before)
+    rig.ask("before", before)
     rig.run()
     rig.core.unload_adapter(before)
     (path / "adapter_config.json").write_text("other weights")
     after = rig.core.load_adapter(str(path)).key
-    rig.submit("after", after)
+    rig.ask("after", after)
     rig.run()
     assert rig.num_cached("after") == 0 and rig.tokens("after") != rig.tokens("before")
 
 
 def test_an_adapter_that_is_unloaded_goes_with_the_last_request_that_has_it(tmp_path: Path) -> None:
     rig = Rig()
-    key = rig.core.load_adapter(folder_of(tmp_path, "a")).key
-    rig.submit("running", key, max_tokens=20)
+    (key,) = rig.load(tmp_path)
+    rig.ask("running", key, max_tokens=20)
     rig.step()
-    rig.submit("waiting", key)
+    rig.ask("waiting", key)
     rig.core.unload_adapter(key)
-    rig.submit("late", key)
+    rig.ask("late", key)
     assert rig.outputs["late"][0].error == "adapter: it is not loaded"
     assert key in rig.executor._adapters
     rig.run()
@@ -147,14 +126,14 @@ def test_an_adapter_that_is_unloaded_goes_with_the_last_request_that_has_it(tmp_
 
 def test_requests_that_wait_for_the_end_of_a_pause_keep_their_adapter(tmp_path: Path) -> None:
     rig = Rig()
-    key = rig.core.load_adapter(folder_of(tmp_path, "a")).key
-    rig.submit("alone", key)
+    (key,) = rig.load(tmp_path)
+    rig.ask("alone", key)
     rig.run()
-    rig.submit("long", None, max_tokens=30)
+    rig.ask("long", None, max_tokens=30)
     rig.core.pauses.pause("wait")
-    rig.submit("late", key)
+    rig.ask("late", key)
     rig.core.unload_adapter(key)
-    rig.submit("later", key)
+    rig.ask("later", key)
     assert rig.outputs["later"][0].error == "adapter: it is not loaded" and not rig.outputs["late"]
     rig.run()
     rig.core.pauses.finish_pause()
@@ -162,22 +141,22 @@ def test_requests_that_wait_for_the_end_of_a_pause_keep_their_adapter(tmp_path: 
     rig.core.pauses.resume()
     rig.run()
     assert rig.tokens("late") == rig.tokens("alone") and key not in rig.executor._adapters
-    rig.core.load_adapter(folder_of(tmp_path, "a"))  # one that waits may also leave
-    rig.submit("long again", None, max_tokens=30)
+    rig.load(tmp_path)  # one that waits may also leave
+    rig.ask("long again", None, max_tokens=30)
     rig.core.pauses.pause("wait")
-    rig.submit("left", key)
+    rig.ask("left", key)
     rig.core.unload_adapter(key)
-    rig.core.abort("left")
+    rig.abort("left")
     rig.run()
     assert key not in rig.executor._adapters
 
 
 def test_an_adapter_that_was_loaded_twice_is_unloaded_twice(tmp_path: Path) -> None:
     rig = Rig()
-    key = rig.core.load_adapter(folder_of(tmp_path, "a")).key
-    assert rig.core.load_adapter(folder_of(tmp_path, "a")).key == key
+    (key,) = rig.load(tmp_path)
+    assert rig.load(tmp_path) == [key]
     rig.core.unload_adapter(key)
-    rig.submit("one", key)
+    rig.ask("one", key)
     rig.run()
     assert rig.tokens("one") == alone(key)
     rig.core.unload_adapter(key)
@@ -187,10 +166,10 @@ def test_an_adapter_that_was_loaded_twice_is_unloaded_twice(tmp_path: Path) -> N
 def test_no_more_adapters_run_than_there_are_places_and_others_pass_those_that_wait(tmp_path: Path) -> None:
     """The oracle asserts the bound of every step."""
     rig = Rig(max_loras=2)
-    keys = [rig.core.load_adapter(folder_of(tmp_path, name)).key for name in "abcd"]
+    keys = rig.load(tmp_path, "abcd")
     for index in range(12):
-        rig.submit(str(index), keys[index % 4], max_tokens=3 + index % 4)
-    rig.submit("base", None)
+        rig.ask(str(index), keys[index % 4], max_tokens=3 + index % 4)
+    rig.ask("base", None)
     rig.step()
     running = {request.message.adapter for request in rig.core.scheduler.running}
     assert running == {*keys[:2], None}, "those behind the ones that lack a place were admitted"
@@ -201,13 +180,13 @@ def test_no_more_adapters_run_than_there_are_places_and_others_pass_those_that_w
 
 def test_a_request_that_waits_too_long_for_a_place_lets_nobody_pass(tmp_path: Path) -> None:
     rig = Rig(max_loras=1, patience_s=5.0)
-    keys = [rig.core.load_adapter(folder_of(tmp_path, name)).key for name in "ab"]
-    rig.submit("first", keys[0])
+    keys = rig.load(tmp_path, "ab")
+    rig.ask("first", keys[0])
     rig.step()
-    rig.submit("other", keys[1])
+    rig.ask("other", keys[1])
     ended = False
     for turn in range(60):
-        rig.submit(f"again {turn}", keys[0])
+        rig.ask(f"again {turn}", keys[0])
         rig.now_s += 1.0
         rig.step()
         ended = ended or any(output.finish_reason for output in rig.outputs["other"])
@@ -218,13 +197,10 @@ def test_without_enable_lora_adapters_are_refused(tmp_path: Path) -> None:
     config = EngineConfig(executor=ExecutorConfig(), scheduler=SchedulerConfig())
     core = EngineCore(config, OracleExecutor(config.executor))
     with pytest.raises(AdapterError, match="enable_lora: not given"):
-        core.load_adapter(folder_of(tmp_path, "a"))
+        core.load_adapter(content_folder(tmp_path, "a"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    table(__file__, "adapters"),
-)
+@pytest.mark.parametrize(("options", "message"), table(__file__, "adapters"))
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_config("model", options)
@@ -232,9 +208,8 @@ def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], me
 
 def test_the_offline_api_takes_an_adapter_for_all_or_for_each(folder: Path, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=5, detokenize=False)
-    a, b = (LoRARequest(name, 1, folder_of(tmp_path, name)) for name in "ab")
-    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer": True}
-    with OracleLLM(str(folder), **options, enable_lora=True, max_cpu_loras=2, max_loras=2) as llm:
+    a, b = (LoRARequest(name, 1, content_folder(tmp_path, name)) for name in "ab")
+    with oracle_llm(folder, enable_lora=True, max_cpu_loras=2, max_loras=2) as llm:
 
         def tokens(*asked: LoRARequest | None) -> list[list[int]]:
             found = llm.generate([[1, 2, 3]] * len(asked), params, use_tqdm=False, lora_request=asked)
@@ -245,14 +220,13 @@ def test_the_offline_api_takes_an_adapter_for_all_or_for_each(folder: Path, tmp_
         assert tokens(a, a) == [with_a, with_a]
         both = llm.generate([[1, 2, 3], [1, 2, 3]], params, use_tqdm=False, lora_request=b)
         assert [each.outputs[0].token_ids for each in both] == [with_b, with_b]
-        c = LoRARequest("c", 1, folder_of(tmp_path, "c"))
+        c = LoRARequest("c", 1, content_folder(tmp_path, "c"))
         assert tokens(c, b) == [*tokens(c), with_b], "a has made room"
         assert tokens(a, c)[0] == with_a
         Path(a.lora_path, "adapter_config.json").write_text("trained on")
         assert tokens(a) == [with_a], "read once"
         assert tokens(LoRARequest("a", 2, a.lora_path)) != [with_a], "another number reads the folder anew"
-        for asked, message in (((a, b, c), "3 adapters in one call; max_cpu_loras is 2"),):
-            with pytest.raises(InvalidRequest, match=message):
-                tokens(*asked)
+        with pytest.raises(InvalidRequest, match="3 adapters in one call; max_cpu_loras is 2"):
+            tokens(a, b, c)
         with pytest.raises(InvalidRequest, match="1 given for 2 prompts"):
             llm.generate([[1], [2]], params, use_tqdm=False, lora_request=[a])

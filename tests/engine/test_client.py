@@ -32,16 +32,13 @@ from tests.support.simulation import alone, submit
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False)
 
 
-def config(**scheduler: Any) -> EngineConfig:
-    return EngineConfig(
-        executor=ExecutorConfig(max_model_len=1_000_000, hf_overrides={"vocab_size": 50}),
-        scheduler=SchedulerConfig(**scheduler),
-    )
+def make(**executor: Any) -> AsyncEngine:
+    return oracle_engine(50, **{"max_model_len": 1_000_000, **executor})
 
 
 @contextlib.asynccontextmanager
-async def running(**scheduler: Any) -> AsyncIterator[AsyncEngine]:
-    engine = oracle_engine(config(**scheduler))
+async def running(engine: AsyncEngine | None = None) -> AsyncIterator[AsyncEngine]:
+    engine = engine or make()
     await engine.start()
     try:
         yield engine
@@ -130,7 +127,7 @@ def test_a_reader_that_sleeps_finds_everything_in_one_update() -> None:
 
 def test_more_than_the_queue_holds_is_no_reason_to_come_back() -> None:
     async def run() -> None:
-        async with running(max_num_seqs=2, max_queued_requests=3) as engine:
+        async with running(make(scheduler=SchedulerConfig(max_num_seqs=2, max_queued_requests=3))) as engine:
             with pytest.raises(InvalidRequest, match="6 sequences requested; this server allows 5 at a time"):
                 engine.admit(6)
             engine.admit(5)
@@ -142,7 +139,7 @@ def test_more_than_the_queue_holds_is_no_reason_to_come_back() -> None:
 
 def test_a_full_queue_says_when_to_come_back() -> None:
     async def run() -> None:
-        async with running(max_num_seqs=2, max_queued_requests=3) as engine:
+        async with running(make(scheduler=SchedulerConfig(max_num_seqs=2, max_queued_requests=3))) as engine:
             long = SamplingParams(max_tokens=100_000, detokenize=False)
             answers = [engine.generate([1], long) for _ in range(5)]
             with pytest.raises(QueueFull) as full:
@@ -229,17 +226,12 @@ def test_an_adapter_file_that_blocks_is_refused_and_holds_up_no_request(tmp_path
     os.mkfifo(tmp_path / "adapter_config.json")
 
     async def run() -> None:
-        sizes: dict[str, Any] = {"max_model_len": 4096, "enable_lora": True, "hf_overrides": {"vocab_size": 50}}
-        engine = oracle_engine(EngineConfig(executor=ExecutorConfig(**sizes), scheduler=SchedulerConfig()))
-        await engine.start()
-        try:
+        async with running(make(max_model_len=4096, enable_lora=True)) as engine:
             loading = asyncio.ensure_future(engine.load_adapter(str(tmp_path)))
             async with asyncio.timeout(60.0):
                 with pytest.raises(AdapterError, match="adapter_config.json: not a regular file"):
                     await loading
                 assert (await read(engine.generate([1, 2], GREEDY)))[0].finish_reason == "length"
-        finally:
-            await engine.close()
 
     asyncio.run(run())
 
@@ -266,11 +258,7 @@ def test_signals_for_the_process_group_leave_the_core_to_its_parent() -> None:
 
 def test_figures_of_the_tiers_outlive_a_step_without_them_and_are_those_of_the_last_step() -> None:
     async def run() -> None:
-        sizes: dict[str, Any] = {"max_model_len": 64, "kv_cache_bytes": 10 * 16 * 8, "kv_host_bytes": 2**20}
-        executor = ExecutorConfig(hf_overrides={"vocab_size": 50}, **sizes)
-        engine = oracle_engine(EngineConfig(executor=executor, scheduler=SchedulerConfig()))
-        await engine.start()
-        try:
+        async with running(make(max_model_len=64, kv_cache_bytes=10 * 16 * 8, kv_host_bytes=2**20)) as engine:
             for _ in range(2):
                 for first in range(8):  # more than the device keeps
                     await read(engine.generate([first, *range(40)], GREEDY))
@@ -278,8 +266,6 @@ def test_figures_of_the_tiers_outlive_a_step_without_them_and_are_those_of_the_l
             tiers = engine.stats.tiers
             engine._receive(Outputs([], Stats(num_steps=1)))
             assert engine.stats.num_steps == 1 and engine.stats.tiers == tiers
-        finally:
-            await engine.close()
 
     asyncio.run(run())
 
@@ -300,7 +286,7 @@ def test_an_engine_that_is_closed_before_it_is_ready_leaves_no_error_behind() ->
 
     async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: complaints.append(context))
-        engine = oracle_engine(config())
+        engine = make()
         engine.spawn()
         await engine.close()
         await asyncio.sleep(0.1)
@@ -314,10 +300,9 @@ def test_no_process_and_no_directory_outlives_a_killed_parent(tmp_path: Path) ->
     script = textwrap.dedent(
         """
         import asyncio, sys
-        from tests.engine.test_client import config
-        from tests.support.oracle_engine import oracle_engine
+        from tests.engine.test_client import make
         async def run():
-            engine = oracle_engine(config())
+            engine = make()
             await engine.start()
             print(engine._process.pid, flush=True)
             await asyncio.sleep(60)
@@ -336,7 +321,7 @@ def test_a_folder_that_takes_no_sockets_is_named_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def inside() -> None:
-        engine = oracle_engine(config())
+        engine = make()
         with pytest.raises(ConfigError, match="TMPDIR: no sockets can be made in .*xxx"):
             await engine.start()
         await engine.close()

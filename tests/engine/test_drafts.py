@@ -223,10 +223,7 @@ def test_random_worlds_with_drafts_keep_every_invariant_and_every_token(seeds: r
     assert_reached(runs, wanted | {"rejected": 301}, len(seeds) / 25)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    table(__file__, "drafts"),
-)
+@pytest.mark.parametrize(("given", "said"), table(__file__, "drafts"))
 def test_what_cannot_be_meant_is_refused_by_name_and_limit(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         engine_config("anywhere", {"speculative_config": given})

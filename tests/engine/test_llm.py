@@ -1,6 +1,5 @@
 """The offline API over the oracle executor: order, choices, limits, interrupts and errors. No torch."""
 
-import json
 import os
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from penstock.engine.messages import Output, Submit
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.protocol import StepResult
 from tests.support.fake_engine import byte_tokenizer, line_template
-from tests.support.oracle_engine import OracleLLM
+from tests.support.oracle_engine import oracle_llm
 from tests.support.refusals import table
 from tests.support.simulation import alone, submit
 
@@ -30,19 +29,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    return tmp_path
-
-
-def oracle(folder: Path, **options: Any) -> LLM:
-    options = {"max_model_len": 64, "hf_overrides": {"vocab_size": 50}, **options}
-    return OracleLLM(str(folder), load_format="dummy", skip_tokenizer=True, **options)
-
-
-@pytest.fixture
 def llm(folder: Path) -> Iterator[LLM]:
-    with oracle(folder) as llm:
+    with oracle_llm(folder) as llm:
         yield llm
 
 
@@ -92,7 +80,7 @@ def test_a_repeated_prompt_is_found_in_the_cache(llm: LLM) -> None:
 
 
 def test_more_prompts_than_the_queue_holds_are_handed_over_bit_by_bit(folder: Path) -> None:
-    with oracle(folder, max_queued_requests=3, max_num_seqs=2, max_num_batched_tokens=8) as llm:
+    with oracle_llm(folder, max_queued_requests=3, max_num_seqs=2, max_num_batched_tokens=8) as llm:
         assert len(llm.generate([[1]] * 50, GREEDY, use_tqdm=False)) == 50
 
 
@@ -141,7 +129,7 @@ def test_prompts_may_come_as_vllm_writes_them(llm: LLM) -> None:
 
 def test_a_seed_of_the_engine_repeats_requests_that_have_none(folder: Path) -> None:
     def sample(**options: Any) -> list[list[int]]:
-        with oracle(folder, **options) as llm:
+        with oracle_llm(folder, **options) as llm:
             results = llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=8), use_tqdm=False)
             return [result.outputs[0].token_ids for result in results]
 
@@ -164,7 +152,7 @@ def test_no_keyword_of_a_chat_is_ignored_in_silence(llm: LLM) -> None:
 
 
 def test_tools_are_shown_and_documents_refused_where_the_template_knows_neither(folder: Path) -> None:
-    with oracle(folder, hf_overrides={"vocab_size": 300}, max_model_len=1000) as llm:
+    with oracle_llm(folder, hf_overrides={"vocab_size": 300}, max_model_len=1000) as llm:
         llm.tokenizer, llm.template = byte_tokenizer(), line_template()
         messages = [{"role": "user", "content": "hi"}]
         tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -176,12 +164,11 @@ def test_tools_are_shown_and_documents_refused_where_the_template_knows_neither(
 
 def test_a_share_of_a_gpu_that_is_not_there_is_said_to_be_without_effect(folder: Path) -> None:
     with pytest.warns(UserWarning, match="^gpu_memory_utilization: without effect: .* use kv_cache_bytes"):
-        oracle(folder, gpu_memory_utilization=0.5).shutdown()
+        oracle_llm(folder, gpu_memory_utilization=0.5).shutdown()
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "message"),
-    table(__file__, "offline input", GREEDY=GREEDY, SamplingParams=SamplingParams),
+    ("prompt", "params", "message"), table(__file__, "offline input", GREEDY=GREEDY, SamplingParams=SamplingParams)
 )
 def test_bad_input_names_the_field_and_the_limit_and_leaves_nothing_behind(
     llm: LLM, prompt: Any, params: Any, message: str
@@ -244,17 +231,14 @@ def test_the_progress_bar_counts_requests_and_tokens(llm: LLM, capsys: pytest.Ca
     assert "3/3" in shown and "tok/s" in shown
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    table(__file__, "offline options"),
-)
+@pytest.mark.parametrize(("option", "message"), table(__file__, "offline options"))
 def test_options_that_cannot_be_used_are_named(folder: Path, option: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        oracle(folder, **option)
+        oracle_llm(folder, **option)
 
 
 def test_a_model_that_was_shut_down_says_so(folder: Path) -> None:
-    llm = oracle(folder)
+    llm = oracle_llm(folder)
     llm.shutdown()
     llm.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
@@ -334,10 +318,7 @@ def test_a_callers_bar_that_fails_costs_the_call_and_not_the_engine(llm: LLM) ->
     assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    table(__file__, "offline types"),
-)
+@pytest.mark.parametrize(("given", "said"), table(__file__, "offline types"))
 def test_parameters_of_another_type_are_refused_by_name(llm: LLM, given: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         llm.generate([[1]], SamplingParams(**given), use_tqdm=False)
@@ -371,7 +352,7 @@ def test_a_salt_or_a_limit_of_another_type_is_refused_and_the_engine_lives(llm: 
     assert llm.generate([[5]], GREEDY)[0].outputs[0].token_ids
     for wrong in (-1, "x"):
         with pytest.raises(ValueError, match="max_logprobs: .* given; a whole number from 0 is expected"):
-            oracle(folder, max_logprobs=wrong)
+            oracle_llm(folder, max_logprobs=wrong)
 
 
 def test_numpys_floats_reach_the_executor_as_floats() -> None:

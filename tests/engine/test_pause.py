@@ -9,82 +9,53 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.engine.config import EngineConfig, SchedulerConfig, SpeculativeConfig
-from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.messages import Output
-from penstock.executor.protocol import ExecutorConfig, Part, SleepLevel, WeightsError
-from tests.engine.test_llm import folder as folder
-from tests.engine.test_llm import oracle
-from tests.support.oracle import OracleExecutor
+from penstock.engine.config import SpeculativeConfig
+from penstock.executor.protocol import GroupInfo, Part, SleepLevel, WeightsError
+from tests.support.core_rig import CoreRig
+from tests.support.oracle import OracleExecutor, content_folder
+from tests.support.oracle_engine import oracle_llm
 from tests.support.simulation import submit
 
 PROMPT = list(range(40))
 ALL: tuple[Part, ...] = ("weights", "kv_cache")
 GROUPS = {
-    "one group": [{}],
-    "windows": [{}, {"kind": "window", "window": 9}],
-    "states": [{}, {"kind": "state", "pages": 2}],
+    "one group": [GroupInfo()],
+    "windows": [GroupInfo(), GroupInfo("window", 9)],
+    "states": [GroupInfo(), GroupInfo("state", pages=2)],
 }
 
 
-def weights_of(tmp_path: Path, content: str) -> str:
-    path = tmp_path / content
-    path.mkdir(exist_ok=True)
-    (path / "weights").write_text(content)
-    return str(path)
+class Rig(CoreRig):
+    """A core with room for everything that these tests ask for."""
 
-
-class Rig:
-    def __init__(self, groups: str = "one group", host_bytes: int = 0, **options: Any) -> None:
-        executor = ExecutorConfig(
-            block_size=4, kv_host_bytes=host_bytes, kv_cache_bytes=2**14, max_num_seqs=8,
-            hf_overrides={"vocab_size": 50, "groups": GROUPS[groups]},
-        )  # fmt: skip
-        scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, **options)
-        self.executor = OracleExecutor(executor)
-        self.core = EngineCore(EngineConfig(executor=executor, scheduler=scheduler), self.executor)
+    def __init__(self, groups: str = "one group", host_bytes: int = 0, drafts: SpeculativeConfig | None = None) -> None:
+        sizes: dict[str, Any] = {"num_blocks": 512, "max_num_batched_tokens": 64, "max_model_len": 2048}
+        super().__init__(**sizes, groups=GROUPS[groups], drafts=drafts, options={"kv_host_bytes": host_bytes})
         self.pauses = self.core.pauses
-        self.outputs: dict[str, list[Output]] = {}
 
-    def submit(self, name: str, max_tokens: int = 12, prompt: list[int] = PROMPT, **options: Any) -> None:
-        self.outputs[name] = []
-        self.take([*filter(None, [self.core.submit(submit(name, prompt, max_tokens, **options))])])
-
-    def take(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            self.outputs[output.request_id].append(output)
+    def ask(self, name: str, max_tokens: int = 12, prompt: list[int] = PROMPT) -> None:
+        self.submit(submit(name, prompt, max_tokens))
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            self.take(self.core.step())
-            self.take(self.pauses.finish_pause())
-            self.core.scheduler.check()
-
-    def run(self) -> None:
-        while self.core.has_work():
-            self.step()
+            super().step()
+            self.keep(*self.pauses.finish_pause())
 
     def update(self, path: str) -> None:
-        self.take(self.pauses.drain())
+        self.keep(*self.pauses.drain())
         self.pauses.update_weights(path)
         self.core.scheduler.check()
-
-    def tokens(self, name: str) -> list[int]:
-        return [token for output in self.outputs[name] for token in output.tokens]
 
     def versions(self, name: str) -> list[int]:
         return [output.weights_version for output in self.outputs[name] for _ in output.tokens]
 
-    def end(self, name: str) -> str | None:
-        return self.outputs[name][-1].finish_reason if self.outputs[name] else None
 
-
-def fresh(path: str | None, prompt: list[int], max_tokens: int, groups: str = "one group", **options: Any) -> list[int]:
-    """What an engine says that has never had other weights."""
-    rig = Rig(groups, **options)
+def fresh(path: str | None, prompt: list[int], max_tokens: int, groups: str = "one group") -> list[int]:
+    """Return the answer of an engine that never had other weights."""
+    rig = Rig(groups)
     if path is not None:
         rig.update(path)
-    rig.submit("alone", max_tokens, prompt)
+    rig.ask("alone", max_tokens, prompt)
     rig.run()
     return rig.tokens("alone")
 
@@ -93,14 +64,14 @@ def fresh(path: str | None, prompt: list[int], max_tokens: int, groups: str = "o
 @pytest.mark.parametrize("host_bytes", [0, 2**16], ids=["device", "with a tier"])
 def test_after_an_update_no_block_of_other_weights_is_hit(tmp_path: Path, groups: str, host_bytes: int) -> None:
     rig = Rig(groups, host_bytes)
-    paths = [None, weights_of(tmp_path, "a"), weights_of(tmp_path, "b"), weights_of(tmp_path, "a")]
+    paths = [None, content_folder(tmp_path, "a"), content_folder(tmp_path, "b"), content_folder(tmp_path, "a")]
     for turn, path in enumerate(paths):
         before = rig.core.info.fingerprint
         if path is not None:
             rig.update(path)
             assert rig.core.info.fingerprint != before and rig.core.scheduler.info is rig.core.info
         for again in range(2):
-            rig.submit(f"{turn}.{again}")
+            rig.ask(f"{turn}.{again}")
             rig.run()
             assert rig.tokens(f"{turn}.{again}") == fresh(path, PROMPT, 12, groups)
         if turn < 3:  # the fourth may find in the host what the second computed with the same weights
@@ -115,12 +86,12 @@ def test_after_an_update_no_block_of_other_weights_is_hit(tmp_path: Path, groups
 def test_requests_that_are_kept_go_on_with_the_new_weights_from_what_they_wrote(
     tmp_path: Path, num_steps: int, groups: str, drafts: SpeculativeConfig | None
 ) -> None:
-    rig, path = Rig(groups, 2**16, speculative_config=drafts), weights_of(tmp_path, "a")
+    rig, path = Rig(groups, 2**16, drafts), content_folder(tmp_path, "a")
     for index in range(3):
-        rig.submit(str(index), prompt=PROMPT[index:])
+        rig.ask(str(index), prompt=PROMPT[index:])
     rig.step(num_steps)
     rig.update(path)
-    rig.submit("late")
+    rig.ask("late")
     rig.run()
     for index in range(3):
         tokens, versions = rig.tokens(str(index)), rig.versions(str(index))
@@ -136,10 +107,8 @@ def test_requests_that_are_kept_go_on_with_the_new_weights_from_what_they_wrote(
 def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     groups = rng.choice([*GROUPS])
-    options: dict[str, Any] = {}
-    if rng.random() < 0.3:
-        options["speculative_config"] = SpeculativeConfig(method="ngram")
-    rig = Rig(groups, rng.choice([0, 2**13, 2**16]), **options)
+    drafts = SpeculativeConfig(method="ngram") if rng.random() < 0.3 else None
+    rig = Rig(groups, rng.choice([0, 2**13, 2**16]), drafts)
     beginnings = [[rng.randrange(50) for _ in range(30)] for _ in range(3)]
     prompts: dict[str, list[int]] = {}
     weights: list[str | None] = [None]  # by version
@@ -147,7 +116,7 @@ def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_p
     def ask() -> None:
         name = str(len(prompts))
         prompts[name] = rng.choice(beginnings)[: rng.randrange(1, 31)] + [rng.randrange(50) for _ in range(4)]
-        rig.submit(name, prompt=prompts[name])
+        rig.ask(name, prompt=prompts[name])
 
     def step() -> None:
         for _ in range(rng.randrange(1, 5)):
@@ -155,17 +124,17 @@ def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_p
                 rig.step()
 
     def update() -> None:
-        weights.append(weights_of(tmp_path, rng.choice("abc")))
+        weights.append(content_folder(tmp_path, rng.choice("abc")))
         rig.update(str(weights[-1]))
 
     def abort() -> None:
-        output = rig.core.abort(rng.choice([*prompts])) if prompts else None
-        rig.take([output] if output is not None else [])
+        if prompts:
+            rig.abort(rng.choice([*prompts]))
 
     acts: dict[Callable[[], None], int] = {
         ask: 35, step: 25, update: 10, abort: 4,
-        lambda: rig.take(rig.pauses.pause(rng.choice(["abort", "wait", "keep"]))): 5,
-        lambda: rig.take(rig.pauses.resume()): 10,
+        lambda: rig.keep(*rig.pauses.pause(rng.choice(["abort", "wait", "keep"]))): 5,
+        lambda: rig.keep(*rig.pauses.resume()): 10,
         lambda: rig.pauses.sleep(rng.choice([1, 2])): 5,
         lambda: rig.pauses.wake(ALL): 6,
     }  # fmt: skip
@@ -175,7 +144,7 @@ def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_p
         rig.core.scheduler.check()
     update()
     rig.pauses.wake(ALL)
-    rig.take(rig.pauses.resume())
+    rig.keep(*rig.pauses.resume())
     rig.run()
 
     for name, prompt in prompts.items():
@@ -193,9 +162,9 @@ def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_p
 def test_a_refused_update_changes_nothing(tmp_path: Path) -> None:
     rig = Rig()
     (tmp_path / "none").mkdir()
-    rig.submit("a")
+    rig.ask("a")
     rig.step(3)
-    rig.take(rig.pauses.drain())
+    rig.keep(*rig.pauses.drain())
     state, cached = rig.pauses.state, rig.core.scheduler.pool.cached_keys()
     with pytest.raises(WeightsError, match="no weights"):
         rig.pauses.update_weights(str(tmp_path / "none"))
@@ -207,13 +176,13 @@ def test_a_refused_update_changes_nothing(tmp_path: Path) -> None:
 def test_a_pause_keeps_ends_or_waits_for_what_runs() -> None:
     for mode in ("keep", "abort", "wait"):
         rig = Rig()
-        rig.submit("a")
-        rig.submit("waiting", prompt=PROMPT * 5)
+        rig.ask("a")
+        rig.ask("waiting", prompt=PROMPT * 5)
         rig.step(3)
-        rig.take(rig.pauses.pause(mode))
+        rig.keep(*rig.pauses.pause(mode))
         if mode == "wait":
             assert rig.pauses.is_pausing and not rig.pauses.is_paused
-            rig.submit("late")
+            rig.ask("late")
             assert rig.end("late") is None
             rig.run()
             assert rig.end("a") == rig.end("waiting") == "length"
@@ -221,9 +190,9 @@ def test_a_pause_keeps_ends_or_waits_for_what_runs() -> None:
         rig.core.scheduler.check()
         done = "abort" if mode == "abort" else "length" if mode == "wait" else None
         assert rig.end("a") == rig.end("waiting") == done
-        rig.submit("new")
+        rig.ask("new")
         assert not rig.core.has_work() and rig.core.step() == []
-        rig.take(rig.pauses.resume())
+        rig.keep(*rig.pauses.resume())
         rig.run()
         expected = fresh(None, PROMPT, 12)
         names = {"keep": ("a", "new"), "abort": ("new",), "wait": ("a", "late", "new")}[mode]
@@ -234,14 +203,14 @@ def test_a_pause_keeps_ends_or_waits_for_what_runs() -> None:
 
 def test_what_came_during_a_wait_can_be_aborted_and_a_resume_ends_the_wait() -> None:
     rig = Rig()
-    rig.submit("a")
+    rig.ask("a")
     rig.step()
     rig.pauses.pause("wait")
-    rig.submit("late")
-    rig.submit("other")
+    rig.ask("late")
+    rig.ask("other")
     aborted = rig.core.abort("late")
     assert aborted is not None and aborted.finish_reason == "abort"
-    rig.take(rig.pauses.resume())
+    rig.keep(*rig.pauses.resume())
     assert not rig.pauses.is_pausing and not rig.pauses.is_paused
     rig.run()
     assert rig.tokens("other") == rig.tokens("a") == fresh(None, PROMPT, 12) and rig.outputs["late"] == []
@@ -249,26 +218,26 @@ def test_what_came_during_a_wait_can_be_aborted_and_a_resume_ends_the_wait() -> 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_sleeps_under_load_and_goes_on(tmp_path: Path, level: SleepLevel) -> None:
-    rig, path = Rig(host_bytes=2**16), weights_of(tmp_path, "a")
-    rig.submit("kept")
+    rig, path = Rig(host_bytes=2**16), content_folder(tmp_path, "a")
+    rig.ask("kept")
     rig.step(4)
     with pytest.raises(WeightsError, match="sleep: the engine runs; pause comes first"):
         rig.pauses.sleep(level)
-    rig.take(rig.pauses.pause("keep"))
+    rig.keep(*rig.pauses.pause("keep"))
     rig.pauses.sleep(level)
     assert rig.pauses.state.asleep == ALL and rig.core.scheduler.pool.num_cached == 0
     with pytest.raises(WeightsError, match="sleep: the engine sleeps already"):
         rig.pauses.sleep(level)
     with pytest.raises(WeightsError, match="resume: the engine sleeps, without weights and kv_cache"):
         rig.pauses.resume()
-    rig.submit("came")
+    rig.ask("came")
     if level == 2:
         with pytest.raises(WeightsError, match="level 2 has dropped the weights; update_weights"):
             rig.pauses.wake(ALL)
         rig.pauses.wake(["weights"])
         rig.update(path)
     rig.pauses.wake(["kv_cache"] if level == 2 else ALL)
-    rig.take(rig.pauses.resume())
+    rig.keep(*rig.pauses.resume())
     rig.run()
     tokens, num_old = rig.tokens("kept"), rig.versions("kept").count(0)
     now = path if level == 2 else None
@@ -285,8 +254,8 @@ def test_the_offline_api_updates_sleeps_and_says_the_versions(folder: Path, tmp_
         (output,) = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs
         return output.token_ids, output.weights_versions
 
-    path = weights_of(tmp_path, "a")
-    with oracle(folder) as llm:
+    path = content_folder(tmp_path, "a")
+    with oracle_llm(folder) as llm:
         first = said(llm)
         assert first[1] is None
         assert llm.update_weights(path) == 1
@@ -308,7 +277,7 @@ def test_an_llm_whose_sleep_is_refused_goes_on(folder: Path, monkeypatch: pytest
     def refuse(*_: Any) -> None:
         raise WeightsError("enable_lora: given")
 
-    with oracle(folder) as llm:
+    with oracle_llm(folder) as llm:
         monkeypatch.setattr(OracleExecutor, "sleep", refuse)
         with pytest.raises(WeightsError, match="enable_lora"):
             llm.sleep()

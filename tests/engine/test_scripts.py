@@ -16,7 +16,7 @@ from penstock import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, T
 from penstock.engine.config import ConfigError
 from penstock.engine.sampling_params import InvalidRequest
 from tests.support.fake_engine import byte_tokenizer
-from tests.support.oracle_engine import OracleLLM
+from tests.support.oracle_engine import oracle_llm
 
 PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is"]
 CHAT: list[dict[str, Any]] = [
@@ -38,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path, **options: Any) -> LLM:
-    options = {"hf_overrides": {"vocab_size": 257}, "max_model_len": 512, **options}
-    return OracleLLM(model=str(folder), load_format="dummy", **options)
+    defaults = {"hf_overrides": {"vocab_size": 257}, "max_model_len": 512, "skip_tokenizer": False}
+    return oracle_llm(folder, **{**defaults, **options})
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
 """Host and disk tiers as the user asks for them: sizes, refusals, what is reported, and a restart."""
 
 import argparse
-import json
-from collections.abc import Iterator, Sized
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.metrics import stats_families
 from penstock.executor.protocol import ExecutorError
 from tests.support.oracle import OracleExecutor
-from tests.support.oracle_engine import OracleLLM
+from tests.support.oracle_engine import oracle_llm
 from tests.support.peer_rig import free_addresses, until
 from tests.support.refusals import table
 
@@ -24,21 +23,14 @@ PROMPTS = [[number, *range(40)] for number in range(8)]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    return tmp_path
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> str:
     (tmp_path / "disk").mkdir()
-    yield tmp_path / "disk"
+    return str(tmp_path / "disk")
 
 
 def oracle(folder: Path, **options: Any) -> LLM:
     # Nine blocks of sixteen tokens: of eight prompts the device keeps the last two.
-    shape = {"max_model_len": 64, "hf_overrides": {"vocab_size": 50}, "kv_cache_bytes": 10 * 16 * 8, **options}
-    return OracleLLM(str(folder), load_format="dummy", skip_tokenizer=True, **shape)
+    return oracle_llm(folder, kv_cache_bytes=10 * 16 * 8, **options)
 
 
 def cached(llm: LLM) -> list[int]:
@@ -59,20 +51,17 @@ def test_sizes_are_numbers_or_texts(folder: Path, size: int | str) -> None:
         assert llm.info.memory["host tier"] >= 2**20
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    table(__file__, "tiers"),
-)
+@pytest.mark.parametrize(("options", "message"), table(__file__, "tiers"))
 def test_what_cannot_be_meant_is_refused_by_name(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         oracle(folder, **options)
 
 
-def test_less_than_two_blocks_are_refused_by_name(folder: Path, disk: dict[str, Any]) -> None:
+def test_less_than_two_blocks_are_refused_by_name(folder: Path, disk: str) -> None:
     with pytest.raises(ExecutorError, match="kv_host_bytes: 5000 given; a block takes 4096 bytes"):
         oracle(folder, kv_host_bytes=5000)
     with pytest.raises(ExecutorError, match="kv_disk_bytes: 5000"):
-        oracle(folder, kv_disk_path=str(disk), kv_disk_bytes=5000)
+        oracle(folder, kv_disk_path=disk, kv_disk_bytes=5000)
 
 
 def test_a_disk_path_that_is_no_directory_is_refused_by_name(folder: Path) -> None:
@@ -80,8 +69,8 @@ def test_a_disk_path_that_is_no_directory_is_refused_by_name(folder: Path) -> No
         oracle(folder, kv_disk_path=str(folder / "config.json"), kv_disk_bytes="1GiB")
 
 
-def test_a_new_engine_finds_what_an_earlier_one_wrote_and_says_the_same(folder: Path, disk: dict[str, Any]) -> None:
-    options = {"kv_disk_path": str(disk), "kv_disk_bytes": "16MiB", "kv_host_bytes": "64KiB"}
+def test_a_new_engine_finds_what_an_earlier_one_wrote_and_says_the_same(folder: Path, disk: str) -> None:
+    options = {"kv_disk_path": disk, "kv_disk_bytes": "16MiB", "kv_host_bytes": "64KiB"}
     with oracle(folder, **options) as llm:
         cold = tokens(llm)
     with oracle(folder, **options) as llm:
@@ -91,32 +80,37 @@ def test_a_new_engine_finds_what_an_earlier_one_wrote_and_says_the_same(folder: 
         assert llm.info.memory["disk tier"] == 2**24
 
 
-def test_another_model_finds_nothing_on_the_same_disk(folder: Path, disk: dict[str, Any]) -> None:
-    options = {"kv_disk_path": str(disk), "kv_disk_bytes": "16MiB"}
+def test_another_model_finds_nothing_on_the_same_disk(folder: Path, disk: str) -> None:
+    options = {"kv_disk_path": disk, "kv_disk_bytes": "16MiB"}
     with oracle(folder, **options) as llm:
         tokens(llm)
     with oracle(folder, seed=1, **options) as llm:
         assert cached(llm)[0] == 0
 
 
-def test_a_disk_alone_passes_its_blocks_through_some_host_memory(folder: Path, disk: dict[str, Any]) -> None:
-    with oracle(folder, kv_disk_path=str(disk), kv_disk_bytes="16MiB") as llm:
+def test_a_disk_alone_passes_its_blocks_through_some_host_memory(folder: Path, disk: str) -> None:
+    with oracle(folder, kv_disk_path=disk, kv_disk_bytes="16MiB") as llm:
         assert llm.info.host_slots == 4096
 
 
-def test_a_reset_forgets_the_disk_too(folder: Path, disk: dict[str, Any]) -> None:
-    with oracle(folder, kv_disk_path=str(disk), kv_disk_bytes="16MiB", kv_host_bytes="64KiB") as llm:
+def test_a_reset_forgets_the_disk_too(folder: Path, disk: str) -> None:
+    with oracle(folder, kv_disk_path=disk, kv_disk_bytes="16MiB", kv_host_bytes="64KiB") as llm:
         cached(llm)
         llm._running().settle(60.0)  # a block in flight to the disk is in use
         assert llm.reset_prefix_cache()
         assert cached(llm)[0] == 0
 
 
-def test_the_command_line_has_the_same_options() -> None:
+def parsed(*words: str) -> dict[str, Any]:
+    """Return the options that are given on a command line."""
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
-    args = parser.parse_args(["--kv-host-bytes", "8GiB", "--kv-disk-path", "d", "--kv-disk-bytes", "1TB"])
-    assert given_options(args, EngineOptions) == {"kv_host_bytes": 2**33, "kv_disk_path": "d", "kv_disk_bytes": 10**12}
+    return given_options(parser.parse_args(words), EngineOptions)
+
+
+def test_the_command_line_has_the_same_options() -> None:
+    options = parsed("--kv-host-bytes", "8GiB", "--kv-disk-path", "d", "--kv-disk-bytes", "1TB")
+    assert options == {"kv_host_bytes": 2**33, "kv_disk_path": "d", "kv_disk_bytes": 10**12}
 
 
 def test_ranks_on_several_hosts_cannot_be_peers(folder: Path) -> None:
@@ -125,10 +119,8 @@ def test_ranks_on_several_hosts_cannot_be_peers(folder: Path) -> None:
 
 
 def test_peers_on_the_command_line_are_the_same_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parser = argparse.ArgumentParser()
-    add_engine_options(parser)
     words = "--kv-peer a:1 --kv-peer b:2 --kv-peer-listen 0.0.0.0:9100 --kv-peer-secret-file secret"
-    options = given_options(parser.parse_args(words.split()), EngineOptions)
+    options = parsed(*words.split())
     assert options == {"kv_peers": ["a:1", "b:2"], "kv_peer_listen": "0.0.0.0:9100", "kv_peer_secret_file": "secret"}
     del options["kv_peer_secret_file"]
     monkeypatch.setenv("PENSTOCK_KV_PEER_SECRET", "a secret that is long enough")
@@ -177,16 +169,12 @@ def test_metrics_of_all_peers_stand_under_one_tier(folder: Path) -> None:
     ],
 )
 def test_a_number_beyond_64_bits_is_named(folder: Path, given: str, words: str) -> None:
-    parser = argparse.ArgumentParser()
-    add_engine_options(parser)
     with pytest.raises(ConfigError, match=f"^{words}"):
-        engine_config(str(folder), given_options(parser.parse_args(given.replace(" -9", "=-9").split()), EngineOptions))
+        engine_config(str(folder), parsed(*given.replace(" -9", "=-9").split()))
 
 
 @pytest.mark.parametrize("given", ["--kv-host-bytes=" + "9" * 400, '--hf-overrides={"a":99999999999999999999999}'])
 def test_a_text_of_a_number_without_bounds_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_engine_options(parser)
     with pytest.raises(SystemExit):
-        parser.parse_args([given])
+        parsed(given)
     assert f"argument {given.partition('=')[0]}: " in capsys.readouterr().err

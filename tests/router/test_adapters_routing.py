@@ -5,22 +5,23 @@ from pathlib import Path
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.router.placement.prompts import COMPLETIONS, PromptReader, RequestFields
-from tests.engine.server.test_adapters_api import UNLOAD, engine_of, load
-from tests.engine.test_adapters import folder_of
+from tests.engine.server.test_adapters_api import UNLOAD, load
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.oracle import content_folder
+from tests.support.oracle_engine import oracle_engine
 from tests.support.router_fleet import probed
 from tests.support.running_server import MODEL, running
 
 
 def test_a_replica_is_asked_again_for_its_adapters_and_their_keys_tell_them_apart(tmp_path: Path) -> None:
-    with running(engine_of(), byte_tokenizer(), allow_lora_updates=True) as server:
+    with running(oracle_engine(enable_lora=True, max_model_len=4096), allow_lora_updates=True) as server:
 
         async def run() -> None:
             async with probed(server.url) as (fleet, replica):
                 group = fleet.group_of(MODEL)
                 assert group.adapters == {}
                 placement, known = group.placement, group
-                await asyncio.to_thread(load, server, "sql", folder_of(tmp_path, "a"))
+                await asyncio.to_thread(load, server, "sql", content_folder(tmp_path, "a"))
                 while not group.adapters:
                     await asyncio.sleep(0.01)
                 listed = (await asyncio.to_thread(server.http.get, "/v1/models/sql")).json()

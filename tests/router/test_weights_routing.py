@@ -4,20 +4,20 @@ import asyncio
 from pathlib import Path
 
 from penstock.cache.keys import namespace_root
-from tests.engine.server.test_control_api import engine_of, update
-from tests.engine.test_pause import weights_of
-from tests.support.fake_engine import byte_tokenizer
+from tests.engine.server.test_control_api import update
+from tests.support.oracle import content_folder
+from tests.support.oracle_engine import oracle_engine
 from tests.support.router_fleet import probed
 from tests.support.running_server import MODEL, running
 
 
 def test_a_replica_with_other_weights_is_introduced_anew_and_a_paused_one_gets_nothing(tmp_path: Path) -> None:
-    with running(engine_of(), byte_tokenizer(), allow_weight_updates=True) as server:
+    with running(oracle_engine(max_model_len=4096), allow_weight_updates=True) as server:
 
         async def run() -> None:
             async with probed(server.url) as (fleet, replica):
                 before = replica.info.fingerprint
-                updated = await asyncio.to_thread(update, server, weights_of(tmp_path, "a"))
+                updated = await asyncio.to_thread(update, server, content_folder(tmp_path, "a"))
                 while replica.info.fingerprint == before:
                     await asyncio.sleep(0.01)
                 assert replica.info.fingerprint.hex() == updated.json()["fingerprint"]

@@ -90,8 +90,8 @@ class FakeEngine:
         self._is_healthy = True
         self._open: dict[str, asyncio.Task[None]] = {}
         self._count = 0
-        self._tokenizer = tokenizer or byte_tokenizer()
-        self.compiler = Compiler(lambda: GrammarVocabulary.of(self._tokenizer, info.vocab_size))
+        self.tokenizer = tokenizer or byte_tokenizer()
+        self.compiler = Compiler(lambda: GrammarVocabulary.of(self.tokenizer, info.vocab_size))
 
     @property
     def num_open(self) -> int:
@@ -113,13 +113,13 @@ class FakeEngine:
         names = (*Submit.__struct_fields__, "shown_ids")
         fields = {name: value for name, value in options.items() if name in names}
         self._count += 1
-        answer = begin_answer(str(self._count), prompt, params, self.info, self._tokenizer, self.abort, **fields)
+        answer = begin_answer(str(self._count), prompt, params, self.info, self.tokenizer, self.abort, **fields)
         prompt_ids = answer.prompt_token_ids
         if options.get("pooling") is None:
             check_room(len(prompt_ids), params.max_tokens, self.info)
         self.admit(params.n)
         self.submitted.append((prompt_ids, params, options))
-        said = prompt_ids if self.reply is None else [*self._tokenizer.encode(self.reply, False), EOS]
+        said = prompt_ids if self.reply is None else [*self.tokenizer.encode(self.reply, False), EOS]
         for index, message in enumerate(answer.messages):
             running = self._run(message.request_id, answer, index, said, params, options)
             self._open[message.request_id] = asyncio.ensure_future(running)

@@ -304,6 +304,14 @@ class OracleExecutor:
         return TokenLogprobs(ids, tuple(-0.5 - max(i - 1, 0) for i in range(len(ids))), 1)
 
 
+def content_folder(parent: Path, content: str) -> str:
+    """Write a folder that is an adapter, or weights, of this content, and return its path."""
+    path = parent / content
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text(content)
+    return str(path)
+
+
 def _allowed_ids(mask: np.ndarray, vocab_size: int) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]).tolist()
 

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.front.llm import LLM
 from penstock.executor.protocol import Executor, ExecutorConfig
+from tests.support.fake_engine import byte_tokenizer
 from tests.support.oracle import OracleExecutor
 
 
@@ -16,5 +17,16 @@ class OracleLLM(LLM):
         return OracleExecutor(config)
 
 
-def oracle_engine(config: EngineConfig, **options: Any) -> AsyncEngine:
-    return AsyncEngine(config, core="tests.support.oracle_core", **options)
+def oracle_llm(folder: object, **options: Any) -> LLM:
+    """Return an LLM of the model in `folder`, which needs no weights and no tokenizer."""
+    defaults = {"max_model_len": 64, "hf_overrides": {"vocab_size": 50}, "skip_tokenizer": True}
+    return OracleLLM(str(folder), load_format="dummy", **{**defaults, **options})
+
+
+def oracle_engine(vocab_size: int = 256, *, scheduler: SchedulerConfig | None = None, **executor: Any) -> AsyncEngine:
+    """Return a server's engine with a tokenizer of bytes; `executor` are the options of its executor."""
+    config = EngineConfig(
+        executor=ExecutorConfig(hf_overrides={"vocab_size": vocab_size}, **executor),
+        scheduler=scheduler or SchedulerConfig(),
+    )
+    return AsyncEngine(config, core="tests.support.oracle_core", tokenizer=byte_tokenizer())

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.front.client import AsyncEngine
-from penstock.executor.protocol import ExecutorConfig
-from tests.support.fake_engine import byte_tokenizer
 from tests.support.oracle_engine import oracle_engine
 from tests.support.running_server import Running
 
@@ -13,13 +10,7 @@ SECRET = "a secret that is long enough"
 
 
 def engine(**options: Any) -> AsyncEngine:
-    shape: dict[str, Any] = {
-        "max_model_len": 2000,
-        "hf_overrides": {"vocab_size": 256},
-        "kv_host_bytes": 2**22,
-    }
-    config = EngineConfig(executor=ExecutorConfig(**shape, **options), scheduler=SchedulerConfig())
-    return oracle_engine(config, tokenizer=byte_tokenizer())
+    return oracle_engine(max_model_len=2000, kv_host_bytes=2**22, **options)
 
 
 def is_connected(server: Running) -> bool:

@@ -1,4 +1,4 @@
-"""Reads tables of cases: each folder of tests has its own refusals.txt."""
+"""Reads tables of cases from text files: a folder of tests has what is refused in refusals.txt, the rest in cases.txt."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,15 @@ from typing import Any
 
 def table(file: str, section: str, **names: Any) -> list[Any]:
     """Return the cases of a section of the refusals.txt beside `file`, each a Python expression over `names`."""
-    text = Path(file).with_name("refusals.txt").read_text()
-    lines = text.partition(f"[{section}]\n")[2].partition("\n\n")[0].splitlines()
-    assert lines, f"{section} is not in the refusals.txt beside {file}"
+    return _read(Path(file).with_name("refusals.txt"), section, names)
+
+
+def cases(file: str, section: str, **names: Any) -> list[Any]:
+    """Return the cases of a section of the cases.txt beside `file`, each a Python expression over `names`."""
+    return _read(Path(file).with_name("cases.txt"), section, names)
+
+
+def _read(path: Path, section: str, names: dict[str, Any]) -> list[Any]:
+    lines = path.read_text().partition(f"[{section}]\n")[2].partition("\n\n")[0].splitlines()
+    assert lines, f"{section} is not in {path}"
     return [eval(line, {"json": json, **names}) for line in lines]

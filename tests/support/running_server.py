@@ -7,20 +7,24 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import uvloop
 
+from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import Listener
 from penstock.engine.http.sockets import bind_sockets, url_of
+from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.app import ServerApp
 from penstock.engine.server.server_config import ServerConfig, resolve
 from penstock.engine.server.service import Service
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.executor.protocol import ExecutorConfig
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, line_template
 
 MODEL = "tiny"
@@ -37,6 +41,22 @@ class Running:
         self.url = url_of(listener.sockets[0])
         self.port = listener.sockets[0].getsockname()[1]
         self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters of the last request."""
+        return self.engine.submitted[-1][1]
+
+    @property
+    def prompt(self) -> str:
+        """The prompt of the last request, with its special tokens."""
+        return self.engine.tokenizer.decode(self.engine.submitted[-1][0], skip_special_tokens=False)
+
+    def openai(self, key: str = "unused") -> Any:  # the overloads of its methods take no plain dictionaries
+        """Return a client of OpenAI's package, which the caller closes."""
+        import openai  # takes most of a second, and few tests ask for it
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the server's thread."""
@@ -113,11 +133,33 @@ def running(
         assert not thread.is_alive()
 
 
+def engine_of(folder: Path, tokenizer: Tokenizer | None = None, **executor: Any) -> AsyncEngine:
+    """Return the engine of the model in `folder`, with a tokenizer of bytes unless another is given."""
+    config = EngineConfig(executor=ExecutorConfig(model=str(folder), **executor), scheduler=SchedulerConfig())
+    return AsyncEngine(config, tokenizer=tokenizer or byte_tokenizer())
+
+
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "the condition never came true"
         time.sleep(0.005)
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Return the events of a streamed answer, which ends as its API prescribes."""
+    assert answer.status_code == 200, answer.text
+    *blocks, end = answer.text.split("\n\n")
+    assert end == ""
+    has_names = blocks[0].startswith("event: ")
+    if not has_names:
+        assert blocks.pop() == "data: [DONE]"
+    found: list[dict[str, Any]] = []
+    for block in blocks:
+        name, _, data = block.rpartition("data: ")
+        found.append(json.loads(data))
+        assert name == (f"event: {found[-1]['type']}\n" if has_names else "")
+    return found
 
 
 def exchange(sock: socket.socket, request: bytes) -> bytes:

@@ -32,7 +32,27 @@ def submit(request_id: str, tokens: list[int], max_tokens: int = 8, **options: A
     return Submit(request_id, np.array(tokens, "<i4").tobytes(), sampling, max_tokens, **options)
 
 
-class Simulation:
+class Recorder:
+    """Keeps the outputs of each request, and checks that none comes after its end."""
+
+    outputs: dict[str, list[Output]]
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.tokens]
+
+    def last(self, request_id: str) -> Output:
+        return self.outputs[request_id][-1]
+
+    def end(self, request_id: str) -> str | None:
+        return self.last(request_id).finish_reason if self.outputs[request_id] else None
+
+    def keep(self, *outputs: Output | None) -> None:
+        for output in filter(None, outputs):
+            assert self.end(output.request_id) is None, f"{output.request_id}: an output after its end"
+            self.outputs[output.request_id].append(output)
+
+
+class Simulation(Recorder):
     """A scheduler over any executor, stepped by hand, with all invariants checked, and what each request was given."""
 
     step_s: float = 0.0  # how far the clock moves with a step
@@ -40,7 +60,7 @@ class Simulation:
 
     def __init__(self, executor: Any, config: SchedulerConfig) -> None:
         self.executor = executor  # tests look into it
-        self.outputs: dict[str, list[Output]] = {}
+        self.outputs = {}
         self.scheduler = Scheduler(config, executor.info, lambda: self.now_s)
 
     def plan(self) -> Step:
@@ -50,10 +70,10 @@ class Simulation:
 
     def submit(self, message: Submit) -> None:
         self.outputs[message.request_id] = []
-        self._keep(self.scheduler.submit(message))
+        self.keep(self.scheduler.submit(message))
 
     def abort(self, request_id: str) -> None:
-        self._keep(self.scheduler.abort(request_id))
+        self.keep(self.scheduler.abort(request_id))
 
     def step(self, check: bool = True) -> None:
         """Fill the pipeline, take in one result."""
@@ -66,12 +86,23 @@ class Simulation:
                 break
             self.executor.submit(step)
         if self.scheduler.in_flight:
-            for output in self.scheduler.apply(self.executor.collect()):
-                self._keep(output)
+            self.collect()
             if check:
                 self.scheduler.check()
             return
         assert not self.scheduler.has_work(), "requests wait and nothing moves"
+
+    def collect(self) -> None:
+        """Take in the result of the oldest step in flight."""
+        self.keep(*self.scheduler.apply(self.executor.collect()))
+
+    def run_step(self) -> Step:
+        """Plan a step, run it, and take in its result; nothing else is in flight."""
+        step = self.plan()
+        self.executor.submit(step)
+        self.collect()
+        self.scheduler.check()
+        return step
 
     def run(self, check: bool = True, limit: int = 10_000) -> None:
         for _ in range(limit):
@@ -88,18 +119,6 @@ class Simulation:
                 return
             self.step()
         raise AssertionError(f"transfers are still in flight after {limit} steps")
-
-    def tokens(self, request_id: str) -> list[int]:
-        return [token for output in self.outputs[request_id] for token in output.tokens]
-
-    def last(self, request_id: str) -> Output:
-        return self.outputs[request_id][-1]
-
-    def _keep(self, output: Output | None) -> None:
-        if output is not None:
-            seen = self.outputs[output.request_id]
-            assert not seen or seen[-1].finish_reason is None, f"{output.request_id}: an output after its end"
-            seen.append(output)
 
 
 @dataclass

@@ -49,10 +49,7 @@ def test_a_seed_gives_the_same_prompts_and_asking_for_more_keeps_the_first() -> 
     assert samples(seed=4) != samples(seed=5)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "field"),
-    table(__file__, "dataset values"),
-)
+@pytest.mark.parametrize(("option", "value", "field"), table(__file__, "dataset values"))
 def test_a_value_out_of_range_is_named(option: str, value: str, field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}: {value} given"):
         samples(option, value)
@@ -110,10 +107,7 @@ def test_a_trace_of_mooncake_keeps_its_times_lengths_and_shared_beginnings(tmp_p
     assert small[0].prompt[:102] == small[1].prompt
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "count", "message"),
-    table(__file__, "datasets"),
-)
+@pytest.mark.parametrize(("name", "content", "count", "message"), table(__file__, "datasets"))
 def test_a_file_that_cannot_be_used_is_named_with_the_place(
     name: str, content: str | bytes, count: int, message: str, tmp_path: Path
 ) -> None:

@@ -99,10 +99,7 @@ def test_latency_reports_the_measured_iterations_only(
     assert printed[3] == f"50% percentile latency: {saved['percentiles']['50']} seconds"
 
 
-@pytest.mark.parametrize(
-    ("name", "option", "value", "least"),
-    table(__file__, "offline counts"),
-)
+@pytest.mark.parametrize(("name", "option", "value", "least"), table(__file__, "offline counts"))
 def test_a_count_out_of_range_is_named(
     counting: type[CountingLLM], name: str, option: str, value: int, least: int
 ) -> None:

@@ -228,10 +228,7 @@ def test_texts_of_a_file_go_to_completions_and_to_chats(tmp_path: Path) -> None:
     assert chat["messages"] == [{"role": "user", "content": question}] and chat["max_completion_tokens"] == 7
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    table(__file__, "serve numbers"),
-)
+@pytest.mark.parametrize(("options", "words"), table(__file__, "serve numbers"))
 def test_a_number_out_of_range_is_named_before_a_server_is_asked(options: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         asyncio.run(serve.measure(parse("--base-url", "http://127.0.0.1:1", *options)))

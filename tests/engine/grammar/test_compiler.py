@@ -13,6 +13,7 @@ from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest, StructuredOutputs
 from tests.support.grammar_rig import accepts, vocabulary
+from tests.support.refusals import cases
 from tests.support.running_server import until
 
 COMPILER = Compiler(vocabulary)
@@ -33,27 +34,9 @@ def chain(num_chars: int) -> str:
     return "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(count)) + f'\nr{count}: "x"'
 
 
-BOMBS: dict[str, dict[str, Any]] = {
-    "a product of alternatives": {"json": any_of(6)},
-    "a larger one": {"json": any_of(12)},
-    "repeated repetition": {"regex": "((a{1,200}){1,200}){1,200}"},
-    "many stars": {"regex": "[a-z]*" * 5000},
-    "deep brackets": {"regex": "(" * 100_000 + ")" * 100_000},
-    "deep rules": {"grammar": chain(MAX_GRAMMAR_CHARS - 100)},
-    "deep terminals": {"grammar": chain(MAX_GRAMMAR_CHARS // 2).replace("r", "R").replace("staRt: R0", "start: R0")},
-    "deep references": {
-        "json": {
-            "$defs": {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(3000)}
-            | {"a3000": {"type": "null"}},
-            "$ref": "#/$defs/a0",
-        }
-    },
-    "a huge enumeration": {"json": {"enum": [f"x{i:06}" for i in range(20_000)]}},
-    "long counts": {"json": {"type": "string", "minLength": 10**6, "maxLength": 10**9}},
-    "states without end": {"regex": "(.*a.{20}|.*b.{20}|.*c.{20})"},
-    "an ambiguous grammar": {"grammar": 'start: e\ne: e e | e e e | "a" | '},
-    "a number with many digits": {"json": {"type": "number", "multipleOf": 1e-12, "minimum": -1e300, "maximum": 1e300}},
-}
+BOMBS: dict[str, dict[str, Any]] = dict(
+    cases(__file__, "bombs", any_of=any_of, chain=chain, MAX_GRAMMAR_CHARS=MAX_GRAMMAR_CHARS)
+)
 
 
 @pytest.mark.parametrize("name", BOMBS)

@@ -18,7 +18,8 @@ from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.protocol import GroupInfo, Sampling
 from tests.engine.test_groups import FULL, STATE, WINDOW
 from tests.support.fake_engine import EOS
-from tests.support.grammar_rig import BLOCK_SIZE, COMPILER, Core, random_request, submit, text_of, vocabulary
+from tests.support.grammar_rig import COMPILER, Core, random_request, submit, text_of, vocabulary
+from tests.support.simulation import BLOCK_SIZE
 
 DIGITS = StructuredOutputs(regex="[0-9]{3,5}")
 LETTERS = StructuredOutputs(regex="[a-z]{30}")
@@ -119,7 +120,7 @@ def test_a_request_waits_for_its_grammar_while_others_run() -> None:
     world.submit(submit("aborted", [1, 2, 3], DIGITS))
     world.submit(submit("free", [4, 5, 6], None, 5))
     assert world.core.stats().num_waiting == 3
-    while world.last_reason("free") is None:
+    while world.end("free") is None:
         world.step()
     assert world.outputs["slow"] == [] and list(world.core.scheduler.held)
     world.abort("aborted")

@@ -38,10 +38,7 @@ def test_a_schema_holds_what_it_says(schema: dict[str, Any], good: list[str], ba
         assert not accepts(matcher(json=schema), text), text
 
 
-@pytest.mark.parametrize(
-    ("schema", "reason"),
-    table(__file__, "schemas", ABC=ABC),
-)
+@pytest.mark.parametrize(("schema", "reason"), table(__file__, "schemas", ABC=ABC))
 def test_a_schema_that_no_grammar_holds_is_refused_with_our_field_and_the_reason(
     schema: dict[str, Any], reason: str
 ) -> None:

@@ -47,10 +47,7 @@ def test_whitespace_between_the_tokens_of_json_is_bounded() -> None:
     assert not accepts(matcher(json=PERSON), '{\n\n"name": "Ann"}')
 
 
-@pytest.mark.parametrize(
-    ("form", "field", "words"),
-    table(__file__, 'sources', MAX_GRAMMAR_DEPTH=MAX_GRAMMAR_DEPTH),
-)  # fmt: skip
+@pytest.mark.parametrize(("form", "field", "words"), table(__file__, "sources", MAX_GRAMMAR_DEPTH=MAX_GRAMMAR_DEPTH))
 def test_an_objection_names_the_field_and_says_what_is_wrong(form: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         grammar_source(StructuredOutputs(**form))

@@ -8,26 +8,19 @@ from typing import Any
 import pytest
 
 from penstock.engine.commands import serve
-from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig
-from penstock.engine.front.client import AsyncEngine
+from penstock.engine.config import ConfigError
 from penstock.engine.server.server_config import LoraModule, ServerConfig, resolve
-from penstock.executor.protocol import AdapterError, ExecutorConfig
-from tests.engine.test_adapters import folder_of
-from tests.support.fake_engine import byte_tokenizer
+from penstock.executor.protocol import AdapterError
+from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
 from tests.support.running_server import MODEL, Running, running, until
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
-def engine_of(**options: Any) -> AsyncEngine:
-    executor = ExecutorConfig(enable_lora=True, max_model_len=4096, hf_overrides={"vocab_size": 256}, **options)
-    return oracle_engine(EngineConfig(executor=executor, scheduler=SchedulerConfig()), tokenizer=byte_tokenizer())
-
-
 @pytest.fixture
 def server() -> Iterator[Running]:
-    with running(engine_of(), byte_tokenizer(), allow_lora_updates=True) as server:
+    with running(oracle_engine(enable_lora=True, max_model_len=4096), allow_lora_updates=True) as server:
         yield server
 
 
@@ -44,7 +37,7 @@ def ids(server: Running, model: str) -> list[int]:
 
 def test_an_adapter_is_a_model_of_its_own_from_loading_to_unloading(server: Running, tmp_path: Path) -> None:
     base = ids(server, MODEL)
-    assert load(server, "sql", folder_of(tmp_path, "a")).json() == {"status": "adapter 'sql' is loaded"}
+    assert load(server, "sql", content_folder(tmp_path, "a")).json() == {"status": "adapter 'sql' is loaded"}
     own, adapter = server.http.get("/v1/models").json()["data"]
     assert (own["id"], own["parent"], own["adapter"]) == (MODEL, None, None)
     assert (adapter["id"], adapter["parent"], adapter["root"]) == ("sql", MODEL, MODEL)
@@ -60,7 +53,7 @@ def test_an_adapter_is_a_model_of_its_own_from_loading_to_unloading(server: Runn
 
 
 def test_what_cannot_be_loaded_is_named_and_nothing_changes(server: Running, tmp_path: Path) -> None:
-    path, other = folder_of(tmp_path, "a"), folder_of(tmp_path, "b")
+    path, other = content_folder(tmp_path, "a"), content_folder(tmp_path, "b")
     assert load(server, "sql", path).status_code == 200
     first = ids(server, "sql")
     for answer, status, message in (
@@ -78,7 +71,7 @@ def test_what_cannot_be_loaded_is_named_and_nothing_changes(server: Running, tmp
 
 
 def test_answers_in_flight_finish_when_their_adapter_is_unloaded(server: Running, tmp_path: Path) -> None:
-    load(server, "sql", folder_of(tmp_path, "a"))
+    load(server, "sql", content_folder(tmp_path, "a"))
     answers: list[Any] = []
     body = {"max_tokens": 3000, "temperature": 0, "return_token_ids": True, "ignore_eos": True, "model": "sql"}
     asking = threading.Thread(target=lambda: answers.append(server.complete("hello there", **body)))
@@ -89,13 +82,13 @@ def test_answers_in_flight_finish_when_their_adapter_is_unloaded(server: Running
     asking.join()
     choice = answers[0].json()["choices"][0]
     assert len(choice["token_ids"]) == 3000
-    load(server, "sql", folder_of(tmp_path, "a"))
+    load(server, "sql", content_folder(tmp_path, "a"))
     assert choice["token_ids"][:6] == ids(server, "sql")
 
 
 def test_without_being_switched_on_there_are_no_such_routes(tmp_path: Path) -> None:
     with running() as server:
-        assert load(server, "sql", folder_of(tmp_path, "a")).status_code == 404
+        assert load(server, "sql", content_folder(tmp_path, "a")).status_code == 404
         assert server.post(UNLOAD, {"lora_name": "sql"}).status_code == 404
         assert LOAD not in server.http.get("/openapi.json").json()["paths"]
 

@@ -13,8 +13,7 @@ from penstock.engine.server.agents.items_schema import NOT_SERVED, ResponsesRequ
 from penstock.engine.server.agents.messages_schema import NOT_SERVED as NOT_SERVED_MESSAGES
 from penstock.engine.server.agents.messages_schema import MessagesRequest
 from penstock.engine.server.requests import HARMLESS
-from tests.support.fake_engine import FakeEngine
-from tests.support.running_server import MODEL, Running, running
+from tests.support.running_server import MODEL, Running
 
 DEPTH = 2  # fields within fields
 CREATE: dict[str, Any] = {"model": MODEL, "input": "Hi"}
@@ -36,14 +35,6 @@ READ = {*ResponsesRequest.__struct_fields__, *MessagesRequest.__struct_fields__,
 READ |= {*NOT_SERVED, *NOT_SERVED_MESSAGES}
 # What goes with a field, where it has no sense alone.
 BESIDE = {"stream_options": {"stream": True}, "tool_choice": {}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    engine = FakeEngine()
-    engine.reply = "Hi."
-    with running(engine) as started:
-        yield started
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
@@ -98,6 +89,7 @@ def test_each_field_of_the_package_is_served_refused_or_named_as_ignored(server:
     module, _, kind = where.partition(":")
     package = pytest.importorskip(module.partition(".")[0], reason="the package is not installed")
     del package
+    server.engine.reply = "Hi."
     num_served, num_refused = 0, 0
     for field, sort in fields_of(getattr(importlib.import_module(module), kind)).items():
         if field == "model":

@@ -2,42 +2,15 @@
 
 import asyncio
 import base64
-import json
 from array import array
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from penstock.engine.sampling_params import SamplingParams
 from tests.support.fake_engine import INFO, FakeEngine
-from tests.support.running_server import MODEL, Running, running
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as made:
-        yield made
-
-
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    assert answer.status_code == 200, answer.text
-    *lines, done, end = answer.text.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
-def last_params(server: Running) -> SamplingParams:
-    return server.engine.submitted[-1][1]
-
+from tests.support.running_server import MODEL, Running, events, running
 
 # Completions.
 
@@ -166,14 +139,14 @@ def test_every_sampling_field_reaches_the_engine(server: Running) -> None:
     }
     for send, is_continuation in ((server.complete, True), (server.chat, False)):
         assert send(**given, logit_bias={"4": 1.5}, priority=3, cache_salt="s").status_code == 200
-        params = last_params(server)
+        params = server.params
         assert {name: getattr(params, name) for name in given} == given
         assert params.logit_bias == {4: 1.5}
         options = server.engine.submitted[-1][2]
         assert (options["priority"], options["cache_salt"]) == (3, "s")
         assert options.get("is_continuation", False) is is_continuation
     assert server.complete(logprobs=3).status_code == 200
-    assert last_params(server).logprobs == 3
+    assert server.params.logprobs == 3
     assert set(given) | {"logit_bias", "logprobs", "detokenize", "structured_outputs"} == set(
         SamplingParams.__struct_fields__
     )
@@ -181,21 +154,21 @@ def test_every_sampling_field_reaches_the_engine(server: Running) -> None:
 
 def test_defaults_are_openai_s_and_an_unasked_length_is_cut_to_the_context(server: Running) -> None:
     server.complete("abc")
-    assert last_params(server) == SamplingParams(max_tokens=16)
+    assert server.params == SamplingParams(max_tokens=16)
     server.complete([1] * 995)
-    assert last_params(server).max_tokens == 5
+    assert server.params.max_tokens == 5
     server.chat()
-    assert last_params(server) == SamplingParams(max_tokens=None)
+    assert server.params == SamplingParams(max_tokens=None)
     server.chat(max_completion_tokens=4, max_tokens=9)
-    assert last_params(server).max_tokens == 4
+    assert server.params.max_tokens == 4
 
 
 def test_the_model_s_own_defaults_apply_where_the_request_says_nothing() -> None:
     with running(default_sampling={"temperature": 0.6, "top_k": 20, "max_tokens": 7}) as server:
         server.complete(top_k=5)
-        assert last_params(server) == SamplingParams(temperature=0.6, top_k=5, max_tokens=7)
+        assert server.params == SamplingParams(temperature=0.6, top_k=5, max_tokens=7)
         server.chat(temperature=0)
-        assert last_params(server) == SamplingParams(temperature=0, top_k=20, max_tokens=7)
+        assert server.params == SamplingParams(temperature=0, top_k=20, max_tokens=7)
 
 
 def test_a_truncated_prompt_keeps_its_end(server: Running) -> None:
@@ -279,7 +252,7 @@ def test_chat_logprobs_come_with_bytes(client: Any) -> None:
 def test_template_variables_reach_the_template(server: Running) -> None:
     def prompt(**fields: object) -> str:
         server.chat(max_tokens=1, **fields)
-        return bytes(server.engine.submitted[-1][0]).decode()
+        return server.prompt
 
     assert prompt(chat_template_kwargs={"enable_thinking": False}) == "user: hello\n[thinking False]>"
     assert prompt(reasoning_effort="low") == "user: hello\n[effort low]>"

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.executor.protocol import ModelInfo
 from tests.support.fake_engine import INFO, FakeEngine
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 from tests.support.running_server import MODEL, Running, exchange, read_all, running, until
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -190,15 +190,7 @@ def test_a_slow_reader_gets_the_whole_stream() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/v1/completions", {"prompt": "abc", "max_tokens": 900, "n": 2}),
-        ("/v1/chat/completions", {"messages": HI, "max_tokens": 900, "n": 2}),
-        ("/v1/responses", {"input": HI, "max_output_tokens": 900}),
-        ("/v1/messages", {"messages": HI, "max_tokens": 900}),
-    ],
-)
+@pytest.mark.parametrize(("path", "fields"), cases(__file__, "long requests", HI=HI))
 def test_a_client_that_leaves_has_its_request_aborted_without_a_fuss(
     path: str, fields: dict[str, Any], stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,25 +9,16 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.kv_stream import FrameReader, Hello
 from penstock.engine.server.server_config import ServerConfig, resolve
-from penstock.executor.protocol import ExecutorConfig
-from tests.engine.test_pause import weights_of
-from tests.support.fake_engine import byte_tokenizer
+from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
 from tests.support.running_server import MODEL, Running, running, until
 
 
-def engine_of(**options: Any) -> AsyncEngine:
-    executor = ExecutorConfig(max_model_len=4096, hf_overrides={"vocab_size": 256}, **options)
-    return oracle_engine(EngineConfig(executor=executor, scheduler=SchedulerConfig()), tokenizer=byte_tokenizer())
-
-
 @pytest.fixture
 def server() -> Iterator[Running]:
-    with running(engine_of(), byte_tokenizer(), allow_weight_updates=True) as server:
+    with running(oracle_engine(max_model_len=4096), allow_weight_updates=True) as server:
         yield server
 
 
@@ -56,7 +47,7 @@ class Asking:
 def test_other_weights_are_another_fingerprint_and_another_answer_at_once(server: Running, tmp_path: Path) -> None:
     first, model = choice(server), server.http.get("/v1/models").json()["data"][0]
     assert "weights_versions" not in first
-    updated = update(server, weights_of(tmp_path, "a"))
+    updated = update(server, content_folder(tmp_path, "a"))
     assert updated.status_code == 200, updated.text
     assert updated.json()["weights_version"] == 1
     now = server.http.get("/v1/models").json()["data"][0]
@@ -65,7 +56,7 @@ def test_other_weights_are_another_fingerprint_and_another_answer_at_once(server
     assert second["token_ids"] != first["token_ids"] and second["weights_versions"] == [1] * 6
     chat = server.chat(max_tokens=3, return_token_ids=True, ignore_eos=True).json()["choices"][0]
     assert chat["weights_versions"] == [1] * 3
-    assert update(server, weights_of(tmp_path, "b")).json()["weights_version"] == 2
+    assert update(server, content_folder(tmp_path, "b")).json()["weights_version"] == 2
     assert server.http.get("/weights_version").json() == {"weights_version": 2}
 
 
@@ -123,7 +114,7 @@ def test_a_pause_waits_for_what_runs_or_ends_it(server: Running) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_sleeps_and_wakes_part_by_part(server: Running, tmp_path: Path, level: int) -> None:
-    path = weights_of(tmp_path, "a")
+    path = content_folder(tmp_path, "a")
     update(server, path)
     first = choice(server)
     assert server.http.post(f"/sleep?level={level}").json() == {"status": "asleep"}
@@ -144,7 +135,7 @@ def test_an_engine_sleeps_and_wakes_part_by_part(server: Running, tmp_path: Path
 def test_updates_at_once_come_one_after_the_other_and_each_answer_is_of_whole_versions(
     server: Running, tmp_path: Path
 ) -> None:
-    paths = [weights_of(tmp_path, name) for name in "abcd"]
+    paths = [content_folder(tmp_path, name) for name in "abcd"]
     asking = [Asking(server, max_tokens=1500, ignore_eos=True) for _ in range(3)]
     until(lambda: server.engine.num_open == 3)
     found: list[Any] = []
@@ -173,7 +164,7 @@ def test_listeners_of_cache_events_hear_the_new_fingerprint(server: Running, tmp
     with server.http.stream("GET", "/kv_events") as stream:
         pieces = stream.iter_raw()
         before = first_frame(pieces)
-        new = update(server, weights_of(tmp_path, "a")).json()["fingerprint"]
+        new = update(server, content_folder(tmp_path, "a")).json()["fingerprint"]
         for _ in pieces:  # it ends
             pass
     with server.http.stream("GET", "/kv_events") as stream:
@@ -181,8 +172,8 @@ def test_listeners_of_cache_events_hear_the_new_fingerprint(server: Running, tmp
 
 
 def test_a_core_that_is_killed_in_an_update_ends_the_server_with_an_error(tmp_path: Path) -> None:
-    path = weights_of(tmp_path, "a")
-    with running(engine_of(), byte_tokenizer(), allow_weight_updates=True) as server:
+    path = content_folder(tmp_path, "a")
+    with running(oracle_engine(max_model_len=4096), allow_weight_updates=True) as server:
         process = server.engine._process  # type: ignore[attr-defined]
         os.kill(process.pid, signal.SIGSTOP)  # so that the update is not done before it is killed
         answers: list[Any] = []
@@ -197,12 +188,12 @@ def test_a_core_that_is_killed_in_an_update_ends_the_server_with_an_error(tmp_pa
 
 
 def test_nothing_of_it_is_served_unless_the_operator_allows_it_and_keys_are_asked_for() -> None:
-    with running(engine_of(), byte_tokenizer()) as server:
+    with running(oracle_engine(max_model_len=4096)) as server:
         for path in ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights"):
             assert server.post(path, {}).status_code == 404
         for path in ("/is_paused", "/is_sleeping", "/get_world_size", "/server_info"):
             assert server.http.get(path).status_code == 404
-    with running(engine_of(), byte_tokenizer(), allow_weight_updates=True, api_keys=("secret",)) as server:
+    with running(oracle_engine(max_model_len=4096), allow_weight_updates=True, api_keys=("secret",)) as server:
         for path in ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights"):
             assert server.post(path, {}).status_code == 401
         assert server.post("/pause", {}, headers={"authorization": "Bearer secret"}).status_code == 200

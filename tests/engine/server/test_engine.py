@@ -3,34 +3,20 @@
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
 
-from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.front.client import AsyncEngine
+from penstock.engine.config import SchedulerConfig
 from penstock.engine.sampling_params import SamplingParams
-from penstock.executor.protocol import ExecutorConfig
-from tests.engine.server.test_answers import events
-from tests.support.fake_engine import byte_tokenizer
+from tests.support.fake_engine import FakeEngine
 from tests.support.oracle_engine import oracle_engine
-from tests.support.running_server import Running, running, until
-
-
-def small_engine(**scheduler: Any) -> AsyncEngine:
-    return oracle_engine(
-        EngineConfig(
-            executor=ExecutorConfig(max_model_len=4000, hf_overrides={"vocab_size": 256}),
-            scheduler=SchedulerConfig(**scheduler),
-        ),
-        tokenizer=byte_tokenizer(),
-    )
+from tests.support.running_server import Running, events, running, until
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(small_engine()) as started:
+    with running(oracle_engine(max_model_len=4000)) as started:
         yield started
 
 
@@ -85,7 +71,9 @@ def test_a_client_that_leaves_frees_its_blocks(server: Running, stream: bool) ->
 
 
 def test_more_than_the_queue_holds_is_refused_with_a_time() -> None:
-    with running(small_engine(max_num_seqs=2, max_queued_requests=2)) as server:
+    with running(
+        oracle_engine(max_model_len=4000, scheduler=SchedulerConfig(max_num_seqs=2, max_queued_requests=2))
+    ) as server:
         body = {"prompt": ["a"] * 3, "max_tokens": 3999, "stream": True}
         with httpx.Client() as client, client.stream("POST", f"{server.url}/v1/completions", json=body):
             until(lambda: num_open(server) == 3)
@@ -99,7 +87,7 @@ def test_more_than_the_queue_holds_is_refused_with_a_time() -> None:
 
 
 def test_when_the_core_is_killed_every_request_ends_and_health_says_so() -> None:
-    with running(small_engine()) as server:
+    with running(oracle_engine(max_model_len=4000)) as server:
         server.complete(max_tokens=1)
         body = {"prompt": "x", "max_tokens": 3999, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
@@ -112,3 +100,22 @@ def test_when_the_core_is_killed_every_request_ends_and_health_says_so() -> None
             pytest.fail(f"the stream ended without an error: {rest[-2]}")
         assert server.http.get("/health").status_code == 503
         assert server.complete().status_code == 503
+
+
+def test_an_idle_server_resets_its_cache_and_a_busy_one_says_409(server: Running) -> None:
+    def cached() -> int:
+        usage = server.complete(list(range(40)), max_tokens=1).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert (cached(), cached()) == (0, 32)  # blocks of 16
+    assert server.post("/reset_prefix_cache", {}).json() == {"status": "reset"}
+    assert cached() == 0
+    engine = FakeEngine()
+    engine.hold = True
+    with running(engine) as busy:
+        generation = busy.call(lambda: engine.generate([1, 2, 3], SamplingParams(detokenize=False)))
+        answer = busy.post("/reset_prefix_cache", {})
+        assert answer.status_code == 409 and "try again" in answer.json()["error"]["message"]
+        busy.call(generation.abort)
+        until(lambda: engine.num_open == 0)
+        assert busy.post("/reset_prefix_cache", {}).status_code == 200

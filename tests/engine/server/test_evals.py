@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.front.client import AsyncEngine
-from penstock.executor.protocol import ExecutorConfig
-from tests.engine.server.test_answers import events
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.refusals import table
-from tests.support.running_server import MODEL, Running, running
+from tests.support.running_server import MODEL, Running, engine_of, events, running
 from tests.support.small_models import SIZES, random_model
 
 LIMIT = 96
@@ -31,25 +27,13 @@ def model() -> Any:
 def server(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder: Path = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
-    executor = ExecutorConfig(
-        model=str(folder), device="cpu", dtype="float32", kv_cache_bytes=2**22, max_model_len=LIMIT
-    )
-    engine = AsyncEngine(EngineConfig(executor=executor, scheduler=SchedulerConfig()), tokenizer=byte_tokenizer())
-    with running(engine) as started:
+    with running(engine_of(folder, dtype="float32", kv_cache_bytes=2**22, max_model_len=LIMIT)) as started:
         yield started
 
 
 def asked(prompt: Any, **fields: Any) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "prompt": prompt,
-        "temperature": 0,
-        "max_tokens": 1,
-        "logprobs": 1,
-        "seed": 1234,
-        "echo": True,
-        **fields,
-    }
+    always = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    return {"model": MODEL, "prompt": prompt, **always, **fields}
 
 
 def ids(text: str) -> list[int]:
@@ -158,10 +142,7 @@ def test_the_harness_may_tokenize_here(server: Running) -> None:
     assert server.post("/tokenize", body).json()["tokens"] == ids("abc")
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "reason"),
-    table(__file__, "reasons"),
-)
+@pytest.mark.parametrize(("field", "value", "reason"), table(__file__, "reasons"))
 def test_what_is_not_served_is_refused_with_the_reason(server: Running, field: str, value: Any, reason: str) -> None:
     refused = server.complete(**{field: value})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == field

@@ -11,15 +11,13 @@ import httpx
 import pytest
 
 from penstock.cache.keys import block_keys, namespace_root
-from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.http import kv_stream
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, FrameReader, Hello, Snapshot, StreamError, pack
 from penstock.engine.messages import CacheUpdate
 from penstock.engine.server import kv_events
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.service import Service
-from penstock.executor.protocol import ExecutorConfig
-from tests.support.fake_engine import FakeEngine, byte_tokenizer
+from tests.support.fake_engine import FakeEngine
 from tests.support.oracle_engine import oracle_engine
 from tests.support.running_server import Running, running, until
 
@@ -72,11 +70,7 @@ def keys(run: bytes) -> set[bytes]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    config = EngineConfig(
-        executor=ExecutorConfig(max_model_len=4000, hf_overrides={"vocab_size": 256}),
-        scheduler=SchedulerConfig(),
-    )
-    with running(oracle_engine(config, tokenizer=byte_tokenizer())) as started:
+    with running(oracle_engine(max_model_len=4000)) as started:
         yield started
 
 

@@ -258,10 +258,7 @@ def test_a_port_that_is_taken_at_the_second_address_is_an_error(two_addresses: t
     taken.close()
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    table(__file__, "settings", Limits=Limits),
-)
+@pytest.mark.parametrize("settings, message", table(__file__, "settings", Limits=Limits))
 def test_settings_that_cannot_run_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(ServerConfig(**settings), {})

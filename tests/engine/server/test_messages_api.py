@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,10 +12,7 @@ import pytest
 from penstock.engine.front.answer import Update
 from penstock.engine.server.agents.events import write
 from penstock.engine.server.tool_choice import ReadingPlan
-from penstock.engine.text.template import ChatTemplate
-from tests.support.chat_samples import QWEN3
-from tests.support.fake_engine import byte_tokenizer
-from tests.support.running_server import MODEL, Running, running
+from tests.support.running_server import MODEL, Running, events, running
 
 HI = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -23,70 +20,44 @@ TOOL = {"name": "weather", "description": "Weather.", "input_schema": SCHEMA}
 CALLED = '<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def started() -> Iterator[Running]:
-    with running(template=ChatTemplate(QWEN3, {"bos_token": ""})) as server:
-        yield server
-
-
-@pytest.fixture
-def server(started: Running) -> Running:
-    started.engine.reply = "Hello."
-    return started
-
-
 def package() -> Any:
     return pytest.importorskip("anthropic", reason="the package anthropic is not installed")
 
 
-def client_of(server: Running, **options: Any) -> Any:
-    return package().Anthropic(base_url=server.url, max_retries=0, **{"api_key": "unused", **options})
+def client_of(qwen: Running, **options: Any) -> Any:
+    return package().Anthropic(base_url=qwen.url, max_retries=0, **{"api_key": "unused", **options})
 
 
-def prompt_of(server: Running) -> str:
-    return byte_tokenizer().decode(server.engine.submitted[-1][0], skip_special_tokens=False)
+def post(qwen: Running, **fields: Any) -> httpx.Response:
+    return qwen.post("/v1/messages", {"model": MODEL, "max_tokens": 500, "messages": HI, **fields})
 
 
-def post(server: Running, **fields: Any) -> httpx.Response:
-    return server.post("/v1/messages", {"model": MODEL, "max_tokens": 500, "messages": HI, **fields})
-
-
-def content(server: Running, **fields: Any) -> list[dict[str, Any]]:
-    answer = post(server, **fields)
+def content(qwen: Running, **fields: Any) -> list[dict[str, Any]]:
+    answer = post(qwen, **fields)
     assert answer.status_code == 200, answer.text
     return list(answer.json()["content"])
-
-
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    """Each event is named as its data are."""
-    found = []
-    for text in answer.text.rstrip().split("\n\n"):
-        name, data = text.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
 
 
 # With the package.
 
 
-def test_the_package_reads_an_answer_whole_and_streamed(server: Running) -> None:
-    with client_of(server) as client:
+def test_the_package_reads_an_answer_whole_and_streamed(qwen: Running) -> None:
+    with client_of(qwen) as client:
         message = client.messages.create(model=MODEL, max_tokens=100, system="Be brief.", messages=HI)
         assert (message.content[0].text, message.stop_reason, message.model) == ("Hello.", "end_turn", MODEL)
-        assert message.usage.input_tokens + message.usage.cache_read_input_tokens == len(server.engine.submitted[-1][0])
+        assert message.usage.input_tokens + message.usage.cache_read_input_tokens == len(qwen.engine.submitted[-1][0])
         assert message.usage.output_tokens == 7
         assert client.messages.count_tokens(model=MODEL, system="Be brief.", messages=HI).input_tokens == len(
-            server.engine.submitted[-1][0]
+            qwen.engine.submitted[-1][0]
         )
         with client.messages.stream(model=MODEL, max_tokens=100, messages=HI) as stream:
             assert "".join(stream.text_stream) == "Hello."
             assert stream.get_final_message().stop_reason == "end_turn"
 
 
-def test_the_package_sends_calls_and_their_results_back(server: Running) -> None:
-    server.engine.reply = CALLED
-    with client_of(server) as client:
+def test_the_package_sends_calls_and_their_results_back(qwen: Running) -> None:
+    qwen.engine.reply = CALLED
+    with client_of(qwen) as client:
         asked = {"model": MODEL, "max_tokens": 500, "tools": [TOOL]}
         for message in (client.messages.create(messages=HI, **asked), streamed(client, messages=HI, **asked)):
             thought, text, call = message.content
@@ -96,8 +67,8 @@ def test_the_package_sends_calls_and_their_results_back(server: Running) -> None
         result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "7"}]}
         turn = {"role": "user", "content": [result, {"type": "text", "text": "And?"}]}
         client.messages.create(messages=[*HI, {"role": "assistant", "content": message.content}, turn], **asked)
-    assert '{"city": "Ulm"}' in prompt_of(server)
-    assert "<tool_response>\n7\n</tool_response>" in prompt_of(server) and "And?" in prompt_of(server)
+    assert '{"city": "Ulm"}' in qwen.prompt
+    assert "<tool_response>\n7\n</tool_response>" in qwen.prompt and "And?" in qwen.prompt
 
 
 def streamed(client: Any, **asked: Any) -> Any:
@@ -105,29 +76,29 @@ def streamed(client: Any, **asked: Any) -> Any:
         return stream.get_final_message()
 
 
-def test_errors_are_the_packages_own(server: Running) -> None:
+def test_errors_are_the_packages_own(qwen: Running) -> None:
     anthropic = package()
     with running(api_keys=("sk-right",)) as guarded, client_of(guarded, api_key="sk-wrong") as client:
         with pytest.raises(anthropic.AuthenticationError):
             client.messages.create(model=MODEL, max_tokens=9, messages=HI)
         with client.with_options(api_key="sk-right") as right:
             assert right.messages.create(model=MODEL, max_tokens=3, messages=HI).stop_reason == "max_tokens"
-    with client_of(server) as client:
+    with client_of(qwen) as client:
         with pytest.raises(anthropic.NotFoundError):
             client.messages.create(model="other", max_tokens=9, messages=HI)
-        server.engine.fail_next = "out of blocks"
+        qwen.engine.fail_next = "out of blocks"
         try:
             with pytest.raises(anthropic.APIError, match="out of blocks"):
                 streamed(client, model=MODEL, max_tokens=9, messages=HI)
         finally:
-            server.engine.fail_next = None
+            qwen.engine.fail_next = None
 
 
 # Without it.
 
 
-def test_the_events_come_in_order(server: Running) -> None:
-    found = events(post(server, stream=True))
+def test_the_events_come_in_order(qwen: Running) -> None:
+    found = events(post(qwen, stream=True))
     kinds = [event["type"] for event in found]
     assert kinds[:3] == ["message_start", "ping", "content_block_start"]
     assert set(kinds[3:-3]) == {"content_block_delta"}
@@ -138,9 +109,9 @@ def test_the_events_come_in_order(server: Running) -> None:
     assert found[0]["message"]["usage"]["output_tokens"] <= 1 and found[0]["message"]["content"] == []
 
 
-def test_thinking_and_calls_are_blocks_of_their_own_in_a_stream(server: Running) -> None:
-    server.engine.reply = CALLED
-    found = events(post(server, stream=True, tools=[TOOL]))
+def test_thinking_and_calls_are_blocks_of_their_own_in_a_stream(qwen: Running) -> None:
+    qwen.engine.reply = CALLED
+    found = events(post(qwen, stream=True, tools=[TOOL]))
     starts = [event["content_block"]["type"] for event in found if event["type"] == "content_block_start"]
     assert starts == ["thinking", "text", "tool_use"]
     assert [event["index"] for event in found if event["type"] == "content_block_stop"] == [0, 1, 2]
@@ -150,33 +121,33 @@ def test_thinking_and_calls_are_blocks_of_their_own_in_a_stream(server: Running)
     assert found[-2]["delta"]["stop_reason"] == "tool_use"
 
 
-def test_a_stop_sequence_is_named(server: Running) -> None:
-    answer = post(server, stop_sequences=["lo"]).json()
+def test_a_stop_sequence_is_named(qwen: Running) -> None:
+    answer = post(qwen, stop_sequences=["lo"]).json()
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "lo")
     assert answer["content"][0]["text"] == "Hel"
 
 
-def test_sampling_is_as_asked_under_either_version(server: Running) -> None:
+def test_sampling_is_as_asked_under_either_version(qwen: Running) -> None:
     for version in ("2023-06-01", "2026-10-21"):
         fields = {"temperature": 0.2, "top_p": 0.9, "top_k": 5, "metadata": {"user_id": "me"}}
         body = {"model": MODEL, "max_tokens": 9, "messages": HI, **fields}
-        assert server.post("/v1/messages", body, headers={"anthropic-version": version}).status_code == 200
-        params = server.engine.submitted[-1][1]
+        assert qwen.post("/v1/messages", body, headers={"anthropic-version": version}).status_code == 200
+        params = qwen.params
         assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.2, 0.9, 5, 9)
-    answer = server.post("/v1/messages", {}, headers={"anthropic-version": "2023-01-01"})
+    answer = qwen.post("/v1/messages", {}, headers={"anthropic-version": "2023-01-01"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "anthropic-version")
     assert answer.json()["type"] == "error" and answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_call_that_is_cut_off_is_none(server: Running) -> None:
-    server.engine.reply = 'Look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
-    answer = post(server, tools=[TOOL], max_tokens=60).json()
+def test_a_call_that_is_cut_off_is_none(qwen: Running) -> None:
+    qwen.engine.reply = 'Look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+    answer = post(qwen, tools=[TOOL], max_tokens=60).json()
     assert [block["type"] for block in answer["content"]] == ["text"] and answer["stop_reason"] == "max_tokens"
 
 
-def test_an_answer_goes_on_from_the_assistants_last_words(server: Running) -> None:
-    content(server, messages=[*HI, {"role": "assistant", "content": "Well"}])
-    assert prompt_of(server).endswith("Well")
+def test_an_answer_goes_on_from_the_assistants_last_words(qwen: Running) -> None:
+    content(qwen, messages=[*HI, {"role": "assistant", "content": "Well"}])
+    assert qwen.prompt.endswith("Well")
 
 
 def test_what_is_held_back_sends_no_piece() -> None:
@@ -197,35 +168,35 @@ async def arriving() -> AsyncIterator[list[Update]]:
 
 
 @pytest.mark.parametrize("content", ["", []])
-def test_an_empty_turn_at_the_end_begins_nothing(server: Running, content: Any) -> None:
+def test_an_empty_turn_at_the_end_begins_nothing(qwen: Running, content: Any) -> None:
     body = {"model": MODEL, "max_tokens": 4, "messages": HI}
-    assert server.http.post("/v1/messages", json=body).status_code == 200
-    without = prompt_of(server)
+    assert qwen.http.post("/v1/messages", json=body).status_code == 200
+    without = qwen.prompt
     last = {"role": "assistant", "content": content}
-    assert server.http.post("/v1/messages", json=body | {"messages": [*HI, last]}).status_code == 200
-    assert prompt_of(server) == without
+    assert qwen.http.post("/v1/messages", json=body | {"messages": [*HI, last]}).status_code == 200
+    assert qwen.prompt == without
 
 
-def test_a_number_beyond_a_float_does_not_lose_its_call(server: Running) -> None:
+def test_a_number_beyond_a_float_does_not_lose_its_call(qwen: Running) -> None:
     calls = [
         f'<tool_call>\n{{"name": "weather", "arguments": {{"city": {each}}}}}\n</tool_call>' for each in ("1e999", 1)
     ]
-    server.engine.reply = "\n".join(calls)
+    qwen.engine.reply = "\n".join(calls)
     asked = {"tools": [{**TOOL, "input_schema": {"type": "object"}}]}
-    answer = post(server, **asked)
+    answer = post(qwen, **asked)
     assert answer.text.count('"tool_use"') == 3 and '{"city": 1e999}' in answer.text  # the third is why it stopped
-    starts = [each for each in events(post(server, **asked, stream=True)) if each["type"] == "content_block_start"]
+    starts = [each for each in events(post(qwen, **asked, stream=True)) if each["type"] == "content_block_start"]
     assert [each["index"] for each in starts] == [*range(len(starts))] and len(starts) >= 2
 
 
-def test_a_call_whose_arguments_are_no_json_is_none(server: Running) -> None:
-    server.engine.reply = '<tool_call>\n{"name": "weather", "arguments": {"city": NaN}}\n</tool_call>'
-    assert "tool_use" not in [block["type"] for block in post(server, tools=[TOOL]).json()["content"]]
+def test_a_call_whose_arguments_are_no_json_is_none(qwen: Running) -> None:
+    qwen.engine.reply = '<tool_call>\n{"name": "weather", "arguments": {"city": NaN}}\n</tool_call>'
+    assert "tool_use" not in [block["type"] for block in post(qwen, tools=[TOOL]).json()["content"]]
 
 
-def test_a_call_that_is_cut_off_keeps_its_place_in_the_stream(server: Running) -> None:
-    server.engine.reply = CALLED
-    found = events(post(server, tools=[TOOL], stop_sequences=["Ulm"], stream=True))
+def test_a_call_that_is_cut_off_keeps_its_place_in_the_stream(qwen: Running) -> None:
+    qwen.engine.reply = CALLED
+    found = events(post(qwen, tools=[TOOL], stop_sequences=["Ulm"], stream=True))
     starts = [each["index"] for each in found if each["type"] == "content_block_start"]
     stops = [each["index"] for each in found if each["type"] == "content_block_stop"]
     assert starts == stops == [*range(len(starts))]
@@ -240,15 +211,15 @@ def test_a_call_that_is_cut_off_keeps_its_place_in_the_stream(server: Running) -
 )
 @pytest.mark.parametrize("before", [[], [{"type": "text", "text": "a"}]])
 def test_a_turn_that_goes_on_ends_with_a_text(
-    server: Running, last: dict[str, Any], before: list[dict[str, Any]]
+    qwen: Running, last: dict[str, Any], before: list[dict[str, Any]]
 ) -> None:
-    answer = post(server, tools=[TOOL], messages=[*HI, {"role": "assistant", "content": [*before, last]}])
+    answer = post(qwen, tools=[TOOL], messages=[*HI, {"role": "assistant", "content": [*before, last]}])
     assert answer.status_code == 400 and "messages[1].content: " in answer.json()["error"]["message"]
 
 
-def test_tools_that_run_at_anthropic_and_unknown_fields_are_left_out_and_named(server: Running) -> None:
-    server.engine.reply = "Hello."
+def test_tools_that_run_at_anthropic_and_unknown_fields_are_left_out_and_named(qwen: Running) -> None:
+    qwen.engine.reply = "Hello."
     tools = [{"type": "web_search_20250305", "name": "web_search"}, TOOL, {"type": "web_fetch_20260318", "name": "f"}]
-    answer = post(server, tools=tools, thread={"type": "new"})
+    answer = post(qwen, tools=tools, thread={"type": "new"})
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-penstock-ignored"] == "thread, tools:web_search_20250305, tools:web_fetch_20260318"

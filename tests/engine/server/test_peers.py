@@ -46,10 +46,7 @@ def test_chat_takes_the_same_hint(pair: tuple[Running, Running, str]) -> None:
     assert decode.chat(max_tokens=1, kv_transfer_params={"peer": "a:1"}).status_code == 400
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    table(__file__, "peers"),
-)
+@pytest.mark.parametrize(("params", "message"), table(__file__, "peers"))
 def test_what_a_request_cannot_say_of_peers_is_refused(params: dict[str, Any] | str, message: str) -> None:
     with running() as server:
         answer = server.complete(max_tokens=1, kv_transfer_params=params)

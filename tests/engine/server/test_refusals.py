@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import httpx
@@ -16,19 +16,8 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import prompts
 from penstock.engine.text import prompt
 from tests.support.fake_engine import EOS, INFO, FakeEngine
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 from tests.support.running_server import Running, running, until
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running() as started:
-        yield started
-        # After everything in this file: nothing was left behind, and the server still answers.
-        assert started.complete(max_tokens=3).json()["choices"][0]["text"] == "abc"
-        service = started.app.service
-        until(lambda: started.call(lambda: service.num_open_requests + service._num_preparing) == 0)
-        assert started.engine.num_open == 0
 
 
 def post(server: Running, path: str, body: bytes, content_type: str = "application/json") -> httpx.Response:
@@ -74,10 +63,7 @@ def test_fields_that_change_nothing_are_accepted(server: Running) -> None:
             assert send(max_tokens=2, **{field: value}).status_code == 200, (field, value)
 
 
-@pytest.mark.parametrize(
-    "field, value, param",
-    table(__file__, "prompts"),
-)
+@pytest.mark.parametrize("field, value, param", table(__file__, "prompts"))
 def test_a_bad_prompt_or_completion_field_is_refused_by_name(
     server: Running, field: str, value: Any, param: str
 ) -> None:
@@ -86,20 +72,14 @@ def test_a_bad_prompt_or_completion_field_is_refused_by_name(
     assert (error["param"] or "").split("[")[0] == param
 
 
-@pytest.mark.parametrize(
-    "fields, param",
-    table(__file__, "conversations", MESSAGE=MESSAGE),
-)
+@pytest.mark.parametrize("fields, param", table(__file__, "conversations", MESSAGE=MESSAGE))
 def test_a_bad_conversation_is_refused_by_place(server: Running, fields: dict[str, Any], param: str) -> None:
     answer = server.chat(**fields)
     refused(answer)
     assert answer.json()["error"]["param"] == param
 
 
-@pytest.mark.parametrize(
-    "path, body, param",
-    table(__file__, "endpoints", MESSAGE=MESSAGE),
-)
+@pytest.mark.parametrize("path, body, param", table(__file__, "endpoints", MESSAGE=MESSAGE))
 def test_the_other_endpoints_refuse_by_name_too(server: Running, path: str, body: dict[str, Any], param: str) -> None:
     answer = server.post(path, body)
     refused(answer)
@@ -109,10 +89,7 @@ def test_the_other_endpoints_refuse_by_name_too(server: Running, path: str, body
 # Bodies that are not what JSON, or a JSON object, should be.
 
 
-@pytest.mark.parametrize(
-    "body",
-    table(__file__, "bodies"),
-)
+@pytest.mark.parametrize("body", table(__file__, "bodies"))
 def test_a_body_that_is_not_a_proper_json_object_is_refused(server: Running, body: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"):
         refused(post(server, path, body))
@@ -156,27 +133,7 @@ def test_json_must_be_called_json(server: Running) -> None:
 # Size before work.
 
 
-@pytest.mark.parametrize(
-    "path, body",
-    [
-        ("/v1/completions", b'{"prompt":[' + b"1," * 2_000_000 + b"1]}"),
-        ("/v1/completions", b'{"prompt":[[' + b"1," * 2_000_000 + b"1]]}"),
-        ("/v1/completions", b'{"prompt":[' + b"[1]," * 1_000_000 + b"[1]]}"),
-        ("/v1/embeddings", b'{"input":[' + b"1," * 2_000_000 + b"1]}"),
-        ("/detokenize", b'{"tokens":[' + b"1," * 2_000_000 + b"1]}"),
-        ("/v1/chat/completions", b'{"messages":[' + b'{"role":"u"},' * 300_000 + b'{"role":"u"}]}'),
-        ("/tokenize", b'{"messages":[' + b'{"role":"u"},' * 300_000 + b'{"role":"u"}]}'),
-    ],
-    ids=[
-        "ids",
-        "a list of ids",
-        "lists of ids",
-        "ids to embed",
-        "ids to detokenize",
-        "messages",
-        "messages to tokenize",
-    ],
-)
+@pytest.mark.parametrize(("path", "body"), cases(__file__, "millions", pytest=pytest))
 def test_millions_of_values_are_refused_without_building_them(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: bytes
 ) -> None:

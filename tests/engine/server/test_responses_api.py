@@ -12,10 +12,7 @@ import pytest
 from penstock.engine.server import prompts
 from penstock.engine.server.agents.response_store import ResponseStore, StoredResponse
 from penstock.engine.text.prompt import INLINE_CHARS, chat_prompt
-from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
-from tests.support.chat_samples import QWEN3
-from tests.support.fake_engine import byte_tokenizer
 from tests.support.running_server import MODEL, Running, running, until
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -23,31 +20,11 @@ TOOL = {"type": "function", "name": "weather", "description": "Weather.", "param
 CALLED = '<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def qwen() -> Iterator[Running]:
-    with running(template=ChatTemplate(QWEN3, {"bos_token": ""})) as started:
-        yield started
-
-
 @pytest.fixture
 def client(server: Running) -> Iterator[Any]:
     server.engine.reply = "Hello."
-    with client_of(server) as made:
+    with server.openai() as made:
         yield made
-
-
-def client_of(server: Running, key: str = "unused") -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
-
-
-def prompt_of(server: Running) -> str:
-    return byte_tokenizer().decode(server.engine.submitted[-1][0], skip_special_tokens=False)
 
 
 # One answer.
@@ -59,8 +36,8 @@ def test_a_response_has_its_text_and_usage_and_says_what_was_asked(server: Runni
     )
     assert (response.output_text, response.status, response.model) == ("Hello.", "completed", MODEL)
     assert (response.temperature, response.top_p, response.metadata, response.user) == (0.5, 1.0, {"a": "b"}, "me")
-    assert prompt_of(server) == "system: Be brief.\nuser: Hi\n>"
-    assert server.engine.submitted[-1][1].temperature == 0.5
+    assert server.prompt == "system: Be brief.\nuser: Hi\n>"
+    assert server.params.temperature == 0.5
     usage = response.usage
     assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (28, 7, 35)
     assert usage.input_tokens_details.cached_tokens == 16 * (28 // 16) or usage.input_tokens_details.cached_tokens == 0
@@ -75,7 +52,7 @@ def test_items_become_the_messages_of_a_chat(server: Running, client: Any) -> No
         {"role": "user", "content": "Why?"},
     ]
     client.responses.create(model=MODEL, input=items)
-    assert prompt_of(server) == "system: Do.\nuser: Hi\nassistant: Yes\nuser: Why?\n>"
+    assert server.prompt == "system: Do.\nuser: Hi\nassistant: Yes\nuser: Why?\n>"
 
 
 def test_the_events_of_a_stream_come_in_order_and_add_up_to_the_response(client: Any) -> None:
@@ -118,7 +95,7 @@ def test_a_failure_in_a_stream_is_an_event_and_otherwise_a_status(server: Runnin
 
 def test_reasoning_text_and_calls_are_items_and_can_be_sent_back(qwen: Running) -> None:
     qwen.engine.reply = CALLED
-    with client_of(qwen) as client:
+    with qwen.openai() as client:
         asked = {"model": MODEL, "tools": [TOOL], "reasoning": {"effort": "high", "summary": "auto"}}
         response = client.responses.create(input="Ulm?", **asked)
         thought, text, call = response.output
@@ -137,7 +114,7 @@ def test_reasoning_text_and_calls_are_items_and_can_be_sent_back(qwen: Running) 
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
         history: Any = [{"role": "user", "content": "Ulm?"}, *response.output, result]
         assert client.responses.create(input=history, **asked).output_text == "7 degrees."
-    assert '{"city": "Ulm"}' in prompt_of(qwen) and "<tool_response>\n7\n</tool_response>" in prompt_of(qwen)
+    assert '{"city": "Ulm"}' in qwen.prompt and "<tool_response>\n7\n</tool_response>" in qwen.prompt
 
 
 # What is kept.
@@ -147,7 +124,7 @@ def test_a_response_goes_on_from_the_one_before_it(server: Running, client: Any)
     first = client.responses.create(model=MODEL, input="One", instructions="Not carried over.")
     second = client.responses.create(model=MODEL, input="Two", previous_response_id=first.id)
     third = client.responses.create(model=MODEL, input="Three", previous_response_id=second.id)
-    assert prompt_of(server) == "user: One\nassistant: Hello.\nuser: Two\nassistant: Hello.\nuser: Three\n>"
+    assert server.prompt == "user: One\nassistant: Hello.\nuser: Two\nassistant: Hello.\nuser: Three\n>"
     assert third.previous_response_id == second.id
     assert client.responses.retrieve(second.id).output_text == "Hello."
     client.responses.delete(first.id)
@@ -167,8 +144,8 @@ def test_store_false_keeps_nothing(client: Any) -> None:
 def test_what_one_key_keeps_is_not_there_for_another() -> None:
     with (
         running(api_keys=("sk-a", "sk-b")) as server,
-        client_of(server, "sk-a") as mine,
-        client_of(server, "sk-b") as other,
+        server.openai("sk-a") as mine,
+        server.openai("sk-b") as other,
     ):
         response = mine.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
         assert mine.responses.retrieve(response.id).id == response.id
@@ -251,8 +228,8 @@ def test_what_codex_sends_is_answered_and_what_was_left_out_is_named(qwen: Runni
     answer = qwen.post("/v1/responses", body)
     assert answer.status_code == 200 and "response.completed" in answer.text
     assert answer.headers["x-penstock-ignored"] == "client_metadata, tools:web_search, tools:namespace"
-    assert "You are a coding agent.\n\nSandbox: none." in prompt_of(qwen)
-    assert '"weather"' in prompt_of(qwen) and "web_search" not in prompt_of(qwen)
+    assert "You are a coding agent.\n\nSandbox: none." in qwen.prompt
+    assert '"weather"' in qwen.prompt and "web_search" not in qwen.prompt
 
 
 def test_an_unknown_part_is_refused_with_the_name_of_each_known_one_once(server: Running) -> None:
@@ -296,7 +273,8 @@ def test_the_tokens_of_long_reasoning_are_counted_aside(qwen: Running, monkeypat
     monkeypatch.setattr("penstock.engine.server.agents.item_writer.INLINE_CHARS", 100, raising=False)
     for length in (10, 200):
         qwen.engine.reply = f"<think>\nHm{'m' * length}\n</think>\n\nYes."
-        response = client_of(qwen).responses.create(model=MODEL, input="Hi")
+        with qwen.openai() as client:
+            response = client.responses.create(model=MODEL, input="Hi")
         assert response.usage.output_tokens_details.reasoning_tokens == length + 2
     loop_thread = qwen.call(threading.get_ident)
     assert [thread == loop_thread for thread in threads] == [True, False]
@@ -312,4 +290,4 @@ def test_a_call_that_was_cut_off_does_not_spoil_what_comes_after_it(qwen: Runnin
     qwen.engine.reply = "It rains."
     answer = qwen.post("/v1/responses", {**asked, "input": "Go on.", "previous_response_id": first["id"]})
     assert answer.status_code == 200, answer.text
-    assert "Ulm?" in prompt_of(qwen) and '"arguments"' not in prompt_of(qwen).partition("Ulm?")[2]
+    assert "Ulm?" in qwen.prompt and '"arguments"' not in qwen.prompt.partition("Ulm?")[2]

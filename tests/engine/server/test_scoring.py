@@ -13,17 +13,15 @@ import pytest
 import torch
 
 from penstock import LLM
-from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.front.client import AsyncEngine
 from penstock.engine.front.labels import shown
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server import scoring
 from penstock.engine.server.call import Call
 from penstock.engine.text.template import ChatTemplate
-from penstock.executor.protocol import ExecutorConfig, LabelInfo
+from penstock.executor.protocol import LabelInfo
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.refusals import table
-from tests.support.running_server import MODEL, Running, running
+from tests.support.running_server import MODEL, Running, engine_of, running
 from tests.support.small_models import SIZES, randomize
 
 QUERY = "What is the capital of France?"
@@ -78,9 +76,7 @@ def scores(model: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, model: Any) -> Iterator[Running]:
-    executor = ExecutorConfig(model=str(folder), device="cpu", dtype="float32", kv_cache_bytes=2**22, max_model_len=200)
-    engine = AsyncEngine(EngineConfig(executor=executor, scheduler=SchedulerConfig()), tokenizer=byte_tokenizer())
-    with running(engine) as started:
+    with running(engine_of(folder, dtype="float32", kv_cache_bytes=2**22, max_model_len=200)) as started:
         yield started
 
 
@@ -130,10 +126,7 @@ def test_inputs_are_classified(server: Running, model: Any) -> None:
     assert by_ids["data"][0] == answer["data"][0]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    table(__file__, "scoring"),
-)
+@pytest.mark.parametrize(("path", "body", "param"), table(__file__, "scoring"))
 def test_what_cannot_be_scored_is_refused_by_name(server: Running, path: str, body: dict[str, Any], param: str) -> None:
     refused = server.post(path, body)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
@@ -207,10 +200,8 @@ def test_many_numbers_do_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"classifier_from_token": ["n", "y"]}])
 def test_two_ranks_score_as_one_does(tmp_path: Path, overrides: dict[str, Any]) -> None:
-    if overrides:
-        save(tmp_path)
-    else:
-        save(tmp_path, num_labels=1)
+    fields: dict[str, Any] = {} if overrides else {"num_labels": 1}
+    save(tmp_path, **fields)
     found = []
     for ranks in (1, 2):
         with offline(tmp_path, hf_overrides=overrides, tensor_parallel_size=ranks) as llm:

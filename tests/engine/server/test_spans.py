@@ -173,10 +173,7 @@ def test_the_clients_flag_decides_and_the_share_does_where_there_is_none(collect
     assert request.trace_id == TRACE and len(collector.spans) == 4
 
 
-@pytest.mark.parametrize(
-    "header",
-    table(__file__, "traceparents", PARENT=PARENT, TRACE=TRACE, TRACEPARENT=TRACEPARENT),
-)
+@pytest.mark.parametrize("header", table(__file__, "traceparents", PARENT=PARENT, TRACE=TRACE, TRACEPARENT=TRACEPARENT))
 def test_a_traceparent_that_is_none_begins_another_trace(header: str) -> None:
     assert not joins([header])
 
@@ -260,10 +257,7 @@ def test_the_sdks_environment_names_the_service_adds_headers_and_samples(
     assert collector.headers[0]["authorization"] == "Bearer token" and collector.headers[0]["x-tenant"] == "7"
 
 
-@pytest.mark.parametrize(
-    ("said", "message"),
-    table(__file__, "collectors", Telemetry=Telemetry),
-)
+@pytest.mark.parametrize(("said", "message"), table(__file__, "collectors", Telemetry=Telemetry))
 def test_what_is_no_collector_is_refused_by_name(said: Telemetry, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         check(said, {})

@@ -9,79 +9,53 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.template import ChatTemplate
-from penstock.executor.protocol import ExecutorConfig
-from tests.engine.server.test_answers import events
 from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.oracle_engine import oracle_engine
-from tests.support.refusals import table
-from tests.support.running_server import Running, running
+from tests.support.refusals import cases, table
+from tests.support.running_server import Running, events, running
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}}, "required": ["a"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}
 
 
 @pytest.fixture(scope="module")
-def fake() -> Iterator[Running]:
-    with running() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Over the real core, which finds its tokenizer where its model is."""
     folder: Path = tmp_path_factory.mktemp("bytes")
     byte_tokenizer().save(folder)
     (folder / "config.json").write_text("{}")
-    executor = ExecutorConfig(
-        model=str(folder), max_model_len=2000, hf_overrides={"vocab_size": 300}, kv_cache_bytes=2**22
-    )
-    engine = oracle_engine(
-        EngineConfig(executor=executor, scheduler=SchedulerConfig()),
-        tokenizer=byte_tokenizer(),
-    )
-    with running(engine) as started:
+    with running(oracle_engine(300, model=str(folder), max_model_len=2000, kv_cache_bytes=2**22)) as started:
         yield started
 
 
 @pytest.mark.parametrize(
-    ("fields", "wanted"),
-    [
-        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
-        ({"response_format": FORMAT}, StructuredOutputs(json=SCHEMA)),
-        ({"structured_outputs": {"json": SCHEMA}}, StructuredOutputs(json=SCHEMA)),
-        ({"structured_outputs": {"regex": "a+"}}, StructuredOutputs(regex="a+")),
-        ({"structured_outputs": {"choice": ["a", "b"]}, "response_format": {"type": "text"}},
-         StructuredOutputs(choice=["a", "b"])),
-        ({"response_format": {"type": "structural_tag", "structures": [{"begin": "<", "end": ">"}], "triggers": ["<"]}},
-         StructuredOutputs(structural_tag={"structures": [{"begin": "<", "end": ">"}], "triggers": ["<"]})),
-    ],
-)  # fmt: skip
+    ("fields", "wanted"), cases(__file__, "grammars", StructuredOutputs=StructuredOutputs, FORMAT=FORMAT, SCHEMA=SCHEMA)
+)
 def test_both_routes_hand_the_engine_what_is_asked_and_its_grammar(
-    fake: Running, fields: dict[str, Any], wanted: StructuredOutputs
+    server: Running, fields: dict[str, Any], wanted: StructuredOutputs
 ) -> None:
-    for send in (fake.complete, fake.chat):
+    for send in (server.complete, server.chat):
         assert send(max_tokens=2, **fields).status_code == 200
-        _, params, options = fake.engine.submitted[-1]
+        _, params, options = server.engine.submitted[-1]
         assert params.structured_outputs == wanted
         assert options["grammar"] == grammar_source(wanted)
 
 
-def test_a_one_of_may_be_taken_for_any_of_in_one_request_or_in_all(fake: Running) -> None:
+def test_a_one_of_may_be_taken_for_any_of_in_one_request_or_in_all(server: Running) -> None:
     schema = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
     form = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
     parameters = {"type": "object", "properties": {"x": schema}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}
     call = {"tools": [tool], "tool_choice": "required", "messages": [{"role": "user", "content": "?"}]}
-    refused = fake.chat(**form)
+    refused = server.chat(**form)
     assert refused.status_code == 400 and "--coerce-one-of" in refused.json()["error"]["message"]
     with running(template=ChatTemplate(QWEN3)) as strict:
         assert strict.chat(**call).status_code == 400
-    for send in (fake.complete, fake.chat):
+    for send in (server.complete, server.chat):
         assert send(structured_outputs={"json": schema, "coerce_one_of": True}).status_code == 200
         assert send(structured_outputs={"json": schema}).status_code == 400
     with running(template=ChatTemplate(QWEN3), coerce_one_of=True) as loose:
@@ -90,52 +64,49 @@ def test_a_one_of_may_be_taken_for_any_of_in_one_request_or_in_all(fake: Running
         assert loose.complete(structured_outputs={"regex": "a"}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    table(__file__, "grammars"),
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "param", "words"), table(__file__, "grammars"))
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_a_grammar_is_a_400_that_says_where_before_anything_is_streamed(
-    fake: Running, fields: dict[str, Any], param: str, words: str, stream: bool
+    server: Running, fields: dict[str, Any], param: str, words: str, stream: bool
 ) -> None:
-    before = len(fake.engine.submitted)
-    for send in (fake.complete, fake.chat):
+    before = len(server.engine.submitted)
+    for send in (server.complete, server.chat):
         answer = send(stream=stream, **fields)
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
         assert error["param"] == param and words in error["message"] and error["message"].startswith(param)
-    assert len(fake.engine.submitted) == before
+    assert len(server.engine.submitted) == before
 
 
-def test_a_grammar_with_a_dead_end_is_the_requests_fault_and_not_the_servers(server: Running) -> None:
+def test_a_grammar_with_a_dead_end_is_the_requests_fault_and_not_the_servers(oracle: Running) -> None:
     """A router counts answers of 5xx against the replica that gives them."""
-    answer = server.complete(structured_outputs={"grammar": "start: <eos>"})
+    answer = oracle.complete(structured_outputs={"grammar": "start: <eos>"})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error" and "no token of the vocabulary can follow" in error["message"]
 
 
-def test_answers_keep_to_what_was_asked_streamed_or_whole_and_for_every_choice(server: Running) -> None:
+def test_answers_keep_to_what_was_asked_streamed_or_whole_and_for_every_choice(oracle: Running) -> None:
     asked = {"response_format": FORMAT, "max_tokens": 100, "temperature": 1.5, "n": 5, "seed": 7}
-    choices = server.chat(**asked).json()["choices"]
+    choices = oracle.chat(**asked).json()["choices"]
     assert len(choices) == 5
     for choice in choices:
         assert choice["finish_reason"] == "stop"
         assert json.loads(choice["message"]["content"])["a"] in (1, 2, 3)
     pieces: dict[int, str] = {}
-    for event in events(server.chat(**asked, stream=True)):
+    for event in events(oracle.chat(**asked, stream=True)):
         for choice in event["choices"]:
             pieces[choice["index"]] = pieces.get(choice["index"], "") + (choice["delta"].get("content") or "")
     assert [pieces[choice["index"]] for choice in choices] == [choice["message"]["content"] for choice in choices]
 
 
-def test_many_constrained_and_free_requests_run_side_by_side(server: Running) -> None:
+def test_many_constrained_and_free_requests_run_side_by_side(oracle: Running) -> None:
     wrong: list[str] = []
 
     def ask(number: int) -> None:
         regex = f"[a-f]{{{number % 7 + 1}}}"
         fields = {"structured_outputs": {"regex": regex}} if number % 4 else {}
-        answer = server.complete(f"prompt {number}", max_tokens=20, temperature=1, **fields).json()["choices"][0]
+        answer = oracle.complete(f"prompt {number}", max_tokens=20, temperature=1, **fields).json()["choices"][0]
         if fields and not (answer["finish_reason"] == "stop" and re.fullmatch(regex, answer["text"])):
             wrong.append(answer["text"])
 
@@ -147,25 +118,25 @@ def test_many_constrained_and_free_requests_run_side_by_side(server: Running) ->
     assert wrong == []
 
 
-def test_log_probabilities_cover_every_token_of_a_constrained_answer(server: Running) -> None:
-    answer = server.chat(response_format=FORMAT, max_tokens=50, logprobs=True, top_logprobs=2).json()["choices"][0]
+def test_log_probabilities_cover_every_token_of_a_constrained_answer(oracle: Running) -> None:
+    answer = oracle.chat(response_format=FORMAT, max_tokens=50, logprobs=True, top_logprobs=2).json()["choices"][0]
     shown = "".join(entry["token"] for entry in answer["logprobs"]["content"])
     assert shown.startswith(answer["message"]["content"])
 
 
-def test_a_bomb_is_answered_and_streams_of_others_go_on(server: Running) -> None:
+def test_a_bomb_is_answered_and_streams_of_others_go_on(oracle: Running) -> None:
     lines: list[str] = []
 
     def listen() -> None:
         asked = {"max_tokens": 1500, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-        with server.http.stream("POST", "/v1/completions", json={"prompt": "abc", **asked}) as answer:
+        with oracle.http.stream("POST", "/v1/completions", json={"prompt": "abc", **asked}) as answer:
             lines.extend(line for line in answer.iter_lines() if line)
 
     listener = threading.Thread(target=listen)
     listener.start()
     parts = [[f"p{part}_{i}" for i in range(4)] for part in range(6)]
     bomb = {"allOf": [{"anyOf": [{"required": [n], "properties": {n: {"type": "string"}}} for n in p]} for p in parts]}
-    answer = server.chat(structured_outputs={"json": bomb})
+    answer = oracle.chat(structured_outputs={"json": bomb})
     listener.join()
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "structured_outputs.json"
     assert lines[-1] == "data: [DONE]" and '"completion_tokens":1500' in lines[-2]  # events may have been merged

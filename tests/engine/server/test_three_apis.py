@@ -20,7 +20,7 @@ from penstock.engine.text.tools.harmony import TOKENS
 from tests.support.call_writers import FORMS, WRITERS
 from tests.support.chat_samples import HARMONY, LLAMA3, MISTRAL_CALLS, QWEN3
 from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer
-from tests.support.running_server import MODEL, Running, running
+from tests.support.running_server import MODEL, Running, events, running
 
 SCHEMA = {
     "type": "object",
@@ -40,12 +40,6 @@ class Seen(NamedTuple):
     calls: list[tuple[str, Any]]
     finish: str
     usage: tuple[int, int, int]  # tokens read, of them cached, and written
-
-
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    assert answer.status_code == 200, answer.text
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 def chat_usage(usage: dict[str, Any]) -> tuple[int, int, int]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import openai
 import pytest
 
 from penstock.engine.server.conversation import MAX_PAST_CALLS
@@ -16,7 +15,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tools.harmony import TOKENS as HARMONY_TOKENS
 from tests.support.chat_samples import HARMONY, MISTRAL_CALLS, QWEN3
 from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer, line_template
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 from tests.support.running_server import MODEL, Running, running
 
 MARKS = ("[TOOL_CALLS]", "[ARGS]", *HARMONY_TOKENS)  # special tokens of their models, unlike <tool_call> and <think>
@@ -50,18 +49,9 @@ def qwen(servers: dict[str, Running]) -> Running:
     return servers["qwen"]
 
 
-def client(server: Running) -> Any:  # its overloads take no plain dictionaries
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
-
-
-def prompt_of(server: Running) -> str:
-    ids = server.engine.submitted[-1][0]
-    return byte_tokenizer(*MARKS).decode(ids, skip_special_tokens=False)
-
-
 def grammar_of(server: Running) -> str | None:
     """The Lark text of the last request, as the matcher gets it."""
-    wanted = server.engine.submitted[-1][1].structured_outputs
+    wanted = server.params.structured_outputs
     return None if wanted is None else wanted.grammar
 
 
@@ -70,19 +60,19 @@ def grammar_of(server: Running) -> str | None:
 
 def test_the_model_is_shown_the_tools_and_the_history_of_calls(qwen: Running) -> None:
     qwen.engine.reply = SAID
-    with client(qwen) as openai_client:
+    with qwen.openai() as openai_client:
         asked = {"model": MODEL, "tools": TOOLS}
         answer = openai_client.chat.completions.create(**asked, messages=MESSAGES).choices[0].message
-        assert '"description": "Weather."' in prompt_of(qwen) and '"strict"' not in prompt_of(qwen)
+        assert '"description": "Weather."' in qwen.prompt and '"strict"' not in qwen.prompt
         results = [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in answer.tool_calls]
         openai_client.chat.completions.create(**asked, messages=[*MESSAGES, answer, *results])
-    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}' in prompt_of(qwen)
-    assert prompt_of(qwen).count("<tool_response>") == 2
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}' in qwen.prompt
+    assert qwen.prompt.count("<tool_response>") == 2
 
 
 def test_choices_of_one_request_are_read_apart(qwen: Running) -> None:
     qwen.engine.reply = SAID
-    with client(qwen) as openai_client:
+    with qwen.openai() as openai_client:
         answer = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, n=3)
     assert [len(choice.message.tool_calls) for choice in answer.choices] == [2, 2, 2]
     ids = {call.id for choice in answer.choices for call in choice.message.tool_calls}
@@ -137,13 +127,7 @@ def test_an_optional_call_is_held_unless_the_operator_says_otherwise(qwen: Runni
         assert grammar_of(free) is not None
 
 
-ODD = {
-    "look-ahead": {"properties": {"a": {"pattern": "^(?=x)"}, "b": {"type": "integer"}}},
-    "remote": {"properties": {"a": {"$ref": "https://example.com/a.json"}}},
-    "a dialect": {"type": "dict", "properties": {"a": {"type": "any"}}},
-    "impossible": {"properties": {"a": {"enum": [1], "type": "string"}}, "required": ["a"]},
-    "no expression": {"properties": {"a": {"pattern": "a(b"}}},
-}
+ODD = dict(cases(__file__, "odd schemas"))
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -231,15 +215,13 @@ def test_gpt_oss_is_held_to_a_call_and_shown_its_history_by_its_template(servers
         {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
     ]
-    with client(server) as openai_client:
+    with server.openai() as openai_client:
         asked = {"model": MODEL, "messages": history, "tools": TOOLS, "tool_choice": "required"}
         message = openai_client.chat.completions.create(**asked).choices[0].message
     assert message.tool_calls[0].function.name == "weather"
-    params = server.engine.submitted[-1][1]
-    assert params.structured_outputs is not None
-    grammar = params.structured_outputs.grammar or ""
+    grammar = grammar_of(server) or ""
     assert "functions.weather" in grammar and "final" not in grammar
-    assert prompt_of(server).endswith(
+    assert server.prompt.endswith(
         "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
         '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Ulm"}<|call|>'
         "<|start|>tool<|message|>rain<|end|><|start|>assistant"
@@ -284,7 +266,7 @@ def test_a_wanted_form_begins_behind_the_reasoning(qwen: Running) -> None:
     # Where the request turns reasoning off, there is nothing in front of the answer.
     thinks_not = {"chat_template_kwargs": {"enable_thinking": False}}
     qwen.chat(messages=MESSAGES, structured_outputs={"choice": ["yes", "no"]}, **thinks_not)
-    wanted = qwen.engine.submitted[-1][1].structured_outputs
+    wanted = qwen.params.structured_outputs
     assert wanted is not None and wanted.choice == ["yes", "no"]
 
 
@@ -296,10 +278,10 @@ def test_a_template_without_tools_gets_them_as_text(servers: dict[str, Running])
     server.engine.reply = SAID
     answer = server.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]["message"]
     assert len(answer["tool_calls"]) == 2
-    assert '"name": "weather"' in prompt_of(server)
+    assert '"name": "weather"' in server.prompt
     history = [*MESSAGES, answer, {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "7"}]
     assert server.chat(messages=history).status_code == 200
-    assert '<tool_call>\n{"name": "weather"' in prompt_of(server) and "<tool_response>\n7" in prompt_of(server)
+    assert '<tool_call>\n{"name": "weather"' in server.prompt and "<tool_response>\n7" in server.prompt
 
 
 def test_tokenizing_a_chat_counts_what_the_chat_would_be_shown(qwen: Running) -> None:

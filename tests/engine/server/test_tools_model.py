@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
 
 from tests.support.default_model import default_model
@@ -19,8 +18,8 @@ MESSAGES = [{"role": "user", "content": "What is the weather in Ulm?"}]
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    with default_model() as server:
-        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60)
+    with default_model() as server, server.openai() as made:
+        yield made
 
 
 def check(calls: list[tuple[str, str]]) -> None:

@@ -124,10 +124,7 @@ def test_the_byte_alphabet_is_that_of_the_library() -> None:
             assert decoders.ByteLevel().decode([character]) == chr(byte)
 
 
-@pytest.mark.parametrize(
-    "decoder",
-    table(__file__, "decoders", decoders=decoders),
-)
+@pytest.mark.parametrize("decoder", table(__file__, "decoders", decoders=decoders))
 def test_a_decoder_that_is_not_understood_is_refused_rather_than_approximated(decoder: decoders.Decoder) -> None:
     tokenizer = samples.sentencepiece()
     tokenizer.decoder = decoder

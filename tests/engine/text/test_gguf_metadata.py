@@ -48,8 +48,7 @@ def test_every_type_of_value_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
-    table(__file__, "gguf files", HEADER=HEADER, struct=struct, text=text),
+    ("content", "sentence"), table(__file__, "gguf files", HEADER=HEADER, struct=struct, text=text)
 )
 def test_a_file_that_lies_is_refused_before_its_numbers_are_used(tmp_path: Path, content: bytes, sentence: str) -> None:
     (tmp_path / "m.gguf").write_bytes(content)

@@ -15,7 +15,7 @@ from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import text_samples as samples
 from tests.support.default_file import default_file
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 
 gguf = import_module("gguf")
 
@@ -153,18 +153,7 @@ def test_gemma_s_runs_of_spaces_and_order_of_merges_are_as_transformers_has_them
         assert ours.decode(ours.encode(text)) == backend.decode(ours.encode(text)), text
 
 
-@pytest.mark.parametrize(
-    ("changes", "before", "after"),
-    [
-        ({}, [], []),
-        ({"add_bos_token": True, "bos_token_id": 1}, [1], []),
-        ({"add_bos_token": True, "add_eos_token": True, "bos_token_id": 1}, [1], [2]),
-        ({"add_eos_token": True}, [], [2]),
-        ({"add_bos_token": True}, [], []),  # there is none to add
-        ({"pre": "llama-bpe", "bos_token_id": 1}, [1], []),  # Llama-3's scheme implies it
-        ({"pre": "llama-bpe", "bos_token_id": 1, "add_bos_token": False}, [], []),
-    ],
-)
+@pytest.mark.parametrize(("changes", "before", "after"), cases(__file__, "ends"))
 def test_ends_are_added_as_the_file_says(
     tmp_path: Path, changes: dict[str, Any], before: list[Any], after: list[Any]
 ) -> None:
@@ -206,10 +195,7 @@ def test_chat_templates_come_along_by_name(tmp_path: Path) -> None:
     assert load(path).chat_templates == {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    table(__file__, "vocabularies"),
-)
+@pytest.mark.parametrize(("changes", "sentence"), table(__file__, "vocabularies"))
 def test_a_vocabulary_that_cannot_be_trusted_is_refused(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     path, _, _ = byte_level_file(tmp_path / "m.gguf", **{"pre": "qwen2", **changes})
     with pytest.raises(ModelRefused, match=sentence):
@@ -223,17 +209,7 @@ def test_a_file_without_a_scheme_or_without_tokens_is_refused(tmp_path: Path) ->
         load(write(tmp_path / "b.gguf", model="gpt2", tokens=["a"]))
 
 
-@pytest.mark.parametrize(
-    ("pre", "pieces"),
-    [
-        ("gpt-2", ["I", "'ll", " pay", " 1234", "5", "!?", "\n  ", " ok", "日本x"]),
-        ("llama-bpe", ["I", "'ll", " pay", " ", "123", "4", "5", "!?\n", "  ", " ok", "日本x"]),
-        ("qwen2", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "!?\n", "  ", " ok", "日本x"]),
-        ("smollm", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "!?", "\n  ", " ok", "日本x"]),
-        ("deepseek-v3", ["I", "'ll", " pay", " ", "123", "4", "5", "!?\n", "  ", " ok", "日本", "x"]),
-        ("default", ["I", "'", "ll", " pay", " ", "123", "4", "5", "!?", "\n  ", " ok", "日本x"]),
-    ],
-)
+@pytest.mark.parametrize(("pre", "pieces"), cases(__file__, "splits"))
 def test_a_scheme_cuts_where_its_models_were_trained_to(pre: str, pieces: list[str]) -> None:
     given = ["I'll pay 1234", "5!?\n   ok", "日本x"]
     cut = [text for part in given for text in texts_of(SPLITS[pre].pre_tokenizer().pre_tokenize_str(part), part)]

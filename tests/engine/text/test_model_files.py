@@ -82,10 +82,7 @@ def test_what_cannot_be_loaded_is_refused_with_one_sentence(
         resolve_model(str(make(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    table(__file__, "broken configs"),
-)
+@pytest.mark.parametrize(("content", "sentence"), table(__file__, "broken configs"))
 def test_a_broken_config_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelRefused, match=sentence):

@@ -20,6 +20,7 @@ from penstock.engine.text.prompt import NOT_VARIABLES, chat_prompt
 from penstock.engine.text.template import ChatTemplate
 from penstock.router.placement.prompts import CHAT, PromptReader, RequestFields
 from tests.support.fake_engine import FakeEngine, byte_tokenizer
+from tests.support.refusals import cases
 
 TOKENIZER = byte_tokenizer()
 TEMPLATE = ChatTemplate(
@@ -93,28 +94,7 @@ def test_a_template_without_tools_gets_calls_as_text_whatever_format_the_server_
     assert hint is not None and memoryview(hint.packed).cast("i").tolist() == TOKENIZER.encode(text, False)
 
 
-FIELDS: dict[str, list[Any]] = {
-    "messages": [
-        [HELLO],
-        [HELLO, REPLY],
-        [{"role": "system", "content": "be brief"}, HELLO, {**REPLY, "reasoning_content": "hm", "name": "a"}],
-        [{"role": "user", "content": [{"type": "text", "text": "part"}, {"type": "text", "text": "two"}]}],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
-        [{**HELLO, "name": None, "tool_calls": None}],
-        [HELLO, {"role": "tool", "content": "4", "tool_call_id": "1"}],
-        [{"role": "function", "content": "old"}],
-        [{"role": "user"}],
-        [],
-        "text",
-    ],
-    "add_generation_prompt": [None, True, False, "yes"],
-    "continue_final_message": [None, True, False],
-    "reasoning_effort": [None, "high", "none", 3],
-    "chat_template_kwargs": [None, {}, {"enable_thinking": True}, {"tools_as_text": True}, {"messages": []}, [1]],
-    "add_special_tokens": [None, True, False],
-    "tools": [None, [], [{"type": "function", "function": {"name": "f", "parameters": {}}}]],
-    "documents": [None, [], [{"text": "t"}]],
-}
+FIELDS: dict[str, list[Any]] = dict(cases(__file__, "fields", HELLO=HELLO, REPLY=REPLY))
 
 
 def test_server_and_router_make_the_same_ids_of_a_request_or_the_server_judges_it() -> None:

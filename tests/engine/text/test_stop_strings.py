@@ -5,6 +5,7 @@ import random
 import pytest
 
 from penstock.engine.text.stop_strings import StopStrings
+from tests.support.refusals import cases
 
 
 def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[list[str], str | None, str]:
@@ -18,27 +19,7 @@ def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[lis
     return given, None, text.flush()
 
 
-@pytest.mark.parametrize(
-    ("stops", "pieces", "given", "found", "held"),
-    [
-        (["END"], ["abc", "def"], ["abc", "def"], None, ""),
-        (["END"], ["abcENDdef"], ["abc"], "END", ""),
-        (["END"], ["abcE", "N", "Dx"], ["abc", "", ""], "END", ""),
-        (["END"], ["abcE", "N", "X"], ["abc", "", "ENX"], None, ""),
-        (["END"], ["abcEN"], ["abc"], None, "EN"),
-        (["END"], ["EEN", "EN", "D"], ["E", "EN", ""], "END", ""),
-        (["aab"], ["aa", "a", "a", "b"], ["", "a", "a", ""], "aab", ""),
-        (["abab"], ["aba", "cabab"], ["", "abac"], "abab", ""),
-        (["ab", "abc"], ["xabc"], ["x"], "ab", ""),  # complete first
-        (["bc", "abc"], ["xabc"], ["x"], "abc", ""),  # complete at once: the longest
-        (["bc", "abcd"], ["xabcd"], ["xa"], "bc", ""),
-        (["bc", "abcd"], ["xab", "d"], ["x", "abd"], None, ""),
-        (["\n\n"], ["a\n", "b\n", "\nc"], ["a", "\nb", ""], "\n\n", ""),
-        (["日本"], ["これは日", "本です"], ["これは", ""], "日本", ""),
-        (["x", "x"], ["axb"], ["a"], "x", ""),
-        (["a"], ["", "b", ""], ["", "b", ""], None, ""),
-    ],
-)
+@pytest.mark.parametrize(("stops", "pieces", "given", "found", "held"), cases(__file__, "stop strings"))
 def test_text_is_given_as_soon_as_it_cannot_become_a_stop_string(
     stops: list[str], pieces: list[str], given: list[str], found: str | None, held: str
 ) -> None:

@@ -17,7 +17,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import chat_samples
 from tests.support import text_samples as samples
 from tests.support.default_file import needs_model
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 ECHO = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
@@ -78,21 +78,7 @@ def test_other_variables_of_a_template_reach_it(transformers_render: Callable[..
         assert ChatTemplate(source, SPECIAL).render(messages, **options) == expected
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages[0].nothing }}|{{ nothing }}|{{ none }}|{{ true }}|{{ 1.0 }}|{{ [1, 'a'] }}|{{ {'a': none} }}",
-        "{{ 7 % 4 }} {{ 'a%s' % 'b' }} {{ '%s-%d' | format('x', 3) }} {{ 2 ** 5 }} {{ 'ab' * 3 }} {{ [1] * 2 + [2] }}",
-        "{{ 1 ~ none ~ 'x' ~ [2] }} {{ ['a', 'b'] | join(', ') }} {{ ','.join(['a', 'b']) }} {{ 'aXa' | replace('a', 'b') }}",
-        "{{ 'a\nb' | indent(2) }} {{ {'b': 1, 'a': [2]} | tojson(indent=2, sort_keys=true) }} {{ 'é<' | tojson }}",
-        "{% macro row(x, y=2) %}[{{ x }},{{ y }}{{ caller() if caller }}]{% endmacro %}{{ row(1) }}{% call row(3) %}!{% endcall %}",
-        "{% set ns = namespace(n=0) %}{% for i in range(5) if i % 2 %}{% set ns.n = ns.n + i %}{{ loop.last }}{% else %}-{% endfor %}{{ ns.n }}",
-        "{% for k, v in {'b': 1, 'a': 2} | dictsort %}{{ k }}{{ v }}{{ loop.cycle('x', 'y') }}{% endfor %}{{ dict(a=1) }}",
-        "{% for i in [[1, [2]], 3] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}",
-        "{% set t %}a{{ 1 }}b{% endset %}{{ t | upper }}{{ 'x' | safe }}{{ messages[0].role.title() }}{{ 'a,b'.split(',') }}",
-        "  {% if true %}  \n  kept\n  {% endif %}\n  end\n",
-    ],
-)
+@pytest.mark.parametrize("source", cases(__file__, "language"))
 def test_the_language_is_that_of_transformers_environment(transformers_render: Callable[..., str], source: str) -> None:
     messages = chat_samples.CONVERSATIONS["one"]
     assert ChatTemplate(source, SPECIAL).render(messages) == transformers_render(source, messages)
@@ -151,10 +137,7 @@ def test_the_caller_s_messages_are_not_changed() -> None:
     assert json.dumps(messages) == before
 
 
-@pytest.mark.parametrize(
-    ("messages", "field", "sentence"),
-    table(__file__, "messages"),
-)
+@pytest.mark.parametrize(("messages", "field", "sentence"), table(__file__, "messages"))
 def test_a_malformed_message_is_answered_with_its_place(messages: Any, field: str, sentence: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         ChatTemplate(ECHO).render(messages)
@@ -169,10 +152,7 @@ def nested(depth: int) -> list[Any]:
     return value
 
 
-@pytest.mark.parametrize(
-    ("options", "field", "sentence"),
-    table(__file__, "options", nested=nested),
-)
+@pytest.mark.parametrize(("options", "field", "sentence"), table(__file__, "options", nested=nested))
 def test_a_bad_option_is_answered_with_its_name(options: dict[str, Any], field: str, sentence: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         ChatTemplate(ECHO, SPECIAL).render([chat_samples.USER], **options)
@@ -259,16 +239,7 @@ def test_threads_may_render_at_once() -> None:
     assert results == {number: str(number) * 2000 for number in range(8)}
 
 
-@pytest.mark.parametrize(
-    ("source", "wanted"),
-    [
-        ("{{ '<' + call['function']['arguments'] + '>' }}", '<{"a": "ü", "b": true}>'),
-        ("{{ call.function.arguments }}", '{"a": "ü", "b": true}'),
-        ("{{ call.function.arguments | tojson }}", '{"a": "ü", "b": true}'),
-        ("{% if call.function.arguments is string %}!{{ call.function.arguments }}{% endif %}", ""),
-        ("{% for k in call.function.arguments %}{{ k }}{% endfor %}", "ab"),
-    ],
-)
+@pytest.mark.parametrize(("source", "wanted"), cases(__file__, "arguments"))
 def test_arguments_are_text_where_a_template_prints_them_as_they_are(source: str, wanted: str) -> None:
     template = ChatTemplate("{% for call in messages[0].tool_calls %}" + source + "{% endfor %}{{ tools }}")
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "ü", "b": true}'}}
@@ -288,19 +259,9 @@ DEVELOPER_FIRST = (
 
 @pytest.mark.parametrize(
     ("source", "roles", "expected"),
-    [
-        (chat_samples.QWEN3, "du", "<|im_start|>system\n0<|im_end|>\n<|im_start|>user\n1<|im_end|>\n"),
-        (chat_samples.QWEN3, "sdu", "<|im_start|>system\n0\n\n1<|im_end|>\n<|im_start|>user\n2<|im_end|>\n"),
-        (chat_samples.CHATML, "du", "<|im_start|>system\n0<|im_end|>\n<|im_start|>user\n1<|im_end|>\n"),
-        (ONE_SYSTEM, "du", "[system]0[user]1"),
-        (ONE_SYSTEM, "sdu", "[system]0\n\n1[user]2"),
-        (ONE_SYSTEM, "ssu", "[system]0\n\n1[user]2"),
-        (ONE_SYSTEM, "uad", "[system]2[user]0[assistant]1"),
-        (ONE_SYSTEM, "suadu", "[system]0\n\n3[user]1[assistant]2[user]4"),
-        (DEVELOPER_FIRST, "du", "[developer]0[user]1"),
-        (DEVELOPER_FIRST, "sdu", "[developer]0\n\n1[user]2"),
-        (DEVELOPER_FIRST, "duadu", "[developer]0\n\n3[user]1[assistant]2[user]4"),
-    ],
+    cases(
+        __file__, "system messages", ONE_SYSTEM=ONE_SYSTEM, DEVELOPER_FIRST=DEVELOPER_FIRST, chat_samples=chat_samples
+    ),
 )
 def test_no_developer_or_second_system_message_is_lost(source: str, roles: str, expected: str) -> None:
     names = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}

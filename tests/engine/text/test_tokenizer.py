@@ -15,6 +15,7 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import text_samples as samples
+from tests.support.refusals import cases
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -23,19 +24,7 @@ def load(folder: Path) -> Tokenizer:
     return load_tokenizer(ModelFiles("m", folder, "hf", json.loads((folder / "config.json").read_text())))
 
 
-@pytest.mark.parametrize(
-    ("files", "ids"),
-    [
-        ({"generation_config": {"eos_token_id": [1, 2]}, "config": {"eos_token_id": 5}}, {1, 2}),
-        ({"generation_config": {"eos_token_id": 2}}, {2}),
-        ({"config": {"eos_token_id": 2}, "generation_config": {"bos_token_id": 1}}, {2}),
-        ({"config": {"text_config": {"eos_token_id": [3, 4]}}}, {3, 4}),
-        ({"config": {"eos_token_id": 5}, "tokenizer_config": {"eos_token": "<|im_end|>"}}, {2, 5}),
-        ({"tokenizer_config": {"eos_token": {"content": "<|im_end|>", "lstrip": False}}}, {2}),
-        ({"special_tokens_map": {"eos_token": "<|endoftext|>"}}, {0}),
-        ({"tokenizer_config": {"eos_token": "<|not a token|>"}}, set()),
-    ],
-)
+@pytest.mark.parametrize(("files", "ids"), cases(__file__, "ends of texts"))
 def test_the_ids_that_end_a_text_come_from_every_file_that_names_them(
     tmp_path: Path, files: dict[str, Any], ids: set[Any]
 ) -> None:

@@ -26,6 +26,7 @@ from penstock.engine.text.tools.reader import Arguments, CallStart
 from penstock.engine.text.tools.thinking import GEMMA, IMPLIED, SEED, THINK, Marks, Thinking
 from tests.support.call_writers import FORMS, PRINTED, WRITERS, Call
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.refusals import cases
 from tests.support.tool_samples import read
 
 DATA = json.loads(Path(__file__).with_name("calls.json").read_text())
@@ -259,32 +260,7 @@ def test_a_hostile_text_of_any_length_comes_back_whole(name: str, unit: str) -> 
         assert content == read([whole], calls_for(name))[1]
 
 
-@pytest.mark.parametrize(
-    ("text", "schema", "meant"),
-    [
-        ("5", {"type": "string"}, "5"),
-        (" 5 ", {"type": "string"}, " 5 "),
-        ("5", {"type": "integer"}, 5),
-        ("5", {}, 5),
-        ("5", {"type": ["string", "null"]}, "5"),
-        ("null", {"type": ["string", "null"]}, None),
-        ('"a"', {"type": ["string", "null"]}, '"a"'),
-        ("True", {"type": "boolean"}, True),
-        ("True", {"type": ["string", "boolean"]}, "True"),
-        ("None", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, None),
-        ("{'a': [True, None, 'it\\'s']}", {"type": "object"}, {"a": [True, None, "it's"]}),
-        ('{"a": 1', {"type": "object"}, '{"a": 1'),
-        ("x", {"type": "integer"}, "x"),
-        ("1", {"enum": ["1", "2"]}, "1"),
-        ("[1]", {"$ref": "#/$defs/list"}, [1]),
-        ("5", {"$ref": "#/$defs/round"}, 5),
-        ("5.0", {"type": "integer"}, 5.0),
-        ("5.5", {"type": ["integer", "string"]}, "5.5"),
-        ("1e999", {"type": "number"}, float("inf")),
-        ("5", {"type": "dict"}, 5),
-        ("5", {"type": []}, 5),
-    ],
-)
+@pytest.mark.parametrize(("text", "schema", "meant"), cases(__file__, "meanings"))
 def test_the_schema_says_what_a_text_means(text: str, schema: dict[str, Any], meant: Any) -> None:
     back = {"$ref": "#/$defs/round"}  # 64 levels of two ways each, if it were followed every time
     root = {"$defs": {"list": {"type": "array"}, "round": {"anyOf": [back, back, {"type": "integer"}]}}}

@@ -11,39 +11,12 @@ from penstock.engine.text.tools.formats import detect, named
 from tests.support.call_writers import FORMS
 from tests.support.chat_samples import CHATML, LLAMA3, QWEN3
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.refusals import cases
 from tests.support.tool_samples import CALL, FORMATS
 
 
 @pytest.mark.parametrize(
-    ("source", "has_tools", "name"),
-    [
-        (CHATML, False, "hermes"),
-        (QWEN3, True, "hermes"),
-        (LLAMA3, True, "llama3_json"),
-        ("{% for t in tools %}<|python_tag|>", True, "llama3_json"),
-        ("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]", True, "mistral"),
-        ('{{ tools }} like ```json\n{"name": "f", "arguments": {}}\n```', True, "qwen2_5_coder"),
-        ("{{ tools }}<｜tool▁sep｜>f\n```json\n", True, "deepseek_v3"),
-        ("{{ tools }}<｜tool▁sep｜>", True, "deepseek_v31"),
-        ("{{ tools }}<tool_call>\n<function=f>\n</tool_call>", True, "qwen3_coder"),
-        ("{{ tools }}<seed:tool_call>\n<function=f>", True, "seed_oss"),
-        ("{{ tools }}<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>", True, "glm45"),
-        ("{{ tools }}<tool_call>f<arg_key>k</arg_key><arg_value>", True, "glm47"),
-        ("{{ tools }}<|tool_calls_section_begin|>", True, None),
-        ("{{ tools }}<minimax:tool_call><invoke name=", True, "minimax_m2"),
-        ('{{ tools }}<|tool_call>call:f{a:<|"|>', True, "gemma4"),
-        ("{{ tools }}<|tool_call_start|>[", True, "lfm2"),
-        ("{{ tools }}List of tools: <|tool_list_start|>[", True, "lfm2"),
-        ("{{ tools }}<function_calls>", True, "olmo3"),
-        ("{{ tools }}[func_name1(params_name1=1)]<|python_tag|>", True, "llama3_json"),
-        ('{{ tools }}{"name": f, "parameters": {}}<|eot|>', True, "llama3_json"),
-        ("{{ tools }}respond with <|tool_call|> and a list", True, "granite"),
-        ("{{ tools }}functools[{", True, "phi4_mini_json"),
-        ("{{ tools }}<|tool_call|>[]<|/tool_call|>", True, "phi4_mini_json"),
-        ("{{ tools }}<tool_calls>[{", True, "hunyuan_a13b"),
-        ("{{ tools }}<｜tool▁calls▁begin｜>", True, None),
-        ("Respond in the format [f(x=1)] {{ tools }}<|eot_id|>", True, None),
-    ],
+    ("source", "has_tools", "name"), cases(__file__, "templates", CHATML=CHATML, QWEN3=QWEN3, LLAMA3=LLAMA3)
 )
 def test_the_format_is_found_in_the_template(source: str, has_tools: bool, name: str | None) -> None:
     found = detect(source, has_tools, False)
@@ -82,31 +55,12 @@ def test_the_marks_of_reasoning_are_found_in_the_template() -> None:
     assert thinking.detect(CHATML) is None
 
 
-@pytest.mark.parametrize(
-    ("prompt", "is_open", "is_over"),
-    [
-        ("<|im_start|>assistant\n", False, False),
-        ("assistant\n<think>", True, False),
-        ("assistant\n<think>\n", True, False),
-        ("assistant\n<think>\n\n</think>\n\n", False, True),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "is_open", "is_over"), cases(__file__, "ends of prompts"))
 def test_the_end_of_the_prompt_says_where_the_answer_begins(prompt: str, is_open: bool, is_over: bool) -> None:
     assert thinking.thinking_after(thinking.THINK, prompt) == thinking.Thinking(thinking.THINK, is_open, is_over)
 
 
-@pytest.mark.parametrize(
-    ("before", "begun", "is_open", "is_over"),
-    [
-        ("assistant\n", "<think>\nA long thought, which goes on", True, False),
-        ("assistant\n<think>\n", "A long thought, which goes on", True, False),
-        ("assistant\n<think>\n", "A thought.</think> The answer", False, True),
-        ("assistant\n", "<think>A thought.</think>\n\nThe answer", False, True),
-        ("user\n<think>?\nassistant\n", "The answer", False, True),
-        ("assistant\n<think>\n", "\n", True, False),
-        ("assistant\n", "<think>One.</think> <think>Two, which", True, False),
-    ],
-)
+@pytest.mark.parametrize(("before", "begun", "is_open", "is_over"), cases(__file__, "begun messages"))
 def test_a_message_that_goes_on_is_read_from_its_beginning(
     before: str, begun: str, is_open: bool, is_over: bool
 ) -> None:

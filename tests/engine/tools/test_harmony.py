@@ -20,6 +20,7 @@ from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Pie
 from penstock.engine.text.tools.scan import MAX_FRAME_CHARS
 from tests.support.chat_samples import HARMONY
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.refusals import cases
 from tests.support.tool_samples import CLOCK, WEATHER
 
 THOUGHT = "<|channel|>analysis<|message|>The weather < of Ulm.<|end|><|start|>assistant"
@@ -52,28 +53,9 @@ def found(reader: HarmonyReader, pieces: list[str]) -> tuple[str, str, list[tupl
     return reasoning, "".join(each.text for each in out if isinstance(each, Content)), made
 
 
-ANSWERS = {
-    "text": (THOUGHT + FINAL, ("The weather < of Ulm.", "It rains.", [])),
-    "text alone": (FINAL + "<|return|>", ("", "It rains.", [])),
-    "a call": (THOUGHT + CALL, ("The weather < of Ulm.", "", CALLED)),
-    "a call with its end": (THOUGHT + CALL + "<|call|>", ("The weather < of Ulm.", "", CALLED)),
-    "a call to whom first": (THOUGHT + TO_FIRST, ("The weather < of Ulm.", "", CALLED)),
-    "a call in the channel of reasoning": (CALL.replace("commentary", "analysis"), ("", "", CALLED)),
-    "an introduction": (
-        "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant" + CALL,
-        ("", "Let me see.", CALLED),
-    ),
-    "two thoughts": (THOUGHT + THOUGHT + FINAL, ("The weather < of Ulm." * 2, "It rains.", [])),
-    "no arguments": ("<|channel|>commentary to=functions.clock<|message|>", ("", "", [("clock", "{}")])),
-    "another function": (CALL.replace("weather", "wether"), ("", '{"city": "Ulm"}', [])),
-    "half of the arguments": (CALL[:-1], ("", '{"city": "Ulm"', [])),
-    "half of a thought": ("<|channel|>analysis<|message|>Hm", ("Hm", "", [])),
-    "half of a header": (THOUGHT + "<|channel|>fin", ("The weather < of Ulm.", "", [])),
-    "no marks": ("It rains < 1 mm.", ("", "It rains < 1 mm.", [])),
-    "forgotten end": ("<|channel|>analysis<|message|>Hm.<|start|>assistant" + FINAL, ("Hm.", "It rains.", [])),
-    "nothing": ("", ("", "", [])),
-    "an endless header": ("<|channel|>" + 2000 * "x", ("", 2000 * "x", [])),
-}
+ANSWERS = dict(
+    cases(__file__, "answers of gpt-oss", THOUGHT=THOUGHT, FINAL=FINAL, CALL=CALL, CALLED=CALLED, TO_FIRST=TO_FIRST)
+)
 
 
 @pytest.mark.parametrize("name", ANSWERS)

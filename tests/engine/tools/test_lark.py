@@ -19,6 +19,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.thinking import MISTRAL, THINK, Thinking
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.refusals import cases
 from tests.support.tool_samples import CALL, CALLS, CLOCK, FORMATS, WEATHER, calls_of, read
 
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
@@ -125,24 +126,7 @@ def test_a_mark_that_is_a_token_cannot_be_spelled_out_in_free_text(name: str) ->
 
 
 @SPECIAL
-@pytest.mark.parametrize(
-    ("answer", "right", "wrong"),
-    [
-        (
-            StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}}}),
-            '{"a": 1}',
-            '{"a": "x"}',
-        ),
-        (StructuredOutputs(json='{"type": "integer"}'), "17", "x"),
-        (StructuredOutputs(json=True), "[1]", "x"),
-        (StructuredOutputs(json_object=True), '{"b":\n  [1]}', "[1]"),
-        (StructuredOutputs(regex=r"a/b|c+\d{2}\n"), "cc12\n", "cc1\n"),
-        (StructuredOutputs(regex="a\nb"), "a\nb", "a b"),
-        (StructuredOutputs(choice=["yes", 'a "b"\n']), 'a "b"\n', "no"),
-        (StructuredOutputs(grammar='start: "{" X "}" | "end"\nX: /[a-z}]{2}/'), "{a}}", "{A"),
-        (StructuredOutputs(grammar="%llguidance {}\nstart: answer\nanswer: TEXT\nTEXT: /q+/"), "qq", "p"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "right", "wrong"), cases(__file__, "forms", StructuredOutputs=StructuredOutputs))
 def test_a_wanted_form_holds_from_the_end_of_the_reasoning_on(
     special: bool, answer: StructuredOutputs, right: str, wrong: str
 ) -> None:
