@@ -19,7 +19,6 @@ import msgspec
 import zmq
 
 from penstock.engine.config import ConfigError, EngineConfig
-from penstock.engine.front.adapter_files import read_ahead
 from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.front.liveness import TICK_S, Liveness
 from penstock.engine.front.submit import AnswerOptions, begin_answer, check_room
@@ -267,7 +266,6 @@ class AsyncEngine:
 
     async def load_adapter(self, path: str) -> AdapterInfo:
         """Make the core load the adapter in this folder; raise AdapterError if it cannot."""
-        await read_ahead(path)
         loading = self._ask("load_adapter", path=path)
         try:
             answer = await asyncio.shield(loading)

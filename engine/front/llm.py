@@ -18,7 +18,6 @@ import msgspec
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer
-from penstock.engine.front.hf_interface import FamiliarTokenizer
 from penstock.engine.front.labels import asking_for, labels_of, shown
 from penstock.engine.front.offline_call import (
     Bar,
@@ -46,13 +45,13 @@ from penstock.engine.front.results import (
     pooled,
 )
 from penstock.engine.front.submit import AnswerOptions, Pooling, begin_answer
-from penstock.engine.grammar.compiler import Compiler, GrammarRefused
+from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.model_text import load_tokenizer
-from penstock.engine.text.prompt import pair_prompts
+from penstock.engine.text.prompt import chat_prompt, pair_prompts
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.vllm_options import nearest
@@ -66,7 +65,6 @@ class LLM:
     after another."""
 
     _core: EngineCore | None = None  # a class attribute: `__del__` runs even if `__init__` refused its arguments
-    _compiler: Compiler | None = None
     _open_executor = staticmethod(open_executor)
 
     def __init__(
@@ -138,16 +136,20 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
-        if self.tokenizer is None:
+        tokenizer, template = self.tokenizer, self.template
+        if tokenizer is not None and chat_template is not None:
+            template = load_template(tokenizer, chat_template)
+        if tokenizer is None or template is None:
             raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
-        tokenizer = self.get_tokenizer()
-        if chat_template is not None:
-            tokenizer = tokenizer.with_template(chat_template)
+        if documents and not template.has_documents:
+            what = "the model's chat template does not support them; put their text into a message"
+            raise InvalidRequest("documents", what)
         many: list[Messages] = messages if messages and isinstance(messages[0], list) else [messages]  # type: ignore
         texts = [
-            tokenizer.prompt(
+            chat_prompt(
+                template,
                 conversation,
-                documents,
+                documents=documents,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -188,7 +190,7 @@ class LLM:
         labels_of(self.info, is_scored=True)
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
         texts, adds_special = pair_prompts(self.template, first, second, ("data_1", "data_2"))
-        prompts: list[Prompt] = [*self.get_tokenizer()(texts, adds_special)["input_ids"]]
+        prompts: list[Prompt] = [*self._tokenizer().encode_batch(texts, adds_special)]
         return self._label(prompts, use_tqdm, lambda values: ScoringOutput(values[0]))
 
     def _label(
@@ -205,11 +207,23 @@ class LLM:
         if not sys.is_finalizing():  # else the operating system does it
             self.shutdown()
 
-    def get_tokenizer(self) -> FamiliarTokenizer:
-        """Return the model's tokenizer with the interface of transformers' tokenizers."""
+    def get_tokenizer(self) -> Any:
+        """Return a copy of the model's tokenizer as transformers' PreTrainedTokenizerFast."""
+        from transformers import PreTrainedTokenizerFast  # takes seconds to import
+
+        tokenizer = self._tokenizer()
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend,
+            chat_template=None if self.template is None else self.template.sources,
+            clean_up_tokenization_spaces=False,
+            model_input_names=["input_ids", "attention_mask"],
+            **tokenizer.special_tokens,
+        )
+
+    def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ValueError("skip_tokenizer: given; there is no tokenizer")
-        return FamiliarTokenizer(self.tokenizer, self.template)
+        return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that the model's authors recommend."""
@@ -288,8 +302,7 @@ class LLM:
             self._core = EngineCore(config, executor)
             return
         vocab_size = executor.info.vocab_size
-        compiler = self._compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
-        self._core = EngineCore(config, executor, lambda: compiler)
+        self._core = EngineCore(config, executor, lambda: Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size)))
 
     def _running(self) -> EngineCore:
         if self._core is None:
@@ -364,18 +377,13 @@ class LLM:
         batch.add(answer, text)
 
     def _grammar(self, params: SamplingParams) -> str | None:
-        """Return the request's grammar. It is compiled here, so that one that cannot be is refused before anything runs."""
+        """Return the request's grammar, which the core compiles."""
         wanted = params.structured_outputs
         if wanted is None:
             return None
-        if self.tokenizer is None or self._compiler is None:
+        if self.tokenizer is None:
             raise InvalidRequest("structured_outputs", "needs a tokenizer, but skip_tokenizer=True")
-        source = grammar_source(wanted, self.tokenizer.special_texts)
-        try:
-            self._compiler.wait(source)
-        except GrammarRefused as error:
-            raise InvalidRequest(wanted.field, str(error)) from None
-        return source
+        return grammar_source(wanted, self.tokenizer.special_texts)
 
     def _run(self, batch: Batch, use_tqdm: Bar, show: Callable[[Answer, str | None], Result]) -> list[Result]:
         """Run the requests; return what `show` makes of each answer and its prompt's text when all are finished."""

@@ -6,7 +6,6 @@ schema to about 45 seconds of one core. Recursion may be as deep as the text is 
 caller has given up, another thread replaces it.
 """
 
-import contextlib
 import queue
 import threading
 import time
@@ -25,7 +24,6 @@ STACK_BYTES = 512 << 20  # a chain of 20,000 rules, the most that fit in 256 KiB
 RECYCLE_TOKENS = 16_384
 COMPILE_LIMIT_S = 2.0  # CPU time of the compiling thread, so that load on the machine does not change the result
 WAIT_LIMIT_S = 20.0  # wall time since a thread started the job
-LOOK_S = 0.05  # interval between two checks of the limits
 MAX_KEPT = 256
 MAX_KEPT_CHARS = 4 << 20  # total length of the cached sources; a compiled grammar grows with its source
 LIMITS: dict[str, Any] = {  # arguments of llguidance.LLParserLimits
@@ -126,19 +124,6 @@ class Compiler:
             self._num_threads += 1
         self._jobs.put(job)
         return job
-
-    def wait(self, source: str) -> None:
-        """Wait until the grammar is compiled. Raise GrammarRefused if it is invalid or exceeds the time limits."""
-        if self.cached(source) is not None:
-            return
-        job = self.start(source)
-        while not job.result.done():
-            with contextlib.suppress(TimeoutError):
-                job.result.exception(LOOK_S)
-            if limit := job.limit_passed():
-                self.give_up(job)
-                raise GrammarRefused(limit)
-        job.result.result()
 
     def give_up(self, job: Job) -> None:
         """Cancel a job that no request waits for any more. A thread that already runs it exits after the job."""

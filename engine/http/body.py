@@ -1,7 +1,7 @@
 """Decodes the bytes of a request into a typed struct, with early refusal and errors that name the field.
 
-Decoding has two passes: the first only finds the bounds of each top-level value (1 GB/s), so that unknown, duplicate
-and oversized fields are refused before anything is built from them; the second decodes into the struct, strictly.
+Decoding has two passes: the first only finds the bounds of each top-level value (1 GB/s), so that unknown and
+oversized fields are refused before anything is built from them; the second decodes into the struct, strictly.
 """
 
 import re
@@ -21,8 +21,6 @@ T = TypeVar("T")
 FIELDS = dict[str, msgspec.Raw]
 
 _decoder = cache(msgspec.json.Decoder[Any])  # one per type, created at its first use
-_KEY = re.compile(rb'[\s{,]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+')
-_AFTER_VALUE = re.compile(rb"\s*[,}]")
 _MEDIA = re.compile(r"invalid value ('(?:image|document)')")  # msgspec's message for an unknown block type
 
 
@@ -39,7 +37,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 def split_object(body: bytes) -> dict[str, msgspec.Raw]:
-    """Return the top-level fields of a JSON object, undecoded; refuse a field given twice."""
+    """Return the top-level fields of a JSON object, undecoded. Of a field given twice, the last value counts."""
     if not body:
         raise HttpError(400, "the body is empty; a JSON object is expected")
     if not body.isascii():
@@ -47,17 +45,6 @@ def split_object(body: bytes) -> dict[str, msgspec.Raw]:
     fields = decode(FIELDS, body)
     if len(fields) > MAX_FIELDS:
         raise HttpError(400, f"the body has {len(fields)} fields; at most {MAX_FIELDS} are allowed")
-    # If a name is given twice, the decoder keeps the last value at the position of the first, so iterating over the body
-    # and the kept fields together finds a mismatch at one of the two.
-    kept = iter(fields.items())
-    position = 0
-    while (found := _KEY.match(body, position)) is not None:
-        name = msgspec.json.decode(found[1], type=str)
-        expected, raw = next(kept, ("", msgspec.Raw()))
-        value = bytes(raw)
-        position = found.end() + len(value)
-        if name != expected or not body.startswith(value, found.end()) or _AFTER_VALUE.match(body, position) is None:
-            raise HttpError(400, f"{clip(name)}: the field is given more than once", param=name)
     return fields
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import io
 import os
 import signal
 import tempfile
@@ -17,7 +16,6 @@ from typing import Any, cast
 import pytest
 
 from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig
-from penstock.engine.front import adapter_files
 from penstock.engine.front.answer import Answer, Update, joined
 from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
 from penstock.engine.front.liveness import SILENCE_S
@@ -234,16 +232,6 @@ def test_an_adapter_file_that_blocks_is_refused_and_holds_up_no_request(tmp_path
                 assert (await read(engine.generate([1, 2], GREEDY)))[0].finish_reason == "length"
 
     asyncio.run(run())
-
-
-def test_a_file_that_gives_no_bytes_is_refused_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a mount whose server is gone: the thread that reads hangs in the kernel."""
-    (tmp_path / "adapter_config.json").write_text("{}")
-    is_over = threading.Event()
-    monkeypatch.setattr(adapter_files, "open_regular", lambda _path: is_over.wait() and io.BytesIO())
-    with pytest.raises(AdapterError, match=r"reading adapter_config.json has made no progress for 0.1 s"):
-        asyncio.run(adapter_files.read_ahead(str(tmp_path), stall_s=0.1))
-    is_over.set()
 
 
 def test_signals_for_the_process_group_leave_the_core_to_its_parent() -> None:

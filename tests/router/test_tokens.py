@@ -131,14 +131,6 @@ def test_ids_are_sent_only_where_they_are_beyond_doubt(body: dict[str, Any], is_
     assert (prepared.body_with_ids is not None) == is_exact
 
 
-def test_a_field_that_two_names_share_is_refused_before_anything_is_made_of_it() -> None:
-    raw = b'{"prompt":"a","prompt":"b"}'
-    with pytest.raises(HttpError, match="more than once"):
-        PromptReader(byte_tokenizer()).prepare(
-            COMPLETIONS, raw, msgspec.json.decode(raw, type=RequestFields), Placement(PolicyConfig())
-        )
-
-
 def test_without_a_tokenizer_a_token_is_four_bytes() -> None:
     prepared = _prepared({"prompt": "x" * 400}, PromptReader())
     assert (prepared.num_tokens, prepared.body_with_ids) == (100, None)

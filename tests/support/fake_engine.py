@@ -4,6 +4,7 @@ The tokenizer and the template are real ones, the tokenizer over a vocabulary of
 """
 
 import asyncio
+import contextlib
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -194,7 +195,7 @@ class FakeEngine:
         """Compile the grammar as the core does; return why it is refused."""
         if grammar is not None and self.compiler.cached(grammar) is None:
             try:
-                await asyncio.to_thread(self.compiler.wait, grammar)
+                await asyncio.to_thread(compile_within_limits, self.compiler, grammar)
             except GrammarRefused as error:
                 return f"the grammar cannot be compiled: {error}"
         return None
@@ -229,3 +230,17 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
     if count > 1:
         values[-1] = float("-inf")
     return TokenLogprobs((token, *ids), (-0.5, *values), 1)
+
+
+def compile_within_limits(compiler: Compiler, source: str) -> None:
+    """Compile a grammar as the core does; raise GrammarRefused if it is invalid or exceeds the time limits."""
+    if compiler.cached(source) is not None:
+        return
+    job = compiler.start(source)
+    while not job.result.done():
+        with contextlib.suppress(TimeoutError):
+            job.result.exception(0.05)
+        if limit := job.limit_passed():
+            compiler.give_up(job)
+            raise GrammarRefused(limit)
+    job.result.result()

@@ -21,6 +21,7 @@ import xxhash
 from penstock.cache.tiers.base import Store
 from penstock.executor.protocol import (
     NO_WEIGHTS,
+    AdapterError,
     AdapterInfo,
     Admission,
     ExecutorConfig,
@@ -157,8 +158,11 @@ class OracleExecutor:
     def load_adapter(self, path: str) -> AdapterInfo:
         """Any file that there is in the folder is content."""
         content = hashlib.sha256()
-        for file in sorted(Path(path).glob("*")):
-            content.update(read_regular(file))
+        try:
+            for file in sorted(Path(path).glob("*")):
+                content.update(read_regular(file))
+        except OSError as error:
+            raise AdapterError(f"{error.filename}: {error.strerror}") from None
         self._adapters.add(key := content.hexdigest())
         return AdapterInfo(key, 1, 0)
 

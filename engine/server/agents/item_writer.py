@@ -142,8 +142,8 @@ class ItemWriter(Writer):
 
     def _part(self) -> dict[str, Any]:
         assert self._kind is not None
-        more = {"annotations": [], "logprobs": []} if self._kind == "text" else {}
-        return {"type": TYPES[self._kind][1], "text": "".join(self._text), **more}
+        part: dict[str, Any] = {"type": TYPES[self._kind][1], "text": "".join(self._text)}
+        return part | {"annotations": [], "logprobs": []} if self._kind == "text" else part
 
     def _about(self, kind: str, **fields: Any) -> None:
         """Add an event about the last item."""

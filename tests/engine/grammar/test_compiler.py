@@ -12,6 +12,7 @@ from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest, StructuredOutputs
+from tests.support.fake_engine import compile_within_limits
 from tests.support.grammar_rig import accepts, vocabulary
 from tests.support.refusals import cases
 from tests.support.running_server import until
@@ -43,10 +44,10 @@ BOMBS: dict[str, dict[str, Any]] = dict(
 def test_a_bomb_is_refused_or_harmless(name: str) -> None:
     """Compiled or not: the process lives, the next grammar is served, and the answer is bounded."""
     try:
-        COMPILER.wait(grammar_source(StructuredOutputs(**BOMBS[name])))
+        compile_within_limits(COMPILER, grammar_source(StructuredOutputs(**BOMBS[name])))
     except (InvalidRequest, GrammarRefused) as error:
         assert len(str(error)) < 1000
-    COMPILER.wait(SOURCE)
+    compile_within_limits(COMPILER, SOURCE)
 
 
 def test_the_longest_chain_of_optional_parts_is_refused_before_it_is_worked_on() -> None:
@@ -72,12 +73,12 @@ def test_grammars_that_were_given_up_hold_up_nobody(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compiler_module, "WAIT_LIMIT_S", 0.05)
     for number in range(compiler_module.NUM_THREADS + 1):
         with pytest.raises(GrammarRefused, match="not compiled within"):
-            compiler.wait(source_of(f"slow{number}"))
+            compile_within_limits(compiler, source_of(f"slow{number}"))
     monkeypatch.setattr(compiler_module, "WAIT_LIMIT_S", 30)
-    compiler.wait(source_of("fast"))
+    compile_within_limits(compiler, source_of("fast"))
     before = {thread for thread in threading.enumerate() if thread.name == "grammars"}
     gate.set()
-    compiler.wait(source_of("slow0"))
+    compile_within_limits(compiler, source_of("slow0"))
     assert len(before) > compiler_module.NUM_THREADS
     compiler.close()
 
@@ -95,10 +96,10 @@ def test_a_grammar_that_takes_too_long_is_refused_with_the_limit(monkeypatch: py
     monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 0.05)
     compiler = Slow(vocabulary)
     with pytest.raises(GrammarRefused, match=r"takes longer than 0.05 s"):
-        compiler.wait(SOURCE)
+        compile_within_limits(compiler, SOURCE)
     is_working.clear()
     monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 10)
-    compiler.wait(SOURCE)
+    compile_within_limits(compiler, SOURCE)
     compiler.close()
 
 
@@ -110,10 +111,10 @@ def test_a_busy_machine_refuses_no_grammar_that_an_idle_one_takes(monkeypatch: p
 
     monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 0.3)
     compiler = Waiting(vocabulary)
-    compiler.wait(SOURCE)
+    compile_within_limits(compiler, SOURCE)
     monkeypatch.setattr(compiler_module, "WAIT_LIMIT_S", 0.1)
     with pytest.raises(GrammarRefused, match=r"was not compiled within 0.1 s"):
-        compiler.wait(source_of("abcd"))
+        compile_within_limits(compiler, source_of("abcd"))
     compiler.close()
 
 
@@ -123,7 +124,7 @@ def test_waiting_for_the_vocabulary_does_not_count_against_a_grammar(monkeypatch
         return vocabulary()
 
     monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 0.3)
-    Compiler(load).wait(SOURCE)
+    compile_within_limits(Compiler(load), SOURCE)
 
 
 def test_what_was_compiled_is_kept_and_every_user_gets_a_matcher_of_its_own() -> None:
@@ -171,4 +172,4 @@ def test_a_refusal_carries_llguidance_s_own_words() -> None:
 def test_a_grammar_that_no_text_keeps_to_is_refused_in_words() -> None:
     for grammar in ("start: a\na: a", "start: A\nA: /a/ & /b/"):
         with pytest.raises(GrammarRefused, match="no text at all can keep to it"):
-            COMPILER.wait(grammar_source(StructuredOutputs(grammar=grammar)))
+            compile_within_limits(COMPILER, grammar_source(StructuredOutputs(grammar=grammar)))

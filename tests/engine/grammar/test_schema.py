@@ -12,6 +12,7 @@ from penstock.engine.grammar.compiler import GrammarRefused
 from penstock.engine.grammar.json_schema import prepared
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from tests.support.fake_engine import compile_within_limits
 from tests.support.grammar_rig import COMPILER, accepts, matcher
 from tests.support.refusals import table
 
@@ -43,7 +44,7 @@ def test_a_schema_that_no_grammar_holds_is_refused_with_our_field_and_the_reason
     schema: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises((InvalidRequest, GrammarRefused)) as caught:
-        COMPILER.wait(grammar_source(StructuredOutputs(json=schema), field="some.field"))
+        compile_within_limits(COMPILER, grammar_source(StructuredOutputs(json=schema), field="some.field"))
     assert str(caught.value).removeprefix("some.field: ").startswith(reason)
     assert prepared(schema, "", lenient=True) is not None
 
@@ -51,7 +52,7 @@ def test_a_schema_that_no_grammar_holds_is_refused_with_our_field_and_the_reason
 def test_a_one_of_that_is_not_held_exactly_is_taken_for_any_of_where_the_user_says_so() -> None:
     number = {"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}}
     with pytest.raises(GrammarRefused, match=r".* oneOf .* structured_outputs.coerce_one_of"):
-        COMPILER.wait(grammar_source(StructuredOutputs(json=number)))
+        compile_within_limits(COMPILER, grammar_source(StructuredOutputs(json=number)))
     tag = {"structures": [{"begin": "<", "schema": number, "end": ">"}], "triggers": ["<"]}
     for found, before, after in (
         (matcher(json=number, coerce_one_of=True), "", ""),
