@@ -63,7 +63,7 @@ def run(
     with LLM() as llm:
         tokenizer, ends = llm.get_tokenizer(), sorted(llm.tokenizer.eos_ids)
     chats = [[{"role": "user", "content": text}] for text in texts_of(prompts, count)]
-    asked = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    asked = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
     job = {"max_tokens": max_tokens, "ends": ends}
 
     def answers(python: str, engine: str, model: Path, **options: Any) -> list[Ids]:

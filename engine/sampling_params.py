@@ -51,7 +51,6 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     regex: str | None = None  # the whole answer matches; Rust's syntax, without look-around and back-references
     choice: list[str] | None = None  # one of these texts
     grammar: str | None = None  # Lark, as llguidance has it
-    structural_tag: str | dict[str, Any] | None = None  # free text with constrained pieces between tags
     coerce_one_of: bool = False  # treat a oneOf that cannot be enforced exactly as anyOf
 
     @property
@@ -90,8 +89,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def has_schema(self) -> bool:
-        """True if the value is a JSON schema or contains schemas."""
-        return self.kind in ("json", "structural_tag")
+        """True if the value is a JSON schema."""
+        return self.kind == "json"
 
     @property
     def _forms(self) -> list[str]:

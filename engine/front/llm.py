@@ -18,6 +18,7 @@ import msgspec
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer
+from penstock.engine.front.hf_interface import FamiliarTokenizer
 from penstock.engine.front.labels import asking_for, labels_of, shown
 from penstock.engine.front.offline_call import (
     Bar,
@@ -51,7 +52,7 @@ from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.model_text import load_tokenizer
-from penstock.engine.text.prompt import chat_prompt, pair_prompts
+from penstock.engine.text.prompt import pair_prompts
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.vllm_options import nearest
@@ -136,20 +137,16 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
-        tokenizer, template = self.tokenizer, self.template
-        if tokenizer is not None and chat_template is not None:
-            template = load_template(tokenizer, chat_template)
-        if tokenizer is None or template is None:
+        if self.tokenizer is None:
             raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
-        if documents and not template.has_documents:
-            what = "the model's chat template does not support them; put their text into a message"
-            raise InvalidRequest("documents", what)
+        tokenizer = self.get_tokenizer()
+        if chat_template is not None:
+            tokenizer = tokenizer.with_template(chat_template)
         many: list[Messages] = messages if messages and isinstance(messages[0], list) else [messages]  # type: ignore
         texts = [
-            chat_prompt(
-                template,
+            tokenizer.prompt(
                 conversation,
-                documents=documents,
+                documents,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -190,7 +187,7 @@ class LLM:
         labels_of(self.info, is_scored=True)
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
         texts, adds_special = pair_prompts(self.template, first, second, ("data_1", "data_2"))
-        prompts: list[Prompt] = [*self._tokenizer().encode_batch(texts, adds_special)]
+        prompts: list[Prompt] = [*self.get_tokenizer()(texts, adds_special)["input_ids"]]
         return self._label(prompts, use_tqdm, lambda values: ScoringOutput(values[0]))
 
     def _label(
@@ -207,23 +204,11 @@ class LLM:
         if not sys.is_finalizing():  # else the operating system does it
             self.shutdown()
 
-    def get_tokenizer(self) -> Any:
-        """Return a copy of the model's tokenizer as transformers' PreTrainedTokenizerFast."""
-        from transformers import PreTrainedTokenizerFast  # takes seconds to import
-
-        tokenizer = self._tokenizer()
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer.backend,
-            chat_template=None if self.template is None else self.template.sources,
-            clean_up_tokenization_spaces=False,
-            model_input_names=["input_ids", "attention_mask"],
-            **tokenizer.special_tokens,
-        )
-
-    def _tokenizer(self) -> Tokenizer:
+    def get_tokenizer(self) -> FamiliarTokenizer:
+        """Return the model's tokenizer with the interface of transformers' tokenizers."""
         if self.tokenizer is None:
             raise ValueError("skip_tokenizer: given; there is no tokenizer")
-        return self.tokenizer
+        return FamiliarTokenizer(self.tokenizer, self.template)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that the model's authors recommend."""
@@ -383,7 +368,7 @@ class LLM:
             return None
         if self.tokenizer is None:
             raise InvalidRequest("structured_outputs", "needs a tokenizer, but skip_tokenizer=True")
-        return grammar_source(wanted, self.tokenizer.special_texts)
+        return grammar_source(wanted)
 
     def _run(self, batch: Batch, use_tqdm: Bar, show: Callable[[Answer, str | None], Result]) -> list[Result]:
         """Run the requests; return what `show` makes of each answer and its prompt's text when all are finished."""

@@ -6,7 +6,8 @@
     quoted text     city:<|"|>Ulm<|"|>,far:true                         strings are enclosed in the model's own quotes
 
 Properties are written in the schema's order. If the schema names properties, no others are allowed. A keyword that the
-grammar cannot enforce in a spelling is refused for a strict function and ignored for any other function.
+grammar cannot enforce in a spelling is refused for a strict function and ignored for any other function. The `format`
+of a string that is not written as JSON is an annotation.
 """
 
 import json
@@ -15,8 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.engine.grammar.json_schema import lark_json, lark_prepared, prepared
-from penstock.engine.grammar.rules import ANY, BLANK, Rules, escaped, slashed
+from penstock.engine.grammar.json_schema import lark_json, prepared
+from penstock.engine.grammar.rules import ANY, BLANK, Rules, escaped
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.tools.arguments import Parameters, kinds, target, typed
 from penstock.engine.text.tools.call_kinds import ToolFormat
@@ -27,40 +28,20 @@ from penstock.engine.text.tools.scan import MAX_DEPTH
 # choice, and the grammar can force these tokens instead of sampling them.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MAX_LENGTH = 2000  # largest minLength or maxLength: each character is a state of the lexer, which has 50,000
-_OF_STRINGS = frozenset(("minLength", "maxLength", "pattern", "format"))
-_OF_ARGUMENTS = frozenset(("type", "properties", "required", "additionalProperties"))
-_OF_OTHERS = frozenset((
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
-    *("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"),
-))  # fmt: skip
-# The keywords that llguidance enforces, and those that it does not; all others are annotations.
-_HELD = _OF_STRINGS | _OF_OTHERS | {"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf"}
-_UNHELD = frozenset((
-    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
-    *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems"),
-))  # fmt: skip
+_COMBINING = frozenset(("$ref", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "enum", "const"))
+# Keywords that are not enforced on a value of these types unless it is written as JSON.
+_UNHELD = {
+    "string": _COMBINING | {"pattern"},
+    "array": _COMBINING | {"prefixItems", "contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems"},
+    "object": _COMBINING
+    | {"patternProperties", "propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"}
+    | {"dependencies", "dependentRequired", "dependentSchemas"},
+}
+_OF_NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 # First characters of values that the parser of the answer would not read as a string.
 _BEGINNINGS = {"array": r"\[", "object": r"\{", "integer": "-0-9", "number": "-0-9"}
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"  # property names if the schema names none
 _ROOT = "arguments"  # the key in `$defs` under which a part of the schema refers to the whole schema
-# These match a subset of each format. The only invalid match is 29 February in a common year, as in llguidance.
-_LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
-_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_DATE = r"[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|[12][0-9]))"
-_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
-    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
-    "ipv6": "[0-9a-fA-F]{1,4}(:[0-9a-fA-F]{1,4}){7}",
-    "hostname": rf"{_LABEL}(\.{_LABEL})*",
-    "email": rf"[A-Za-z0-9_+\-]+(\.[A-Za-z0-9_+\-]+)*@{_LABEL}(\.{_LABEL})+",
-    "uri": r"[a-z][a-z0-9+.\-]*:\/\/[A-Za-z0-9._~:\/?@!$&'()*+,;=\-]+",
-    "duration": r"P([0-9]+W|[0-9]+D(T[0-9]+H)?|T[0-9]+(H([0-9]+M)?|M([0-9]+S)?|S))",
-}
 
 
 def argument_rules(rules: Rules, form: ToolFormat, function: ToolSpec, index: int) -> str:
@@ -70,10 +51,14 @@ def argument_rules(rules: Rules, form: ToolFormat, function: ToolSpec, index: in
         schema = {**function.parameters}
         if not function.is_strict or "type" not in schema:
             schema["type"] = "object"
-        coerces = function.coerce_one_of
-        return rules.shared(lark_json(schema, "tools", not function.is_strict, function.name, coerces, **_SPACING))
+        return rules.shared(lark_json(prepared(schema, "tools", function.name), **_options(function)))
     kind = {"": _Tagged, '"': _Python}.get(form.parameters.quote, _Quoted)
     return rules.shared(kind(rules, form, function, f"value_{index}").all())
+
+
+def _options(function: ToolSpec) -> dict[str, Any]:
+    is_lenient = not function.is_strict
+    return {"lenient": is_lenient, "coerce_one_of": is_lenient or function.coerce_one_of, **_SPACING}
 
 
 class _Arguments(ABC):
@@ -85,19 +70,18 @@ class _Arguments(ABC):
         assert form.parameters is not None
         self._rules, self._form, self._function, self._prefix = rules, form, function, prefix
         self._parameters: Parameters = form.parameters
-        schema = {"type": "object", **function.parameters}
-        self._root = prepared(schema, "tools", not function.is_strict, function.name)
+        self._root = prepared({"type": "object", **function.parameters}, "tools", function.name)
 
     def all(self) -> str:
         """Return the Lark expression for all arguments."""
-        schema = self._held(self._root)
+        schema = self._root
         for _ in range(MAX_DEPTH):  # bounded, because a chain of references may be circular
-            schema = self._held(self._target(schema["$ref"])) if "$ref" in schema else schema
+            schema = self._target(schema["$ref"]) if "$ref" in schema else schema
         parameters = self._parameters
         return self._object(schema, parameters.before_key, parameters.before_value, parameters.join)
 
     def _object(self, schema: Mapping[str, Any], before_key: str, colon: str, join: str) -> str:
-        self._check(schema, _OF_ARGUMENTS)
+        self._check(schema, "object")
         text, pairs = self._rules.text, []
         properties, required = schema.get("properties", {}), schema.get("required", ())
         others = schema.get("additionalProperties", True)
@@ -127,59 +111,36 @@ class _Arguments(ABC):
     def _value(self, schema: Any) -> str:
         """Return the Lark expression for one value and the text that closes it."""
 
-    # -- schemas ---------------------------------------------------------------------------------------------
-
-    def _branches(self, schema: Any, seen: set[str] | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the alternatives of a schema. Each is an enumeration, has one type, or has no constraint. A reference
-        is followed only once, because references may be circular."""
-        seen, found = set() if seen is None else seen, self._held(schema)
-        several = next((name for name in ("anyOf", "oneOf") if name in found), "")
-        if not several and len(found.get("allOf", ())) == 1:
-            several = "allOf"
-        if several == "oneOf" and not self._function.coerce_one_of and not self._are_of_different_types(found["oneOf"]):
-            self._refuse("oneOf: two of its schemas can hold for the same value")
-        if "$ref" in found:
-            self._check(found, frozenset(("$ref",)))
-            if found["$ref"] not in seen:
-                seen.add(found["$ref"])
-                yield from self._branches(self._target(found["$ref"]), seen)
-        elif several:
-            rest = {name: inner for name, inner in found.items() if name != several}
-            for member in map(self._held, found[several]):
-                if any(rest[name] != member[name] for name in rest.keys() & member.keys()):
-                    self._refuse(f"{several}: beside a keyword that its schemas have as well")
-                yield from self._branches({**rest, **member}, seen)
-        elif isinstance(types := found.get("type"), list) and not found.keys() & {"enum", "const"}:
-            yield from ({**found, "type": kind} for kind in types)
-        else:
-            if found and not found.keys() & {"type", "enum", "const"}:
-                self._refuse(f"{min(found)}: without a type")
-                found = {}
-            yield found
-
-    def _held(self, schema: Any) -> dict[str, Any]:
-        """Return the enforced keywords of a schema; refuse keywords that cannot be enforced."""
-        if schema is False:
-            self._refuse("false")
+    def _branches(self, schema: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
+        """Yield the alternatives of a schema. A reference is followed only once, because references may be circular."""
         if not isinstance(schema, dict):
-            return {}
-        if unheld := schema.keys() & _UNHELD:
-            self._refuse(min(unheld))
-        return {name: schema[name] for name in schema if name in _HELD}
-
-    def _are_of_different_types(self, schemas: list[Any]) -> bool:
-        types = [kinds(schema, self._root) for schema in schemas]
-        return len(frozenset().union(*types)) == sum(map(len, types))
+            if schema is False:
+                self._refuse("false")
+            schema = {}
+        union = next((name for name in ("anyOf", "oneOf", "allOf") if name in schema), "")
+        if "$ref" in schema:
+            if schema["$ref"] not in seen:
+                seen.add(schema["$ref"])
+                yield from self._branches(self._target(schema["$ref"]), seen)
+        elif union:
+            is_exact = union == "anyOf" or len(schema[union]) == 1 or self._function.coerce_one_of
+            if not is_exact or schema.keys() - {union, "discriminator", "type"}:
+                self._refuse(f"{union}: beside other keywords, or not exactly")
+            for member in schema[union]:
+                yield from self._branches(member, seen)
+        else:
+            yield schema
 
     def _target(self, reference: str) -> Any:
         found = target(reference, self._root)
         if not isinstance(found, dict) or not reference.startswith("#"):
             self._refuse(f"$ref: {reference[:100]!r} is not a place in this schema")
+            return {}
         return found
 
-    def _check(self, schema: Mapping[str, Any], known: frozenset[str]) -> None:
-        if schema.keys() - known:
-            self._refuse(min(schema.keys() - known))
+    def _check(self, schema: Mapping[str, Any], kind: str) -> None:
+        if unheld := schema.keys() & _UNHELD[kind]:
+            self._refuse(min(unheld))
 
     def _refuse(self, what: str) -> None:
         if self._function.is_strict:
@@ -191,18 +152,14 @@ class _Arguments(ABC):
         found = kinds(branch, self._root)
         return sorted(found - {"integer"} if "number" in found else found)
 
-    # -- values ----------------------------------------------------------------------------------------------
-
     def _json(self, branch: Mapping[str, Any], kind: str) -> str:
         """Return the name of a rule for a value of this type, written as JSON."""
-        is_lenient = not self._function.is_strict
-        options = {"lenient": is_lenient, "coerce_one_of": is_lenient or self._function.coerce_one_of, **_SPACING}
         branch = {**branch, "type": kind}
         schema = _moved(branch)
         if schema != branch:  # the branch has references, which are relative to the whole schema
             root = {name: inner for name, inner in self._root.items() if name not in ("$id", "id")}
             schema["$defs"] = {_ROOT: _moved(root)}
-        return self._rules.shared(lark_prepared(schema, **options))
+        return self._rules.shared(lark_json(schema, **_options(self._function)))
 
     def _until(self, pattern: str, mark: str) -> str:
         """Return the name of a rule for text of this pattern, up to and including a mark."""
@@ -210,26 +167,14 @@ class _Arguments(ABC):
         terminal = self._rules.shared(f"{pattern} & ~/{ANY}{escaped(mark)}{ANY}/", is_terminal=True)
         return self._rules.shared(f"{terminal} {behind}", is_lazy=behind.startswith('"'))
 
-    def _patterns(self, branch: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the regular expressions that a string of this branch must all match."""
+    def _text(self, branch: Mapping[str, Any]) -> str:
+        """Return the regular expression of a string that is not written as JSON."""
+        self._check(branch, "string")
         low, high = branch.get("minLength", 0), branch.get("maxLength", "")
         if max(low, high or 0) > _MAX_LENGTH:
             self._refuse(f"a length above {_MAX_LENGTH}")
-            low, high = 0, ""
-        found = [f"(.|\\n){{{low},{high}}}"] if low or high != "" else []
-        found += [_FORMATS[branch["format"]]] if "format" in branch else []
-        if body := branch.get("pattern"):
-            flat = re.sub(r"\[(\\.|[^\]])*\]|\\.", "x", body)
-            while (inner := re.sub(r"\([^()]*\)", "x", flat)) != flat:
-                flat = inner
-            if "|" in flat or set("^$") & set(flat[1:-1]):
-                self._refuse("pattern: one with anchors or alternatives side by side")
-                return tuple(found)
-            ends = "" if flat.startswith("^") else ANY, "" if flat.endswith("$") else ANY
-            body = body[not ends[0] : len(body) - (not ends[1])]
-            found.append(f"{ends[0]}({slashed(body)}){ends[1]}")
-        self._check(branch, _OF_STRINGS | _OF_OTHERS | {"type"})
-        return tuple(found)
+            return ANY
+        return f"(.|\\n){{{low},{high}}}" if low or high != "" else ANY
 
 
 class _Tagged(_Arguments):
@@ -242,32 +187,29 @@ class _Tagged(_Arguments):
         closer, wanted = self._parameters.after_value, kinds(schema, self._root)
         mark, behind = closer.strip(), self._rules.text(closer)
         ways: list[str] = []
-        like_text: list[str] = []  # values of other types, whose text an unconstrained string could match as well
-        strings: list[tuple[str, ...]] = []
+        patterns: list[str] = []
         excluded = set(wanted & {"array", "object"})
-        for branch in self._branches(schema):
+        for branch in self._branches(schema, set()):
             if (values := _values(branch)) is not None:
                 texts = {value if isinstance(value, str) else json.dumps(value): value for value in values}
                 texts = {text: value for text, value in texts.items() if json.loads(typed(text, wanted)) == value}
                 words = [escaped(text) for text, value in texts.items() if isinstance(value, str) and mark not in text]
-                strings += [(f"({'|'.join(words)})",)] if words else []
+                patterns += [f"({'|'.join(words)})"] if words else []
                 ways += [f"{json.dumps(text)} {behind}" for text in texts if not isinstance(texts[text], str)]
                 continue
             for kind in self._types(branch):
                 if kind == "string":
-                    strings.append(self._patterns(branch))
+                    patterns.append(self._text(branch))
                     continue
-                if "string" not in wanted or _OF_OTHERS & branch.keys():
+                if branch.keys() & _OF_NUMBERS:
                     excluded.add(kind)
-                (ways if kind in excluded else like_text).append(f"{self._json(branch, kind)} {behind}")
-        if () not in strings:
-            ways += like_text
+                ways.append(f"{self._json(branch, kind)} {behind}")
         beginnings = "".join(_BEGINNINGS.get(kind, "") for kind in sorted(excluded))
         without = rf" & ~/{BLANK}[{beginnings}]{ANY}/" if beginnings else ""
         line = "\\n" if self._parameters.trims else ""
-        for patterns in dict.fromkeys(strings):
-            text = " & ".join(f"/{pattern}{line}/" for pattern in patterns or (ANY,))
-            ways.append(f"{self._until(text + without, mark)} {self._rules.text(closer[len(closer.rstrip()) :])}")
+        for pattern in dict.fromkeys(patterns):
+            text = self._until(f"/{pattern}{line}/{without}", mark)
+            ways.append(f"{text} {self._rules.text(closer[len(closer.rstrip()) :])}")
         if not ways:
             self._refuse("enum: none of the values can be written")
             return self._value({})
@@ -281,7 +223,7 @@ class _Python(_Arguments):
 
     def _value(self, schema: Any) -> str:
         ways: list[str] = []
-        for branch in self._branches(schema):
+        for branch in self._branches(schema, set()):
             if (values := _values(branch)) is not None:
                 texts = (str(value) if value in (True, False, None) else json.dumps(value) for value in values)
                 ways += map(json.dumps, texts)
@@ -305,7 +247,7 @@ class _Quoted(_Arguments):
         key = json.dumps(schema, sort_keys=True)
         if key not in self._known:  # registered before the body is built, which may refer to the same rule
             name = self._known[key] = f"{self._prefix}_{len(self._known)}"
-            ways = dict.fromkeys(way for branch in self._branches(schema) for way in self._ways(branch))
+            ways = dict.fromkeys(way for branch in self._branches(schema, set()) for way in self._ways(branch))
             self._rules.lines.append(f"{name}: {' | '.join(ways)}")
         return self._known[key]
 
@@ -316,10 +258,9 @@ class _Quoted(_Arguments):
             return
         for kind in self._types(branch):
             if kind == "string":
-                text = " & ".join(f"/{pattern}/" for pattern in self._patterns(branch) or (ANY,))
-                yield f"{self._rules.text(quote)} {self._until(text, quote)}"
+                yield f"{self._rules.text(quote)} {self._until(f'/{self._text(branch)}/', quote)}"
             elif kind == "array":
-                self._check(branch, frozenset(("type", "items", "minItems", "maxItems")))
+                self._check(branch, "array")
                 item, low, high = (
                     self._value(branch.get("items", True)),
                     branch.get("minItems", 0),

@@ -1,16 +1,16 @@
 """Prepares JSON schemas for llguidance, which enforces every keyword of a schema or refuses the schema.
 
 A copy of the schema is adjusted where llguidance differs from JSON Schema: an unknown `format` is an annotation in JSON
-Schema but an error in llguidance, and patterns are translated from ECMA 262 (ecma.py). Values with characters that JSON
-can only write as \\u00xx are refused, because answers never contain such escapes. llguidance options are removed.
+Schema but an error in llguidance, and brackets in patterns follow ECMA 262. Values with characters that JSON can only
+write as \\u00xx are refused, because answers never contain such escapes. llguidance options are removed.
 """
 
 import json
+import re
 from typing import Any
 
 import msgspec
 
-from penstock.engine.grammar.ecma import UNWRITABLE, translated
 from penstock.engine.sampling_params import InvalidRequest, check_depth
 
 WHITESPACE = r"( |\n[ \t]{0,32})?"  # compact, one space, or indented
@@ -18,12 +18,12 @@ WHITESPACE = r"( |\n[ \t]{0,32})?"  # compact, one space, or indented
 ESCAPES = 'nrbtf\\"'
 FORMATS = frozenset(("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 # Removed, so that descriptions of tools do not count towards the size of a grammar.
-_ANNOTATIONS = frozenset(("title", "description", "default", "example", "examples", "$comment"))
+_ANNOTATIONS = frozenset(("title", "description", "default", "example", "examples", "$comment", "x-guidance"))
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-
-
-class _NotHeld(Exception):
-    """Raised for a keyword whose value cannot be enforced by a grammar."""
+_UNWRITABLE = re.compile("[\0-\x07\x0b\x0e-\x1f\x7f]")  # llguidance would silently drop them from a fixed text
+_PIECE = re.compile(r"\\.|\[\^?|.", re.DOTALL)  # of a pattern: an escape, an opening bracket or a character
+_SPACE = r"\t\n\x0b\x0c\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
+_TRANSLATED = {".": r"[^\n\r\x{2028}\x{2029}]", r"\s": f"[{_SPACE}]", r"\S": f"[^{_SPACE}]"}
 
 
 def parsed(value: str | dict[str, Any] | bool, field: str) -> Any:
@@ -41,18 +41,18 @@ def parsed(value: str | dict[str, Any] | bool, field: str) -> Any:
     return found
 
 
-def prepared(schema: Any, field: str, lenient: bool = False, name: str = "") -> dict[str, Any]:
+def prepared(schema: Any, field: str, name: str = "") -> dict[str, Any]:
     """Return the schema adjusted for llguidance; raise InvalidRequest naming `field`.
 
-    The schema is not compiled here: only the threads of `Compiler` have a stack large enough for a hostile one.
-    `lenient` drops keywords that cannot be enforced. `name` is the owner of the schema, for error messages.
+    The schema is not compiled here: only the threads of `Compiler` have a stack large enough for a hostile one. `name`
+    is the owner of the schema, for error messages.
     """
     place = f"{name}: " if name else ""
     if isinstance(schema, dict):
         check_depth(field, schema)
         try:
-            schema = _adjusted(schema, lenient)
-        except _NotHeld as error:
+            schema = _adjusted(schema)
+        except ValueError as error:
             raise InvalidRequest(field, f"{place}{error}") from None
     elif not isinstance(schema, bool):
         raise InvalidRequest(field, f"{place}{type(schema).__name__} given; a JSON schema is an object, true or false")
@@ -60,41 +60,36 @@ def prepared(schema: Any, field: str, lenient: bool = False, name: str = "") -> 
     return found
 
 
-def lark_json(
-    schema: Any, field: str, lenient: bool = False, name: str = "", coerce_one_of: bool = False, **options: Any
-) -> str:
-    """Return the schema as a Lark expression. `options` are passed to llguidance."""
-    found = prepared(schema, field, lenient, name)
-    return lark_prepared(found, lenient=lenient, coerce_one_of=lenient or coerce_one_of, **options)
-
-
-def lark_prepared(schema: dict[str, Any], **options: Any) -> str:
+def lark_json(schema: dict[str, Any], **options: Any) -> str:
+    """Return a prepared schema as a Lark expression. `options` are passed to llguidance."""
     text = json.dumps({**schema, "x-guidance": {"json_allowed_escapes": ESCAPES, **options}}, ensure_ascii=False)
     return "%json " + text.replace("::=", ":\\u003a=")  # "::=" would make the grammar look like another dialect
 
 
-def _adjusted(schema: Any, lenient: bool) -> Any:
+def _adjusted(schema: Any) -> Any:
     """Return a copy of the schema adjusted for llguidance. The value of an unknown keyword is treated as a schema,
-    because a reference may point into it."""
+    because a reference may point into it. Raise ValueError for a value that cannot be written."""
     if isinstance(schema, list):
-        return [_adjusted(member, lenient) for member in schema]
+        return [_adjusted(member) for member in schema]
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
     for keyword, value in schema.items():
-        if (
-            keyword == "x-guidance"
-            or keyword in _ANNOTATIONS
-            or (keyword == "format" and not (isinstance(value, str) and value in FORMATS))
-        ):
+        is_unknown_format = keyword == "format" and not (isinstance(value, str) and value in FORMATS)
+        # llguidance refuses uniqueItems with any value.
+        if keyword in _ANNOTATIONS or is_unknown_format or (keyword == "uniqueItems" and value is False):
             continue
-        if keyword == "uniqueItems" and value is False:
-            continue  # llguidance refuses the keyword with any value
-        try:
-            found[keyword] = _keyword(keyword, value, lenient)
-        except _NotHeld:
-            if not lenient:
-                raise
+        if keyword in ("const", "enum"):
+            if (unwritable := _UNWRITABLE.search(_text(value))) is not None:
+                raise ValueError(f"{keyword}: {unwritable[0]!r} cannot be written without an escape")
+            found[keyword] = value
+        elif keyword == "pattern" and isinstance(value, str):
+            found[keyword] = _pattern(value)
+        elif keyword in _NAMED and isinstance(value, dict):
+            names = map(_pattern, value) if keyword == "patternProperties" else iter(value)
+            found[keyword] = {name: _adjusted(inner) for name, inner in zip(names, value.values(), strict=True)}
+        else:
+            found[keyword] = _adjusted(value)
     if "oneOf" in found:
         # To see that the schemas exclude each other, llguidance follows references only if the oneOf has a sibling
         # keyword that is not an annotation. This one has no effect on answers.
@@ -102,46 +97,21 @@ def _adjusted(schema: Any, lenient: bool) -> Any:
     return found
 
 
-def _keyword(keyword: str, value: Any, lenient: bool) -> Any:
-    if keyword in ("const", "enum"):
-        return _writable(keyword, value)
-    if isinstance(value, int):
-        _check_integers(keyword, value)
-    if keyword == "pattern" and isinstance(value, str):
-        return _pattern(value)
-    if keyword in _NAMED and isinstance(value, dict):
-        names = map(_pattern, value) if keyword == "patternProperties" else iter(value)
-        return {name: _adjusted(inner, lenient) for name, inner in zip(names, value.values(), strict=True)}
-    return _adjusted(value, lenient)
-
-
 def _pattern(pattern: str) -> str:
-    try:
-        return translated(pattern)
-    except ValueError as error:
-        raise _NotHeld(f"pattern {pattern[:100]!r}: {error}") from None
-
-
-def _check_integers(keyword: str, value: Any) -> None:
-    """Raise _NotHeld for an integer beyond 64 bits, which llguidance would read as a float."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, list):
-        for member in value:
-            if not isinstance(member, str):
-                _check_integers(keyword, member)
-    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise _NotHeld(f"{keyword}: an integer beyond 64 bits")
-
-
-def _writable(keyword: str, value: Any) -> Any:
-    """Return the value of `const` or `enum` without members that need a \\u escape; raise _NotHeld if none is left."""
-    _check_integers(keyword, value)
-    values = value if keyword == "enum" and isinstance(value, list) else [value]
-    found = [value for value in values if UNWRITABLE.isdisjoint(_text(value))]
-    if values and not found:
-        raise _NotHeld(f"{keyword}: no value can be written without a control character")
-    return value if keyword == "const" else found
+    """Translate a pattern from ECMA 262 to Rust, where `.` and `\\s` differ and brackets may contain operators."""
+    parts, is_in_brackets = [], False
+    for piece in _PIECE.findall(pattern):
+        if piece == "\\":
+            raise ValueError(f"pattern {pattern[:100]!r} ends in a backslash")
+        if not is_in_brackets:
+            parts.append(_TRANSLATED.get(piece, piece))
+            is_in_brackets = piece[0] == "["
+        elif piece == r"\s":
+            parts.append(_SPACE)
+        else:
+            parts.append("\\" + piece if piece[0] in "[&~" else piece)
+            is_in_brackets = piece != "]"
+    return "".join(parts)
 
 
 def _text(value: Any) -> str:

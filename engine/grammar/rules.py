@@ -8,8 +8,8 @@ import json
 import re
 from collections.abc import Mapping
 
-from penstock.engine.grammar.json_schema import WHITESPACE, lark_json, parsed
-from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from penstock.engine.grammar.json_schema import WHITESPACE, lark_json, parsed, prepared
+from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tools.thinking import Thinking
 
 ANY = r"(.|\n)*"
@@ -82,17 +82,15 @@ class Rules:
         if kind in ("json", "json_object"):
             field = "structured_outputs.json"
             schema = {"type": "object"} if kind == "json_object" else parsed(value, field)
-            body = lark_json(schema, field, coerce_one_of=wanted.coerce_one_of, whitespace_pattern=WHITESPACE)
+            body = lark_json(prepared(schema, field), coerce_one_of=wanted.coerce_one_of, whitespace_pattern=WHITESPACE)
         elif kind == "regex":
             body = f"/{slashed(value)}/"
             if thinking is not None and not (thinking.is_open or thinking.marks.is_implied):
                 body += f" & ~/(?s:{BLANK}{re.escape(thinking.marks.open)}.*)/"  # this is reasoning, not the answer
         elif kind == "choice":
             body = " | ".join(json.dumps(text) for text in dict.fromkeys(value))
-        elif kind == "grammar":
-            body = f"%lark {{\n{value}\n}}"
         else:
-            raise InvalidRequest("structured_outputs.structural_tag", "cannot be combined with tools")
+            body = f"%lark {{\n{value}\n}}"
         name = "ANSWER" if kind == "regex" else "answer"
         self.lines.append(f"{name}: {body}")
         return name

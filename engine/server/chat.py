@@ -69,8 +69,6 @@ async def _ask(
     wanted = wanted_outputs(request, service.config.coerce_one_of)
     tools = service.tools
     calls = tools.calls(request)
-    if calls is not None:
-        tools.check_together(calls, wanted.outputs)
     special: dict[str, Any] = {"structured_outputs": wanted.outputs}
     special["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     if max_tokens is not None or "max_tokens" not in service.config.default_sampling:

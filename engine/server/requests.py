@@ -56,10 +56,8 @@ class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    structures: list[dict[str, Any]] = []
-    triggers: list[str] = []
 
 
 class PromptRequest(msgspec.Struct, kw_only=True):

@@ -109,7 +109,7 @@ class Service:
         """Return the grammar for the requested format, for `generate`. The core compiles it later; see `compiled`."""
         if wanted.outputs is None:
             return None
-        return grammar_source(wanted.outputs, self.tokenizer.special_texts, wanted.field)
+        return grammar_source(wanted.outputs, wanted.field)
 
     async def compiled(self, call: Call, wanted: Wanted) -> None:
         """Wait for the first tokens of a call with a grammar. The core may refuse the grammar, and a 400 is only

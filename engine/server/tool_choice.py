@@ -186,10 +186,6 @@ class Tools:
         names = clip(", ".join(function.name for function in calls.functions))
         log.warning("tools %s: optional calls are held to no grammar: %s", names, refusal.message)
 
-    def check_together(self, calls: Calls, answer: StructuredOutputs | None) -> None:
-        if not calls.must and answer is not None and answer.kind == "structural_tag":
-            raise InvalidRequest("tools", "cannot be combined with a structural tag")
-
     def _thinking(self, marks: thinking.Marks, prompt: list[int], begun: str) -> Thinking:
         num_tokens = END_TOKENS + len(begun.encode())
         end = self._tokenizer.decode(prompt[-num_tokens:], skip_special_tokens=False)
@@ -204,8 +200,7 @@ class Tools:
         if calls is not None and calls.must:
             answer = None  # a required call follows the tool's schema; the format only applies to text
         thought = None if thought is None or thought.is_over else thought
-        # The text before a structural tag is free, so it may contain reasoning.
-        if calls is None and (answer is None or thought is None or answer.kind == "structural_tag"):
+        if calls is None and (answer is None or thought is None):
             return answer
         if is_harmony(calls, thought):
             return StructuredOutputs(grammar=messages_grammar(self._special_ids, calls, answer))

@@ -35,7 +35,6 @@ def nested(depth: int) -> dict[str, Any]:
         {"json_object": False, "regex": "a+"},
         {"choice": ["yes", "no"]},
         {"grammar": 'start: "a"'},
-        {"structural_tag": {"structures": [], "triggers": []}},
         {"json": nested(MAX_GRAMMAR_DEPTH)},
     ],
 )

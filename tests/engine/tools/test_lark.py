@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
-from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.thinking import MISTRAL, THINK, Thinking
@@ -183,8 +183,3 @@ def test_a_hundred_functions_make_one_grammar() -> None:
     for (name, form), must in itertools.product(FORMATS.items(), (True, False)):
         source = lark(False, Calls(form, functions, must, True))
         assert verdict(False, source, CALL[name].replace("weather", "f77")) == "accepted"
-
-
-def test_a_structural_tag_cannot_be_mixed_in() -> None:
-    with pytest.raises(InvalidRequest, match="structural_tag"):
-        grammar({}, calls_of("hermes"), StructuredOutputs(structural_tag={"structures": [], "triggers": []}))

@@ -1,0 +1,90 @@
+"""A model's tokenizer with the interface of transformers' tokenizers: what `LLM.get_tokenizer()` returns."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.text.prompt import chat_prompt
+from penstock.engine.text.template import ChatTemplate, load_template
+from penstock.engine.text.template_messages import Message
+from penstock.engine.text.tokenizer import Tokenizer
+
+
+class Encoded(dict[str, Any]):
+    """A dictionary whose entries can be read as attributes, like transformers' BatchEncoding."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class FamiliarTokenizer:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        self.vocab_size = tokenizer.vocab_size
+        self.bos_token, self.eos_token = map(tokenizer.special_tokens.get, ("bos_token", "eos_token"))
+        # The tokenizer's own end token, as in transformers. Generation may stop at other ids as well.
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = map(
+            tokenizer.special_id, ("bos_token", "eos_token", "pad_token")
+        )
+
+    def with_template(self, chat_template: str) -> "FamiliarTokenizer":
+        """Return this tokenizer with another chat template, given as its text or its file."""
+        return FamiliarTokenizer(self._tokenizer, load_template(self._tokenizer, chat_template))
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> "Encoded":
+        texts = [text] if isinstance(text, str) else text
+        many = self._tokenizer.encode_batch(texts, add_special_tokens)
+        masks = [[1] * len(ids) for ids in many]
+        if isinstance(text, str):
+            return Encoded(input_ids=many[0], attention_mask=masks[0])
+        return Encoded(input_ids=many, attention_mask=masks)
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
+        return self._tokenizer.decode([token_ids] if isinstance(token_ids, int) else token_ids, skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        conversation: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> str | list[int]:
+        """Return the conversation's prompt as text, or as token ids; the same prompt as `LLM.chat` makes.
+
+        `template_kwargs` are variables of the template.
+        """
+        text = self.prompt(
+            conversation,
+            documents,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=template_kwargs,
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def prompt(self, conversation: list[Message], documents: list[dict[str, Any]] | None = None, **options: Any) -> str:
+        """Render a conversation. The options are those of `chat_prompt`."""
+        if self._template is None:
+            raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
+        if documents and not self._template.has_documents:
+            raise InvalidRequest(
+                "documents", "the model's chat template does not support them; put their text into a message"
+            )
+        return chat_prompt(self._template, conversation, documents=documents, **options)
