@@ -19,10 +19,13 @@ def wanted_outputs(request: GenerateRequest, coerce_one_of: bool) -> Wanted:
     """Return the requested output format, validated as far as possible without compiling it. `coerce_one_of`: the
     server's setting for all requests."""
     wanted = Wanted(request.structured_outputs)
-    if request.response_format is not None and request.response_format.type != "text":
+    form = request.response_format
+    if form is not None and form.json_schema is not None and form.type != "json_schema":  # it would have no effect
+        raise InvalidRequest("response_format.json_schema", f"the type is {form.type!r}; only 'json_schema' has it")
+    if form is not None and form.type != "text":
         if wanted.outputs is not None:
             raise InvalidRequest("structured_outputs", "give only one of it and response_format")
-        wanted = _of_format(request.response_format)
+        wanted = _of_format(form)
     if wanted.outputs is not None:
         wanted.outputs.check(wanted.field)
         if coerce_one_of and wanted.outputs.has_schema:
@@ -32,8 +35,6 @@ def wanted_outputs(request: GenerateRequest, coerce_one_of: bool) -> Wanted:
 
 def _of_format(given: ResponseFormat) -> Wanted:
     if given.type == "json_object":
-        if given.json_schema is not None:  # it would be ignored silently
-            raise InvalidRequest("response_format.json_schema", "the type is 'json_object'; only 'json_schema' has it")
         return Wanted(StructuredOutputs(json_object=True), "response_format")
     if given.json_schema is None or given.json_schema.schema is None:
         field = "response_format.json_schema" + ("" if given.json_schema is None else ".schema")
