@@ -1,12 +1,5 @@
 // The live charts: read /metrics once a second, compare it with the samples of the last minute, and redraw.
 
-const LATENCIES = [
-  ["First token", "vllm:time_to_first_token_seconds"],
-  ["Between tokens", "vllm:inter_token_latency_seconds"],
-  ["Whole request", "vllm:e2e_request_latency_seconds"],
-  ["In the queue", "vllm:request_queue_time_seconds"],
-];
-
 /** Read /metrics once a second, and draw the visible charts. */
 function startWatch() {
   const history = new History();
@@ -21,14 +14,16 @@ function drawLive(history) {
   const now = history.now;
   byId("tiles").replaceChildren(...liveTiles(history));
   byId("tiers").replaceChildren(...tierMeters(now));
-  byId("latency").replaceChildren(...LATENCIES.map(([label, name]) => chart(label, history.histogram(name))));
 }
 
 function liveTiles(history) {
   const gauge = (label, name) => tile(label, [figure(total(history.now, name)), ""], history.values(name));
   const speed = (label, name) => tile(label, [figure(history.rate(name)), "tok/s"], history.rates(name));
-  const steps = ["penstock:step_seconds_sum", "penstock:step_seconds_count"];
-  const [seconds, counts] = steps.map((name) => history.rates(name));
+  const mean = (label, name) => {
+    const [seconds, counts] = [history.rates(`${name}_sum`), history.rates(`${name}_count`)];
+    const line = counts.map((rate, i) => (rate > 0 ? seconds[i] / rate : 0));
+    return tile(label, duration(history.ratio(`${name}_sum`, `${name}_count`)), line);
+  };
   const hits = ["vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"];
   return [
     gauge("Running", "vllm:num_requests_running"),
@@ -36,7 +31,11 @@ function liveTiles(history) {
     speed("Generated", "vllm:generation_tokens_total"),
     speed("Prompts", "vllm:prompt_tokens_total"),
     tile("Prefix hits", [percent(history.ratio(...hits)), "%"], history.rates(hits[0])),
-    tile("Step", duration(history.ratio(...steps)), counts.map((rate, i) => (rate > 0 ? seconds[i] / rate : 0))),
+    mean("Step", "penstock:step_seconds"),
+    mean("In the queue", "vllm:request_queue_time_seconds"),
+    mean("First token", "vllm:time_to_first_token_seconds"),
+    mean("Between tokens", "vllm:inter_token_latency_seconds"),
+    mean("Whole request", "vllm:e2e_request_latency_seconds"),
   ];
 }
 
@@ -128,20 +127,6 @@ class History {
   values(name) {
     return this.looks.map(({ series }) => total(series, name) ?? 0);
   }
-
-  /** Return a histogram as non-cumulative [{upTo, count}] for the last minute. */
-  histogram(name) {
-    const read = (series) => byLabel(series, `${name}_bucket`, "le");
-    const now = read(this.now);
-    const before = read(this.looks[0].series);
-    let seen = 0;
-    return [...now].map(([le, value]) => {
-      const cumulated = value - (before.get(le) ?? 0);
-      const count = cumulated - seen;
-      seen = cumulated;
-      return { upTo: le === "+Inf" ? Infinity : Number(le), count };
-    });
-  }
 }
 
 function between(first, last, name) {
@@ -149,25 +134,6 @@ function between(first, last, name) {
   const now = total(last.series, name);
   if (seconds <= 0 || now === undefined) return undefined;
   return (now - (total(first.series, name) ?? 0)) / seconds;
-}
-
-/**
- * Return a quantile as [sign, value], interpolated within its bucket, as in Prometheus. The first and the last bucket
- * give only their bound.
- */
-function quantile(buckets, share) {
-  let left = share * buckets.reduce((sum, bucket) => sum + bucket.count, 0);
-  if (left === 0) return ["", undefined];
-  let from = null;
-  for (const { upTo, count } of buckets) {
-    if (left <= count) {
-      if (from === null) return ["< ", upTo];
-      return upTo === Infinity ? ["> ", from] : ["", from + ((upTo - from) * left) / count];
-    }
-    left -= count;
-    from = upTo;
-  }
-  return ["> ", from];
 }
 
 // Number formats and chart elements.
@@ -189,10 +155,9 @@ function duration(seconds) {
 
 const brief = (seconds) => duration(seconds).join(" ").trim();
 
-function draw(tag, attributes, ...children) {
+function draw(tag, attributes) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
   return element;
 }
 
@@ -232,38 +197,4 @@ function bar(share, behind = 0) {
     box.append(fill);
   }
   return box;
-}
-
-const FEWEST_BUCKETS = 9; // fewer bars would be too wide
-
-/** Create a histogram of the non-empty buckets and their surroundings, with three quantiles. */
-function chart(label, buckets) {
-  const count = buckets.reduce((sum, bucket) => sum + bucket.count, 0);
-  const filled = buckets.map((bucket, i) => (bucket.count > 0 ? i : -1)).filter((i) => i >= 0);
-  const first = Math.max(Math.min((filled[0] ?? 0) - 2, buckets.length - FEWEST_BUCKETS), 0);
-  const shown = buckets.slice(first, Math.max((filled.at(-1) ?? 0) + 2, first + FEWEST_BUCKETS));
-  const highest = Math.max(...shown.map((bucket) => bucket.count), 1);
-  const svg = draw("svg", { viewBox: `0 0 ${Math.max(shown.length, 1)} 100`, preserveAspectRatio: "none", role: "img" });
-  shown.forEach((bucket, i) => {
-    const height = bucket.count ? Math.max((96 * bucket.count) / highest, 2) : 0;
-    const words = `${figure(bucket.count)} up to ${bucket.upTo === Infinity ? "any time" : brief(bucket.upTo)}`;
-    const attributes = { x: i + 0.06, y: 100 - height, width: 0.88, height };
-    svg.append(draw("rect", attributes, draw("title", {}, words)));
-  });
-  const from = first > 0 ? buckets[first - 1].upTo : 0;
-  const to = shown.at(-1)?.upTo;
-  const ends = count > 0 ? [brief(from), to === Infinity ? "longer" : brief(to)] : ["nothing yet", ""];
-  const quantiles = [0.5, 0.95, 0.99].map((share) => {
-    const [sign, value] = quantile(buckets, share);
-    return make("span", "", make("span", "soft", `p${100 * share} `), make("b", "", sign + brief(value)));
-  });
-  svg.setAttribute("aria-label", `${label}: ${figure(count)} observations`);
-  return make(
-    "div",
-    "chart",
-    make("div", "label", label, make("span", "soft", figure(count))),
-    svg,
-    make("div", "ends", ...ends.map((end) => make("span", "", end))),
-    make("div", "quantiles", ...quantiles),
-  );
 }
