@@ -8,9 +8,10 @@ the reasons and the measurements.
 
 import struct
 import sys
+from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from hashlib import sha256
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -80,6 +81,20 @@ def _as_u32(tokens: Tokens) -> bytes:
     except struct.error:
         position, token = next((at, each) for at, each in enumerate(tokens) if not 0 <= each <= MAX_ID)
         raise ValueError(f"tokens[{position}]: {token} is outside 0 … {MAX_ID}") from None
+
+
+class RecentKeys(OrderedDict[bytes, Any]):
+    """The `limit` keys that were added last, with a value each."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def add(self, key: bytes, value: Any = None) -> None:
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > self._limit:
+            self.popitem(last=False)
 
 
 class KeyChanges:

@@ -14,7 +14,7 @@ The free ring, with block 0 (never allocated) as its anchor:
          last released first     within a request, the end of the chain before its start
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from penstock.cache.keys import KeyChanges
 
@@ -30,6 +30,7 @@ class BlockPool:
         self._keys: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}  # key → the one block that carries it
         self._changes: KeyChanges | None = None  # None if no subscriber wants changes
+        self.on_evict: Callable[[bytes], None] = lambda _key: None  # called with each key whose block is allocated anew
         # All blocks start free, in order, so that a new pool allocates 1, 2, 3 …
         self._next = [*range(1, num_blocks), 0]
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
@@ -65,12 +66,12 @@ class BlockPool:
         for _ in range(count):
             block = self._next[0]
             self._unlink(block)
-            key = self._keys[block]
-            if key is not None:
+            if (key := self._keys[block]) is not None:
                 self._keys[block] = None
                 del self._index[key]
                 if self._changes is not None:
                     self._changes.note(key, False)
+                self.on_evict(key)
             self._refs[block] = 1
             blocks.append(block)
         return blocks

@@ -21,6 +21,10 @@ from penstock.executor.protocol import (
 )
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+MissReason = Literal[  # why the first computed token of a prompt was not in the cache; docs/operations.md explains each
+    "partial_block", "new_tokens", "evicted", "no_checkpoint", "tier_timeout", "tier_slow", "other_salt", "other_adapter",
+    "weights_changed", "cache_disabled",
+]  # fmt: skip
 PauseMode = Literal["abort", "wait", "keep"]  # what happens to running requests, under vLLM's names
 
 
@@ -87,6 +91,16 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
 ToCore = Submit | Abort | WatchCache | UnloadAdapter | Control | Shutdown
 
 
+class Reuse(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The tokens that a prompt took from the prefix cache at its first admission, and the reason why it took no more."""
+
+    cached: dict[str, int]  # tokens by tier; the first token that is computed follows them
+    reason: MissReason
+    differs_at: int | None = None  # for new_tokens: the first token in which the prompt differs from earlier ones
+    evicted_from: str | None = None
+    evicted_s_ago: float | None = None
+
+
 class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """New tokens of one sequence. The last output has a `finish_reason`; there is always exactly one."""
 
@@ -96,6 +110,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     stop_token: int | None = None  # the stop token that ended the sequence
     error: str | None = None
     num_cached_tokens: int | None = None  # with the first tokens
+    reuse: Reuse | None = None  # with the first tokens
     logprobs: list[TokenLogprobs] | None = None  # one per token
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions 1 …, with the first tokens
     embedding: bytes | None = None

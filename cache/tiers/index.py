@@ -39,7 +39,7 @@ class TierIndex:
         self._saving: dict[int, bytes] = {}  # host block → its key, until the step that fills it has finished
         self._saving_keys: set[bytes] = set()
         self._new_reads: list[int] = []  # tickets to send with the next step
-        self._offers: OrderedDict[bytes, None] = OrderedDict()  # full device blocks missing in the host, oldest first
+        self.offers: OrderedDict[bytes, None] = OrderedDict()  # full device blocks missing in the host, oldest first
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()  # keys in the host that are not yet on disk
         self._written_keys: set[bytes] = set()  # keys of `writes`
         self._num_tickets = 0
@@ -62,11 +62,7 @@ class TierIndex:
         if self.host.find(key):
             self._want_written(key)
         elif key not in self._saving_keys:
-            self._offers[key] = None
-
-    @property
-    def num_offers(self) -> int:
-        return len(self._offers)
+            self.offers[key] = None
 
     def take_saves(self, device: BlockPool, limit: int, keep_free: int) -> list[tuple[int, int]]:
         """Return the (device block, host block) pairs to save with the next step, both held until `finish_saves`.
@@ -75,15 +71,15 @@ class TierIndex:
         request wait.
         """
         saves = []
-        for _ in range(min(limit, len(self._offers))):
-            key, _ = self._offers.popitem(last=False)
+        for _ in range(min(limit, len(self.offers))):
+            key, _ = self.offers.popitem(last=False)
             block = device.find(key)
             if block == 0:
                 self.counts["drops_evicted"] += 1
             elif self.host.find(key) or key in self._saving_keys:
                 continue
             elif device.refs(block) == 0 and device.num_free <= keep_free:
-                self._offers[key] = None  # retry later
+                self.offers[key] = None  # retry later
             elif (host_block := self._take_block()) == 0:
                 self.counts["drops_host_full"] += 1
             else:
@@ -195,7 +191,7 @@ class TierIndex:
         """Forget all keys, also those in stores, whose bytes stay; return False and keep all while a block is held."""
         if not self.host.forget():
             return False
-        self._offers.clear()
+        self.offers.clear()
         self._unwritten.clear()
         for keys in self.stores.values():
             keys.clear()
@@ -204,7 +200,7 @@ class TierIndex:
     @property
     def is_idle(self) -> bool:
         """Return whether no transfer is in flight or queued."""
-        return not (self._offers or self._unwritten or self._saving or self.reads or self.writes)
+        return not (self.offers or self._unwritten or self._saving or self.reads or self.writes)
 
     def _take_block(self) -> int:
         """Allocate a host block; return 0 if all are pinned."""

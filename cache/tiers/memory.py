@@ -20,8 +20,7 @@ def huge_buffer(size_bytes: int) -> memoryview:
     if size_bytes < 1:
         raise ValueError(f"size_bytes: {size_bytes} given; at least 1 is needed")
     pages = mmap.mmap(-1, size_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    pages.madvise(mmap.MADV_HUGEPAGE)
     start = -address_of(pages) % HUGE_PAGE
     return memoryview(pages)[start : start + size_bytes]
 

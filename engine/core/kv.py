@@ -13,25 +13,18 @@ A prefix is cached up to a position for which each group has its pages: full gro
 the next token attends to, and the state a checkpoint at exactly this position.
 """
 
-import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain, zip_longest
 
 import msgspec
 
 from penstock.cache.pool import BlockPool
+from penstock.engine.core.cache_history import CacheHistory
 from penstock.engine.core.page_keys import NEVER, PageKeys, Prefix
-from penstock.engine.core.request import Request, WaitingQueue
-from penstock.engine.messages import Stats
+from penstock.engine.core.request import Claim, Request, WaitingQueue
+from penstock.engine.messages import MissReason, Stats
 from penstock.executor.protocol import ModelInfo, Row, Step, StepResult, Transfers
-
-
-class Claim(enum.Enum):
-    """The outcome of an attempt to admit a request."""
-
-    ADMITTED = enum.auto()
-    NO_ROOM = enum.auto()  # it stays in the queue
-    LOADING = enum.auto()  # it leaves the queue until blocks of its prefix have been read from a store
 
 
 class Kv:
@@ -49,6 +42,8 @@ class Kv:
         """`chunk` is the maximum number of positions in a row."""
         self._pool, self._size, self._chunk, self._groups = pool, info.block_size, chunk, info.groups
         self._stats, self._clock = stats, clock
+        self._history = CacheHistory(info, clock)
+        pool.on_evict = partial(self._history.note_eviction, "device")
         self._replaced: list[int] = []  # pages that the step being planned may still write to or read
         self.listeners: list[Callable[[bytes], None]] = []  # called with each key that can be hit from now on
         self.keys = keys = PageKeys(info.groups, info.block_size, makes_keys)
@@ -106,8 +101,14 @@ class Kv:
     def _cached_prefix(self, request: Request, is_busy: bool) -> Prefix:  # noqa: ARG002  (tiers use it)
         return self.keys.find(request, self._pool.find)
 
-    def _restore(self, request: Request, copies: list[list[tuple[int, int]]]) -> None:
-        """Start copying pages from the host to the device: (host page, page) pairs by group."""
+    def _restore(self, request: Request, copies: list[list[tuple[int, int]]]) -> dict[str, int]:  # noqa: ARG002
+        """Start copying pages from the host to the device: (host page, page) pairs by group. Return the number of tokens
+        that come from each tier."""
+        return {}
+
+    def _why_unread(self, key: bytes) -> MissReason | None:  # noqa: ARG002
+        """Return why a block was not taken from the tier that has it; None if no tier has it."""
+        return None
 
     def _offer(self, key: bytes) -> None:
         """Offer the page with this key to the tiers below."""
@@ -122,7 +123,7 @@ class Kv:
         new one at once.
         """
         kv, pool, num_tokens = request.kv, self._pool, len(request.tokens)
-        prefix = Prefix(0, 0) if kv.skips_cache else self._cached_prefix(request, is_busy)
+        prefix = Prefix(0, 0, 0) if kv.skips_cache else self._cached_prefix(request, is_busy)
         num = prefix.num_blocks
         found = [[self.place(key) for key in keys] for keys in self.keys.needed(request, num)]
         cached = [page for pages in found for page in pages if page > 0]
@@ -148,15 +149,25 @@ class Kv:
             pool.hold(state)
             kv.checkpoints[num] = state
         kv.branch = prefix.num_seen if prefix.num_seen > num else 0
-        if not kv.skips_cache and request.first_scheduled_s is None:
-            self._stats.prefix_queries += num_tokens
-            self._stats.prefix_hits += num * self._size
-        self._restore(request, copies)
+        from_tiers = self._restore(request, copies)
         # The logits of the last token are always needed. If all tokens are cached, it is computed again and not stored
         # again: other requests hold the block too.
         kv.write_from = num * self._size
         request.num_scheduled = min(kv.write_from, num_tokens - 1)
+        if request.first_scheduled_s is None:
+            self._note_reuse(request, prefix, from_tiers)
         return Claim.ADMITTED
+
+    def _note_reuse(self, request: Request, prefix: Prefix, from_tiers: dict[str, int]) -> None:
+        kv = request.kv
+        if not kv.skips_cache:
+            self._stats.prefix_queries += len(request.tokens)
+            self._stats.prefix_hits += prefix.num_blocks * self._size
+        found = prefix.num_blocks * self._size
+        cached = {"device": found - sum(from_tiers.values()), **from_tiers}
+        cached[max(cached, key=cached.__getitem__)] -= found - request.num_scheduled  # the last token is computed again
+        unread = self._why_unread(kv.keys[prefix.num_blocks]) if prefix.num_blocks < prefix.most else None
+        kv.reuse = self._history.explain(request, prefix, cached, unread)
 
     def _take_for_copies(self, pages: list[int]) -> list[tuple[int, int]]:
         """Replace host pages, which are negative, by new device pages; return the (host page, page) pairs."""
@@ -328,6 +339,7 @@ class Kv:
         for block in range(kv.num_registered, end):
             if not self.num_pages:
                 self._tell(kv.keys[block])
+            self._history.note_block(request, block)
             for group, table in enumerate(kv.tables):
                 page = table[block]
                 if not page:  # it left the window before its key was known

@@ -15,10 +15,12 @@ NEVER = 1 << 62  # a position
 
 
 class Prefix(NamedTuple):
-    """The longest cached prefix of a request, and the prefix for which the full groups alone are cached, in blocks."""
+    """The longest cached prefix of a request, the prefix for which the full groups alone are cached, and the longest
+    prefix that could be cached, in blocks."""
 
     num_blocks: int
     num_seen: int
+    most: int
 
 
 class PageKeys:
@@ -40,6 +42,7 @@ class PageKeys:
         num = min(len(request.kv.keys), most)
         if self.num_pages:  # the last token is always computed, from the state before it
             num = min(num, (len(request.tokens) - 1) // self.block_size)
+        longest = num
         for group in self.full:
             keys = self._keys(request, group, 0, num)
             num = next((block for block, key in enumerate(keys) if not find(key)), num)
@@ -51,7 +54,7 @@ class PageKeys:
                 num = lacking
             else:
                 break
-        return Prefix(num, seen)
+        return Prefix(num, seen, longest)
 
     def _has_state(self, request: Request, num: int, find: Callable[[bytes], int]) -> bool:
         # Most positions have no checkpoint; usually the key of the first page shows this.

@@ -3,6 +3,7 @@
 Only the scheduler changes them.
 """
 
+import enum
 import heapq
 from array import array
 from collections.abc import Collection, Iterator
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from penstock.engine.grammar.matcher import Matcher
-from penstock.engine.messages import FinishReason, Output, Submit
+from penstock.engine.messages import FinishReason, Output, Reuse, Submit
 from penstock.executor.protocol import Admission, Row, TokenLogprobs, is_penalized
 
 Tables = tuple[tuple[int, tuple[int, ...]], ...]  # for each table: its first new entry, and the entries from there on
@@ -34,7 +35,7 @@ class RequestKv:
     num_left: list[int] = field(default_factory=list)  # by group: leading entries that left the window
     num_sent: list[int] = field(default_factory=list)  # by group: leading entries that the executor has
     num_registered: int = 0  # leading blocks that are registered in the pool
-    num_cached: int | None = None  # prompt tokens found in the cache at the first admission
+    reuse: Reuse | None = None  # what was found in the cache at the first admission
     write_from: int = 0  # keys and values of earlier positions are already stored
     covered_end: int = 0  # rows up to here need no further page and release none
     has_news: bool = False  # the executor does not know all table entries and state pages
@@ -227,14 +228,15 @@ class Request:
     ) -> Output:
         """Return the message to the front. The first one also has the prompt's statistics and log-probabilities."""
         is_first, self.has_output = not self.has_output, True
-        started_s = self.first_scheduled_s if is_first else None
+        started_s, reuse = (self.first_scheduled_s, self.kv.reuse) if is_first else (None, None)
         return Output(
             self.message.request_id,
             tokens,
             finish_reason,
             stop_token,
             error,
-            self.kv.num_cached if is_first else None,
+            sum(reuse.cached.values()) if reuse is not None else None,
+            reuse,
             logprobs,
             self.prompt_logprobs or None if is_first else None,
             embedding,
@@ -249,6 +251,25 @@ class Request:
         self.kv.check()
         assert self.num_scheduled <= min(self.num_ready, len(self.kv.blocks) * block_size)
         assert self.num_known + len(self.unknown) == self.num_ready
+
+
+class Claim(enum.Enum):
+    """The outcome of an attempt to admit a request."""
+
+    ADMITTED = enum.auto()
+    NO_ROOM = enum.auto()  # it stays in the queue
+    LOADING = enum.auto()  # it leaves the queue until blocks of its prefix have been read from a store
+
+
+@dataclass(slots=True)
+class Loading:
+    """The reads that a request waits for, their deadline, and whether a peer may still announce more blocks of its
+    chain."""
+
+    deadline_s: float
+    wanted: dict[int, int] = field(default_factory=dict)  # ticket → index of its block in the chain
+    is_awaiting: bool = False
+    num_found: int = 0  # number of keys that all stores had reported at the last look-up
 
 
 def cheapest_to_preempt(running: Collection[Request]) -> Request:

@@ -20,8 +20,8 @@ from penstock.cache.keys import namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.drafts import Drafter, NoDrafter, Sent
-from penstock.engine.core.kv import Claim, Kv
-from penstock.engine.core.request import Request, RequestKv, WaitingQueue, cheapest_to_preempt
+from penstock.engine.core.kv import Kv
+from penstock.engine.core.request import Claim, Request, RequestKv, WaitingQueue, cheapest_to_preempt
 from penstock.engine.core.tiered_kv import TieredKv
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
@@ -225,7 +225,6 @@ class Scheduler:
             request.num_known = len(request.tokens)
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now
-                request.kv.num_cached = request.num_scheduled
                 self._stats.prompt_tokens += request.num_prompt
             admissions.append(request.admission())
             self._plan_row(request, plan)

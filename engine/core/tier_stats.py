@@ -27,7 +27,7 @@ def tier_stats(
             "evicted_blocks": index.counts["evictions"],
             "dropped_host_full": index.counts["drops_host_full"],
             "dropped_evicted": index.counts["drops_evicted"],
-            "queued_blocks": index.num_offers,
+            "queued_blocks": len(index.offers),
             "bytes_per_s": (rates.copies.per_s or 0.0) * block_bytes,
         }
     }

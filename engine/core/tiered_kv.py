@@ -11,19 +11,19 @@ device block is offered to the host, and from there to the disk, so eviction and
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.base import DISK, PEER, tier_of
 from penstock.cache.tiers.index import TierIndex
-from penstock.engine.core.kv import Claim, Kv
+from penstock.engine.core.kv import Kv
 from penstock.engine.core.page_keys import Prefix
 from penstock.engine.core.rates import Rates
-from penstock.engine.core.request import Request, WaitingQueue
+from penstock.engine.core.request import Claim, Loading, Request, WaitingQueue
 from penstock.engine.core.tier_stats import tier_stats
-from penstock.engine.messages import Stats
+from penstock.engine.messages import MissReason, Stats
 from penstock.executor.protocol import ModelInfo, Step, StepResult, TransferResult, Transfers
 
 LOOK_AHEAD = 8  # requests at the head of the queue whose blocks are read from stores
@@ -31,17 +31,6 @@ RESTORE_BYTES = 64 * 2**20  # maximum per step, but at least one block
 PROBE_BLOCKS = 16  # blocks that are read only to measure a store when computing seems faster …
 PROBE_EVERY_S = 30.0  # … this often
 MANY_TOUCHES = 256  # with this many, transfers are sent for them alone
-
-
-@dataclass(slots=True)
-class Loading:
-    """The reads that a request waits for, their deadline, and whether a peer may still announce more blocks of its
-    chain."""
-
-    deadline_s: float
-    wanted: dict[int, int] = field(default_factory=dict)  # ticket → index of its block in the chain
-    is_awaiting: bool = False
-    num_found: int = 0  # number of keys that all stores had reported at the last look-up
 
 
 class CachedChain(NamedTuple):
@@ -59,6 +48,7 @@ class TieredKv(Kv):
     ) -> None:
         super().__init__(pool, info, chunk, makes_keys, stats, clock)
         self.index = TierIndex(info.host_slots, info.stores)
+        self.index.host.on_evict = partial(self._history.note_eviction, "host")
         self.rates = Rates(info.block_bytes, info.block_size, info.stores)
         self._block_bytes = info.block_bytes
         self._saves_per_step = -(-chunk // info.block_size) * len(info.groups)  # the maximum that a step can fill
@@ -238,17 +228,24 @@ class TieredKv(Kv):
         num_host = sum(self.place(key) < 0 for keys in self.keys.needed(request, far.num_blocks) for key in keys)
         return far if self.rates.is_restore_faster(num_host, num_gained, is_busy) else near
 
-    def _restore(self, request: Request, copies: list[list[tuple[int, int]]]) -> None:
+    def _restore(self, request: Request, copies: list[list[tuple[int, int]]]) -> dict[str, int]:
+        sources, tokens = self._pins.get(request, {}), Counter[str]()
+        for slot, _ in copies[0]:  # the other groups' pages are of the same tokens
+            tokens[sources.get(slot, "host")] += self._size
         if request.first_scheduled_s is None:
-            sources = self._pins.get(request, {})
-            for slot, _ in copies[0]:  # the other groups' pages are of the same tokens
-                self.counts[f"hits_{sources.get(slot, 'host')}"] += self._size
+            self.counts.update({f"hits_{store}": count for store, count in tokens.items()})
         pairs = deque(chain.from_iterable(copies))
         if pairs:
             self.index.pin(slot for slot, _ in pairs)
             self._restoring[request] = pairs
             request.kv.is_restoring = True
         self._unpin(request)
+        return tokens
+
+    def _why_unread(self, key: bytes) -> MissReason | None:
+        if self.index.ticket_of(key) is not None:
+            return "tier_timeout"
+        return "tier_slow" if self.index.host.find(key) or self.index.store_of(key) is not None else None
 
     def _offer(self, key: bytes) -> None:
         self.index.offer(key)
@@ -327,6 +324,9 @@ class TieredKv(Kv):
         self.rates.copies.add(result.num_copied, result.copy_s)
         self._num_found += sum(map(len, result.found.values()))
         self.index.note(result.found, result.lost)
+        for store, keys in result.lost.items():
+            for key in keys:
+                self._history.note_eviction(store, key)
         for name, numbers in result.stores.items():
             before = self._stores.get(name, {})
             what = "busy_s" if "busy_s" in numbers else "load_times_sum_s"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from penstock.engine.messages import FinishReason, Output, Submit
+from penstock.engine.messages import FinishReason, Output, Reuse, Submit
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import TextStream
 from penstock.engine.text.stop_strings import StopStrings
@@ -147,6 +147,7 @@ class Answer:
         self.messages = messages
         self.choices = choices
         self.num_cached_tokens: int | None = None
+        self.reuse: Reuse | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.embedding: bytes | None = None
         self.error: str | None = None  # error of the first choice that failed
@@ -189,6 +190,7 @@ class Answer:
             # Not those of other choices, which hit the blocks that the first choice has just computed.
             known, found = self.num_cached_tokens, output.num_cached_tokens
             self.num_cached_tokens = found if known is None else min(known, found)
+            self.reuse = output.reuse if known is None or found < known else self.reuse
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.embedding = output.embedding or self.embedding
         if self.error is None:

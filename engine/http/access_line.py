@@ -26,6 +26,7 @@ class AccessLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     key: int | None = None  # number of the API key, in the configured order; never the key itself
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    cache_miss: str | None = None  # why no more was cached (docs/operations.md)
     output_tokens: int | None = None
     queue_ms: float | None = None
     first_token_ms: float | None = None

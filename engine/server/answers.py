@@ -12,11 +12,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.engine.front.answer import Answer, Update, joined
+from penstock.engine.messages import Reuse
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
-from penstock.engine.server.requests import SAMPLING_FIELDS, GenerateRequest, StreamOptions
-from penstock.engine.server.responses import CachedTokens, Chat, ChatChunk, Completion, Usage
+from penstock.engine.server.requests import SAMPLING_FIELDS, GenerateRequest
+from penstock.engine.server.responses import CachedTokens, CacheReport, Chat, ChatChunk, Completion, Usage
 from penstock.engine.server.service import Service
 
 DONE = b"data: [DONE]\n\n"
@@ -56,20 +57,19 @@ async def respond(
 ) -> msgspec.Struct | AsyncGenerator[bytes, None]:
     """Return the whole reply, or its server-sent events if the request asks for a stream."""
     if request.stream:
-        return _stream(service, call, request.stream_options, reply)
+        return _stream(service, call, request, reply)
     choices = [await gather(service, answer) for answer in call.answers]
     num_positions = call.num_tokens // TOKENS_PER_LOGPROB
     for answer, updates in zip(call.answers, choices, strict=True):
         num_positions += len(answer.prompt_logprobs or ()) + sum(len(update.logprobs or ()) for update in updates)
     whole = await in_thread_if(num_positions > LONG_ANSWER, lambda: reply.whole(choices))
-    whole.usage = usage(call.answers, call.num_tokens)
+    whole.usage = usage(call.answers, call.num_tokens, request.explain_cache)
     return whole
 
 
-async def _stream(
-    service: Service, call: Call, options: StreamOptions | None, reply: Reply
-) -> AsyncGenerator[bytes, None]:
+async def _stream(service: Service, call: Call, request: GenerateRequest, reply: Reply) -> AsyncGenerator[bytes, None]:
     """Yield the chunks of every update, the usage if the client requested it, and the end mark."""
+    options, explains = request.stream_options, request.explain_cache
     with_usage = options is not None and options.include_usage
     continuously = options is not None and options.continuous_usage_stats
     counts = [0] * len(call.answers)
@@ -80,7 +80,7 @@ async def _stream(
                 counts[place] += len(update.token_ids)
                 for chunk in reply.chunks(place, update):
                     if continuously:
-                        chunk.usage = usage([call.answers[place]], counts[place])
+                        chunk.usage = usage([call.answers[place]], counts[place], explains)
                     elif with_usage:
                         chunk.usage = None
                     events.append(_event(chunk))
@@ -88,21 +88,28 @@ async def _stream(
                 yield b"".join(events)
     if with_usage:
         last = reply.empty()
-        last.usage = usage(call.answers, call.num_tokens)
+        last.usage = usage(call.answers, call.num_tokens, explains)
         yield _event(last)
     yield DONE
 
 
-def usage(answers: Sequence[Answer], num_tokens: int | UnsetType = UNSET) -> Usage:
-    """Return the numbers of prompt and generated tokens; `num_tokens` is UNSET if the endpoint generates nothing."""
+def usage(answers: Sequence[Answer], num_tokens: int | UnsetType = UNSET, explains: bool | None = False) -> Usage:
+    """Return the numbers of prompt and generated tokens; `num_tokens` is UNSET if the endpoint generates nothing.
+    `explains`: also why no more of the prompts was cached."""
     num_prompt = sum(answer.num_prompt_tokens for answer in answers)
     cached = [count for answer in answers if (count := answer.num_cached_tokens) is not None]
+    reports = [_report(answer.reuse) for answer in answers if answer.reuse is not None]
     return Usage(
         prompt_tokens=num_prompt,
         total_tokens=num_prompt + (num_tokens or 0),
         completion_tokens=num_tokens,
-        prompt_tokens_details=CachedTokens(sum(cached)) if cached else None,
+        prompt_tokens_details=CachedTokens(sum(cached), reports if explains else UNSET) if cached else None,
     )
+
+
+def _report(reuse: Reuse) -> CacheReport:
+    report = CacheReport(**msgspec.structs.asdict(reuse))
+    return msgspec.structs.replace(report, reason="new_tokens") if reuse.reason == "other_salt" else report
 
 
 async def gather(service: Service, answer: Answer) -> list[Update]:

@@ -9,6 +9,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -22,7 +23,7 @@ from prometheus_client.registry import Collector
 from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.distribution import Distribution, family
-from penstock.engine.messages import Outputs, Stats
+from penstock.engine.messages import MissReason, Outputs, Stats
 from penstock.executor.protocol import ExpertUpdate
 
 _VLLM_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
@@ -77,6 +78,7 @@ class ServerMetrics(Collector):
         self.requests: Counter[tuple[str, int]] = Counter()  # (route template, status)
         self.refused: Counter[int] = Counter()  # status → connections that never became a request
         self.finished: Counter[str] = Counter()  # finish reason → sequences
+        self.computed: Counter[str] = Counter()  # reason why they were not cached → prompt tokens
         self.first_token = Distribution(
             "vllm:time_to_first_token_seconds", "Submission to first token.", _FIRST_TOKEN_S
         )
@@ -117,6 +119,9 @@ class ServerMetrics(Collector):
         self.finished["abort"] += len(answer.choices) - len(answer.finish_reasons)
         self.prompt.observe(answer.num_prompt_tokens)
         self.generated.observe(answer.num_tokens)
+        if answer.reuse is not None:
+            num_cached = sum(answer.reuse.cached.values())
+            self.computed[answer.reuse.reason] += answer.num_prompt_tokens - num_cached
         ended_s = answer.metrics.finished_s if answer.is_finished else None
         self.whole.observe(time.monotonic() - answer.started_s if ended_s is None else ended_s)
         if answer.metrics.queued_s is not None:
@@ -135,6 +140,9 @@ class ServerMetrics(Collector):
         finished = [((model, reason), self.finished[reason]) for reason in ("stop", "length", "abort", "error")]
         text = "Sequences that ended, by reason."
         yield family(CounterMetricFamily, "vllm:request_success", text, ["model_name", "finished_reason"], finished)
+        computed = [((model, reason), self.computed[reason]) for reason in get_args(MissReason)]
+        text = "Prompt tokens that were computed, by the reason why the first of them was not cached."
+        yield family(CounterMetricFamily, "penstock:prompt_tokens_computed", text, ["model_name", "reason"], computed)
         requests = [((route, str(status)), count) for (route, status), count in sorted(self.requests.items())]
         yield family(CounterMetricFamily, "penstock:http_requests", "HTTP requests.", ["route", "status"], requests)
         refused = [((str(status),), count) for status, count in sorted(self.refused.items())]

@@ -79,6 +79,7 @@ class GenerateRequest(PromptRequest, kw_only=True):
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    explain_cache: bool | None = None  # in the usage: which tokens were cached, and why no more
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities
     kv_transfer_params: KvTransfer | None = None
     response_format: ResponseFormat | None = None

@@ -72,7 +72,7 @@ def test_free_device_blocks_wait_with_their_save_until_there_are_others_to_hand_
     device, index = BlockPool(4), TierIndex(4, [])
     device.release(fill(device, index, [1]))
     device.allocate(2)
-    assert index.take_saves(device, 100, keep_free=1) == [] and index.num_offers == 1
+    assert index.take_saves(device, 100, keep_free=1) == [] and len(index.offers) == 1
     assert len(index.take_saves(device, 100, keep_free=0)) == 1
 
 

@@ -42,10 +42,12 @@ def test_a_question_is_answered_by_the_default_model_with_its_counts_and_again_w
         say(page, "What is the capital of France?")
         first = answer(page)
         assert "Paris" in first
-        assert re.fullmatch(r"\d+ tokens in(, \d+ cached)? · \d+ out · [\d,.]+ tok/s · first token .*s", foot(page))
+        figures = r" · \d+ out · [\d,.]+ tok/s · first token .*s"
+        assert re.fullmatch(r"\d+ tokens in(, \d+ cached)? \(new tokens\)" + figures, foot(page))
         page.click("[data-does=again]")
         page.wait_for_selector("#talk li:last-child.busy", state="detached")
         assert answer(page) == first and page.locator("#talk li").count() == 2
+        assert re.fullmatch(r"\d+ tokens in, \d+ cached" + figures, foot(page)), "the same prompt is cached"
         say(page, "And of Italy?")
         answer(page)
         assert page.locator("#talk li").count() == 4

@@ -19,7 +19,7 @@ from penstock.engine.front.client import EngineDead, EngineHealth, QueueFull
 from penstock.engine.front.submit import begin_answer, check_room
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
-from penstock.engine.messages import CacheUpdate, FinishReason, Output, Stats, Submit
+from penstock.engine.messages import CacheUpdate, FinishReason, Output, Reuse, Stats, Submit
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import byte_alphabet
 from penstock.engine.text.template import ChatTemplate
@@ -215,6 +215,7 @@ class FakeEngine:
             finish_reason="stop" if is_stop else "length" if is_last else None,
             stop_token=token if is_stop else None,
             num_cached_tokens=len(prompt) // 16 * 16 if first else None,
+            reuse=Reuse({"device": len(prompt) // 16 * 16}, "other_salt") if first else None,
             logprobs=None if params.logprobs is None else [_logprobs(token, params.logprobs)],
             prompt_logprobs=None
             if params.prompt_logprobs is None or not first

@@ -5,7 +5,7 @@ and wears out far less, when a key is written only at its second appearance. The
 two shadow caches of keys without data, one per policy, see a sample of all keys, and the one with more hits decides.
 """
 
-from collections import OrderedDict
+from penstock.cache.keys import RecentKeys
 
 _SAMPLE_CELLS = 64  # a shadow cache of a larger disk has at least so many cells, each for up to 32 cells of the disk
 _MARGIN = 1.02  # writing every block must raise the hits by so much to be worth the wear
@@ -47,18 +47,7 @@ class AdmissionPolicy:
         self._picky.hits /= 2
 
 
-class _RecentKeys(OrderedDict[bytes, None]):
-    """The `limit` keys that were added last."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def add(self, key: bytes) -> None:
-        self[key] = None
-        if len(self) > self._limit:
-            self.popitem(last=False)
-
+class _RecentKeys(RecentKeys):
     def pop_or_add(self, key: bytes) -> bool:
         """Remove the key and return True if it was there; else add it and return False."""
         if key in self:

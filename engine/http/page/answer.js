@@ -92,9 +92,10 @@ class Answer {
   figures() {
     const words = [];
     if (this.usage) {
-      const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
+      const { cached_tokens: cached = 0, penstock: [miss] = [] } = this.usage.prompt_tokens_details ?? {};
+      const why = miss && miss.reason !== "partial_block" ? ` (${miss.reason.replaceAll("_", " ")})` : "";
       const number = this.usage.completion_tokens ?? 0;
-      words.push(`${figure(this.usage.prompt_tokens)} tokens in${cached ? `, ${figure(cached)} cached` : ""}`);
+      words.push(`${figure(this.usage.prompt_tokens)} tokens in${cached ? `, ${figure(cached)} cached` : ""}${why}`);
       words.push(`${figure(number)} out`);
       const seconds = (this.lastAt - this.firstAt) / 1000;
       if (number > 1 && seconds > 0) words.push(`${figure((number - 1) / seconds, 1)} tok/s`);

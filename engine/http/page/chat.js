@@ -106,6 +106,7 @@ class Chat {
       messages: messagesOf(this.talk.turns),
       stream: true,
       stream_options: { include_usage: true, continuous_usage_stats: true },
+      explain_cache: true,
     };
     const turn = { role: "assistant", model: byId("model").value, content: "", thoughts: "", calls: [] };
     this.talk.turns.push(turn);

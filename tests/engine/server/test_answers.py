@@ -199,6 +199,22 @@ def test_a_chat_renders_the_template_and_answers_as_the_assistant(client: Any) -
     assert answer.usage.prompt_tokens_details.cached_tokens == 16
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_usage_explains_the_cache_when_asked_to_and_hides_other_salts(
+    server: Running, path: str, stream: bool
+) -> None:
+    asked = {"prompt": "a" * 20} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a" * 9}]}
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 2, "stream": stream, **asked}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
+    for explains in (True, None):
+        answer = server.post(path, body | {"explain_cache": explains})
+        usage = (events(answer)[-1] if stream else answer.json())["usage"]
+        report = [{"cached": {"device": 16}, "reason": "new_tokens"}]
+        expected = {"cached_tokens": 16} | ({"penstock": report} if explains else {})
+        assert usage["prompt_tokens_details"] == expected
+
+
 def test_an_answer_can_be_sent_back_as_history(client: Any) -> None:
     answer = (
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}], max_tokens=2)

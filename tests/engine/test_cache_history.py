@@ -1,0 +1,130 @@
+"""Why a prompt was not found in the cache: one case per reason, and what every request reports."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.engine.core.cache_history import MAX_FOLLOWERS
+from penstock.engine.messages import Reuse
+from penstock.executor.protocol import GroupInfo, Sampling
+from tests.engine.test_groups import forget
+from tests.support.flaky_store import FlakyStore
+from tests.support.simulation import BLOCK_SIZE, World, submit
+
+PROMPT = list(range(20))  # five blocks
+
+
+def reuse(world: World, name: str, prompt: list[int] = PROMPT, **options: Any) -> Reuse:
+    """Run a request and return what it took from the cache."""
+    world.submit(submit(name, prompt, **{"max_tokens": 1, **options}))
+    world.run()
+    first = world.outputs[name][0]
+    assert first.reuse is not None
+    return first.reuse
+
+
+def churn(world: World, count: int = 12) -> None:
+    """Run other prompts until nothing of earlier ones is left on the device."""
+    for number in range(count):
+        reuse(world, f"churn{len(world.outputs)}", [30 + number] * 21)
+        world.settle()
+
+
+def test_a_prompt_of_which_all_full_blocks_are_cached() -> None:
+    world = World()
+    reuse(world, "a", [*PROMPT, 7])
+    assert reuse(world, "b", [*PROMPT, 7, 8]) == Reuse({"device": 20}, "partial_block")
+    assert reuse(world, "c") == Reuse({"device": 19}, "partial_block"), "the last token is always computed"
+    assert reuse(world, "d", [7, 8]) == Reuse({"device": 0}, "partial_block")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_cached", "differs_at"),
+    [
+        ([99, *PROMPT[1:]], 0, 0),
+        ([*PROMPT[:3], 99, *PROMPT[4:]], 0, 3),
+        ([*PROMPT[:10], 99, *PROMPT[11:]], 8, 10),
+        ([*PROMPT, *range(50, 60)], 20, 20),
+    ],
+)
+def test_a_prompt_that_differs_names_the_first_token_that_does(
+    prompt: list[int], num_cached: int, differs_at: int
+) -> None:
+    world = World()
+    assert reuse(world, "a") == Reuse({"device": 0}, "new_tokens", differs_at=0)
+    assert reuse(world, "b", prompt) == Reuse({"device": num_cached}, "new_tokens", differs_at=differs_at)
+
+
+def test_of_several_earlier_continuations_the_longest_shared_one_counts() -> None:
+    world = World()
+    for token in range(90, 90 + MAX_FOLLOWERS):
+        reuse(world, f"r{token}", [*PROMPT[:4], *[1, 2, token - 80, token]])
+    assert reuse(world, "b", [*PROMPT[:4], 1, 2, 10, 99]).differs_at == 7
+
+
+def test_blocks_evicted_from_the_device_say_so() -> None:
+    world = World(num_blocks=17)
+    reuse(world, "a")
+    churn(world)
+    found = reuse(world, "b")
+    assert (found.reason, found.evicted_from, found.cached) == ("evicted", "device", {"device": 0})
+    assert found.evicted_s_ago is not None and found.evicted_s_ago >= 0
+
+
+def test_blocks_evicted_from_the_host_say_so_and_those_found_there_are_counted() -> None:
+    world = World(num_blocks=17, host_slots=20)
+    reuse(world, "a")
+    world.settle()
+    churn(world, 3)
+    found = reuse(world, "b")
+    assert found.reason == "partial_block" and found.cached["host"] > 0
+    world.settle()
+    churn(world)
+    assert reuse(world, "c").evicted_from == "host"
+
+
+def test_after_a_reset_blocks_are_gone_without_a_time() -> None:
+    world = World()
+    reuse(world, "a")
+    assert world.scheduler.reset_prefix_cache()
+    assert reuse(world, "b") == Reuse({"device": 0}, "evicted")
+
+
+def test_other_salts_adapters_and_weights() -> None:
+    world = World()
+    reuse(world, "a")
+    assert reuse(world, "b", cache_salt="s").reason == "other_salt"
+    assert reuse(world, "c", cache_salt="s").reason == "partial_block"
+    assert reuse(world, "d", cache_salt="s", adapter="x").reason == "other_adapter"
+    world.scheduler.change_model(msgspec.structs.replace(world.executor.info, fingerprint=b"other"), 1)
+    assert reuse(world, "e", cache_salt="s", adapter="x").reason == "weights_changed"
+
+
+def test_blocks_that_were_read_too_late() -> None:
+    world = World(num_blocks=17, host_slots=20, store=FlakyStore())
+    reuse(world, "a")
+    churn(world)
+    world.disk.is_stalled = True
+    assert reuse(world, "late") == Reuse({"device": 0}, "tier_timeout")
+
+
+def test_a_state_without_a_checkpoint_where_prompts_diverge() -> None:
+    world = World(groups=(GroupInfo(), GroupInfo("state", pages=3)), num_blocks=200)
+    reuse(world, "a", list(range(40)))
+    assert reuse(world, "b", [*range(22), 99, 98, 97]).reason == "no_checkpoint"
+
+
+def test_a_window_whose_blocks_are_gone() -> None:
+    world = World(groups=(GroupInfo(), GroupInfo("window", 2 * BLOCK_SIZE + 1)), num_blocks=60)
+    prompt = list(range(33))
+    reuse(world, "a", prompt)
+    forget(world, prompt, [6], group=1)
+    assert reuse(world, "b", prompt).reason == "evicted"
+
+
+def test_requests_that_compute_their_whole_prompt() -> None:
+    world = World()
+    reuse(world, "a")
+    found = reuse(world, "b", sampling=Sampling(temperature=0.0, prompt_logprobs=1))
+    assert found == Reuse({"device": 0}, "cache_disabled")
