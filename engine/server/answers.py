@@ -108,8 +108,9 @@ def usage(answers: Sequence[Answer], num_tokens: int | UnsetType = UNSET, explai
 
 
 def _report(reuse: Reuse) -> CacheReport:
-    report = CacheReport(**msgspec.structs.asdict(reuse))
-    return msgspec.structs.replace(report, reason="new_tokens") if reuse.reason == "other_salt" else report
+    if reuse.reason == "other_salt":  # nothing may tell it from a prompt that nobody has sent
+        return CacheReport(reuse.cached, "new_tokens", differs_at=0)
+    return CacheReport(**msgspec.structs.asdict(reuse))
 
 
 async def gather(service: Service, answer: Answer) -> list[Update]:

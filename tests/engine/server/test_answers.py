@@ -210,7 +210,7 @@ def test_the_usage_explains_the_cache_when_asked_to_and_hides_other_salts(
     for explains in (True, None):
         answer = server.post(path, body | {"explain_cache": explains})
         usage = (events(answer)[-1] if stream else answer.json())["usage"]
-        report = [{"cached": {"device": 16}, "reason": "new_tokens"}]
+        report = [{"cached": {"device": 16}, "reason": "new_tokens", "differs_at": 0}]
         expected = {"cached_tokens": 16} | ({"penstock": report} if explains else {})
         assert usage["prompt_tokens_details"] == expected
 
