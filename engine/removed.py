@@ -17,7 +17,11 @@ _REQUEST = "a field of each request: SamplingParams, or --extra-body '{\"tempera
 
 # Keyed by the name of the keyword; the flag has dashes.
 REMOVED = {
-    "append_result": _RESULT,
+    **dict.fromkeys(("response_store", "response_store_bytes", "max_responses", "response_age"), _STORE),
+    **dict.fromkeys(
+        ("append_result", "label", "metadata", "result_dir", "result_filename", "save_detailed", "save_result"), _RESULT
+    ),
+    **dict.fromkeys(("min_p", "n", "temperature", "top_k", "top_p"), _REQUEST),
     "burstiness": "it was removed; arrivals are a Poisson process, and a trace has its own times (--dataset-name timed_trace)",
     "decode": "it was removed; give the decode replica as --backend URL",
     "disable_detokenize": "it was removed; run with --skip-tokenizer-init",
@@ -26,12 +30,8 @@ REMOVED = {
     "header": "it was removed; the key is read from PENSTOCK_API_KEY, and fields of the body are --extra-body",
     "insecure": "it was removed; put the server's certificate in a file and name it in SSL_CERT_FILE",
     "custom_output_len": "it was removed; write the prompts as conversations and use --dataset-name sharegpt",
-    "label": _RESULT,
     "lora_experts": "it was removed; adapters change attention, MLPs and shared experts, no others (docs/adapters.md)",
-    "metadata": _RESULT,
     "metric_percentiles": "it was removed; compute others than the 99th from the times in --output-json FILE",
-    "min_p": _REQUEST,
-    "n": _REQUEST,
     "percentile_metrics": "it was removed; all metrics are reported",
     "prefill": "it was removed; give the prefill replica as --backend URL,prefill=HOST:PORT",
     "quotas": "it was removed; limit clients in the gateway in front of the router",
@@ -39,22 +39,11 @@ REMOVED = {
     "ramp_up_start_rps": "it was removed; run the benchmark once for each --request-rate",
     "ramp_up_strategy": "it was removed; run the benchmark once for each --request-rate",
     "random_prefix_len": "it was removed; use --dataset-name prefix_repetition --prefix-repetition-num-prefixes 1",
-    "result_dir": _RESULT,
-    "result_filename": _RESULT,
-    "save_detailed": _RESULT,
-    "save_result": _RESULT,
     "sharegpt_output_len": "it was removed; give all requests their length: --extra-body '{\"max_tokens\": 128}'",
     "structured_ratio": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
     "structured_schema": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
-    "temperature": _REQUEST,
     "tokenize_at_replica": "it was removed; give the replicas' model as --tokenizer",
-    "top_k": _REQUEST,
-    "top_p": _REQUEST,
     "verify_blocks": "it was removed; `penstock prove` compares answers from outside, and every record on a disk and "
     "every block from a peer carries a checksum",
-    "response_store": _STORE,
-    "response_store_bytes": _STORE,
-    "max_responses": _STORE,
     "workers": "it was removed; run several routers behind one address",
-    "response_age": _STORE,
 }

@@ -59,7 +59,7 @@ class RouterApp:
         self.fleet = fleet
         self.prompts = prompts
         self.version = version
-        self.edge = Edge(self, config.limits)
+        self.edge = Edge(config.limits, self.admit, self.handle)
         self.begin_trace = begin_trace
         self.lines = AccessLog(form, "router") if (form := config.access_log) != "off" else None
         self.metrics = RouterMetrics(fleet, self.edge.refused)
@@ -160,7 +160,7 @@ class RouterApp:
 
     def _proxy(self, request: ClientRequest, connection: ClientConnection) -> None:
         parsed = decode(RequestFields, request.body) if request.body or request.path in PROXIED else RequestFields()
-        if parsed.kv_transfer_params not in (NOTHING, NULL) and self.fleet.has_prefills:
+        if parsed.kv_transfer_params not in (NOTHING, NULL) and any(each.peer for each in self.fleet.replicas.values()):
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
             raise HttpError(400, message, param="kv_transfer_params")
         exchange = Exchange(self.fleet, self.metrics, request, connection, self.begin_trace(request), self._ended)

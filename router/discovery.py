@@ -115,15 +115,11 @@ async def states(source: str) -> AsyncGenerator[list[str], None]:
             await asyncio.sleep(LOOK_S)
     else:
         while True:
-            addresses = [_written(each, int(found["port"])) for each in await _addresses(found["host"])]
-            yield [f"http://{address}{found['words'] or ''}" for address in sorted(set(addresses))]
+            hosts = sorted({f"[{each}]" if ":" in each else each for each in await _addresses(found["host"])})
+            yield [f"http://{host}:{int(found['port'])}{found['words'] or ''}" for host in hosts]
             await asyncio.sleep(ASK_S)
 
 
 async def _addresses(host: str) -> list[str]:
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [str(each[4][0]) for each in found]
-
-
-def _written(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

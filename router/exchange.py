@@ -66,8 +66,8 @@ class Exchange:
     """
 
     __slots__ = (
-        *("_answer", "_cached", "_fleet", "_group", "_is_whole", "_metrics", "_num_data", "_num_data_then"),
-        *("_num_lost", "_num_reported", "_on_end", "_prefills_tried", "_routed", "_quiet_since_s", "_reads_usage"),
+        *("_answer", "_cached", "_fleet", "_group", "_is_whole", "_metrics", "_num_data"),
+        *("_num_lost", "_num_looked_at", "_on_end", "_prefills_tried", "_routed", "_quiet_since_s", "_reads_usage"),
         *("_status", "_tried", "begun_s", "connection", "first_byte_s", "leg", "model", "num_attempts", "prefill"),
         *("replica", "request", "state", "trace"),
     )
@@ -100,7 +100,7 @@ class Exchange:
         self._status = 0  # of the current leg's answer
         self._reads_usage = False  # the engine states in the body how much was cached
         self._cached: int | None = None  # as it says there
-        self._num_data = self._num_reported = self._num_data_then = 0
+        self._num_data = self._num_looked_at = 0  # pieces of the answer; those that were there at the last look
 
     @property
     def answer(self) -> AnswerHead | None:
@@ -154,7 +154,7 @@ class Exchange:
         self.replica, self.num_attempts = charge.replica, self.num_attempts + 1
         leg = self.leg = Leg(self._fleet, charge, self, self.trace.leg(charge))
         self._status = 0
-        self._num_data = self._num_reported = self._num_data_then = 0
+        self._num_data = self._num_looked_at = 0
         if group.prefills is not None:
             self._split(group.prefills, charge)
         lines, body = routed.form_for(leg.replica)
@@ -366,10 +366,11 @@ class Exchange:
 
     def look(self, now_s: float, response_s: float) -> None:
         """Report the progress to the placement, and end an answer that has stood still for too long. Called twice a second."""
-        leg, is_moving = self.leg, self._num_data != self._num_data_then
-        if leg is None or leg.state != "sent" or is_moving or self.connection.is_paused:
-            self._num_data_then, self._quiet_since_s = self._num_data, now_s
-            self._report_progress()
+        leg, num_new = self.leg, self._num_data - self._num_looked_at
+        if leg is None or leg.state != "sent" or num_new or self.connection.is_paused:
+            self._num_looked_at, self._quiet_since_s = self._num_data, now_s
+            if leg is not None and num_new:
+                leg.charge.tokens(num_new)
             return
         quiet_s = now_s - self._quiet_since_s
         reason = f"not a byte for {quiet_s:.0f} s"
@@ -378,11 +379,6 @@ class Exchange:
                 self._break_off(leg, reason)
         elif quiet_s > response_s:
             self._leg_failed("late", reason)
-
-    def _report_progress(self) -> None:
-        if self.leg is not None and self._num_data > self._num_reported:
-            self.leg.charge.tokens(self._num_data - self._num_reported)
-            self._num_reported = self._num_data
 
     def check(self) -> None:
         assert (self.leg is not None) == (self.state in ("asking", "relaying")), f"{self.state}: {self.leg}"

@@ -1,7 +1,7 @@
 """Counters of the router, as text for /metrics. Labels are routes, statuses, replicas and reasons: bounded sets."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -52,9 +52,6 @@ class RouterMetrics(Collector):
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         rows: dict[str, list[tuple[tuple[str, ...], float]]] = {}

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         for sock in sockets:
             stack.enter_context(sock)  # closed also if the router does not start
-        return uvloop.run(serve_alone(config, sockets))
+        return uvloop.run(serve(config, sockets))
 
 
 def _check_backends(config: RouterConfig) -> None:
@@ -78,12 +78,6 @@ def check(args: argparse.Namespace) -> RouterConfig:
     config = built(args, RouterConfig)
     check_together(config)
     return resolve(config, os.environ)
-
-
-async def serve_alone(config: RouterConfig, sockets: list[socket.socket]) -> int:
-    stopping = Stopping()
-    with stop_signals(stopping.take):
-        return await serve(config, sockets, stopping, lambda _router: _announce(url_of(sockets[0]), config))
 
 
 class RouterProcess:
@@ -214,26 +208,26 @@ def with_room_for_connections(config: RouterConfig) -> RouterConfig:
     return replace(config, limits=replace(config.limits, max_connections=most))
 
 
-async def serve(
-    config: RouterConfig, sockets: list[socket.socket], stopping: Stopping, on_start: Callable[[RouterProcess], None]
-) -> int:
+async def serve(config: RouterConfig, sockets: list[socket.socket]) -> int:
     """Run the router until it is stopped; return the exit code."""
-    config = with_room_for_connections(config)
-    router = RouterProcess(config, prompt_reader_of(config))
-    # Objects from start-up live as long as the process, and requests make few cycles. Scanning them all again and again
-    # would only cause pauses.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
-    await router.start(sockets)
-    on_start(router)
-    await stopping.drain.wait()
-    log.info("shutting down: %d requests are in flight", len(router.app.exchanges))
-    router.app.is_draining = True
-    await wait_for(
-        lambda: not router.app.exchanges and router.app.edge.is_written, stopping.stop, config.timeouts.drain_s
-    )
-    await router.close()
+    stopping = Stopping()
+    with stop_signals(stopping.take):
+        config = with_room_for_connections(config)
+        router = RouterProcess(config, prompt_reader_of(config))
+        # Objects from start-up live as long as the process, and requests make few cycles. Scanning them all again and again
+        # would only cause pauses.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 100)
+        await router.start(sockets)
+        _announce(url_of(sockets[0]), config)
+        await stopping.drain.wait()
+        log.info("shutting down: %d requests are in flight", len(router.app.exchanges))
+        router.app.is_draining = True
+        await wait_for(
+            lambda: not router.app.exchanges and router.app.edge.is_written, stopping.stop, config.timeouts.drain_s
+        )
+        await router.close()
     return 0
 
 

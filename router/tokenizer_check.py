@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import contextlib
 from array import array
 
 import msgspec
@@ -22,23 +23,15 @@ class _Tokens(msgspec.Struct):
 _TOKENS = msgspec.json.Decoder(_Tokens)
 
 
-async def fetch_tokens(replica: Replica, body: bytes, timeout_s: float) -> bytes | None:
-    """Return the token ids of a request, packed as `Ids` are; None if the replica does not say."""
-    try:
-        status, answer = await fetch(replica.pool, "/tokenize", replica.key_line, timeout_s, body)
-        return array("i", _TOKENS.decode(answer).tokens).tobytes() if status == 200 else None
-    except (ConnectFailed, TimeoutError, msgspec.MsgspecError, OverflowError):
-        return None
-
-
 async def tokenizes_alike(replica: Replica, prompts: PromptReader, timeout_s: float) -> bool | None:
     """Return whether the replica makes our tokens of a prompt and of a chat; None if it has no `/tokenize`."""
     messages = [{"role": "user", "content": SAMPLE}]
     is_same: list[bool] = []
     for path, fields in ((COMPLETIONS, {"prompt": SAMPLE}), (CHAT, {"messages": messages})):
         body = msgspec.json.encode({"model": replica.models[0], **fields})
-        theirs = await fetch_tokens(replica, body, timeout_s)
         ours = await asyncio.to_thread(prompts.ids, path, body, msgspec.json.decode(body, type=RequestFields))
-        if theirs is not None and ours is not None:
-            is_same.append(theirs == ours.packed)
+        with contextlib.suppress(ConnectFailed, TimeoutError, msgspec.MsgspecError, OverflowError):
+            status, answer = await fetch(replica.pool, "/tokenize", replica.key_line, timeout_s, body)
+            if status == 200 and ours is not None:
+                is_same.append(array("i", _TOKENS.decode(answer).tokens).tobytes() == ours.packed)
     return all(is_same) if is_same else None

@@ -112,10 +112,6 @@ class Fleet:
         """Return the replica's group; None while its models are unknown."""
         return self._groups_beside(replica).get(replica.root or "")
 
-    @property
-    def has_prefills(self) -> bool:
-        return any(replica.peer is not None for replica in self.replicas.values())
-
     def all_groups(self) -> Iterator[tuple[str, ReplicaGroup]]:
         """Yield (role of the replicas, group)."""
         for group in self.groups.values():
@@ -139,14 +135,15 @@ class Fleet:
 
     def begin(self, replica: Replica) -> None:
         """Count a request that is sent to the replica."""
-        replica.begin()
+        replica.num_in_flight += 1
+        replica.num_requests += 1
         self.num_in_flight += 1
         if replica.num_in_flight >= self._limit_of(replica):
             self._update_full(replica)
 
     def end(self, replica: Replica) -> None:
         was_full = replica.num_in_flight >= self._limit_of(replica)
-        replica.end()
+        replica.num_in_flight -= 1
         self.num_in_flight -= 1
         if was_full:
             self._update_full(replica)

@@ -62,14 +62,6 @@ class Replica:
         """Return whether the replica is up without recent failures, so that another success changes nothing."""
         return self.state == "up" and self._failures_in_row == 0
 
-    def begin(self) -> None:
-        self.num_in_flight += 1
-        self.num_requests += 1
-
-    def end(self) -> None:
-        self.num_in_flight -= 1
-        assert self.num_in_flight >= 0, f"{self.url}: a request ended twice"
-
     async def has_died(self, timeout_s: float) -> bool:
         """Request `/health` to find out whether the process has died; concurrent calls share one request.
 

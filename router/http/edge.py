@@ -22,16 +22,6 @@ HIGH_WATER_BYTES = 64 * 1024  # bytes unread by a client before reading from its
 NEVER = float("inf")
 
 
-class Handler(Protocol):
-    """The application behind the edge."""
-
-    def admit(self, request: ClientRequest) -> HttpError | None:
-        """Check the headers; an error is sent before the body is read."""
-
-    def handle(self, request: ClientRequest, connection: "ClientConnection") -> None:
-        """Answer through the connection: `answer`, or `write` pieces and then `finish`."""
-
-
 class Reader(Protocol):
     """The writer of an answer, which is notified when the client is slow, reads again, or has disconnected."""
 
@@ -41,11 +31,18 @@ class Reader(Protocol):
 
 
 class Edge:
-    """All client connections of one listener."""
+    """All client connections of one listener.
 
-    def __init__(self, handler: Handler, limits: Limits) -> None:
-        self.handler = handler
-        self.limits = limits
+    `admit` checks the headers; its error is sent before the body is read. `handle` answers through the connection: `answer`,
+    or `write` of the transport and then `finish`."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        admit: Callable[[ClientRequest], HttpError | None],
+        handle: Callable[[ClientRequest, "ClientConnection"], None],
+    ) -> None:
+        self.limits, self.admit, self.handle = limits, admit, handle
         self.heads = Heads(limits.max_header_bytes, limits.max_body_bytes)
         self.connections: set[ClientConnection] = set()
         self.refused: Counter[int] = Counter()  # status → number of requests refused by this file
@@ -162,7 +159,7 @@ class ClientConnection(asyncio.Protocol):
     def _take_whole(self, request: ClientRequest) -> None:
         """Do what `on_headers_complete` and `on_message_complete` do, for a complete plain request."""
         request.keep_alive = not self.edge.is_closing
-        objection = self.edge.handler.admit(request)
+        objection = self.edge.admit(request)
         if objection is not None:
             self._refuse(objection)
             return
@@ -207,7 +204,7 @@ class ClientConnection(asyncio.Protocol):
         parser, fields = self._parser, dict(self._headers)
         version, keep_alive = parser.get_http_version(), parser.should_keep_alive() and not self.edge.is_closing
         request = ClientRequest.of(parser.get_method(), self._target, self._headers, fields, version, keep_alive)
-        objection = self._objection(request, fields, version) or self.edge.handler.admit(request)
+        objection = self._objection(request, fields, version) or self.edge.admit(request)
         if objection is not None:
             self._refuse(objection)
             return
@@ -302,7 +299,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _start(self, request: ClientRequest) -> None:
         self.current = request
-        self.edge.handler.handle(request, self)
+        self.edge.handle(request, self)
 
     def _next(self) -> None:
         if self.current is not None or self.is_paused or not self._waiting or self.transport.is_closing():

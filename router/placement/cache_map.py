@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock._csrc import ffi, lib
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.placement.index import KeySpace, NoSlotLeft, PromptKeys, RouteIndex
+from penstock.router.placement.index import KeySpace, PromptKeys, RouteIndex
 from penstock.router.placement.load import PolicyConfig
 
 TIERS = ("device", "host", "disk")
@@ -163,10 +163,7 @@ class CacheMap:
     def _add_slot(self, cache: ReplicaCache, times: int = 1) -> int:
         """Return a new slot, or EMPTY if none is free now; the caller then tries again later."""
         limit = 2 * cache.num_blocks + 1024  # twice its capacity: room for changes in flight
-        try:
-            return self.index.add_slot(limit * times, cache.hits_at_ends)
-        except NoSlotLeft:
-            return EMPTY
+        return max(self.index.add_slot(limit * times, cache.hits_at_ends), EMPTY)
 
     # -- the router's predictions ---------------------------------------------------------------------
 

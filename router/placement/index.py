@@ -19,7 +19,6 @@ from penstock.cache.keys import namespace_root
 
 Keys = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int32]
-MAX_SLOTS = 8192  # as in C
 BYTES, I32S, U64S = map(ffi.typeof, ("uint8_t[]", "int32_t[]", "uint64_t[]"))  # parsed once, not at each call
 
 
@@ -49,10 +48,6 @@ class PromptKeys(msgspec.Struct, frozen=True, gc=False):
         return cls(keys, max(0, num_tokens - 1) // space.block_size)
 
 
-class NoSlotLeft(RuntimeError):
-    """Every slot is in use, or retired and not swept yet."""
-
-
 class RouteIndex:
     """Holds facts, which replicas reported, until they are withdrawn or evicted; and the router's predictions, until they
     have aged twice."""
@@ -69,14 +64,12 @@ class RouteIndex:
         self.num_slots = 0
 
     def add_slot(self, limit: int, at_ends: bool = False) -> int:
-        """Return a slot that holds nothing, for at most `limit` blocks. Raises NoSlotLeft; retired slots are swept a stretch
-        with every call, so a later call may succeed.
+        """Return a slot that holds nothing, for at most `limit` blocks; -1 if every slot is in use, or retired and not swept
+        yet. Retired slots are swept a stretch with every call, so a later call may succeed.
 
         `at_ends`: a key that it holds stands for all of a prompt before it, which it need not hold."""
         slot: int = lib.penstock_route_add_slot(self._index, limit)
-        if slot < 0:
-            raise NoSlotLeft(f"the index has no slot left: {MAX_SLOTS} are in use")
-        if at_ends:
+        if at_ends and slot >= 0:
             lib.penstock_route_match_at_ends(self._index, slot)
         self.num_slots = max(self.num_slots, slot + 1)
         return slot

@@ -6,17 +6,15 @@ restarts never change these numbers. The prefill speed of a replica is learned f
 
 from collections.abc import Callable, Collection
 from inspect import get_annotations
-from typing import Annotated, get_args
+from typing import get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
 
 from penstock._csrc import ffi, lib
 from penstock.router.config import PolicyName
 
-Speed = Annotated[float, Meta(gt=0)]  # tokens per second
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)  # in this order in C
 Column = npt.NDArray[np.float64]
 
@@ -71,7 +69,7 @@ class LoadTable:
 
     def __init__(self, policy: PolicyConfig = PolicyConfig(), seed: int = 0) -> None:  # noqa: B008
         self._free: list[int] = []
-        self._unknown: set[int] = set()  # rows whose speed was neither learned nor given: that of the others is assumed
+        self._unknown: set[int] = set()  # rows whose speed is not learned yet: the mean of the others is assumed
         self.num_rows = 0
         self._first_delay_s, self._first_speed = policy.first_delay_s, policy.first_tokens_per_s
         self.c = ffi.new(
@@ -87,8 +85,8 @@ class LoadTable:
         self._columns = np.zeros((len(COLUMNS), 8))
         self._name_columns()
 
-    def add(self, capacity: float, speed: float | None) -> int:
-        """Return the row of a new replica. Until its speed is learned, the mean of the other replicas is used."""
+    def add(self, capacity: float) -> int:
+        """Return the row of a new replica."""
         if self._free:
             row = self._free.pop()
         else:
@@ -98,11 +96,9 @@ class LoadTable:
                 self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
             self._name_columns()
         self._columns[:, row] = 0.0
-        if speed is None:
-            others = [self.speed[other] for other in range(self.num_rows) if other != row and other not in self._free]
-            self._unknown.add(row)
-            speed = sum(others) / len(others) if others else self._first_speed
-        self.capacity[row], self.speed[row], self.delay[row] = capacity, speed, self._first_delay_s
+        self._unknown.add(row)
+        self._assume_speeds()
+        self.capacity[row], self.delay[row] = capacity, self._first_delay_s
         self.per_capacity[row] = 1.0 / (UNKNOWN_CAPACITY if np.isinf(capacity) else capacity)
         self._count_rows()
         return row
@@ -126,13 +122,16 @@ class LoadTable:
         return self.c.cached[row], self.c.backlog[row], self.c.ttft[row]
 
     def learn(self, row: int, speed: float) -> None:
-        """Set the speed of a replica. Replicas whose speed is unknown get the mean of the known ones: a fixed guess that is too
-        low would keep such a replica idle, and its speed can only be learned from requests."""
         self.speed[row] = speed
         self._unknown.discard(row)
         if self._unknown:
-            known = set(range(self.num_rows)) - self._unknown - set(self._free)
-            self.speed[list(self._unknown)] = self.speed[list(known)].mean()
+            self._assume_speeds()
+
+    def _assume_speeds(self) -> None:
+        """Give replicas whose speed is unknown the mean of the known ones: a fixed guess that is too low would keep such a
+        replica idle, and its speed can only be learned from requests."""
+        known = set(range(self.num_rows)) - self._unknown - set(self._free)
+        self.speed[list(self._unknown)] = self.speed[list(known)].mean() if known else self._first_speed
 
     def backlog_of(self, row: int, now_s: float) -> float:
         """Return the queued tokens, less what has been computed of the oldest request since its turn came."""
@@ -169,12 +168,6 @@ class PredictionTotals(msgspec.Struct):
     cached_tokens_error_total: int = 0
     predicted_ttft_seconds_total: float = 0.0
     actual_ttft_seconds_total: float = 0.0
-
-    def compare(self, charge: "Charge", cached_tokens: int | None, ttft_s: float) -> None:
-        self.predicted_ttft_seconds_total += charge.predicted_ttft_s
-        self.actual_ttft_seconds_total += ttft_s
-        if cached_tokens is not None:
-            self.count(charge, cached_tokens)
 
     def count(self, charge: "Charge", cached_tokens: int) -> None:
         self.compared_requests_total += 1
@@ -297,7 +290,10 @@ class Charge:
         if not self.is_handed_over:
             load.learn(self.ahead_tokens + own, now_s - self.placed_s)
         load.answer(self, now_s)
-        load.totals.compare(self, cached_tokens, now_s - self.placed_s)
+        load.totals.predicted_ttft_seconds_total += self.predicted_ttft_s
+        load.totals.actual_ttft_seconds_total += now_s - self.placed_s
+        if cached_tokens is not None:
+            load.totals.count(self, cached_tokens)
 
     def counted(self, cached_tokens: int) -> None:
         """Record the cached tokens of a replica that reports them at the end of its answer."""

@@ -19,10 +19,9 @@ from penstock.engine.http.kv_stream import Frame
 from penstock.engine.options import converted
 from penstock.router.placement.cache_map import STREAM_COUNTS, CacheMap, ReplicaCache
 from penstock.router.placement.index import KeySpace, PromptKeys
-from penstock.router.placement.load import Charge, LoadTable, PolicyConfig, PredictionTotals, ReplicaLoad, Speed
+from penstock.router.placement.load import Charge, LoadTable, PolicyConfig, PredictionTotals, ReplicaLoad
 
 GUESSED_TOKENS = 2**18  # assumed capacity of a replica that reports none; small, so that a guess is forgotten in time
-MAX_SALT = 256  # characters of the longest salt whose root is cached
 NO_NAMES: frozenset[str] = frozenset()
 
 
@@ -30,13 +29,12 @@ class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A replica's report about its cache. The defaults are for a replica that reports nothing: its cache is guessed with
     large blocks, because each key costs half a microsecond and a guess need not be exact.
 
-    `num_blocks` 0: unknown. `prefill_tokens_per_s`: the speed to assume until it is learned.
+    `num_blocks` 0: unknown.
     """
 
     fingerprint: bytes = b""
     block_size: Annotated[int, Meta(ge=1, le=2**20)] = 64
     num_blocks: Annotated[int, Meta(ge=0, le=2**31)] = 0
-    prefill_tokens_per_s: Speed | None = None
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
@@ -82,7 +80,7 @@ class Placement:
         if space not in self._spaces:
             self._spaces = (*self._spaces, space)
         capacity = info.num_blocks * info.block_size or np.inf
-        row = self.loads.add(capacity, info.prefill_tokens_per_s)
+        row = self.loads.add(capacity)
         cache = self.caches.add(row, space, info.num_blocks or max(GUESSED_TOKENS // info.block_size, 1))
         replica = PlacedReplica(name, info, ReplicaLoad(self.loads, row, self.totals, self._clock), cache)
         self._replicas[name] = self._rows[row] = replica
@@ -109,8 +107,7 @@ class Placement:
         raw = tokens if type(tokens) is bytes else bytes(memoryview(tokens).cast("B"))
         found = []
         for space in self._spaces:
-            is_short = salt is None or len(salt) <= MAX_SALT
-            root = _root(space, salt, adapter) if is_short else space.root(salt, adapter)
+            root = _root(space, adapter) if salt is None else space.root(salt, adapter)
             found.append((space, PromptKeys.of(raw, space, root)))
         return Prompt(len(raw) // 4, tuple(found))
 
@@ -267,5 +264,5 @@ class Placement:
 
 
 @lru_cache(maxsize=4096)
-def _root(space: KeySpace, salt: str | None, adapter: str | None) -> bytes:
-    return space.root(salt, adapter)
+def _root(space: KeySpace, adapter: str | None) -> bytes:
+    return space.root(None, adapter)

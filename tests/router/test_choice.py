@@ -16,7 +16,7 @@ def some_fleet(rng: np.random.Generator, policy: PolicyConfig, num_replicas: int
     """With every column set, and a row that is free again."""
     fleet = LoadTable(policy, seed=int(rng.integers(1000)))
     for _ in range(num_replicas + 1):
-        fleet.add(float(rng.choice([np.inf, 50_000, 100_000])), float(rng.uniform(1_000, 20_000)))
+        fleet.learn(fleet.add(float(rng.choice([np.inf, 50_000, 100_000]))), float(rng.uniform(1_000, 20_000)))
     fleet.remove(int(rng.integers(num_replicas + 1)))
     for name in COLUMNS:
         getattr(fleet, name)[:] = rng.integers(0, 60, fleet.num_rows) * (1000 if name != "active" else 1)
@@ -56,7 +56,7 @@ def test_who_is_chosen_is_best_by_the_formulas(name: PolicyName) -> None:
 def test_every_one_of_equals_is_drawn_about_as_often() -> None:
     fleet = LoadTable(seed=5)
     for _ in range(3):
-        fleet.add(1000.0, 100.0)
+        fleet.learn(fleet.add(1000.0), 100.0)
     fleet.is_open[:] = 1.0
     drawn = np.bincount([fleet.choose(10, NOW_S) for _ in range(3000)], minlength=3)
     assert (drawn > 900).all(), drawn
@@ -65,7 +65,7 @@ def test_every_one_of_equals_is_drawn_about_as_often() -> None:
 def test_round_robin_goes_on_after_the_last_one() -> None:
     fleet = LoadTable(PolicyConfig(name="round-robin"))
     for _ in range(4):
-        fleet.add(1000.0, 100.0)
+        fleet.learn(fleet.add(1000.0), 100.0)
     fleet.is_open[:] = (1, 1, 0, 1)
     assert [fleet.choose(1, NOW_S) for _ in range(5)] == [0, 1, 3, 0, 1]
 
@@ -73,7 +73,7 @@ def test_round_robin_goes_on_after_the_last_one() -> None:
 def test_a_session_stays_unless_another_is_better_by_more_than_the_affinity() -> None:
     fleet = LoadTable(PolicyConfig(affinity_s=0.05, first_delay_s=0.0, wear=0.0))
     for _ in range(2):
-        fleet.add(100_000.0, 1000.0)
+        fleet.learn(fleet.add(100_000.0), 1000.0)
     fleet.is_open[:] = 1.0
     fleet.queued[1] = 40.0
     assert fleet.choose(100, NOW_S, sticky=1) == 1
@@ -86,7 +86,7 @@ def test_a_session_stays_unless_another_is_better_by_more_than_the_affinity() ->
 def test_new_content_is_remembered_for_as_long_as_the_caches_hold_it() -> None:
     fleet = LoadTable()
     for capacity in (1000.0, 3000.0):
-        fleet.add(capacity, 100.0)
+        fleet.learn(fleet.add(capacity), 100.0)
     lib.penstock_fleet_place(fleet.c, 0, 400.0, 500.0, NOW_S)
     lib.penstock_fleet_place(fleet.c, 1, 1000.0, 1000.0, NOW_S)
     assert fleet.filled.tolist() == [300.0, 1000.0]

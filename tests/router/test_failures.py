@@ -367,7 +367,7 @@ def test_a_client_is_not_late_when_it_is_the_router_that_was(monkeypatch: pytest
             time.sleep(0.6)
             return admit(request)
 
-        monkeypatch.setattr(router.app, "admit", slowly)
+        monkeypatch.setattr(router.app.edge, "admit", slowly)
         with connect(router.port) as other:
             other.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             assert is_held_up.wait(60)

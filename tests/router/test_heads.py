@@ -85,7 +85,7 @@ class Leg:
 
 def by_the_parser(data: bytes, limits: Limits) -> list[ClientRequest]:
     handler = Handler()
-    edge = Edge(handler, limits)
+    edge = Edge(limits, handler.admit, handler.handle)
     edge.heads = NotPlain(1, 0)
     connection = edge.connection()
     connection.connection_made(cast(asyncio.Transport, Transport()))

@@ -11,7 +11,7 @@ from penstock.router.config import PolicyName
 from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
 
-INFO = ReplicaInfo(b"model", block_size=16, num_blocks=1000, prefill_tokens_per_s=1000.0)
+INFO = ReplicaInfo(b"model", block_size=16, num_blocks=1000)
 
 
 class Clock:
@@ -24,7 +24,7 @@ class Clock:
 
 def fleet(count: int = 3, policy: PolicyName = "predicted-ttft", **options: Any) -> tuple[Placement, Clock]:
     clock = Clock()
-    placement = Placement(PolicyConfig(name=policy, **options), clock, seed=1)
+    placement = Placement(PolicyConfig(**{"name": policy, "first_tokens_per_s": 1000.0, **options}), clock, seed=1)
     for number in range(count):
         placement.add_replica(f"r{number}", INFO)
         placement.set_available(f"r{number}", True)
