@@ -163,10 +163,10 @@ def check(config: Declared) -> None:
             raise ValueError(f"{option.name}: {value!r} given; one of {', '.join(option.flag.choices)} is expected")
 
 
-def converted(values: Mapping[str, Any], kind: type[T]) -> T:
-    """Convert plain data to an object of this type; raise ValueError like `check`."""
+def converted(values: Mapping[str, Any], kind: type[T], *, strict: bool = True) -> T:
+    """Convert plain data to an object of this type, not `strict` also from text; raise ValueError like `check`."""
     try:
-        return msgspec.convert(values, kind)
+        return msgspec.convert(values, kind, strict=strict)
     except msgspec.ValidationError as error:
         place, what = objection(error, kind)
         place = place.partition("[...]")[0]  # msgspec does not name the key of an object

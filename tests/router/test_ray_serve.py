@@ -1,0 +1,197 @@
+"""The Ray Serve application: its arguments, and a fleet of real servers and a router on a real local Ray."""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from tests.support.fake_engine import byte_tokenizer
+from tests.support.fork_server import ROOT
+from tests.support.peer_rig import free_addresses
+from tests.support.refusals import table
+from tests.support.running_server import until
+from tests.test_serve import MODEL
+
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'penstock[ray]'")
+serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'penstock[ray]'")
+ray_serve = pytest.importorskip("penstock.router.ray_serve")
+
+CONFIG = ROOT / "deploy" / "ray-serve.yaml"
+NUM_CLIENTS = 3
+TINY = "--load-format dummy --kv-cache-bytes 8MiB"
+
+
+@pytest.mark.parametrize(("arguments", "message"), table(__file__, "ray serve"))
+def test_an_argument_that_cannot_be_used_is_named_in_one_line(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ray_serve.ArgumentError) as error:
+        ray_serve.app(arguments)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert error.value.format_message() == str(error.value)  # what `serve run` prints
+
+
+def test_the_applications_of_the_configuration_file_can_be_built() -> None:
+    for application in yaml.safe_load(CONFIG.read_text())["applications"]:
+        build = getattr(ray_serve, application["import_path"].removeprefix("penstock.router.ray_serve:"))
+        assert isinstance(build(application["args"]), serve.Application)
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ended with code 2: penstock: model: there is no folder .*/missing"):
+        ray_serve.Program(["serve", str(tmp_path / "missing"), "--port", "0"])
+
+
+class Clients:
+    """Clients that send one request after the other and count what comes back."""
+
+    def __init__(self, url: str) -> None:
+        self.num_answered = 0
+        self.failures: list[str] = []
+        self.is_over = threading.Event()
+        self._url = url
+
+    def run(self) -> None:
+        asked = {"prompt": "hello", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+        with httpx.Client(base_url=self._url, timeout=120) as http:
+            while not self.is_over.is_set():
+                try:
+                    answer = http.post("/v1/completions", json=asked)
+                except httpx.TransportError as error:
+                    self.failures.append(repr(error))
+                else:
+                    self.num_answered += answer.status_code == 200
+                    self.failures += [answer.text] * (answer.status_code != 200)
+
+    def wait_for_more(self) -> None:
+        before = self.num_answered
+        until(lambda: self.num_answered >= before + 2 * NUM_CLIENTS)
+
+
+class Fleet:
+    """The applications of deploy/ray-serve.yaml with a tiny model."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.url = f"http://{free_addresses(1)[0]}"
+
+    def deploy(self, options: str = TINY, num_replicas: int | None = None, **arguments: Any) -> None:
+        """Deploy as `serve deploy` does, and wait until it runs. `num_replicas`: of the deployment, beside its arguments."""
+        config = yaml.safe_load(CONFIG.read_text())
+        servers, router = config["applications"]
+        servers["args"] |= {"model": str(self._folder), "cpus": 0.1, "serve_options": options, **arguments}
+        if num_replicas is not None:
+            servers["deployments"] = [{"name": "Replica", "num_replicas": num_replicas}]
+        router["args"] = {"port": int(self.url.rpartition(":")[2]), "route_options": "--host 127.0.0.1"}
+        serve.context._get_global_client().deploy_apps(serve.schema.ServeDeploySchema(**config))
+
+    def up(self) -> list[str]:
+        """The replicas that the router knows, by their addresses, if all of them are up; else none."""
+        with contextlib.suppress(httpx.TransportError):
+            replicas = httpx.get(self.url + "/replicas").json()["replicas"]
+            if all(each["state"] == "up" for each in replicas):
+                return sorted(each["url"] for each in replicas)
+        return []
+
+    def wait_for(self, count: int, without: Collection[str] = (), gone: int | None = None) -> list[str]:
+        """Wait until there are so many replicas, none of them at these addresses or in this process; return their addresses."""
+        up: list[str] = []
+
+        def is_so() -> bool:
+            servers = self.servers()
+            up[:] = self.up()
+            return len(up) == len(servers) == count and not set(up) & set(without) and gone not in servers
+
+        until(is_so, timeout_s=400)
+        return up
+
+    def servers(self) -> list[int]:
+        """The processes of `penstock serve`."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
+                if b"\0serve\0" + bytes(self._folder) in path.read_bytes():
+                    found.append(int(path.parent.name))
+        return found
+
+    @contextlib.contextmanager
+    def clients(self) -> Iterator[Clients]:
+        """Clients that are answered before the block begins, and still at its end."""
+        clients = Clients(self.url)
+        threads = [threading.Thread(target=clients.run) for _ in range(NUM_CLIENTS)]
+        try:
+            for thread in threads:
+                thread.start()
+            clients.wait_for_more()
+            yield clients
+            clients.wait_for_more()
+        finally:
+            clients.is_over.set()
+            for thread in threads:
+                thread.join()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("ray") / "tiny"
+    byte_tokenizer().save(folder)
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    serve.start(proxy_location="Disabled")
+    fleet = Fleet(folder)
+    fleet.deploy()
+    fleet.wait_for(2)
+    yield fleet
+    serve.shutdown()
+    ray.shutdown()
+    until(lambda: not fleet.servers())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_changed_configuration_rolls_and_no_request_fails(fleet: Fleet) -> None:
+    before = fleet.wait_for(2)
+    with fleet.clients() as clients:
+        fleet.deploy(f"{TINY} --max-num-seqs 8")
+        fleet.wait_for(2, without=before)
+    assert clients.failures == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_killed_replica_is_replaced_and_costs_what_it_was_answering_at_most(fleet: Fleet) -> None:
+    fleet.deploy()
+    fleet.wait_for(2)
+    for kills_worker in (False, True):  # the server alone; Ray's worker, with which its server ends
+        victim = fleet.servers()[0]
+        with fleet.clients() as clients:
+            stat = Path(f"/proc/{victim}/stat").read_text()
+            os.kill(int(stat.rpartition(")")[2].split()[1]) if kills_worker else victim, signal.SIGKILL)
+            fleet.wait_for(2, gone=victim)
+        assert len(clients.failures) <= NUM_CLIENTS, clients.failures
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_number_of_replicas_goes_up_and_down_and_no_request_fails(fleet: Fleet) -> None:
+    with fleet.clients() as clients:
+        for count in (3, 1):
+            fleet.deploy(num_replicas=count)
+            fleet.wait_for(count)
+    assert clients.failures == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_number_of_replicas_follows_the_running_sequences(fleet: Fleet) -> None:
+    fleet.deploy(replicas=1, max_replicas=2, sequences_per_replica=1)
+    fleet.wait_for(1)
+    with fleet.clients() as clients:
+        fleet.wait_for(2)
+    assert clients.failures == []
