@@ -2,7 +2,7 @@
 
 In fp32 on a CPU a greedy request gives the same tokens alone and among preempted requests in chunks. That is a promise:
 the kernels compute a row the same way whatever stands beside it. Batches, prefix hits and seeds are tested on small models
-(tests/executor/test_batch_invariance.py) and, with this model, by `prove` (tests/engine/prove/test_ourselves.py).
+(tests/executor/test_forward.py) and, with this model, by `prove` (tests/engine/prove/test_ourselves.py).
 """
 
 import random

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from penstock.executor.kernels.cpu_ops import levels
 from penstock.executor.protocol import AdapterError, DType, ExecutorError, Sampling
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.test_batch_invariance import trace
 from tests.executor.test_cpu_layers import executor_with
 from tests.support.adapters import EVERYWHERE, Adapter, check_shared_steps
 from tests.support.checkpoints import REFUSED, edit_weights, executor_of, has_words, prompts, tensor_of
@@ -81,16 +80,17 @@ def test_the_same_bits_alone_and_in_a_batch_of_others(
     adapters = [Adapter(case, tmp_path / str(seed), seed, rank=5, alpha=5.0, dtype=stored) for seed in range(2)]
     prompt, others = prompts(1, seed=9, low=30, high=30)[0], prompts(9, seed=10)
     plain = Driver(executor_of(case, dtype=dtype))
-    base = trace(plain, plain.admit(prompt, FULL))
+    base = plain.trace(plain.admit(prompt, FULL), count=20)
     for chosen in (None, 0):
         alone, batched = with_adapters(case, dtype=dtype), with_adapters(case, dtype=dtype)
         first = [alone.load_adapter(str(adapter.path)).key for adapter in adapters]
         assert first == [batched.load_adapter(str(adapter.path)).key for adapter in adapters]
         keys, adapter = [*first, None], None if chosen is None else first[chosen]
         single, driver = Driver(alone), Driver(batched)
-        seen = trace(single, single.admit(prompt, FULL, adapter=adapter), chunk=7)
+        seen = single.trace(single.admit(prompt, FULL, adapter=adapter), count=20, chunk=7)
         beside = [driver.admit(each, adapter=keys[index % 3]) for index, each in enumerate(others)]
-        assert trace(driver, driver.admit(prompt, FULL, adapter=adapter), *beside, chunk=4) == seen
+        watched = driver.admit(prompt, FULL, adapter=adapter)
+        assert driver.trace(watched, *beside, count=20, chunk=4) == seen
         assert (seen == base) == (chosen is None)
 
 
@@ -112,7 +112,8 @@ def test_all_layers_in_one_call_and_one_by_one_give_the_same_bits(case: str, dty
         driver = Driver(executor)
         keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
         others = [driver.admit(prompt, adapter=keys[1]) for prompt in prompts(3, seed=4)]
-        traces.append(trace(driver, driver.admit(prompts(1)[0], FULL, adapter=keys[0]), *others, chunk=5))
+        watched = driver.admit(prompts(1)[0], FULL, adapter=keys[0])
+        traces.append(driver.trace(watched, *others, count=20, chunk=5))
     assert traces[0] == traces[1]
 
 

@@ -1,10 +1,15 @@
 """How layers are put into groups, and how much of a pool a request needs."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from penstock.executor.batch import StatePages
 from penstock.executor.cache_layout import LayerCache, plan_layout
+from penstock.executor.models.recurrent_layers import state_of
+from penstock.executor.models.spec import ConvSpec, DeltaSpec, MambaSpec
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, GroupInfo
 from penstock.executor.step.memory import allocate_kv, layer_pages, plan_kv
@@ -63,3 +68,23 @@ def test_what_a_request_needs_follows_from_its_groups() -> None:
     assert plan.num_blocks == 92 and plan.max_model_len == 63 * 16
     with pytest.raises(ExecutorError, match="holds 20 blocks of 100 bytes; a request takes 23"):
         plan_kv(ExecutorConfig(kv_cache_bytes=2000), 100, 4000, RankGroup(), groups=groups)
+
+
+def test_what_ranks_cannot_share_out_is_refused_by_its_number() -> None:
+    delta, conv = DeltaSpec(2, 4, 16, 24, 4, False), ConvSpec(3, False)
+    spec: Any = SimpleNamespace(hidden_size=62)
+    with pytest.raises(ExecutorError, match="^tensor_parallel_size: 4 given; it must divide the model's 2 key heads"):
+        state_of(spec, delta, torch.float32, 4)
+    with pytest.raises(ExecutorError, match="^tensor_parallel_size: 4 given; it must divide the model's 62 channels"):
+        state_of(spec, conv, torch.float32, 4)
+    mamba = MambaSpec(2, 12, 16, 24, 4, True, False, 1e-6)
+    with pytest.raises(
+        ExecutorError, match=r"^tensor_parallel_size: 5 .* the model's 12 Mamba heads \(mamba_n_heads\)$"
+    ):
+        state_of(spec, mamba, torch.float32, 5)
+    with pytest.raises(
+        ExecutorError, match=r"^tensor_parallel_size: 3 .* 2 groups of Mamba heads \(mamba_n_groups\), or"
+    ):
+        state_of(spec, mamba, torch.float32, 3)
+    assert state_of(spec, mamba, torch.float32, 4) == (1 + 3, max(16 * 24 * 4, 3 * (2 * 16 + 3 * 24) * 4))
+    assert state_of(spec, delta, torch.float32, 2) == (1 + 2, max(16 * 24 * 4, 3 * (2 * 16 + 2 * 24) * 4))

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from penstock.executor.protocol import ExecutorError
-from tests.executor.test_models import PLAIN
+from tests.executor.test_models import DIVERSE
 from tests.support.checkpoints import executor_of
 from tests.support.driver import Driver
 from tests.support.small_models import CASES, RECURRENT, folder, randomize
@@ -98,7 +98,7 @@ def check_each(case: str, some: list[tuple[str, Any]], tmp_path: Path, recorded:
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("case", PLAIN)
+@pytest.mark.parametrize("case", DIVERSE)
 @pytest.mark.filterwarnings("ignore")
 def test_a_config_with_another_field_is_computed_as_by_transformers_or_refused(
     case: str, tmp_path: Path, recorded: list[torch.Tensor]

@@ -1,147 +1,254 @@
-"""Every architecture against transformers in float32: the same greedy tokens, the same logits, the same states."""
+"""Models against transformers: the same greedy tokens however a model is stored, computed, shared out and scheduled.
 
-import json
+One table. Every small model is computed alone; models.txt adds ranks and the scheduler, `stored_rows` the models as
+checkpoints store them. Weights that a CPU or a GPU computes with stay codes, others are dequantized when they are loaded;
+the memory table of a model says which. The rows that are not the hardest of their kind are slow.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
-from penstock.engine.front.submit import Pooling
+from penstock.engine.config import SchedulerConfig, SpeculativeConfig
+from penstock.engine.core.drafts import Drafter
+from penstock.engine.core.request import Request
+from penstock.executor.code_types import is_computed
 from penstock.executor.models.spec import LatentSpec
-from penstock.executor.protocol import Sampling
-from tests.support.checkpoints import compute_with, copied, edit_config, executor_of, prompts
+from penstock.executor.protocol import Step
+from penstock.executor.ranks import rank
+from tests.executor.test_inputs import on_device
+from tests.executor.test_runner import drafts_of
+from tests.support import gguf_files, packed_models, small_models
+from tests.support.checkpoints import compute_codes_as_a_gpu, compute_with, config_of, executor_of, prompts, running
+from tests.support.coded import FILE_TYPES
 from tests.support.driver import Driver
-from tests.support.small_models import CASES, RECURRENT, greedy, reference
-from tests.support.twins import torch_ops
+from tests.support.simulation import Simulation, submit
+from tests.support.small_models import CASES, RECURRENT
+from tests.support.stored_models import greedy, stored
+from tests.support.twins import changed, experts, torch_ops
 
-LATENT = ["deepseek-v2-lite", "deepseek-v2-yarn", "deepseek-v3"]
-
-
-# Between them all that the decoder has beside products.
+CODES, NUMBERS, BYTES = "weights as codes", "coded weights as float32", "FP8 weights as float32"
+# Between them these have all that the decoder has beside products.
 PLAIN = [
     *("llama-rope-yarn", "mistral-sliding", "gemma3", "gemma2", "gemma4", "gpt-oss", "opt", "smollm3", "ministral3"),
-    *("minimax-m2", "hunyuan", "qwen3.5", "granite4-mamba"),
-    *LATENT,
+    *("minimax-m2", "hunyuan", "qwen3.5", "granite4-mamba", "deepseek-v2-lite", "deepseek-v2-yarn", "deepseek-v3"),
 ]
-OTHERS = [pytest.param(case, marks=pytest.mark.slow) for case in (*CASES, *RECURRENT) if case not in PLAIN]
+DIVERSE = ("gemma3", "gemma4", "gpt-oss", "opt", "minimax-m2", "qwen3.5", "granite4-mamba", "deepseek-v3")
+HARDEST = frozenset(Path(__file__).with_name("stored_models_fast.txt").read_text().split())  # by the rows' ids
+LINES = [line.partition("#")[0].split() for line in Path(__file__).with_name("models.txt").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("case", [*PLAIN, *OTHERS])
-def test_a_chunked_prompt_and_its_decode_match_transformers(case: str, recorded: list[torch.Tensor]) -> None:
-    prompt = prompts(1, low=41, high=41)[0]
-    tokens, logits = greedy(case, prompt, 24)
-    driver = Driver(executor_of(case))
-    assert driver.generate(driver.admit(prompt), count=24, chunk=7) == [tokens]
-    ours = torch.cat(recorded)
-    assert (ours - logits).abs().max() <= 1e-4 * logits.abs().max()
+class Row(NamedTuple):
+    name: str  # of stored_models.py
+    way: str = "cpu"  # or "torch": with plain operations; "gpu", "gpu of experts": with codes, by twins of kernels
+    num_tokens: int = 24
+    ranks: int = 1
+    kept: str | None = None  # the entry of the memory table that coded weights are in
+    dtype: str = "float32"
+    by_experts: bool = False  # which ranks share out whole
+
+    @property
+    def is_stored(self) -> bool:
+        return self.name not in CASES | RECURRENT
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.way}-{self.ranks if self.way == 'ranks' and not self.is_stored else self.dtype}".replace(
+            " ", "-"
+        )
 
 
-@pytest.mark.parametrize("case", [*PLAIN, *OTHERS])
-def test_a_mixed_batch_matches_transformers_row_by_row(case: str) -> None:
-    """Prompts of many lengths start at different steps, so that chunks and decodes share every step."""
-    given = prompts(6, seed=1)
-    driver = Driver(executor_of(case))
-    running = []
-    for prompt in given:
-        running.append(driver.admit(prompt))
-        driver.advance(*reversed(running), chunk=5)
-    got = driver.generate(*running, count=24, chunk=5)
-    assert got == [greedy(case, prompt, 24)[0] for prompt in given]
+def stored_rows() -> Iterator[Row]:
+    for name, case in gguf_files.CASES.items():
+        if case.kinds is FILE_TYPES:
+            yield Row(f"gguf/{name}", "cpu", 16, 1, CODES, "auto")
+            yield Row(f"gguf/{name}", "cpu", 16, 1, NUMBERS)
+        elif case.kinds:  # scales of the K types are rounded to 16 bits, which after more tokens tips a near tie
+            yield Row(f"gguf/{name}", "gpu", 8, 1, CODES)
+        else:
+            yield Row(f"gguf/{name}", "cpu", 20)
+    for name in packed_models.CASES:  # the scales of gptq-v2 have 32 bits that no 16 can hold
+        kept = (BYTES, "float32") if "floats" in name else (NUMBERS if name == "gptq-v2" else CODES, "auto")
+        yield Row(name, "cpu", 12, 1, *kept)
+        yield Row(name, "gpu", 12, 1, CODES)
+    for name in packed_models.BLOCKS:
+        yield Row(f"blocks/{name}", "cpu", 12, 1, BYTES)
+    yield Row("mxfp4/gpt-oss", "cpu", 16, 1, CODES, "auto")
+    yield Row("mxfp4/gpt-oss", "cpu", 16, 1, NUMBERS)
+    yield Row("mxfp4/gpt-oss", "gpu of experts", 16, 1, CODES, "auto")
+    yield Row("awq-32", "ranks", 12, 2, CODES, "auto")
+    yield Row("packed-8", "ranks", 12, 2, CODES, "auto")
+    yield Row("gptq-ordered", "ranks", 12, 2, NUMBERS, "auto")  # inputs that are out of order are cut as numbers
+    yield Row("packed-experts", "ranks", 12, 2, CODES, "auto", True)
+    yield Row("blocks/qwen3", "ranks", 12, 2, BYTES)
+    yield Row("blocks/deepseek-v3", "ranks", 12, 2, BYTES, "float32", True)
+    yield Row("gguf/mixed", "ranks", 24, 2, NUMBERS, "auto")  # half of 256 columns is no whole block of 256 values
+    yield Row("gguf/qwen3-moe", "ranks", 16, 2, CODES, "auto", True)
 
 
-@pytest.mark.parametrize("case", PLAIN)
-def test_plain_torch_computes_the_same_where_there_are_no_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain-torch operations run on other devices, and are the reference of the kernels. Stale blocks are NaN."""
-    compute_with(monkeypatch, torch_ops)
-    monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 4)
-    given = prompts(5, seed=1)  # which the test above asks for, too
-    executor = executor_of(case)
+def marked() -> Iterator[Any]:
+    without_avx2 = pytest.mark.skipif(not is_computed(), reason="without AVX2 codes become numbers")
+    rows = [(Row(name), name in PLAIN) for name in CASES | RECURRENT]
+    rows += [(Row(name, "torch", 16), name in DIVERSE) for name in PLAIN]
+    for speed, _, name, ranks, *by_experts in (line for line in LINES if line[1:2] == ["ranks"]):
+        rows.append((Row(name, "ranks", 12, int(ranks), by_experts=bool(by_experts)), speed == "fast"))
+    assert {str(row) for row in stored_rows()} >= HARDEST
+    rows += [(row, str(row) in HARDEST) for row in stored_rows()]
+    for row, is_fast in rows:
+        marks = [*([] if is_fast else [pytest.mark.slow]), *([without_avx2] if row.is_stored else [])]
+        yield pytest.param(row, id=str(row), marks=marks)
+
+
+@contextmanager
+def opened(row: Row, request: pytest.FixtureRequest) -> Iterator[Any]:
+    patch, path = request.getfixturevalue("monkeypatch"), stored(row.name)[0]
+    if row.way == "ranks":
+        request.getfixturevalue("forked_ranks")
+        with running(config_of(path, row.ranks, dtype=row.dtype, enable_expert_parallel=row.by_experts)) as ranks:
+            yield ranks
+        return
+    if row.way == "torch":
+        compute_with(patch, torch_ops)
+        patch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 4)
+    elif row.way == "gpu":
+        compute_codes_as_a_gpu(patch)
+    elif row.way == "gpu of experts":  # its grouped products take the codes of all experts in one tensor
+        compute_with(patch, changed(torch_ops, fused_experts=experts.fused_experts))
+        patch.setattr("penstock.executor.models.load._kept_codes", lambda *_: "MXFP4")
+    executor = executor_of(path, dtype=row.dtype)
+    if row.way.startswith("gpu"):
+        assert not {NUMBERS, BYTES} & executor.info.memory.keys()
+        assert all(layer.is_fused for layer in executor._rank._loaded.model.experts)
+    elif row.kept is not None:
+        assert executor.info.dtype == "float32"
+        assert (CODES in executor.info.memory) == (row.kept == CODES)
     executor._rank.kv.fill_(float("nan"))
-    driver = Driver(executor)
-    running = [driver.admit(prompt) for prompt in given]
-    assert driver.generate(*running, count=16, chunk=13) == [greedy(case, prompt, 16)[0] for prompt in given]
+    yield executor
 
 
-def test_chunks_long_enough_to_expand_their_latents_are_those_that_compute_less() -> None:
-    lite = LatentSpec(kv_rank=512, q_rank=None, nope_dim=128, rope_dim=64, value_dim=128)
-    assert [lite.is_expanded(count) for count in (1, 170, 171, 8192)] == [False, False, True, True]
-    narrow = LatentSpec(kv_rank=64, q_rank=None, nope_dim=128, rope_dim=64, value_dim=128)
-    assert not narrow.is_expanded(10**9)
+@pytest.mark.parametrize("row", [*marked()])
+def test_tokens_are_those_of_transformers_on_the_same_numbers(row: Row, request: pytest.FixtureRequest) -> None:
+    """A prompt by itself; then several that start one after the other, so that chunks, decodes and drafts share steps."""
+    recorded = request.getfixturevalue("recorded") if row.way == "cpu" and not row.is_stored else None
+    if row.is_stored:
+        given = prompts(3, seed=3)
+    else:
+        given = prompts(4, seed=3) if row.way == "ranks" else prompts(1, low=41, high=41) + prompts(6, seed=1)
+    with opened(row, request) as executor:
+        given = [[token % executor.info.vocab_size for token in prompt] for prompt in given]
+        expected = [greedy(row.name, prompt, row.num_tokens) for prompt in given]
+        assert {CODES, NUMBERS, BYTES} & executor.info.memory.keys() >= ({row.kept} if row.kept else set())
+        assert row.kept is None or max(len(set(tokens)) for tokens in expected) > 3
+        driver = Driver(executor)
+        assert driver.generate(driver.admit(given[0]), count=row.num_tokens, chunk=7) == expected[:1]
+        if recorded is not None:
+            ours, (_, logits) = torch.cat(recorded), small_models.greedy(row.name, given[0], row.num_tokens)
+            assert (ours - logits).abs().max() <= 1e-4 * logits.abs().max()
+        sequences = []
+        for prompt in given:
+            sequences.append(driver.admit(prompt))
+            driver.advance(*reversed(sequences), chunk=5)
+        if not executor.info.groups[-1].pages:  # a wrong draft has no way back in a state
+            driver.generate(*sequences, count=1, chunk=5)
+            known = len(sequences[0].output)
+            right = expected[0][known : known + 2]
+            driver.advance_with_drafts({0: right, len(sequences) - 1: [1, 2]}, *sequences)
+            assert len(sequences[0].output) == known + 3
+        assert driver.generate(*sequences, count=row.num_tokens, chunk=5) == expected
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma3", "opt-norm-after-projected"])
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_embeddings_are_transformers_last_hidden_states(case: str, pooling: Pooling) -> None:
-    given = prompts(3, seed=2)
-    driver = Driver(executor_of(case))
-    sequences = [driver.admit(prompt, pooling=pooling) for prompt in given]
-    chat = driver.admit(given[0])
-    found: dict[int, np.ndarray] = {}
-    while len(found) < len(given):
-        left = [s for s in sequences if s.computed < s.num_prompt]
-        result = driver.advance(chat, *left, chunk=9)
-        for row, data in result.embeddings.items():
-            found[left[row - 1].slot] = np.frombuffer(data, "<f4")
-    for sequence, prompt in zip(sequences, given, strict=True):
-        with torch.no_grad():
-            hidden = reference(case).base_model(torch.tensor([prompt])).last_hidden_state[0]
-        expected = hidden[-1] if pooling == "last" else hidden.mean(0)
-        np.testing.assert_allclose(found[sequence.slot], expected, rtol=1e-4, atol=1e-4)
-    assert chat.output == greedy(case, given[0], len(chat.output))[0]
+# -- under the scheduler ----------------------------------------------------------------------------------------------
+
+COUNT, AMPLE = 24, 300
+WAITING = ("olmo3",)  # its requests are admitted only when all pages that they can ever need are free
 
 
-@pytest.mark.parametrize("chunk", [None, 11])
-def test_log_probabilities_are_transformers(chunk: int | None) -> None:
-    prompt, count = prompts(1, seed=4, low=33, high=33)[0], 6
-    tokens, _ = greedy("qwen3", prompt, count)
-    with torch.no_grad():
-        expected = reference("qwen3")(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
-    driver = Driver(executor_of("qwen3"))
-    plain = driver.admit(prompts(1, seed=5)[0])
-    sequence = driver.admit(prompt, Sampling(temperature=0.0, logprobs=3, prompt_logprobs=2))
-    of_prompt, of_output = [], []
-    while len(sequence.output) < count:
-        result = driver.advance(plain, sequence, chunk=chunk)
-        of_prompt += result.prompt_logprobs.get(1, [])
-        of_output += [result.logprobs[1]] if 1 in result.logprobs else []
-    assert len(of_prompt) == len(prompt) - 1 and len(of_output) == count
-    for index, (found, num) in enumerate([(f, 2) for f in of_prompt] + [(f, 3) for f in of_output]):
-        values, chosen = expected[index], (prompt + tokens)[index + 1]
-        assert found.ids[0] == chosen
-        assert found.rank == 1 + int((values > values[chosen]).sum())
-        assert list(found.ids[1:]) == values.topk(num).indices.tolist()
-        np.testing.assert_allclose(found.values, values[list(found.ids)], rtol=1e-4, atol=1e-4)
+def scheduled() -> list[Any]:
+    rows = [line for line in LINES if line[1:2] == ["scheduled"]]
+    found = []
+    for speed, _, name, spare, *options in rows:
+        marks = () if speed == "fast" else pytest.mark.slow
+        found.append(pytest.param(name, int(spare), {*options}, id="-".join([name, spare, *options]), marks=marks))
+    return found
 
 
-def test_transformers_4_spelling_of_rope_gives_the_same_tokens(tmp_path: Path) -> None:
-    old = copied("llama-rope-llama3", tmp_path / "old")
-    config = json.loads((old / "config.json").read_text())
-    scaling = config["rope_parameters"]
-    changes = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling, "torch_dtype": config["dtype"]}
-    edit_config(old, rope_parameters=None, dtype=None, **changes)
-    prompt = prompts(1)[0]
-    driver = Driver(executor_of(old))
-    assert driver.generate(driver.admit(prompt), count=24) == [greedy("llama-rope-llama3", prompt, 24)[0]]
+@contextmanager
+def with_pool(case: str, num_spare: int, ranks: int) -> Iterator[Any]:
+    """Open an executor whose pool has this many pages beside those of the longest request."""
+    limits = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 12, "max_model_len": 80}
+    info = executor_of(case, **limits).info
+    num_blocks = 1 + sum(group.most_pages(80, 12, 4) for group in info.groups) + num_spare
+    if ranks > 1:
+        with running(config_of(case, ranks, **limits, kv_cache_bytes=num_blocks * info.block_bytes)) as executor:
+            yield executor
+        return
+    alone = executor_of(case, **limits, kv_cache_bytes=num_blocks * info.block_bytes)
+    alone._rank.kv.fill_(float("nan"))
+    yield alone
 
 
-def test_a_weight_that_embedding_and_head_share_is_kept_once() -> None:
-    """Where the CPU's layers repack theirs it was kept in both forms, and counted so."""
-    overrides = [{"tie_word_embeddings": is_tied} for is_tied in (True, False)]
-    tied, apart = (executor_of("qwen3", load_format="dummy", hf_overrides=each) for each in overrides)
-    assert apart.info.memory["weights"] - tied.info.memory["weights"] == 160 * 64 * 4
+def prompts_of(rng: random.Random) -> list[list[int]]:
+    shared = [rng.randrange(160) for _ in range(40)]
+    return [shared[: rng.choice([8, 21, 36, 40])] + [rng.randrange(160) for _ in range(5)] for _ in range(8)]
 
 
-@pytest.mark.parametrize("is_repacked", [True, False])
-def test_what_is_loaded_does_not_change_with_its_file(
-    is_repacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.timeout(600)  # transformers is slow at recurrent layers on a busy machine
+@pytest.mark.parametrize(("case", "num_spare", "options"), scheduled())
+def test_requests_get_transformers_tokens_whatever_happens_to_their_blocks(
+    case: str, num_spare: int, options: set[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """An embedding that is the head too may be repacked from the mapped file, but never stays there."""
-    if not is_repacked:
-        monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
-    path = copied("gemma3", tmp_path / "model")
-    driver, prompt = Driver(executor_of(path)), prompts(1)[0]
-    with (path / "model.safetensors").open("r+b") as file:  # in its place, so that mappings see it
-        begin = file.seek(8 + int.from_bytes(file.read(8), "little"))
-        file.write(b"\x7f" * (file.seek(0, 2) - file.seek(begin)))
-    assert driver.generate(driver.admit(prompt), count=8) == [greedy("gemma3", prompt, 8)[0]]
+    """Chunked, batched, preempted and cached requests. Stale blocks are NaN at first, then another request's or group's."""
+    rng = random.Random(5)
+    given = prompts_of(rng)
+    expected = [greedy(case, prompt, COUNT) for prompt in given]
+
+    def guess(_drafter: Drafter, asking: Request, room: int) -> tuple[int, ...]:
+        most = max(0, min(room, asking.max_tokens - asking.num_outputs - 1))
+        number = int(asking.message.request_id[1:])
+        first = asking.num_outputs + (COUNT // 2 if number >= 2 * len(given) else 0)
+        return tuple(drafts_of(expected[number % len(given)], first, rng)[:most])
+
+    if "known" in options:
+        monkeypatch.setattr(Drafter, "_expected", guess)
+        monkeypatch.setattr("penstock.engine.core.drafts.LEAST_TRUST", 3)
+    if "device" in options:
+        monkeypatch.setattr(rank, "open_inputs", on_device)
+    has_drafts = bool(options & {"known", "ngram"})
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4) if has_drafts else None
+    limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12, speculative_config=speculation)
+    ranks = next((int(each.removeprefix("ranks=")) for each in options if each.startswith("ranks=")), 1)
+    if ranks > 1:
+        request.getfixturevalue("forked_ranks")
+    with with_pool(case, num_spare, ranks) as executor:
+        steps: list[Step] = []
+        submit_step = executor.submit
+
+        def note(step: Step) -> None:
+            steps.append(step)
+            submit_step(step)
+
+        monkeypatch.setattr(executor, "submit", note)
+        simulation = Simulation(executor, limits)
+        for number, prompt in enumerate([*given, *given]):  # the second time much of it is cached
+            simulation.submit(submit(f"r{number}", prompt, COUNT))
+            if "known" in options and number % 2:  # while requests wait there are no drafts
+                simulation.run()
+        simulation.run()
+        for number, (prompt, tokens) in enumerate(zip(given, expected, strict=True)):  # a conversation goes on
+            simulation.submit(submit(f"r{16 + number}", [*prompt, *tokens[: COUNT // 2]], COUNT // 2))
+        simulation.run()
+    for number, tokens in enumerate([*expected, *expected, *(tokens[COUNT // 2 :] for tokens in expected)]):
+        assert simulation.tokens(f"r{number}") == tokens, number
+    stats = simulation.scheduler.stats()
+    assert stats.prefix_hits > 0 and stats.num_used_blocks == 0
+    assert stats.num_preemptions > 0 or has_drafts or case in WAITING
+    if num_spare == AMPLE:
+        cached = [simulation.outputs[f"r{number}"][0].num_cached_tokens or 0 for number in range(8, 24)]
+        assert sum(cached) >= sum(map(len, given)), cached  # half of what has come for the second time
+    if "known" in options:  # states go back behind a wrong draft, and rows compute what was right again
+        assert any(part.tokens and part.count == 1 + len(part.tokens) for step in steps for part in step.rows)
+        assert stats.accepted_tokens > 5

@@ -1,6 +1,7 @@
-"""Several ranks as one executor: the same tokens as one, and every way in which a rank can fail."""
+"""Several ranks as one executor: what they answer beside tokens (test_models.py has those), and every way to fail."""
 
 import os
+import select
 import signal
 import threading
 import time
@@ -8,64 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling
+from penstock.executor.protocol import ExecutorError, Sampling
 from penstock.executor.ranks.ranked import open_multiproc
 from penstock.executor.ranks.wire import Failed
 from penstock.executor.ranks.worker_watch import Reports, WorkerWatch
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import config_of, exit_codes, prompts, running
-from tests.support.driver import Driver
+from tests.support.driver import Driver, Trace
 from tests.support.programs import Program, all_gone
 from tests.support.small_models import folder, greedy
-
-
-@pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize(
-    ("case", "ranks", "by_experts"),
-    [
-        ("llama-tied-biases", 4, False),  # two ranks share each of the two key-value heads
-        ("gemma4", 2, False),
-        ("minimax-m2", 4, False),  # whose norms over all heads count each key head twice
-        ("opt-norm-after-projected", 2, False),
-        ("mixtral", 2, True),  # five experts: two and three
-        ("qwen2-moe", 2, False),
-        ("deepseek-v3", 4, False),
-        ("gpt-oss", 2, True),
-        pytest.param("llama-tied-biases", 2, False, marks=pytest.mark.slow),
-        pytest.param("qwen3", 2, False, marks=pytest.mark.slow),
-        pytest.param("mistral-sliding", 2, False, marks=pytest.mark.slow),
-        pytest.param("qwen2", 4, False, marks=pytest.mark.slow),
-        pytest.param("phi3", 2, False, marks=pytest.mark.slow),
-        pytest.param("glm4", 2, False, marks=pytest.mark.slow),
-        pytest.param("olmo2", 2, False, marks=pytest.mark.slow),
-        pytest.param("granite4-moe", 2, False, marks=pytest.mark.slow),
-        pytest.param("opt", 4, False, marks=pytest.mark.slow),
-        pytest.param("gemma3", 2, False, marks=pytest.mark.slow),
-        pytest.param("qwen3-moe", 4, True, marks=pytest.mark.slow),
-        pytest.param("deepseek-v2-yarn", 2, True, marks=pytest.mark.slow),
-        pytest.param("deepseek-v2-biases", 2, False, marks=pytest.mark.slow),
-        pytest.param("gpt-oss", 2, False, marks=pytest.mark.slow),
-        pytest.param("gemma4-moe", 2, True, marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_together_give_the_tokens_of_one(case: str, ranks: int, by_experts: bool) -> None:
-    """Each has a slice of every head and of every expert, or whole experts."""
-    given = prompts(4, seed=3)
-    expected = [greedy(case, prompt, 12)[0] for prompt in given]
-    with running(config_of(case, ranks, enable_expert_parallel=by_experts)) as executor:
-        driver = Driver(executor)
-        sequences = []
-        for prompt in given:
-            sequences.append(driver.admit(prompt))
-            driver.advance(*sequences, chunk=5)
-        driver.generate(*sequences, count=1, chunk=5)
-        known = len(sequences[0].output)
-        driver.advance_with_drafts({0: expected[0][known : known + 2], 3: [1, 2]}, *sequences)
-        assert len(sequences[0].output) == known + 3
-        got = driver.generate(*sequences, count=12, chunk=5)
-    assert got == expected
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -95,15 +50,13 @@ def test_over_ranks_too_a_drawn_answer_is_the_same_bits_alone_beside_others_and_
     prompt, *others = prompts(20, seed=10)
     drawn = Sampling(temperature=0.8, seed=7, logprobs=-1)
 
-    def trace(driver: Driver, *prompts: list[int], chunk: int | None = None, preempt: bool = False) -> list[object]:
+    def trace(driver: Driver, *prompts: list[int], chunk: int | None = None, preempt: bool = False) -> Trace:
         beside = [driver.admit(each, Sampling(temperature=0.8, seed=seed)) for seed, each in enumerate(prompts)]
         watched = driver.admit(prompt, drawn)
-        seen: list[object] = []
-        while len(watched.output) < 12:
-            if preempt and len(watched.output) == 5 and watched.computed:
-                driver.readmit(watched)
-            result = driver.advance(*beside, watched, chunk=chunk)
-            seen += [(found.ids, found.values) for found in result.logprobs.values()]
+        seen = driver.trace(watched, *beside, count=5, chunk=chunk)
+        if preempt:
+            driver.readmit(watched)
+        seen += driver.trace(watched, *beside, count=12, chunk=chunk)
         driver.free += [block for each in (*beside, watched) for block in each.blocks]
         return seen
 
@@ -123,8 +76,6 @@ def test_embeddings_are_those_of_one_rank() -> None:
     with running(config_of("qwen3", 2)) as executor:
         driver = Driver(executor)
         found = driver.advance(driver.admit(prompt, pooling="last")).embeddings[0]
-    import numpy as np
-
     np.testing.assert_allclose(np.frombuffer(found, "<f4"), np.frombuffer(expected, "<f4"), rtol=1e-4, atol=1e-5)
 
 
@@ -132,26 +83,18 @@ def test_embeddings_are_those_of_one_rank() -> None:
 @pytest.mark.parametrize(
     ("case", "ranks", "said"),
     [
-        ("llama", 3, r"tensor_parallel_size: 3 given; it must divide the model's 4 attention heads"),
-        ("opt", 3, r"tensor_parallel_size: 3 given; it must divide the model's 4 attention heads"),
+        ("llama", 3, "tensor_parallel_size: 3 given; it must divide the model's 4 attention heads"),
+        ("opt", 3, "tensor_parallel_size: 3 given; it must divide the model's 4 attention heads"),
+        ("llama", 257, "tensor_parallel_size: 257 given; at most 256"),
+        (Path("nowhere"), 2, "nowhere"),
     ],
 )
-def test_heads_that_do_not_divide_are_refused_by_name(case: str, ranks: int, said: str) -> None:
-    with pytest.raises(ExecutorError, match=said):
+def test_what_ranks_cannot_run_is_refused_by_name_and_without_a_traceback(
+    case: str | Path, ranks: int, said: str
+) -> None:
+    with pytest.raises(ExecutorError, match=said) as caught:
         open_multiproc(config_of(case, ranks))
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_more_ranks_than_the_ring_has_readers_are_refused_by_name() -> None:
-    with pytest.raises(ExecutorError, match="tensor_parallel_size: 257 given; at most 256"):
-        open_multiproc(ExecutorConfig(kind="multiproc", model="x", tensor_parallel_size=257))
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_a_missing_model_is_the_users_error_said_once_and_without_a_traceback(tmp_path: Path) -> None:
-    with pytest.raises(ExecutorError) as caught:
-        open_multiproc(ExecutorConfig(model=str(tmp_path / "nowhere"), tensor_parallel_size=2))
-    assert "nowhere" in str(caught.value) and "Traceback" not in str(caught.value)
+    assert "Traceback" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -171,8 +114,6 @@ def test_a_killed_rank_is_named_though_the_other_one_complains_too(rank: int) ->
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_dies_while_nothing_runs_is_seen_through_the_file_descriptor() -> None:
-    import select
-
     with running(config_of("llama", 2)) as executor:
         poll = select.poll()
         poll.register(executor.fileno(), select.POLLIN)

@@ -14,6 +14,7 @@ import numpy as np
 from penstock.executor.protocol import Admission, Executor, Pooled, Row, Sampling, Step, StepResult
 
 GREEDY = Sampling(temperature=0.0)
+Trace = list[tuple[tuple[int, ...], tuple[float, ...]]]  # tokens and their log-probabilities
 
 
 @dataclass
@@ -193,6 +194,14 @@ class Driver:
             sequences.append(self.admit(prompt))
             self.advance(*sequences, chunk=7)
         return self.generate(*sequences, count=count, chunk=7)
+
+    def trace(self, watched: Sequence, *others: Sequence, count: int, chunk: int | None = None) -> Trace:
+        """Step until a request has `count` tokens of output; return the log-probabilities that it was given at each."""
+        seen: Trace = []
+        while len(watched.output) < count:
+            if (found := self.advance(*others, watched, chunk=chunk).logprobs.get(len(others))) is not None:
+                seen.append((found.ids, found.values))
+        return seen
 
     def generate(self, *sequences: Sequence, count: int, chunk: int | None = None) -> list[list[int]]:
         """Step until every sequence has `count` tokens of output."""

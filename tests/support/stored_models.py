@@ -1,7 +1,7 @@
 """Small models by name, however they are stored: the checkpoint, and transformers' model of the same numbers.
 
 A name is a small model's, one of packed_models.py ("awq-32"), "blocks/qwen3" for eight bits with a scale per block,
-"mxfp4/gpt-oss", "gguf/llama" for a file of gguf_files.py, or "images/gemma3" for the text part of a model of images.
+"mxfp4/gpt-oss", or "gguf/llama" for a file of gguf_files.py.
 """
 
 import json
@@ -43,8 +43,6 @@ def stored(name: str) -> tuple[Path, Any]:
         return gguf_files.written(case, path.with_suffix(".gguf"))
     if kind == "mxfp4":
         return _mxfp4(case, path)
-    if kind == "images":
-        return text_of_images(case, path), reference(case)
     if kind == "blocks" or name in packed_models.CASES:
         return packed_models.folders(case)[0], packed_models.oracle(case)
     return folder(name), reference(name)
