@@ -3,27 +3,36 @@
 The same worlds run on a real GPU, where only wrong tokens would show.
 """
 
+import contextlib
 import functools
-from typing import Any
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from penstock.engine.config import SchedulerConfig
+from penstock.engine.grammar.matcher import Matcher
 from penstock.executor import outbox
 from penstock.executor.models.weights import Weights
 from penstock.executor.outbox import HostCopy, Outbox
-from penstock.executor.protocol import ExecutorConfig
-from penstock.executor.sampling.sampler import SampledTokens
+from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResult
+from penstock.executor.sampling.edits import RowMasks
+from penstock.executor.sampling.sampler import SampledTokens, Sampler
+from penstock.executor.staging import send, send_list
 from penstock.executor.step import inputs
 from penstock.executor.step.graphs import CudaGraphs
 from penstock.executor.tiers.cuda_copies import CudaCopier
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.pretended_gpu import PretendedGpu
-from tests.support.pretended_memory import GPU
+from tests.support.pretended_memory import CPU, GPU
 from tests.support.races import Race
+from tests.support.simulation import Simulation, submit
 from tests.support.small_models import folder, greedy
-from tests.support.world import SAMPLINGS, World
+from tests.support.twins import sampling as sampling_twin
 
 CASE = "qwen3"
 REAL = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -40,7 +49,7 @@ def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: Any)
         model=str(folder(CASE)),
         device="cuda",
         dtype="float32",
-        kv_cache_bytes=2**19,
+        kv_cache_bytes=2**17,
         block_size=4,
         max_num_seqs=6,
         max_model_len=80,
@@ -49,25 +58,118 @@ def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: Any)
     return UniprocExecutor(config)
 
 
-def check_greedy(world: World) -> None:
-    """Check that each greedy request that was not changed got the tokens of transformers."""
-    for request in world.over:
-        if request.is_greedy:
-            prompt, output = request.tokens[: request.num_prompt], request.tokens[request.num_prompt :]
-            assert output == greedy(CASE, prompt, len(output))[0]
+SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.8, seed=2**63 + 5, top_k=20, top_p=0.9),
+    Sampling(temperature=0.7, seed=4, repetition_penalty=1.3, presence_penalty=0.5),
+    Sampling(temperature=0.0, logprobs=3, frequency_penalty=0.2),
+    Sampling(temperature=0.9, seed=6, banned_ids=tuple(range(100)), min_tokens=3, stop_ids=(120, 121)),
+    Sampling(temperature=0.0, prompt_logprobs=2, logit_bias=((7, 2.0),)),
+]
+
+
+class Loose:
+    """A grammar that forbids nothing, and forces two tokens now and then."""
+
+    error, is_complete = "", False
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def advance(self, tokens: list[int]) -> bool:
+        return True
+
+    def forced(self) -> list[int]:
+        return self._rng.choices(range(160), k=2) if self._rng.random() < 0.2 else []
+
+
+class World(Simulation):
+    """The scheduler with requests of every kind that come, go and are aborted, two steps in flight.
+
+    When a request has ended, its tokens on the host must be those of the device's table, and a greedy one must have the
+    tokens of transformers."""
+
+    def __init__(
+        self,
+        executor: UniprocExecutor,
+        samplings: list[Sampling],
+        is_mixed: bool,
+        finishing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """`finishing`: the context in which a step is finished; another thread does that, where there is one."""
+        self._samplings, self._is_mixed, self._rng = samplings, is_mixed, random.Random(1)
+        self._prompts = [self._rng.choices(range(160), k=40) for _ in range(3)]
+        self._table = executor._runner._inputs.tokens
+        self.counts: Counter[str] = Counter()
+        submit_step, collect = executor.submit, executor.collect
+
+        def send(step: Step) -> None:
+            submit_step(step)
+            if masked := [index for index, row in enumerate(step.rows) if row.masked]:
+                words = np.full((len(masked), 160 // 32), 0x0F0F0F0F, np.int32)
+                executor.set_masks(step.step_id, np.array(masked, np.int32), words)
+            if step.transfers is not None:
+                self.counts.update(saved=len(step.transfers.saves), restored=len(step.transfers.restores))
+
+        def finish() -> StepResult:
+            with finishing():
+                return collect()
+
+        executor.submit, executor.collect = send, finish  # type: ignore[method-assign]
+        super().__init__(executor, SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=40))
+
+    def live(self, num_steps: int) -> None:
+        """Prompts one after the other, of which the first comes again when it is on the host alone; then many at once."""
+        for number in range(4):
+            self.submit(submit(f"first{number}", self._prompts[number % 3], 2, sampling=SAMPLINGS[0]))
+            while self.scheduler.has_work():
+                self._watch()
+        for number in range(num_steps):
+            if self._rng.random() < 0.4:
+                self._come(f"r{number}", self._rng.randint(1, min(25, num_steps)))
+            if self.scheduler.running and self._rng.random() < 0.2:
+                self.counts["aborted"] += 1
+                self.abort(self._rng.choice(list(self.scheduler.running)).message.request_id)
+            self._watch()
+        while self.scheduler.has_work():
+            self._watch()
+
+    def _come(self, name: str, max_tokens: int) -> None:
+        prompt = self._rng.choice(self._prompts)[: self._rng.randint(2, 40)]
+        kind = self._rng.random() if self._is_mixed else 1.0
+        pooling = None if kind > 0.15 else "mean" if kind > 0.07 else "last"
+        sampling = SAMPLINGS[0] if pooling else self._rng.choice(self._samplings)
+        message = submit(name, prompt, max_tokens, sampling=sampling, pooling=pooling)
+        self.outputs[name] = []
+        matcher = cast(Matcher, Loose(self._rng)) if 0.15 < kind < 0.3 else None
+        assert self.scheduler.submit(message, matcher) is None
+
+    def _watch(self) -> None:
+        slots = {request: request.slot for request in self.scheduler.running}
+        self.step()
+        for request, slot in slots.items():
+            message, tokens = request.message, request.tokens.tolist()
+            if not request.finished or message.pooling or self.last(message.request_id).finish_reason == "abort":
+                continue
+            self.counts["over"] += 1
+            found = self._table[slot, : len(tokens)].cpu().tolist()
+            assert found == tokens, f"{message.request_id} has other tokens on the device"
+            if message.sampling == SAMPLINGS[0] and request.matcher is None:
+                prompt, output = tokens[: request.num_prompt], tokens[request.num_prompt :]
+                assert output == greedy(CASE, prompt, len(output))[0]
 
 
 KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
     "plain": (False, {}),  # nothing but graphs and prompts, while the number of rows drifts
-    "tiers": (False, {"kv_host_bytes": 2**16}),
-    "mixed": (True, {"kv_host_bytes": 2**16}),  # masks, penalties, log-probabilities, embeddings
+    "tiers": (False, {"kv_host_bytes": 2**18}),
+    "mixed": (True, {"kv_host_bytes": 2**18}),  # masks, penalties, log-probabilities, embeddings
     "eager": (True, {"enforce_eager": True}),
 }
 
 
 @pytest.mark.timeout(600)  # half a minute of watched work, on a machine that others may use as well
 @pytest.mark.parametrize(
-    ("kind", "num_steps"), [("mixed", 20), *(pytest.param(kind, 40, marks=pytest.mark.slow) for kind in KINDS)]
+    ("kind", "num_steps"), [("mixed", 10), *(pytest.param(kind, 40, marks=pytest.mark.slow) for kind in KINDS)]
 )
 def test_two_steps_in_flight_touch_nothing_at_the_same_time(
     kind: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
@@ -78,13 +180,12 @@ def test_two_steps_in_flight_touch_nothing_at_the_same_time(
     with PretendedGpu() as gpu:
         executor = open_executor(monkeypatch, **options)
         samplings = SAMPLINGS if is_mixed else SAMPLINGS[:2]
-        world = World(executor, 1, samplings, is_mixed, lambda: gpu.thread("the finisher"))
-        world.run(num_steps)
+        world = World(executor, samplings, is_mixed, lambda: gpu.thread("the finisher"))
+        world.live(num_steps)
         executor.close()
-    check_greedy(world)
-    assert world.over and world.num_aborted
+    assert world.counts["over"] and world.counts["aborted"]
     if "kv_host_bytes" in options:
-        assert world.num_saved > 10 and world.num_restored
+        assert world.counts["saved"] > 10 and world.counts["restored"]
     if "enforce_eager" not in options:
         assert sum(graph.num_replays for graph in gpu.graphs) > 10
 
@@ -94,9 +195,7 @@ def test_two_steps_in_flight_touch_nothing_at_the_same_time(
 def test_on_a_gpu_two_steps_in_flight_leave_the_tokens_of_the_table(kind: str) -> None:
     is_mixed, options = KINDS[kind]
     executor = open_executor(**options)
-    world = World(executor, 2, SAMPLINGS if is_mixed else SAMPLINGS[:2], is_mixed)
-    world.run(2000)
-    check_greedy(world)
+    World(executor, SAMPLINGS if is_mixed else SAMPLINGS[:2], is_mixed).live(2000)
     executor.close()
 
 
@@ -161,9 +260,48 @@ def test_whatever_wait_is_forgotten_is_found(what: str, monkeypatch: pytest.Monk
     folder(CASE)
     with PretendedGpu() as gpu:
         forget(monkeypatch)
-        world = World(open_executor(monkeypatch, **options), 1, SAMPLINGS[:2], False, lambda: gpu.thread("another"))
+        world = World(open_executor(monkeypatch, **options), SAMPLINGS[:2], False, lambda: gpu.thread("another"))
         with pytest.raises(Race, match=message):
-            world.run(50)
+            world.live(50)
+
+
+# -- what the sampler sends --------------------------------------------------------------------------------
+
+ASKED = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.8, seed=5, top_k=20, top_p=0.9, min_p=0.1),
+    Sampling(temperature=0.0, logprobs=3, banned_ids=(1, 2)),
+    Sampling(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.1),
+    Sampling(temperature=0.7, allowed_ids=(4, 5), logit_bias=((4, 1.5),)),
+    Sampling(temperature=1.0, min_tokens=5, stop_ids=(9,)),
+]
+
+
+def test_whatever_requests_ask_for_goes_over_from_pinned_memory_and_the_host_goes_on(gpu: PretendedGpu) -> None:
+    sampler = Sampler(512, len(ASKED), GPU, sampling_twin)
+    gpu.copies.clear()  # what was allocated once
+    for slot, sampling in enumerate(ASKED):
+        sampler.admit(slot, sampling, np.arange(7), 4)
+    sampler.extend(3, (1, 2))
+    counts = []
+    for step in range(3):
+        slots = list(range(len(ASKED) - (step == 2)))
+        masks = RowMasks([0, 2], np.full((2, 512 // 32), -1, np.int32)) if step else None
+        sampler.start(torch.zeros(len(slots), 512, device=GPU), slots, np.full(len(slots), 8 + step), masks)
+        counts.append(len(gpu.copies))
+    assert all(gpu.copies)
+    assert 0 < counts[1] - counts[0] < counts[0]  # the same requests again: only positions and masks
+    assert counts[2] - counts[1] > counts[1] - counts[0]
+
+
+def test_a_copy_from_ordinary_memory_would_be_seen_and_on_a_cpu_nothing_is_copied(gpu: PretendedGpu) -> None:
+    send_list([1, 2], torch.int64, GPU)
+    torch.tensor([1, 2]).to(GPU, non_blocking=True)
+    torch.tensor([1, 2]).pin_memory().to(GPU)
+    assert gpu.copies == [True, False, False]
+    given = np.arange(3)
+    assert send(given, CPU).data_ptr() == given.ctypes.data
+    assert send_list([1, 2], torch.int64, CPU).tolist() == [1, 2] and len(gpu.copies) == 3
 
 
 # -- the watcher itself ------------------------------------------------------------------------------------

@@ -121,6 +121,7 @@ class PretendedGpu(TorchDispatchMode):
         self._graph: tuple[Graph, Pool] | None = None  # that is being captured
         self._count = torch.arange(1 << 12)
         self.graphs: list[Graph] = []
+        self.copies: list[bool] = []  # to and from the host, in order: whether the host goes on at once
         self._patches = pytest.MonkeyPatch()
 
     def __enter__(self) -> "PretendedGpu":
@@ -367,7 +368,8 @@ class PretendedGpu(TorchDispatchMode):
         self._touch(number, _plain(target), None, None, is_write=True)
         _plain(target).copy_(_plain(source))
         host = source if target.device.type == "cuda" else target
-        if not is_async or self.races.memory(_plain(host).data_ptr()) is None:  # not pinned: the host waits
+        self.copies.append(is_async and self.races.memory(_plain(host).data_ptr()) is not None)
+        if not self.copies[-1]:  # not asynchronous, or not from or to pinned memory
             self.stream.synchronize()
 
     def fetch(self, tensor: Tracked) -> torch.Tensor:
