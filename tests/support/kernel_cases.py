@@ -26,7 +26,3 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | Non
     """`expected` may be more precise, and `dtype` names what the kernel computed in where `actual` does not show it."""
     tolerance = TOLERANCE[dtype or actual.dtype]
     torch.testing.assert_close(actual.double().cpu(), expected.double().cpu(), rtol=tolerance, atol=tolerance)
-
-
-def to(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor.to(device) for tensor in tensors]

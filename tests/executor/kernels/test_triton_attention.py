@@ -4,16 +4,15 @@ import copy
 import functools
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 import triton
 
-from penstock.executor.kernels import KeyStore, Rotation, ScoreExtras
+from penstock.executor.kernels import KeyStore, Ops, Rotation, ScoreExtras
 from penstock.executor.kernels.cuda import expanded, tile_order, tiles
 from penstock.executor.kernels.cuda.attention_ops import num_splits
-from penstock.executor.kernels.cuda.ops import OPS
+from penstock.executor.kernels.cuda.ops import OPS, InvariantOps
 from tests.support.kernel_cases import TOLERANCE, close, matrix
 from tests.support.paged import Cache, attend, random
 from tests.support.twins import torch_ops
@@ -48,7 +47,7 @@ def test_attention_equals_the_twin(device: torch.device, dtype: torch.dtype, sha
     close(attend(OPS, cache.to(device), q.to(device), ROWS), twins_answer(dtype, shape, None))
 
 
-@matrix("window", (1, 40, 64), hardest=[(1,), (64,)])
+@matrix("window", (1, 40, 64), hardest=[(1,)])
 def test_a_window_hides_what_lies_before_it(device: torch.device, window: int) -> None:
     cache, q = case(torch.float32, SHAPES[0])
     actual = attend(OPS, cache.to(device), q.to(device), ROWS, window)
@@ -60,7 +59,7 @@ def test_a_window_hides_what_lies_before_it(device: torch.device, window: int) -
     TOLERANCE,
     (1.5, None),
     (40, None),
-    hardest=[(torch.float32, None, None), (torch.bfloat16, 1.5, 40)],
+    hardest=[(torch.bfloat16, 1.5, 40)],
 )
 def test_sinks_and_caps_equal_the_twins(
     device: torch.device, dtype: torch.dtype, cap: float | None, window: int | None
@@ -88,14 +87,17 @@ def test_a_batch_of_prefills_alone_and_one_of_decodes_alone(device: torch.device
     close(attend(OPS, cache.to(device), q.to(device), ROWS[:4]), expected[:4])
 
 
+@pytest.mark.parametrize("ops", [OPS, InvariantOps(has_eight_bits=True)], ids=["default", "batch invariant"])
 @pytest.mark.parametrize("window", [None, 2])
-def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(device: torch.device, window: int | None) -> None:
+def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(
+    device: torch.device, window: int | None, ops: Ops
+) -> None:
     cache = Cache([3, 0, 0], 1, 16, 4, torch.float32)
     cache.tables[1:] = cache.tables.max() + 1  # a block of NaN
-    q = torch.ones(3, 3, 2, 16)
     rows = [(0, 1, 3), (1, 1, 0), (2, 1, 0)]
-    batch, pages = cache.to(device).batch(rows), (cache.k_pages.to(device), cache.v_pages.to(device))
-    out = OPS.paged_attention(q[0].to(device), pages, batch, 0.5, ScoreExtras(window=window))
+    moved = cache.to(device)
+    q, pages = torch.ones(3, 2, 16, device=device), (moved.k_pages, moved.v_pages)
+    out = ops.paged_attention(q, pages, moved.batch(rows), 0.5, ScoreExtras(window=window))
     assert out[0].isfinite().all() and out[0].all()
     assert not out[1:].any()
 
@@ -146,7 +148,7 @@ def random_rows(rng: Random, num_rows: int, longest: int) -> list[tuple[int, int
 
 
 @pytest.mark.parametrize(
-    "seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow_in_interpreter) for seed in (0, *range(3, 10)))]
+    "seed", [2, *(pytest.param(seed, marks=pytest.mark.slow_in_interpreter) for seed in (0, 1, *range(3, 10)))]
 )
 def test_whatever_the_batch_the_answer_is_the_twins(device: torch.device, seed: int) -> None:
     rng = Random(seed)
@@ -296,11 +298,8 @@ def test_expanded_attention_equals_the_twin(
     close(OPS.expanded_attention(*arguments), expected)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "limit"),
-    [(SIZES[0], 13000), pytest.param(SIZES[1], 1, marks=pytest.mark.slow_in_interpreter)],
-    ids=["two heads", "one"],
-)
+@pytest.mark.slow_in_interpreter
+@pytest.mark.parametrize(("sizes", "limit"), [(SIZES[0], 13000), (SIZES[1], 1)], ids=["two heads", "one"])
 def test_expanding_in_pieces_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, sizes: tuple[int, int, int, int, int], limit: int
 ) -> None:
@@ -326,24 +325,6 @@ def test_the_twin_computes_what_the_absorbed_one_does(
     expected = torch.einsum("thr,hvr->thv", attended, expand[:, nope:])
     actual = torch_ops.expanded_attention(q, cache.k_pages, expand, cache.batch(rows), 0, 0.2, rope)
     torch.testing.assert_close(actual, expected)
-
-
-def test_all_pointers_are_aligned_wherever_a_chunk_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads of 16 bytes need it, and where Triton looks at alignment each kind would be compiled for itself."""
-    launched = 0
-    plain = triton.runtime.interpreter.GridExecutor.__call__
-
-    def check(self: Any, *arguments: Any, **options: Any) -> None:
-        nonlocal launched
-        launched += 1
-        assert not any(argument.data_ptr() % 16 for argument in arguments if isinstance(argument, torch.Tensor))
-        plain(self, *arguments, **options)
-
-    monkeypatch.setattr(triton.runtime.interpreter.GridExecutor, "__call__", check)
-    cache, q, expand = expanded_case(torch.float32, SIZES[0])
-    assert cache.tables.stride(0) % 4
-    OPS.expanded_attention(q, cache.k_pages, expand, cache.batch(EXPANDED), 3, 0.2, SIZES[0][1])
-    assert launched
 
 
 def test_pieces_are_of_bounded_size_and_leave_nothing_out() -> None:

@@ -2,8 +2,8 @@
 cannot see.
 
 No GPU is needed. Compiled code is kept in pytest's cache, by the source's and the compiler's digest. A kernel is compiled
-with `make test` where aot_cases.py has a case for it in `QUICK`, and with `-m slow` where it is in `ALL`: for Hopper with
-`-k hopper`, for every card with `-k everywhere`.
+by the slow suite: with `-k quick` for one model and Hopper (a minute), with `-k hopper` for all models, as `.ci/run`
+does, and with `-k everywhere` for every card.
 """
 
 import json
@@ -28,11 +28,11 @@ JOBS = {
     "hopper": [["all", "H200"], OTHERS],
     "everywhere": [["all", "H200", "A100", "L40S"], ["all", "B200", "RTX_PRO"]],
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("hopper", "everywhere")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("quick", "hopper", "everywhere")]
 Found = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=["quick", *SLOW])
+@pytest.fixture(scope="module", params=SLOW)
 def reported(request: pytest.FixtureRequest) -> Found:
     """All that aot.py says."""
     jobs = JOBS[request.param]

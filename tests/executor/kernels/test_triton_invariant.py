@@ -22,18 +22,17 @@ from penstock.executor.kernels.cuda.ops import InvariantOps
 from penstock.executor.kernels.linear import pack
 from penstock.executor.kernels.select import select_ops
 from penstock.executor.kernels.weight import BLOCKS, Weight, numbers
-from penstock.executor.protocol import DType, ExecutorConfig, ExecutorError, Sampling
-from penstock.executor.uniproc import UniprocExecutor
+from penstock.executor.protocol import ExecutorError, Sampling
 from tests.executor.kernels.test_triton_fp8 import quantized_weight
 from tests.executor.kernels.test_triton_moe import case as experts_case
 from tests.executor.kernels.test_triton_packed import KINDS, grouped, moved
 from tests.support import cards
 from tests.support import interpreter as interpreted
+from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver
 from tests.support.kernel_cases import close
 from tests.support.paged import Cache, attend, random
 from tests.support.recurrent import Layer, States, batch_of
-from tests.support.small_models import folder
 from tests.support.twins import torch_ops
 
 OPS = InvariantOps(has_eight_bits=True)
@@ -153,22 +152,8 @@ def test_attention_over_pages_of_eight_bits(monkeypatch: pytest.MonkeyPatch, dev
         assert torch.equal(attend(OPS, cache.to(device), q, [(0, 1, context)])[0], whole[context - 1])
 
 
-@pytest.mark.parametrize("window", [None, 2])
-def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(device: torch.device, window: int | None) -> None:
-    cache = Cache([3, 0, 0], 1, 16, 4, torch.float32)
-    cache.tables[1:] = cache.tables.max() + 1  # a block of NaN
-    q = torch.ones(3, 3, 2, 16)
-    batch, pages = cache.to(device).batch([(0, 1, 3), (1, 1, 0), (2, 1, 0)]), (cache.k_pages, cache.v_pages)
-    moved, extras = (pages[0].to(device), pages[1].to(device)), ScoreExtras(window=window)
-    out = OPS.paged_attention(q[0].to(device), moved, batch, 0.5, extras)
-    assert out[0].isfinite().all() and out[0].all() and not out[1:].any()
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow_in_interpreter)],
-    ids=["bfloat16", "float32"],
-)
+@pytest.mark.slow_in_interpreter
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_experts(device: torch.device, dtype: torch.dtype) -> None:
     """From fewer entries than an expert has rows in its smallest tile to more than in its largest."""
     hidden, slots, shares, gate_up, down = experts_case(150, 2, 2, 64, 64, dtype, device)
@@ -190,6 +175,7 @@ def test_products_with_codes(device: torch.device, kind: tuple[int, int, str | N
     alike(lambda rows: OPS.linear(rows, weight), x, (1, 17, 65))
 
 
+@pytest.mark.slow_in_interpreter
 def test_products_of_eight_bits(device: torch.device) -> None:
     _, weight, scales = (each.to(device) for each in quantized_weight(200, 384))
     x = random(150, 384, dtype=torch.bfloat16).to(device)
@@ -197,9 +183,8 @@ def test_products_of_eight_bits(device: torch.device) -> None:
     alike(lambda rows: OPS.linear(Narrow(fp8.quantize(rows), torch.bfloat16), narrow), x, (1, 17, 65))
 
 
-@pytest.mark.parametrize(
-    "erases", [pytest.param(True, marks=pytest.mark.slow_in_interpreter), False], ids=["delta", "mamba"]
-)
+@pytest.mark.slow_in_interpreter
+@pytest.mark.parametrize("erases", [True, False], ids=["delta", "mamba"])
 def test_a_recurrent_layer_in_chunks(device: torch.device, erases: bool) -> None:
     layer = Layer.random(70, (1, 2, 16, 16), torch.bfloat16, device=device, erases=erases)
     found = []
@@ -217,32 +202,18 @@ def test_a_recurrent_layer_in_chunks(device: torch.device, erases: bool) -> None
 @pytest.mark.parametrize("case", ["qwen3", "gpt-oss"])
 def test_a_model(monkeypatch: pytest.MonkeyPatch, device: torch.device, case: str) -> None:
     """Log-probabilities of the whole vocabulary: alone, in chunks beside others, and after a preemption."""
-    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: OPS)
-    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
-    where: Any = "cuda" if device.type == "cuda" else "cpu"
-    dtype: DType = "bfloat16"
-    config = ExecutorConfig(
-        model=str(folder(case)),
-        device=where,
-        dtype=dtype,
-        kv_cache_bytes=2**18,
-        block_size=4,
-        max_num_seqs=4,
-        batch_invariant=True,
-    )
+    compute_with(monkeypatch, OPS)
+    options: dict[str, Any] = {"kv_cache_bytes": 2**18, "block_size": 4, "max_num_seqs": 4, "batch_invariant": True}
     prompt, sampling = [5, 17, 3, 99, 42, 8, 71, 150, 12, 60, 7], Sampling(temperature=0.0, logprobs=-1)
     traces = []
     for chunk, others in ((None, 0), (4, 2), (1, 1)):
-        driver = Driver(UniprocExecutor(config))
+        driver = Driver(executor_of(case, device=device.type, dtype="bfloat16", **options))
         beside = [driver.admit([7 + other, 7, 21]) for other in range(others)]
-        watched, seen, is_preempted = driver.admit(prompt, sampling), [], False
-        while len(watched.output) < 3:
-            result = driver.advance(*beside, watched, chunk=chunk)
-            seen += [(found.ids, found.values) for found in result.logprobs.values()]
-            if others == 2 and len(watched.output) == 2 and not is_preempted:
-                driver.readmit(watched)
-                is_preempted = True
-        traces.append(seen)
+        watched = driver.admit(prompt, sampling)
+        seen = driver.trace(watched, *beside, count=2, chunk=chunk)
+        if others == 2:
+            driver.readmit(watched)
+        traces.append(seen + driver.trace(watched, *beside, count=3, chunk=chunk))
     assert traces[0] == traces[1] == traces[2]
 
 

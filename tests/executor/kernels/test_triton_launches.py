@@ -16,6 +16,7 @@ from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
+from tests.support.checkpoints import compute_with
 from tests.support.launch_counts import launches
 
 MOST = {"qwen3-0.6b": 6, "qwen3-30b-a3b": 12, "deepseek-v2-lite": 15}
@@ -26,8 +27,7 @@ ROWS, BLOCK_SIZE, LONGEST = 2, 16, 512
 def test_a_layer_of_a_decoding_step_has_few_launches(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
-    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: OPS)
-    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
+    compute_with(monkeypatch, OPS)
     counts = [count(tmp_path, config_of(name, True) | {"num_hidden_layers": layers}) for layers in (2, 3)]
     layer = counts[1] - counts[0]
     assert layer.total() <= MOST[name], layer

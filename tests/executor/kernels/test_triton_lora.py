@@ -10,13 +10,13 @@ import torch
 from penstock.executor.kernels.cuda.adapter_products import add_lora
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.kernels.lora import LoraPart, LoraSlots
-from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.adapters import Adapter
+from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import random
-from tests.support.small_models import folder, greedy
+from tests.support.small_models import greedy
 from tests.support.twins.lora import add_lora as twin
 
 SHAPES = [(64, [32]), (200, [48, 20, 20]), (128, [130, 64])]
@@ -43,18 +43,20 @@ def test_sums_equal_the_twin(
     assert not torch.equal(actual, y)
 
 
-def on_places(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, **options: Any) -> UniprocExecutor:
+def on_places(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> UniprocExecutor:
     """As on a GPU: through places, and products of the Triton kernels."""
-    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: OPS)
-    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
+    compute_with(monkeypatch, OPS)
     monkeypatch.setattr("penstock.executor.kernels.lora._load_kernel", lambda: add_lora)
-    config = ExecutorConfig(
-        model=str(folder(case)), device="cuda" if device.type == "cuda" else "cpu", dtype="float32",
-        kv_cache_bytes=2**19, block_size=4, max_num_seqs=4, enable_lora=True, max_loras=2, max_lora_rank=8, **options,
-    )  # fmt: skip
-    executor = UniprocExecutor(config)
+    sizes: dict[str, Any] = {
+        "kv_cache_bytes": 2**19,
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_loras": 2,
+        "max_lora_rank": 8,
+    }
+    executor = executor_of(case, device=device.type, enable_lora=True, **sizes)
     store = executor._rank.adapters
-    store._weights = LoraSlots(store._shapes, config.max_loras, config.max_lora_rank, torch.float32, device)
+    store._weights = LoraSlots(store._shapes, 2, 8, torch.float32, device)
     return executor
 
 

@@ -1,5 +1,7 @@
 """Whole models on the Triton kernels, through runner and sampler, against transformers."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,73 +10,43 @@ from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.kernels.select import select_ops
 from penstock.executor.models.spec import LatentSpec
-from penstock.executor.protocol import ExecutorConfig, ExecutorError
-from penstock.executor.uniproc import UniprocExecutor
+from penstock.executor.protocol import ExecutorError
 from tests.support import cards
+from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver
 from tests.support.packed_models import folders
-from tests.support.small_models import folder, greedy
+from tests.support.small_models import greedy
 from tests.support.twins import changed, operations, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 
-PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21]]
+PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [9, 4]]
 COUNT = 3
-SLOW = [
-    pytest.param(case, marks=pytest.mark.slow)
-    for case in ("gemma3", "gemma4", "gpt-oss", "mistral-sliding", "deepseek-v2-lite", "opt")
-]
+SMALL: dict[str, Any] = {"kv_cache_bytes": 2**18, "block_size": 4, "max_num_seqs": 3}
+SLOW = ("gemma3", "gemma4", "gpt-oss", "mistral-sliding", "deepseek-v2-lite", "opt")
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("case", ["qwen3", *SLOW])
+@pytest.mark.parametrize(
+    ("case", "is_expanded"),
+    [
+        ("qwen3", False),
+        *(pytest.param(case, False, marks=pytest.mark.slow) for case in SLOW),
+        pytest.param("deepseek-v2-lite", True, marks=pytest.mark.slow_in_interpreter),
+    ],
+)
 def test_a_model_gives_the_tokens_of_transformers(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, case: str
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, case: str, is_expanded: bool
 ) -> None:
-    """Two prompts in chunks, then decoding, one a step ahead of the other; stale blocks are NaN."""
-    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: OPS)
-    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
-    executor = UniprocExecutor(
-        ExecutorConfig(
-            model=str(folder(case)),
-            device="cuda" if device.type == "cuda" else "cpu",
-            dtype="float32",
-            kv_cache_bytes=2**18,
-            block_size=4,
-            max_num_seqs=2,
-        )
-    )
+    """Prompts in chunks, then decoding, one a step ahead of the others; stale blocks are NaN. Chunks of three tokens
+    and more expand their latents if so asked."""
+    compute_with(monkeypatch, OPS)
+    if is_expanded:
+        monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 2)
+    executor = executor_of(case, device=device.type, **SMALL)
     executor._rank.kv.fill_(float("nan"))
     driver = Driver(executor)
-    sequences = [driver.admit(prompt) for prompt in PROMPTS]
-    got = driver.generate(*sequences, count=COUNT, chunk=5)
+    got = driver.generate(*[driver.admit(prompt) for prompt in PROMPTS], count=COUNT, chunk=5)
     assert got == [greedy(case, prompt, COUNT)[0] for prompt in PROMPTS]
-
-
-@pytest.mark.slow_in_interpreter
-@pytest.mark.usefixtures("few_programs")
-def test_chunks_whose_latents_are_expanded_give_the_tokens_of_transformers(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    """Beside rows of one token, chunks too short for it, and what earlier steps left in the pages."""
-    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: OPS)
-    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
-    monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 2)
-    config = ExecutorConfig(
-        model=str(folder("deepseek-v2-lite")),
-        device="cuda" if device.type == "cuda" else "cpu",
-        dtype="float32",
-        kv_cache_bytes=2**18,
-        block_size=4,
-        max_num_seqs=3,
-    )
-    executor = UniprocExecutor(config)
-    executor._rank.kv.fill_(float("nan"))
-    driver = Driver(executor)
-    prompts = [*PROMPTS, [9, 4]]
-    sequences = [driver.admit(prompt) for prompt in prompts]
-    assert driver.generate(*sequences, count=COUNT, chunk=5) == [
-        greedy("deepseek-v2-lite", prompt, COUNT)[0] for prompt in prompts
-    ]
 
 
 @pytest.mark.slow
@@ -87,20 +59,10 @@ def test_a_model_of_eight_bits_is_near_its_twin(
 ) -> None:
     """Weights and pages. Where a sum falls between two numbers of eight bits, kernel and twin may take either."""
     twins = changed(torch_ops, blocks=eight_bits_twin)
-    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
     for ops, where in ((OPS, device.type), (twins, "cpu")):
-        monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_, ops=ops: ops)
-        config = ExecutorConfig(
-            model=str(folders(case)[0]),
-            device="cuda" if where == "cuda" else "cpu",
-            dtype="float32",
-            kv_cache_dtype="fp8",
-            enforce_eager=True,
-            kv_cache_bytes=2**18,
-            block_size=4,
-            max_num_seqs=2,
-        )
-        driver = Driver(UniprocExecutor(config))
+        compute_with(monkeypatch, ops)
+        options = SMALL | {"device": where, "kv_cache_dtype": "fp8", "enforce_eager": True}
+        driver = Driver(executor_of(folders(case)[0], **options))
         driver.generate(driver.admit(PROMPTS[0]), count=1, chunk=5)
     actual, expected = recorded[-2].cpu(), recorded[-1]
     assert (actual - expected).norm() < 0.05 * expected.norm()

@@ -1,6 +1,6 @@
 """The experts in Triton against their twin, and both against the loop over experts that a CPU runs."""
 
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -12,32 +12,25 @@ from penstock.executor.kernels.cuda import tiles
 from penstock.executor.kernels.cuda.launch import Kernel
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.kernels.eight_bits import are_quantized, pad_scales
-from penstock.executor.kernels.weight import BLOCKS, MXFP4, Weight, numbers
+from penstock.executor.kernels.linear import pack
+from penstock.executor.kernels.weight import BLOCKS, Weight, numbers, stack
 from penstock.executor.moe_spec import MoeSpec
-from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.kernels.test_triton_packed import KINDS, as_int4, grouped, moved
+from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver
 from tests.support.eight_bits import quantize
-from tests.support.kernel_cases import TOLERANCE, close, every_dtype, matrix
+from tests.support.kernel_cases import TOLERANCE, close, matrix
 from tests.support.paged import random
-from tests.support.small_models import folder, greedy
+from tests.support.small_models import greedy
 from tests.support.twins import changed, torch_ops
 from tests.support.twins import experts as experts_twin
 from tests.support.twins.experts import fused_experts
 
 Tensor = torch.Tensor
-Pair = tuple[Tensor, Tensor]
+Kind = tuple[int, int, str | None, bool]  # as in test_triton_packed.py
+CPU = torch.device("cpu")
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # tokens, slots, shares, and the two weights
-
-
-def ours(case: Case, first: int, activation: Activation, added: Tensor | None = None) -> Tensor:
-    hidden, slots, shares, gate_up, down = case
-    return moe.fused_experts(hidden, slots, shares, numbers(gate_up), numbers(down), first, activation, added)
-
-
-def twin(case: Case, first: int, activation: Activation, added: Tensor | None = None) -> Tensor:
-    hidden, slots, shares, gate_up, down = case
-    return fused_experts(hidden, slots, shares, numbers(gate_up), numbers(down), first, activation, added)
 
 
 def case(
@@ -53,36 +46,101 @@ def case(
     return hidden.to(device), slots.to(device), shares.to(device), gate_up.to(device), down.to(device)
 
 
-@every_dtype
-def test_experts_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
-    cases: list[tuple[int, int, int, int, int, Activation]] = [
-        (9, 5, 2, 64, 64, "silu"),
-        (1, 4, 3, 40, 24, "gelu_tanh"),
-    ]
-    for tokens, experts, top_k, width, inner, activation in cases:
-        given = case(tokens, experts, top_k, width, inner, dtype, device)
-        hidden, slots, shares, gate_up, down = given
-        exact = hidden.double(), slots, shares.double(), gate_up.double(), down.double()
-        close(ours(given, 0, activation), twin(exact, 0, activation))
+class Row(NamedTuple):
+    format: str | Kind  # "numbers", "blocks", "mxfp4", or a kind of packed weights
+    sizes: tuple[int, int, int, int, int]  # tokens, experts, top_k, width, inner
+    dtype: torch.dtype = torch.float32
+    activation: Activation = "silu"
+    has_biases: bool = False
+    has_added: bool = False
+    held: tuple[int, int] = (0, 99)  # the experts of this rank
+    tile_rows: int | None = None
+    is_slow: bool = False
 
 
-@pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.slow_in_interpreter), 128])
-def test_experts_with_more_tokens_than_a_tile(monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int) -> None:
-    monkeypatch.setattr(moe, "expert_tile", lambda *_: tiles.Tile(rows, 32, 4, 2))
-    given = case(70, 3, 2, 32, 32, torch.float32, device)
-    close(ours(given, 0, "silu"), twin(given, 0, "silu"))
+HALF = torch.float16
+PACKED = [(KINDS[0], 9), (KINDS[1], 1), ((0, 64, *KINDS[7][2:]), 70)]
+ROWS = [
+    *(Row("numbers", (9, 5, 2, 64, 64), dtype, is_slow=dtype is HALF) for dtype in TOLERANCE),
+    *(Row("numbers", (1, 4, 3, 40, 24), dtype, "gelu_tanh", is_slow=dtype is not torch.float32) for dtype in TOLERANCE),
+    *(
+        Row("numbers", (9, 5, 2, 64, 40), dtype, has_biases=True, is_slow=dtype is not torch.bfloat16)
+        for dtype in TOLERANCE
+    ),
+    *(Row("numbers", (70, 3, 2, 32, 32), tile_rows=rows, is_slow=rows != 16) for rows in (16, 64, 128)),
+    *(Row("numbers", (9, 6, 3, 32, 32), held=held) for held in ((0, 2), (2, 6))),
+    Row("numbers", (9, 5, 2, 64, 64), torch.bfloat16, has_added=True),
+    Row("numbers", (0, 5, 2, 64, 64)),
+    # Three blocks in 384 columns and rows, whose scales are padded to four along the depth.
+    *(Row("blocks", (9, 3, 2, 384, 128), dtype, is_slow=dtype is not torch.bfloat16) for dtype in TOLERANCE),
+    # With biases and the bounded swish, as gpt-oss has them, and every code.
+    *(
+        Row(
+            "mxfp4",
+            sizes,
+            dtype,
+            "clamped_swish",
+            True,
+            is_slow=(dtype, sizes[0]) not in ((torch.float32, 1), (torch.bfloat16, 40)),
+        )
+        for dtype in TOLERANCE
+        for sizes in ((9, 3, 2, 64, 96), (1, 4, 3, 160, 32), (40, 2, 2, 96, 64))
+    ),
+    *(
+        Row(kind, (tokens, 4, 2, 128, 64), has_added=True, held=(1, 4), is_slow=(kind, tokens) not in PACKED)
+        for kind in dict.fromkeys(kind for kind, _ in PACKED)
+        for tokens in (1, 9, 70)
+    ),
+]
 
 
-@matrix("dtype", TOLERANCE, hardest=[(torch.bfloat16,)])
-def test_experts_of_eight_bits_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
-    """384 columns and rows: three blocks, whose scales are padded to four along the depth."""
-    hidden, slots, shares, gate_up, down = case(9, 3, 2, 384, 128, dtype, torch.device("cpu"))
-    weights = in_blocks(gate_up), in_blocks(down)
-    given = hidden.to(device), slots.to(device), shares.to(device)
-    exact = fused_experts(hidden.double(), slots, shares.double(), *weights, 0, "silu")
-    close(moe.fused_experts(*given, *moved(weights, device), 0, "silu"), exact, dtype)
-    unscaled = twin((hidden.double(), slots, shares, gate_up.double(), down.double()), 0, "silu")
-    assert (exact - unscaled).norm() < 0.06 * unscaled.norm()
+def weights_of(row: Row, gate_up: Tensor, down: Tensor) -> tuple[Weight, Weight]:
+    """Return both weights of the rank's experts in the row's format: of these numbers, or random codes."""
+    if row.format == "numbers":
+        return numbers(gate_up), numbers(down)
+    if row.format == "blocks":
+        return in_blocks(gate_up), in_blocks(down)
+    shapes = gate_up.shape[1:], down.shape[1:]
+    if row.format == "mxfp4":
+        up, narrow = (as_int4(len(down), *shape, seed) for seed, shape in enumerate(shapes))
+    else:
+        kind = cast(Kind, row.format)
+        up, narrow = (
+            stack([pack([grouped(*shape, kind, seed)], CPU) for seed in range(len(down))]) for shape in shapes
+        )
+    return up, narrow
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=pytest.mark.slow_in_interpreter if row.is_slow else ()) for row in ROWS],
+    ids=[f"{row.format}-{row.sizes[0]}-{row.dtype}" for row in ROWS],
+)
+def test_experts_equal_the_twin(monkeypatch: pytest.MonkeyPatch, device: torch.device, row: Row) -> None:
+    if row.tile_rows is not None:
+        monkeypatch.setattr(moe, "expert_tile", lambda *_: tiles.Tile(row.tile_rows, 32, 4, 2))
+    hidden, slots, shares, gate_up, down = case(*row.sizes, row.dtype, CPU)
+    if not isinstance(row.format, str):  # its numbers are large
+        hidden = hidden / 20
+    held, (tokens, experts, _, width, inner) = slice(*row.held), row.sizes
+    weights = weights_of(row, gate_up[held], down[held])
+    added = random(tokens, width, dtype=row.dtype, seed=8) if row.has_added else None
+    both = random(experts, 2 * inner, dtype=row.dtype, seed=5), random(experts, width, dtype=row.dtype, seed=6)
+    biases = both if row.has_biases else (None, None)
+
+    def computed(kernel: Any, weights: tuple[Weight, Weight], is_wide: bool) -> Tensor:
+        def move(tensor: Tensor | None) -> Any:
+            return None if tensor is None else (tensor.double() if is_wide else tensor).to(device)
+
+        given = move(hidden), slots.to(device), move(shares), *(moved(weight, device) for weight in weights)
+        made: Tensor = kernel(*given, row.held[0], row.activation, move(added), [*map(move, biases)])
+        return made
+
+    wide = numbers(gate_up[held].double()), numbers(down[held].double())
+    exact = computed(fused_experts, wide if row.format == "numbers" else weights, True)
+    scale = 1.0 if isinstance(row.format, str) else exact.abs().max()
+    close(computed(moe.fused_experts, weights, False) / scale, exact / scale, row.dtype)
+    assert row.format != "blocks" or (exact - computed(fused_experts, wide, True)).norm() < 0.06 * exact.norm()
 
 
 @matrix("tokens, first", (25, 70), (0, 1), hardest=[(25, 0), (70, 1)])
@@ -94,17 +152,16 @@ def test_experts_with_many_entries_multiply_in_eight_bits(device: torch.device, 
     added = random(tokens, 384, dtype=torch.bfloat16, seed=8)
     assert are_quantized(slots.numel(), 3 - first)
     given = hidden.to(device), slots.to(device), shares.to(device)
-    actual = moe.fused_experts(*given, *moved(weights, device), first, "silu", added.to(device)).double().cpu()
+    actual = (
+        moe.fused_experts(*given, *(moved(weight, device) for weight in weights), first, "silu", added.to(device))
+        .double()
+        .cpu()
+    )
     expected = fused_experts(hidden, slots, shares, *weights, first, "silu", added).double()
     assert (actual - expected).norm() < (5e-3 if device.type == "cpu" else 1e-2) * expected.norm()
     exact = hidden.double(), slots, shares, gate_up[first:].double(), down[first:].double()
-    full = twin(exact, first, "silu", added.double())
+    full = fused_experts(*exact[:3], *map(numbers, exact[3:]), first, "silu", added.double())
     assert 0.01 * full.norm() < (actual - full).norm() < 0.06 * full.norm()
-
-
-def moved(weights: tuple[Weight, Weight], device: torch.device) -> tuple[Weight, Weight]:
-    gate_up, down = (weight.like(tensor.to(device) for tensor in weight.tensors()) for weight in weights)
-    return gate_up, down
 
 
 def in_blocks(weights: torch.Tensor) -> Weight:
@@ -113,97 +170,15 @@ def in_blocks(weights: torch.Tensor) -> Weight:
     return Weight(BLOCKS, torch.stack([values for values, _ in pairs]), torch.stack([pad_scales(s) for _, s in pairs]))
 
 
-# tokens, experts, top_k, width, inner
-FOUR_BITS: list[tuple[int, int, int, int, int]] = [(9, 3, 2, 64, 96), (1, 4, 3, 160, 32), (40, 2, 2, 96, 64)]
-
-
-@matrix("dtype, sizes", TOLERANCE, FOUR_BITS, hardest=[(torch.float32, FOUR_BITS[1]), (torch.bfloat16, FOUR_BITS[2])])
-def test_experts_of_four_bits_equal_the_twin(
-    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int]
-) -> None:
-    """With biases and the bounded swish, as gpt-oss has them, and every code."""
-    tokens, experts, top_k, width, inner = sizes
-    hidden, slots, shares, _, _ = case(tokens, experts, top_k, width, inner, dtype, torch.device("cpu"))
-    up, down = (as_int4(experts, *shape, seed) for seed, shape in enumerate(((2 * inner, width), (width, inner))))
-    biases = random(experts, 2 * inner, dtype=dtype, seed=5), random(experts, width, dtype=dtype, seed=6)
-    against_twin(hidden, slots, shares, (up, down), biases, "clamped_swish", device)
-
-
-def against_twin(
-    hidden: Tensor,
-    slots: Tensor,
-    shares: Tensor,
-    weights: tuple[Weight, Weight],
-    biases: Pair,
-    activation: Activation,
-    device: torch.device,
-) -> None:
-    up, down = biases
-    exact = fused_experts(
-        hidden.double(), slots, shares.double(), *weights, 0, activation, None, (up.double(), down.double())
-    )
-    given = hidden.to(device), slots.to(device), shares.to(device)
-    biases = up.to(device), down.to(device)
-    close(moe.fused_experts(*given, *moved(weights, device), 0, activation, None, biases), exact, hidden.dtype)
-
-
-def as_int4(experts: int, rows: int, depth: int, seed: int) -> Weight:
-    """[S, N, K / 2] random codes and [S, N, K / 32] scales of 2 ** -10 … 2 ** -6."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(256, (experts, rows, depth // 2), generator=generator).byte()
-    return Weight(MXFP4, values, torch.randint(117, 122, (experts, rows, depth // 32), generator=generator).byte())
-
-
-@every_dtype
-def test_experts_with_biases_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
-    hidden, slots, shares, gate_up, down = case(9, 5, 2, 64, 40, dtype, torch.device("cpu"))
-    biases = random(5, 80, dtype=dtype, seed=5), random(5, 64, dtype=dtype, seed=6)
-    exact = fused_experts(
-        hidden.double(),
-        slots,
-        shares.double(),
-        numbers(gate_up.double()),
-        numbers(down.double()),
-        0,
-        "silu",
-        None,
-        (biases[0].double(), biases[1].double()),
-    )
-    moved_biases = biases[0].to(device), biases[1].to(device)
-    weights = numbers(gate_up.to(device)), numbers(down.to(device))
-    given = hidden.to(device), slots.to(device), shares.to(device)
-    close(moe.fused_experts(*given, *weights, 0, "silu", None, moved_biases), exact, dtype)
-
-
-def test_a_rank_adds_only_what_its_own_experts_make(device: torch.device) -> None:
-    hidden, slots, shares, gate_up, down = case(9, 6, 3, 32, 32, torch.float32, device)
-    whole = twin((hidden, slots, shares, gate_up, down), 0, "silu")
-    parts = []
-    for first, end in ((0, 2), (2, 6)):
-        given = hidden, slots, shares, gate_up[first:end], down[first:end]
-        parts.append(ours(given, first, "silu"))
-        close(parts[-1], twin(given, first, "silu"))
-    close(parts[0] + parts[1], whole)
-
-
-def test_what_others_made_is_added(device: torch.device) -> None:
-    given = case(9, 5, 2, 64, 64, torch.bfloat16, device)
-    added = random(9, 64, dtype=torch.bfloat16, seed=8).to(device)
-    close(ours(given, 0, "silu", added), twin(given, 0, "silu", added))
-
-
-def test_no_tokens_are_no_work(device: torch.device) -> None:
-    assert ours(case(0, 5, 2, 64, 64, torch.float32, device), 0, "silu").shape == (0, 64)
-
-
 @pytest.mark.gpu
 def test_an_entry_has_the_same_bits_in_whatever_company() -> None:
     """Which the interpreter's products do not have, numpy's."""
     device = torch.device("cuda")
     hidden, slots, shares, gate_up, down = case(40, 3, 2, 64, 32, torch.bfloat16, device)
-    together = ours((hidden, slots, shares, gate_up, down), 0, "silu")
+    weights = numbers(gate_up), numbers(down)
+    together = moe.fused_experts(hidden, slots, shares, *weights, 0, "silu")
     order = torch.randperm(40, generator=torch.Generator().manual_seed(5)).to(device)
-    shuffled = ours((hidden[order], slots[order], shares[order], gate_up, down), 0, "silu")
+    shuffled = moe.fused_experts(hidden[order], slots[order], shares[order], *weights, 0, "silu")
     assert torch.equal(shuffled, together[order])
 
 
@@ -213,7 +188,7 @@ def test_a_model_gives_the_tokens_of_transformers(
     monkeypatch: pytest.MonkeyPatch, case_name: str, num_shared: int, kind: str
 ) -> None:
     """Through the models' seam: the experts' weights in one tensor, the shared ones too where their width allows it."""
-    driver = driver_of(monkeypatch, moe if kind == "triton" else experts_twin, str(folder(case_name)))
+    driver = driver_of(monkeypatch, moe if kind == "triton" else experts_twin, case_name)
     assert counts_of_shared(driver) == {num_shared}
     prompt = [5, 17, 3, 99, 42, 8, 71, 150]
     assert driver.generate(driver.admit(prompt), count=4) == [greedy(case_name, prompt, 4)[0]]
@@ -223,7 +198,7 @@ def test_a_model_gives_the_tokens_of_transformers(
 def test_a_shared_expert_with_a_gate_is_cut_into_experts(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     overrides = {"shared_expert_intermediate_size": width}
     given = {"hf_overrides": overrides, "load_format": "dummy"}
-    drivers = [driver_of(monkeypatch, fused, str(folder("qwen2-moe")), **given) for fused in (None, experts_twin)]
+    drivers = [driver_of(monkeypatch, fused, "qwen2-moe", **given) for fused in (None, experts_twin)]
     assert [counts_of_shared(driver) for driver in drivers] == [{0}, {width // 32}]
     first, second = (driver.generate(driver.admit([5, 17, 3, 99, 42, 8]), count=8) for driver in drivers)
     assert first == second
@@ -239,12 +214,8 @@ def driver_of(monkeypatch: pytest.MonkeyPatch, kernels: Any, model: str, **given
     changes = {"fused_experts": None if kernels is None else kernels.fused_experts}
     if kernels is moe:
         changes["choose_experts"] = OPS.choose_experts
-    ops = changed(torch_ops, **changes)
-    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: ops)
-    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
-    return Driver(
-        UniprocExecutor(ExecutorConfig(model=model, device="cpu", dtype="float32", kv_cache_bytes=2**20, **given))
-    )
+    compute_with(monkeypatch, changed(torch_ops, **changes))
+    return Driver(executor_of(model, **given))
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(1, 5), pytest.param(40, 6, marks=pytest.mark.slow_in_interpreter)])

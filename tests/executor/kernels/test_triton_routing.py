@@ -9,28 +9,14 @@ from penstock.executor.kernels.cuda import routing
 from penstock.executor.moe_spec import MoeSpec
 from tests.support.kernel_cases import close
 from tests.support.paged import random
+from tests.support.refusals import cases
 from tests.support.twins import torch_ops
 
 QWEN3 = MoeSpec(num_experts=128, top_k=8, intermediate_size=768, renormalize=True)
 V2 = MoeSpec(
     num_experts=160, top_k=6, intermediate_size=1536, renormalize=False, scale=16.0, num_groups=8, top_groups=3
 )
-RULES = {
-    "Mixtral": (MoeSpec(num_experts=8, top_k=2, intermediate_size=14336, renormalize=True), 0),
-    "Qwen3": (QWEN3, 0),
-    "Qwen2": (replace(QWEN3, num_experts=60, top_k=4, renormalize=False, has_shared_gate=True), 4),
-    "Qwen2, its shared expert elsewhere": (replace(QWEN3, num_experts=60, top_k=4, has_shared_gate=True), 0),
-    "DeepSeek-V2-Lite": (MoeSpec(num_experts=64, top_k=6, intermediate_size=1408, renormalize=False), 2),
-    "DeepSeek-V2": (V2, 2),
-    "DeepSeek-V3": (
-        MoeSpec(256, 8, 2048, True, 1e-20, 2.5, "sigmoid", num_groups=8, top_groups=4, has_bias=True),
-        1,
-    ),
-    "all of them": (
-        MoeSpec(num_experts=6, top_k=6, intermediate_size=32, renormalize=True, num_groups=2, top_groups=2),
-        0,
-    ),
-}
+RULES = dict(cases(__file__, "routers", MoeSpec=MoeSpec, QWEN3=QWEN3, V2=V2, replace=replace))
 
 
 @pytest.mark.parametrize("rule", RULES)

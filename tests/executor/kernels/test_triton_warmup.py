@@ -33,6 +33,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.support import packed_models, small_models
 from tests.support.adapters import Adapter
+from tests.support.checkpoints import compute_with
 from tests.support.driver import Driver, Sequence
 from tests.support.twins import changed, operations, torch_inputs, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
@@ -105,8 +106,7 @@ def open_on_kernels(
     pretend_a_gpu(monkeypatch, lambda: recorder)
     monkeypatch.setattr(rank, "open_inputs", open_inputs)
     monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling)
-    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: ops)
-    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
+    compute_with(monkeypatch, ops)
     return Driver(UniprocExecutor(ExecutorConfig(model=str(folder), kv_cache_bytes=2**24, block_size=4, **options)))
 
 
