@@ -36,25 +36,17 @@ def test_copies_from_the_old_plan_give_the_new_one(pair: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_sources_are_the_nearest_there_are(pair: tuple[int, ...]) -> None:
+def test_sources_are_the_nearest_there_are_one_for_a_rank_and_receivers_take_turns(pair: tuple[int, ...]) -> None:
     *shape, ranks_per_node = pair
     old, new = two_plans(*shape)
     depth = old.slots_per_rank
+    sources: dict[tuple[int, int, int], set[int]] = {}
     for layer, expert, source, to in transfers(old, new, ranks_per_node).tolist():
         holders = np.nonzero(old.phy2log[layer] == expert)[0]
         if to // depth in holders // depth:
             assert source // depth == to // depth
         elif to // depth // ranks_per_node in holders // depth // ranks_per_node:
             assert source // depth // ranks_per_node == to // depth // ranks_per_node
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_a_rank_takes_an_expert_from_one_source_and_receivers_take_turns(pair: tuple[int, ...]) -> None:
-    *shape, ranks_per_node = pair
-    old, new = two_plans(*shape)
-    depth = old.slots_per_rank
-    sources: dict[tuple[int, int, int], set[int]] = {}
-    for layer, expert, source, to in transfers(old, new, ranks_per_node).tolist():
         if source // depth != to // depth:
             sources.setdefault((layer, expert, to // depth), set()).add(source)
     assert all(len(found) == 1 for found in sources.values())

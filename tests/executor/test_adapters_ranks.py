@@ -33,6 +33,7 @@ def test_two_ranks_compute_adapters_together(case: str, tmp_path: Path) -> None:
         executor.close()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_processes_load_and_unload_together_or_not_at_all(tmp_path: Path) -> None:
     adapters = [Adapter("llama", tmp_path / str(seed), seed) for seed in range(4)]
     executor = open_multiproc(config_of("llama", 2, enable_lora=True, max_cpu_loras=2, max_loras=2))

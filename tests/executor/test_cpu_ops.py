@@ -120,12 +120,23 @@ def attention_case(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> tupl
 
 
 @functools.cache
-def twins_answer(dtype: torch.dtype, shape: tuple[int, int, int, int], window: int | None) -> torch.Tensor:
-    """In float32 from the very same values, so that only the kernel's own rounding is seen."""
+def extras_of(q_heads: int) -> list[ScoreExtras]:
+    """Return sinks that take next to all of the weight, half of it and none; and a cap that scores come near to."""
+    sinks = torch.linspace(-3, 12, q_heads)
+    return [ScoreExtras(sinks=sinks), ScoreExtras(cap=0.7), ScoreExtras(cap=2.0, sinks=sinks)]
+
+
+@functools.cache
+def twins_answers(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> list[tuple[ScoreExtras, torch.Tensor]]:
+    """Compute in float32 from the very same values, so that only the kernel's own rounding is seen."""
     cache, q = attention_case(dtype, shape)
     wide = copy.copy(cache)
     wide.k_pages, wide.v_pages = cache.k_pages.float(), cache.v_pages.float()
-    return attend(torch_ops, wide, q.float(), [row for row in ROWS if row[1]], window)
+    asked = [ScoreExtras(window=window) for window in (None, 1, 50)]
+    if shape in (SHAPES[0], SHAPES[2], SHAPES[5]):
+        asked += [each._replace(window=window) for window in (None, 50) for each in extras_of(shape[1])]
+    rows = [row for row in ROWS if row[1]]
+    return [(extras, attend(torch_ops, wide, q.float(), rows, extras.window, extras)) for extras in asked]
 
 
 @every_level
@@ -134,30 +145,8 @@ def twins_answer(dtype: torch.dtype, shape: tuple[int, int, int, int], window: i
 def test_attention_equals_the_twin(level: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
     cache, q = attention_case(dtype, shape)
     ops = cpu_ops.make_ops(dtype, shape[0], 2, level)
-    for window in (None, 1, 50):
-        close(attend(ops, cache, q, ROWS, window), twins_answer(dtype, shape, window))
-
-
-@functools.cache
-def extras_of(q_heads: int) -> list[ScoreExtras]:
-    """Sinks that take next to all of the weight, half of it and none; a cap that scores come near to."""
-    sinks = torch.linspace(-3, 12, q_heads)
-    return [ScoreExtras(sinks=sinks), ScoreExtras(cap=0.7), ScoreExtras(cap=2.0, sinks=sinks)]
-
-
-@every_level
-@both_dtypes
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[5]], ids=lambda shape: f"dim{shape[0]}")
-def test_attention_with_sinks_and_caps_equals_the_twin(
-    level: str, dtype: torch.dtype, shape: tuple[int, int, int, int]
-) -> None:
-    cache, q = attention_case(dtype, shape)
-    ops = cpu_ops.make_ops(dtype, shape[0], 2, level)
-    wide = copy.copy(cache)
-    wide.k_pages, wide.v_pages = cache.k_pages.float(), cache.v_pages.float()
-    for window, extras in itertools.product((None, 50), extras_of(shape[1])):
-        expected = attend(torch_ops, wide, q.float(), [row for row in ROWS if row[1]], window, extras)
-        close(attend(ops, cache, q, ROWS, window, extras), expected)
+    for extras, expected in twins_answers(dtype, shape):
+        close(attend(ops, cache, q, ROWS, extras.window, extras), expected)
 
 
 def test_a_sink_is_one_more_score_without_a_value_and_a_cap_bounds_scores() -> None:

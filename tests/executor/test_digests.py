@@ -1,4 +1,4 @@
-"""Digests of a checkpoint are shared out over the ranks; the fingerprint is that of one rank. Here ranks are threads."""
+"""What ranks compute together: digests of a checkpoint, whose fingerprint is that of one rank, and sums. Ranks are threads."""
 
 import socket
 import threading
@@ -27,7 +27,7 @@ TENSORS = {f"model.layers.{index}.weight": torch.randn(40, 64) for index in rang
 
 
 def on_ranks(world: int, run: Callable[[RankGroup], Any]) -> list[Any]:
-    """What `run` returns or raises on each rank."""
+    """Return what `run` returns or raises on each rank."""
     if world == 1:
         return [run(RankGroup())]
     listener = socket.create_server(("127.0.0.1", 0), backlog=world)
@@ -141,3 +141,24 @@ def test_a_model_has_one_fingerprint_and_no_rank_reads_the_experts_of_others(
     experts = [{name for name in names if ".experts." in name} for names in read]
     held = sum(len(names) for names in experts)
     assert held < 1.5 * len(set.union(*experts)) if by_experts else not held
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_rows_sum_does_not_depend_on_its_place(world: int) -> None:
+    """Backends cut a tensor into pieces and begin each at another rank: of three and more the order then shows."""
+    rows = [torch.randn(512, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(world)]
+    places = [(1, 0), (2, 1), (7, 0), (7, 3), (7, 6), (50, 49)]
+    parts = [
+        [torch.full((count, 512), 0.5).bfloat16().index_fill(0, torch.tensor(at), 0) for count, at in places]
+        for _ in rows
+    ]
+    for own, row in zip(parts, rows, strict=True):
+        for part, (_, at) in zip(own, places, strict=True):
+            part[at] = row
+    in_order = rows[0].float()
+    for row in rows[1:]:
+        in_order = in_order + row.float()
+    for found in on_ranks(world, lambda group: [group.sum(part.clone()) for part in parts[group.rank]]):
+        assert len(found) == len(places)
+        for total, (_, at) in zip(found, places, strict=True):
+            assert torch.equal(total[at], in_order.bfloat16())

@@ -1,6 +1,5 @@
 """Checkpoints in eight bits with scales per block: as numbers on a CPU, in eight bits where the kernels' seam is there."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from penstock.executor.kernels import FusedExperts, KeyStore, Rotation
 from penstock.executor.kernels.eight_bits import pad_scales
 from penstock.executor.kernels.linear import Linear, join_blocks, multiply_each
 from penstock.executor.kernels.weight import BLOCKS, Weight, numbers
-from penstock.executor.loading.checkpoint import open_checkpoint
-from penstock.executor.models.export import export
 from penstock.executor.protocol import Step, Transfers
 from tests.support.checkpoints import compute_with, copied, edit_config, edit_weights, executor_of, prompts, refusal
 from tests.support.driver import Driver
@@ -191,15 +188,6 @@ def test_layers_that_guess_ahead_are_left_out(tmp_path: Path) -> None:
     assert "1 tensors that the architecture does not have: 'model.layers.3.x'" in refusal(path, hf_overrides=ahead)
     edit_weights(path, {"model.layers.3.x": None})
     executor_of(path, hf_overrides=ahead)
-
-
-def test_an_export_writes_the_numbers(tmp_path: Path) -> None:
-    narrow, full = folders("deepseek-v3")
-    export(open_checkpoint(narrow), tmp_path / "out", "float32")
-    written, expected = load_file(tmp_path / "out" / WEIGHTS), load_file(full / WEIGHTS)
-    assert written.keys() == expected.keys()
-    assert all(torch.equal(written[name], expected[name]) for name in expected)
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 @pytest.mark.parametrize("case", CASES)

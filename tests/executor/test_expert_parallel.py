@@ -114,22 +114,14 @@ def test_a_tensor_that_would_stay_behind_is_seen() -> None:
     assert not_moved(expert) == ["expert.scale"]
 
 
-def test_slots_on_the_device_are_those_of_the_numpy_rule() -> None:
-    load = np.random.default_rng(5).zipf(1.5, (3, 12)).astype(float)
-    placed = plan(load, 20, 4)
-    ids = torch.randint(0, 12, (500, 3))
-    for layer in range(3):
-        expected = choose(placed, layer, np.arange(500)[:, None], ids.numpy())
-        assert SlotTable(placed, layer).slots(ids).tolist() == expected.tolist()
-
-
-def test_the_table_of_slots_follows_another_plan_in_the_same_memory() -> None:
+def test_the_table_of_slots_is_the_numpy_rule_and_follows_another_plan_in_the_same_memory() -> None:
     """However many copies an expert has in it."""
     ids = torch.randint(0, 12, (500, 3))
     rng = np.random.default_rng(6)
-    first = plan(np.ones((2, 12)), 20, 4)
-    table = SlotTable(first, 0)
+    placed = plan(rng.zipf(1.5, (2, 12)).astype(float), 20, 4)
+    table = SlotTable(placed, 0)
     addresses = [tensor.data_ptr() for tensor in vars(table).values()]
+    assert table.slots(ids).tolist() == choose(placed, 0, np.arange(500)[:, None], ids.numpy()).tolist()
     for _ in range(5):
         placed = plan(rng.zipf(1.3, (2, 12)).astype(float), 20, 4)
         table.replace(placed, 1)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.outbox import Outbox
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, Step, TokenLogprobs
 from penstock.executor.sampling.edits import RowMasks
 from penstock.executor.sampling.sampler import Sampler
+from tests.executor.test_sampler import sample
 from tests.support.checkpoints import executor_of
 from tests.support.driver import Driver
 from tests.support.small_models import greedy
@@ -42,15 +42,14 @@ def test_what_a_mask_forbids_becomes_minus_infinity_and_nothing_else_changes(
     assert torch.equal(logits[[1, 3]], before[[1, 3]])
 
 
-def sample(
+def sampled(
     samplings: list[Sampling], masks: RowMasks | None, logits: torch.Tensor
 ) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
     sampler = Sampler(logits.shape[1], 8, torch.device("cpu"))
     for slot, sampling in enumerate(samplings):
         sampler.admit(slot, sampling, np.array([1, 2, 3], np.int32), 3)
-    sampled = sampler.start(logits, list(range(len(samplings))), np.full(len(samplings), 3), masks)
-    sampled.post(Outbox(torch.device("cpu")))
-    return sampled.wait()
+    tokens, logprobs, errors = sample(sampler, logits, [*range(len(samplings))], [3] * len(samplings), masks)
+    return tokens.tolist(), logprobs, errors
 
 
 def test_masks_go_with_every_other_option_and_log_probabilities_are_of_the_raw_distribution() -> None:
@@ -64,8 +63,8 @@ def test_masks_go_with_every_other_option_and_log_probabilities_are_of_the_raw_d
         Sampling(temperature=0.0),
     ]
     allowed = [{10, 11, 12}, {30, 31}, {20, 21, 22}]
-    free, raw, _ = sample(samplings, None, logits.clone())
-    tokens, logprobs, errors = sample(samplings, RowMasks([0, 1, 2], bits(*allowed, vocab_size=100)), logits.clone())
+    free, raw, _ = sampled(samplings, None, logits.clone())
+    tokens, logprobs, errors = sampled(samplings, RowMasks([0, 1, 2], bits(*allowed, vocab_size=100)), logits.clone())
     assert errors == {}
     assert all(token in those for token, those in zip(tokens, allowed, strict=False))
     assert tokens[2] == 20 and tokens[3] == free[3] == 7
@@ -78,7 +77,7 @@ def test_masks_go_with_every_other_option_and_log_probabilities_are_of_the_raw_d
 def test_a_mask_and_other_options_that_leave_nothing_fail_their_row_alone() -> None:
     logits = torch.randn(2, 100)
     samplings = [Sampling(temperature=0.0, banned_ids=(5,)), Sampling(temperature=0.0)]
-    tokens, _, errors = sample(samplings, RowMasks([0], bits({5}, vocab_size=100)), logits.clone())
+    tokens, _, errors = sampled(samplings, RowMasks([0], bits({5}, vocab_size=100)), logits.clone())
     assert errors == {0: NOTHING_LEFT}
     assert tokens[1] == logits[1].argmax().item()
 

@@ -104,7 +104,7 @@ def test_logits_in_bfloat16_at_real_sizes_are_as_near_as_a_cpus(
     check_beside_a_cpu(monkeypatch, tmp_path, device)
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), GPU])
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-30b-a3b"])
 def test_a_request_has_the_same_bits_alone_and_among_others(name: str, device: Device, tmp_path: Path) -> None:
     """With `batch_invariant`: a prompt of several splits, in other chunks, decoded beside others from graphs of other sizes."""
@@ -132,10 +132,12 @@ def test_a_request_has_the_same_bits_alone_and_among_others(name: str, device: D
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_a_cpu_in_the_gpus_place_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("qwen3-0.6b", "qwen3-30b-a3b", "deepseek-v2-lite"):
-        write(tmp_path, config_of(name, is_tiny=True) | SMALL)
-        check_beside_a_cpu(monkeypatch, tmp_path, "cpu")
+@pytest.mark.parametrize(
+    "name", [pytest.param("qwen3-0.6b", marks=pytest.mark.slow), "qwen3-30b-a3b", "deepseek-v2-lite"]
+)
+def test_a_cpu_in_the_gpus_place_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    write(tmp_path, config_of(name, is_tiny=True) | SMALL)
+    check_beside_a_cpu(monkeypatch, tmp_path, "cpu")
 
 
 def shifted(store: KeyStore) -> KeyStore:
@@ -169,15 +171,23 @@ MISTAKES: dict[str, Callable[..., Ops]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers, Answers]:
+    """A small model, and what a CPU makes of it in float32 and in bfloat16."""
+    path = tmp_path_factory.mktemp("model")
+    write(path, config_of("qwen3-0.6b", is_tiny=True) | SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        return path, *beside_a_cpu(patch, path)
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_gpu_that_computes_something_else_does_not_pass(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mistake: str
+    monkeypatch: pytest.MonkeyPatch, known: tuple[Path, Answers, Answers], mistake: str
 ) -> None:
-    """Stood in for by a CPU with plain operations, of which one is wrong."""
-    write(tmp_path, config_of("qwen3-0.6b", is_tiny=True) | SMALL)
-    exact, near = beside_a_cpu(monkeypatch, tmp_path)
+    """A CPU with plain operations, of which one is wrong, takes the GPU's place."""
+    path, exact, near = known
     compute_with(monkeypatch, MISTAKES[mistake](torch_ops))
-    got = answers(tmp_path, "cpu", "bfloat16")
+    got = answers(path, "cpu", "bfloat16")
     assert error(got, exact) > NEARNESS * error(near, exact)
 
 

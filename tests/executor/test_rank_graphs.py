@@ -7,9 +7,9 @@ or replayed while the other did not would wait for it in a collective, and the t
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,13 +17,11 @@ import torch
 
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import (
-    AdapterInfo,
     EplbConfig,
+    Executor,
     ExecutorConfig,
     ExpertUpdate,
-    Part,
     Sampling,
-    SleepLevel,
     Step,
     StepResult,
 )
@@ -42,7 +40,7 @@ RECORDER: ContextVar[Recorder] = ContextVar("of the rank that runs in this threa
 
 
 class Threads:
-    """An executor whose ranks are threads: each makes the calls that `worker.compute` would."""
+    """As much of an executor as `driver_of` needs. Its ranks are threads, which make the calls of `worker.compute`."""
 
     def __init__(self, config: ExecutorConfig, recorders: list[Recorder]) -> None:
         self.ranks: list[Rank] = [None] * WORLD  # type: ignore[list-item]
@@ -77,21 +75,6 @@ class Threads:
     def collect(self) -> StepResult:
         return next(self.ranks[r].runner.finish(self._launched[r]) for r in range(WORLD))
 
-    def load_adapter(self, path: str) -> AdapterInfo:
-        raise AssertionError(f"{path}: no test here has adapters")
-
-    def unload_adapter(self, key: str) -> None: ...
-
-    def update_weights(self, path: str) -> None: ...
-
-    def sleep(self, level: SleepLevel) -> None: ...
-
-    def wake(self, parts: Sequence[Part]) -> None: ...
-
-    def fileno(self) -> None: ...
-
-    def check(self) -> None: ...
-
     def close(self) -> None:
         for jobs in self._jobs:
             jobs.put(None)
@@ -116,6 +99,10 @@ class Threads:
     def _wait(self, r: int) -> None:
         if (error := self._done[r].get(timeout=TIMEOUT_S)) is not None:
             raise error
+
+
+def driver_of(executor: Threads) -> Driver:
+    return Driver(cast(Executor, executor))
 
 
 def open_pair(monkeypatch: pytest.MonkeyPatch, case: str, **options: Any) -> tuple[Threads, list[Recorder]]:
@@ -143,7 +130,7 @@ def test_two_ranks_give_the_tokens_of_transformers_from_graphs(
     open_ranks: Callable[..., tuple[Threads, list[Recorder]]], case: str, options: dict[str, Any]
 ) -> None:
     executor, recorders = open_ranks(case, **options)
-    driver = Driver(executor)
+    driver = driver_of(executor)
     got = driver.generate(*[driver.admit(prompt) for prompt in PROMPTS], count=9, chunk=5)
     assert got == [greedy(case, prompt, 9)[0] for prompt in PROMPTS]
     replays = [[graph.num_replays for graph in recorder.graphs] for recorder in recorders]
@@ -162,7 +149,7 @@ def test_what_only_the_first_rank_does_leaves_the_others_in_step(
     found = []
     for eager in (True, False):
         executor, recorders = open_ranks("qwen3", enforce_eager=eager)
-        driver = Driver(executor)
+        driver = driver_of(executor)
         sequences = [driver.admit(prompt, s) for prompt, s in zip(PROMPTS, samplings, strict=True)]
         for several in (sequences, sequences[:1], sequences, sequences[:1], sequences, sequences[:1]):
             driver.advance(*several)
@@ -182,7 +169,7 @@ def test_experts_move_beneath_captured_graphs(open_ranks: Callable[..., tuple[Th
     restless = EplbConfig(window=2, interval=1, redundant_experts=2, target=1.0, min_gain_per_gib=0.0)
     options = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": restless}
     executor, recorders = open_ranks("qwen3-moe", **options)
-    driver = Driver(executor)
+    driver = driver_of(executor)
     sequences = [driver.admit(prompt) for prompt in PROMPTS]
     updates: list[ExpertUpdate | None] = []
     while len(sequences[-1].output) < 40:  # three rows, in a bucket of four

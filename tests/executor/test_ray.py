@@ -23,7 +23,8 @@ from penstock.executor.ranks.wire import Beat
 from tests.support.programs import Program, all_gone
 from tests.support.small_models import folder, greedy
 
-# Starting a cluster and importing torch and Ray in each actor takes most of a minute on two quiet cores.
+# Starting a cluster and importing torch and Ray in each actor takes most of a minute on two quiet cores: `.ci/run` runs
+# the slow tests.
 pytestmark = pytest.mark.timeout(900)
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'penstock[ray]'")
@@ -57,6 +58,7 @@ def run(driver: Program, ranks: int = 2, place_timeout_s: float = 300.0) -> dict
     return driver.heard()
 
 
+@pytest.mark.slow
 def test_two_nodes_give_the_tokens_of_one_process_and_end_when_asked(driver: Program) -> None:
     said = run(driver)
     assert said["tokens"] == greedy("llama", PROMPT, COUNT)[0]
@@ -65,6 +67,7 @@ def test_two_nodes_give_the_tokens_of_one_process_and_end_when_asked(driver: Pro
     assert all_gone(said["pids"])
 
 
+@pytest.mark.slow
 def test_more_ranks_than_the_cluster_holds_is_said_with_both_numbers(driver: Program) -> None:
     error = run(driver, ranks=4, place_timeout_s=2.0)["error"]
     assert "tensor_parallel_size: 4 given; every rank needs one CPU, and the Ray cluster has 2" in error

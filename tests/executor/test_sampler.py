@@ -13,7 +13,9 @@ from penstock.executor.kernels import SamplingOps
 from penstock.executor.outbox import Outbox
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, TokenLogprobs
 from penstock.executor.sampling import draw
+from penstock.executor.sampling.edits import RowMasks
 from penstock.executor.sampling.sampler import NOT_FINITE, WORK_BYTES, Sampler, prompt_logprobs
+from tests.support.refusals import cases
 from tests.support.twins import sampling as sampling_twin
 
 VOCAB, SLOTS = 700, 8
@@ -21,10 +23,10 @@ CPU = torch.device("cpu")
 
 
 def sample(
-    sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int]
+    sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int], masks: RowMasks | None = None
 ) -> tuple[torch.Tensor, dict[int, TokenLogprobs], dict[int, str]]:
-    """Start, and wait: tokens [S], log-probabilities and failures by row."""
-    sampled = sampler.start(logits, slots, np.array(positions))
+    """Start and wait; return tokens [S], and log-probabilities and failures by row."""
+    sampled = sampler.start(logits, slots, np.array(positions), masks)
     sampled.post(Outbox(logits.device))
     return sampled.tokens, *sampled.wait()[1:]
 
@@ -102,47 +104,7 @@ class Requests:
         return tokens.tolist()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "temperature": {"temperature": 0.7},
-    "hot": {"temperature": 2.0},
-    "top_k": {"top_k": 5},
-    "top_k 1": {"top_k": 1},
-    "top_k beyond the candidates": {"top_k": 300},
-    "top_k beyond the vocabulary": {"top_k": 10_000},
-    "top_p": {"top_p": 0.8},
-    "tiny top_p": {"top_p": 1e-6},
-    "wide top_p": {"top_p": 0.97, "temperature": 2.0},
-    "min_p": {"min_p": 0.1},
-    "min_p 1": {"min_p": 1.0},
-    "all filters": {"min_p": 0.01, "top_k": 30, "top_p": 0.9, "temperature": 1.3},
-    "repetition": {"temperature": 0.0, "repetition_penalty": 1.5},
-    "repetition below one": {"repetition_penalty": 0.7},
-    "frequency": {"temperature": 0.0, "frequency_penalty": 1.5},
-    "presence": {"temperature": 0.0, "presence_penalty": 2.0},
-    "negative penalties": {"frequency_penalty": -1.0, "presence_penalty": -1.0, "top_k": 20},
-    "all penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.5, "top_p": 0.9},
-    "bias": {"temperature": 0.0, "logit_bias": ((3, 100.0), (4, -100.0))},
-    "integer bias": {"logit_bias": ((3, 5), (699, 4))},
-    "allowed": {"allowed_ids": (7, 11, 400, 7)},
-    "banned": {"temperature": 0.0, "banned_ids": tuple(range(600))},
-    "min_tokens": {"min_tokens": 3, "stop_ids": tuple(range(100, 700))},
-    "min_tokens greedy": {"temperature": 0.0, "min_tokens": 2, "stop_ids": tuple(range(690))},
-    "everything": {
-        "temperature": 0.9,
-        "top_k": 40,
-        "top_p": 0.95,
-        "min_p": 0.001,
-        "repetition_penalty": 1.1,
-        "frequency_penalty": 0.3,
-        "presence_penalty": 0.2,
-        "logit_bias": ((5, 2.0), (9, -3.0)),
-        "allowed_ids": tuple(range(500)),
-        "banned_ids": (1, 2, 3),
-        "min_tokens": 2,
-        "stop_ids": (10, 11, 12),
-    },
-}
+OPTIONS: dict[str, dict[str, Any]] = dict(cases(__file__, "sampling options"))
 
 
 @pytest.mark.parametrize("ops", [None, sampling_twin], ids=["cpu", "as on a gpu"])
@@ -182,11 +144,12 @@ def test_mixed_batches_do_what_the_reference_does(ops: SamplingOps | None) -> No
         requests.step(torch.from_numpy(rng.normal(0, 3, (len(slots), VOCAB)).astype(np.float32)), slots)
 
 
-def test_a_request_gets_the_same_tokens_alone_and_in_a_thousand_different_batches() -> None:
+@pytest.mark.parametrize("num_batches", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_request_gets_the_same_tokens_alone_and_in_different_batches(num_batches: int) -> None:
     rng = np.random.default_rng(11)
     together, alone = Sampler(VOCAB, SLOTS, CPU), Sampler(VOCAB, SLOTS, CPU)
     kinds = [Sampling(**options, seed=i) for i, options in enumerate(OPTIONS.values())]
-    for _ in range(1000):
+    for _ in range(num_batches):
         slots = rng.permutation(SLOTS)[: rng.integers(2, 6)].tolist()
         logits = torch.from_numpy(rng.normal(0, 2, (len(slots), VOCAB)).astype(np.float32))
         chosen = [kinds[i] for i in rng.integers(0, len(kinds), len(slots))]
@@ -202,7 +165,7 @@ def test_a_request_gets_the_same_tokens_alone_and_in_a_thousand_different_batche
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("vocab", [49152, 50257])
+@pytest.mark.parametrize("vocab", [pytest.param(49152, marks=pytest.mark.slow), 50257])
 def test_a_large_vocabulary_gives_bitwise_the_same_weights_alone_batched_and_with_any_number_of_threads(
     vocab: int,
 ) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +35,7 @@ from tests.support.stored_models import stored
 from tests.support.twins.lora import add_lora
 
 COUNT = 8
+UP, NORM = "model.layers.{}.mlp.up_proj.weight", "model.norm.weight"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -95,46 +95,33 @@ def test_an_updated_model_is_the_one_that_a_start_would_have_loaded(case: str, d
     assert executor.info == fresh.info and said(executor) == expected
 
 
-def _without(tensors: Tensors, _path: Path) -> None:
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-
-
-def _with_another(tensors: Tensors, _path: Path) -> None:
-    tensors["model.layers.7.mlp.up_proj.weight"] = torch.ones(2, 2)
-
-
-def _of_another_shape(tensors: Tensors, _path: Path) -> None:
-    tensors["model.norm.weight"] = torch.ones(65)
-
-
-def _of_integers(tensors: Tensors, _path: Path) -> None:
-    tensors["model.norm.weight"] = torch.ones(64, dtype=torch.int64)
-
-
-def _not_a_number(tensors: Tensors, _path: Path) -> None:
-    tensors["model.layers.2.self_attn.q_proj.weight"][3, 4] = torch.nan
-
-
-def _infinite(tensors: Tensors, _path: Path) -> None:
-    tensors["model.norm.weight"][5] = -torch.inf
-
-
-WRONG: dict[str, tuple[Callable[[Tensors, Path], None], str]] = {
-    "missing": (_without, r"tensor 'model.layers.1.mlp.up_proj.weight' of shape \[96, 64\] is missing"),
-    "one more": (_with_another, "1 tensors that the architecture does not have: 'model.layers.7.mlp.up_proj.weight'"),
-    "shape": (_of_another_shape, r"'model.norm.weight' has shape \[65\]; config.json calls for \[64\]"),
-    "dtype": (_of_integers, "'model.norm.weight' is stored as I64; one of BF16, F16, F32, F64 is expected"),
-    "NaN": (_not_a_number, "'model.layers.2.self_attn.q_proj.weight' has numbers that are not finite"),
-    "infinite": (_infinite, "'model.norm.weight' has numbers that are not finite"),
+# A tensor, the place in it (everywhere: None), the new value (None removes the tensor), and the refusal.
+WRONG: dict[str, tuple[str, Any, Any, str]] = {
+    "missing": (UP.format(1), None, None, rf"tensor '{UP.format(1)}' of shape \[96, 64\] is missing"),
+    "one more": (
+        UP.format(7),
+        None,
+        torch.ones(2, 2),
+        f"1 tensors that the architecture does not have: '{UP.format(7)}'",
+    ),
+    "shape": (NORM, None, torch.ones(65), rf"'{NORM}' has shape \[65\]; config.json calls for \[64\]"),
+    "dtype": (NORM, None, torch.ones(64).long(), f"'{NORM}' is stored as I64; one of BF16, F16, F32, F64 is expected"),
+    "NaN": (UP.format(2), (3, 4), torch.nan, f"'{UP.format(2)}' has numbers that are not finite"),
+    "infinite": (NORM, 5, -torch.inf, f"'{NORM}' has numbers that are not finite"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(what: str, tmp_path: Path) -> None:
-    spoil, message = WRONG[what]
+    name, place, value, message = WRONG[what]
     executor, tensors = executor_of(folder("llama")), changed(named("llama"))
     expected, info = said(executor), executor.info
-    spoil(tensors, tmp_path)
+    if value is None:
+        del tensors[name]
+    elif place is None:
+        tensors[name] = value
+    else:
+        tensors[name][place] = value
     gc.collect()  # what tests before this one have left behind is not to go meanwhile
     num_open = len(os.listdir("/proc/self/fd"))
     path = saved("llama", tensors, tmp_path / "other")

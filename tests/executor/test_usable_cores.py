@@ -12,6 +12,7 @@ from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.ranks import rank
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.gguf_files import small_file
+from tests.support.refusals import cases
 
 
 @pytest.fixture
@@ -30,20 +31,7 @@ def counted(folder: Path, membership: str, files: dict[str, str]) -> int:
 @pytest.mark.usefixtures("affinity")
 @pytest.mark.parametrize(
     ("membership", "files", "cores"),
-    [
-        ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
-        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2),
-        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
-        ("0::/\n", {"cpu.max": "max 100000\n"}, 64),
-        ("0::/\n", {}, 64),
-        ("0::/\n", {"cpu.max": "9900000 100000\n"}, 64),
-        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "300000 100000\n"}, 3),
-        ("0::/a/b\n", {"a/b/cpu.max": "400000 100000\n", "a/cpu.max": "max 100000\n"}, 4),
-        ("4:memory:/a\n1:cpu:/a\n0::/\n", {"cpu/a/cpu.cfs_quota_us": "200000", "cpu/a/cpu.cfs_period_us": "100000"}, 2),
-        ("1:cpu:/docker/x\n", {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
-        ("1:cpu,cpuacct:/\n", {"cpu,cpuacct/cpu.cfs_quota_us": "100000", "cpu,cpuacct/cpu.cfs_period_us": "50000"}, 2),
-        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
-    ],
+    cases(__file__, "cpu quotas"),
 )
 def test_a_cpu_quota_counts_like_missing_cores(
     tmp_path: Path, membership: str, files: dict[str, str], cores: int
