@@ -100,7 +100,7 @@ def weights_of(row: Row, gate_up: Tensor, down: Tensor) -> tuple[Weight, Weight]
         return numbers(gate_up), numbers(down)
     if row.format == "blocks":
         return in_blocks(gate_up), in_blocks(down)
-    shapes = gate_up.shape[1:], down.shape[1:]
+    shapes = [(each.shape[1], each.shape[2]) for each in (gate_up, down)]
     if row.format == "mxfp4":
         up, narrow = (as_int4(len(down), *shape, seed) for seed, shape in enumerate(shapes))
     else:
@@ -152,15 +152,12 @@ def test_experts_with_many_entries_multiply_in_eight_bits(device: torch.device, 
     added = random(tokens, 384, dtype=torch.bfloat16, seed=8)
     assert are_quantized(slots.numel(), 3 - first)
     given = hidden.to(device), slots.to(device), shares.to(device)
-    actual = (
-        moe.fused_experts(*given, *(moved(weight, device) for weight in weights), first, "silu", added.to(device))
-        .double()
-        .cpu()
-    )
+    up, narrow = (moved(weight, device) for weight in weights)
+    actual = moe.fused_experts(*given, up, narrow, first, "silu", added.to(device)).double().cpu()
     expected = fused_experts(hidden, slots, shares, *weights, first, "silu", added).double()
     assert (actual - expected).norm() < (5e-3 if device.type == "cpu" else 1e-2) * expected.norm()
     exact = hidden.double(), slots, shares, gate_up[first:].double(), down[first:].double()
-    full = fused_experts(*exact[:3], *map(numbers, exact[3:]), first, "silu", added.double())
+    full = fused_experts(*exact[:3], numbers(exact[3]), numbers(exact[4]), first, "silu", added.double())
     assert 0.01 * full.norm() < (actual - full).norm() < 0.06 * full.norm()
 
 
