@@ -7,7 +7,6 @@ import msgspec
 from msgspec import Raw
 
 from penstock.engine.http.body import decode
-from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.block_writer import BlockWriter, MessageReply
@@ -29,7 +28,6 @@ from penstock.engine.server.chat import ask
 from penstock.engine.server.conversation import Conversation, check_braces
 from penstock.engine.server.service import Service
 
-VERSIONS = ("2023-06-01", "2026-10-21")  # requests and responses are the same in both
 PATHS = {  # the chat API's field → the field in this API
     "stop": "stop_sequences",
     "response_format.json_schema": "output_config.format",
@@ -47,7 +45,7 @@ class CountReply(msgspec.Struct, frozen=True):
 
 async def messages(service: Service, call: Call, body: bytes) -> MessageReply | AsyncGenerator[bytes, None]:
     """Answer a conversation of blocks."""
-    request = _accepted(service, call, body, MessagesRequest)
+    request = service.accept(call, body, MessagesRequest, NOT_SERVED)
     chat, conversation = _chat(service, call, request, len(body))
     plan = await ask(service, call, chat, conversation)
     writer = BlockWriter(call, is_stream=bool(request.stream))
@@ -61,17 +59,10 @@ async def messages(service: Service, call: Call, body: bytes) -> MessageReply | 
 
 async def count_tokens(service: Service, call: Call, body: bytes) -> CountReply:
     """Return how many tokens the prompt of a message would have."""
-    chat, conversation = _chat(service, call, _accepted(service, call, body, CountRequest), len(body))
+    request = service.accept(call, body, CountRequest, NOT_SERVED)
+    chat, conversation = _chat(service, call, request, len(body))
     with service.admit(1):
         return CountReply(await num_prompt_tokens(service, chat, conversation))
-
-
-def _accepted(service: Service, call: Call, body: bytes, kind: Any) -> Any:
-    given = [value.decode("latin-1") for name, value in call.scope["headers"] if name == b"anthropic-version"]
-    if given and given[0] not in VERSIONS:
-        what = f"anthropic-version: {clip(given[0])!r} is not served; {' and '.join(VERSIONS)} are"
-        raise HttpError(400, what, param="anthropic-version")
-    return service.accept(call, body, kind, NOT_SERVED)
 
 
 def _chat(

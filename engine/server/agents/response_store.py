@@ -1,17 +1,14 @@
 """Stores finished responses in memory, which `previous_response_id` can continue.
 
-They are limited in number, bytes and age; the least recently used is evicted first. A response is visible only to the
-API key that created it.
+They are limited in number and bytes; the least recently used is evicted first. A response is visible only to the API key
+that created it.
 """
 
-import time
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import NamedTuple
 
 MAX_RESPONSES = 10_000
 MAX_BYTES = 64 << 20  # JSON size of all responses together
-MAX_AGE_S = 24 * 3600.0  # since the last use
 
 
 class StoredResponse(NamedTuple):
@@ -26,33 +23,25 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    def __init__(
-        self,
-        max_responses: int = MAX_RESPONSES,
-        max_bytes: int = MAX_BYTES,
-        max_age_s: float = MAX_AGE_S,
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._max_responses, self._max_bytes, self._max_age_s = max_responses, max_bytes, max_age_s
-        self._clock_s = clock_s
-        self._stored: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()  # the least recently used first
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses, self._max_bytes = max_responses, max_bytes
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()  # the least recently used first
         self._size_bytes = 0
 
     def put(self, response_id: str, stored: StoredResponse) -> bool:
         """Store a response, evicting others; return False if it is larger than the whole store."""
         if stored.size_bytes > self._max_bytes:
             return False
-        self._stored[response_id] = self._clock_s(), stored
+        self._stored[response_id] = stored
         self._size_bytes += stored.size_bytes
-        self._evict()
+        while len(self._stored) > self._max_responses or self._size_bytes > self._max_bytes:
+            self._drop(next(iter(self._stored)))
         return True
 
     def get(self, owner: bytes, response_id: str) -> StoredResponse | None:
-        self._evict()
-        _, stored = self._stored.get(response_id, (0.0, None))
+        stored = self._stored.get(response_id)
         if stored is None or stored.owner != owner:
             return None
-        self._stored[response_id] = self._clock_s(), stored
         self._stored.move_to_end(response_id)
         return stored
 
@@ -63,16 +52,8 @@ class ResponseStore:
         return True
 
     def check(self) -> None:
-        assert self._size_bytes == sum(stored.size_bytes for _, stored in self._stored.values()) <= self._max_bytes
+        assert self._size_bytes == sum(stored.size_bytes for stored in self._stored.values()) <= self._max_bytes
         assert len(self._stored) <= self._max_responses
 
-    def _evict(self) -> None:
-        oldest_s = self._clock_s() - self._max_age_s
-        while self._stored:
-            response_id, (used_s, _) = next(iter(self._stored.items()))
-            if len(self._stored) <= self._max_responses and self._size_bytes <= self._max_bytes and used_s >= oldest_s:
-                return
-            self._drop(response_id)
-
     def _drop(self, response_id: str) -> None:
-        self._size_bytes -= self._stored.pop(response_id)[1].size_bytes
+        self._size_bytes -= self._stored.pop(response_id).size_bytes

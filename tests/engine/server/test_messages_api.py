@@ -127,16 +127,13 @@ def test_a_stop_sequence_is_named(qwen: Running) -> None:
     assert answer["content"][0]["text"] == "Hel"
 
 
-def test_sampling_is_as_asked_under_either_version(qwen: Running) -> None:
+def test_sampling_is_as_asked_under_any_version(qwen: Running) -> None:
     for version in ("2023-06-01", "2026-10-21"):
         fields = {"temperature": 0.2, "top_p": 0.9, "top_k": 5, "metadata": {"user_id": "me"}}
         body = {"model": MODEL, "max_tokens": 9, "messages": HI, **fields}
         assert qwen.post("/v1/messages", body, headers={"anthropic-version": version}).status_code == 200
         params = qwen.params
         assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.2, 0.9, 5, 9)
-    answer = qwen.post("/v1/messages", {}, headers={"anthropic-version": "2023-01-01"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "anthropic-version")
-    assert answer.json()["type"] == "error" and answer.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_a_call_that_is_cut_off_is_none(qwen: Running) -> None:

@@ -3,13 +3,6 @@
 from penstock.engine.server.agents.response_store import ResponseStore, StoredResponse
 
 
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def stored(size_bytes: int = 10, owner: bytes = b"") -> StoredResponse:
     return StoredResponse(owner, b"r" * (size_bytes - 2), b"[]", None)
 
@@ -36,19 +29,6 @@ def test_a_large_response_evicts_several_and_one_larger_than_the_store_none() ->
     assert kept(store, *"abc", "huge") == ["a", "b", "c"]
     assert store.put("large", stored(20))
     assert kept(store, *"abc", "large") == ["c", "large"]
-
-
-def test_a_response_expires_when_it_has_not_been_used_for_long() -> None:
-    clock = Clock()
-    store = ResponseStore(max_age_s=60, clock_s=clock)
-    store.put("a", stored())
-    store.put("b", stored())
-    clock.now_s += 40
-    assert kept(store, "a") == ["a"]
-    clock.now_s += 40
-    assert kept(store, "a", "b") == ["a"]
-    clock.now_s += 61
-    assert kept(store, "a", "b") == []
 
 
 def test_a_response_exists_for_its_owner_alone() -> None:
