@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
         **_summary("startup", [start.first_token_s for start in starts]),
         **_summary("api", [start.api_s for start in starts]),
     }
-    print(_table(result))
+    print(f"Avg startup time: {result['avg_warm_startup_time']:.2f} seconds")
+    print(f"Avg time to the API: {result['avg_warm_api_time']:.2f} seconds")
     write_json(args.output_json, result)
     return 0
 
@@ -156,16 +157,6 @@ def _summary(name: str, values: list[float]) -> dict[str, Any]:
         f"warm_{name}_times": values,
         f"warm_{name}_percentiles": percentiles(values),
     }
-
-
-def _table(result: dict[str, Any]) -> str:
-    line = "=" * 60
-    rows = [line, "STARTUP TIME BENCHMARK RESULTS", line, "", "WARM STARTUP:"]
-    rows.append(f"Avg startup time: {result['avg_warm_startup_time']:.2f} seconds")
-    rows.append(f"Avg time to the API: {result['avg_warm_api_time']:.2f} seconds")
-    rows.append("Startup time percentiles:")
-    rows += [f"  {percent}%: {value:.2f} seconds" for percent, value in result["warm_startup_percentiles"].items()]
-    return "\n".join([*rows, line])
 
 
 STARTUP = Benchmark("startup", "Time the start of a server up to its first token.", run, options=(StartupOptions,))
