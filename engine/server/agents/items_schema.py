@@ -151,7 +151,4 @@ NOT_SERVED = {
     "background": Unserved("a response ends with its connection; use stream", (False,)),
     "conversation": Unserved("no conversations are kept here; use previous_response_id"),
     "moderation": Unserved("there is no moderation"),
-    "image": Unserved("only text is understood"),
-    "access_programs": Unserved("there are no such programs"),
-    "personality": Unserved("the model has no such setting; use instructions"),
 }

@@ -91,8 +91,6 @@ class CountRequest(PromptRequest, kw_only=True):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     cache_control: Any = None
-    user_profile_id: str | None = None  # these two identify the user; ignored
-    workspace_id: str | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -107,14 +105,10 @@ class MessagesRequest(CountRequest, kw_only=True):
     seed: int | None = None
 
 
-_SERVICE = "this is one server, with one speed"
 NOT_SERVED = {
     **{name: why for name, why in UNSERVED.items() if name not in MessagesRequest.__struct_fields__},
-    "speed": Unserved(_SERVICE, ("standard",)),
-    "inference_geo": Unserved(_SERVICE, ("global",)),
     "container": Unserved("nothing is run here"),
     "mcp_servers": Unserved("nothing is run here; give their tools as functions", ([],)),
-    "diagnostics": Unserved("there is no such report; usage says what was cached"),
     # Many agents send the last value, which keeps all reasoning and so changes nothing.
     "context_management": Unserved(
         "messages are not edited here",
