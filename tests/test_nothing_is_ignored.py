@@ -230,7 +230,7 @@ def test_what_is_accepted_without_effect_is_documented() -> None:
 
 
 # Read by their names, in a loop: written into the prompt or refused.
-PROMPT_PARTS = ("description", "function_call", "audio", "structures", "triggers")
+PROMPT_PARTS = ("description", "function_call", "audio")
 
 
 @pytest.mark.parametrize(
