@@ -15,6 +15,7 @@ from penstock.engine.core.usable import UsableKeys
 from penstock.engine.messages import CacheUpdate, Submit
 from penstock.executor.protocol import GroupInfo, ModelInfo
 from tests.engine.test_groups import SHAPES
+from tests.support.refusals import hardest
 from tests.support.simulation import BLOCK_SIZE, World, random_request, submit
 
 
@@ -64,8 +65,8 @@ def promised(message: Submit, known: set[bytes], info: ModelInfo) -> tuple[Reque
     return request, len(list(takewhile(bool, is_known)))
 
 
-@pytest.mark.parametrize("host_slots", [pytest.param(0, marks=pytest.mark.slow), 200])
-@pytest.mark.parametrize("groups", SHAPES[2:])
+@pytest.mark.parametrize("host_slots", hardest([0, 200], 200))
+@pytest.mark.parametrize("groups", hardest(SHAPES[2:], SHAPES[3], SHAPES[6]))
 def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, ...], host_slots: int) -> None:
     """Whatever a router knows of a tier, a request finds at least as much in it and those above; with states alone, all."""
     num_promised = num_found = 0

@@ -9,20 +9,20 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig
+from penstock.engine.config import ConfigError, SchedulerConfig
 from penstock.engine.front.answer import Answer, Update, joined
 from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
 from penstock.engine.front.liveness import SILENCE_S
 from penstock.engine.messages import Outputs, Stats
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.process_life import ChildProcess
-from penstock.executor.protocol import AdapterError, ExecutorConfig
+from penstock.executor.protocol import AdapterError
 from tests.support.oracle_engine import oracle_engine
 from tests.support.programs import Program, all_gone
 from tests.support.simulation import alone, submit
@@ -45,6 +45,16 @@ async def running(engine: AsyncEngine | None = None) -> AsyncIterator[AsyncEngin
         await engine.close()
 
 
+@pytest.fixture(scope="module")
+def engine(runner: asyncio.Runner) -> Iterator[AsyncEngine]:
+    """An engine for tests that leave it as they found it."""
+    engine = make()
+    runner.run(engine.start())
+    yield engine
+    engine.answers.check()
+    runner.run(engine.close())
+
+
 async def read(answer: Answer) -> dict[int, Update]:
     parts: dict[int, list[Update]] = {}
     async for updates in answer:
@@ -61,94 +71,67 @@ async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_request_gets_the_tokens_of_the_model_and_every_choice_its_own() -> None:
-    async def run() -> None:
-        async with running() as engine:
-            prompt = [1, 2, 3, 4, 5]
-            greedy = await read(engine.generate(prompt, GREEDY))
-            assert greedy[0].token_ids == alone(submit("a", prompt))[0] and greedy[0].finish_reason == "length"
-            params = SamplingParams(n=3, seed=7, max_tokens=5, detokenize=False)
-            choices = await read(engine.generate(prompt, params))
-            assert sorted(choices) == [0, 1, 2] and len({tuple(c.token_ids) for c in choices.values()}) == 3
-            again = await read(engine.generate(prompt, params))
-            assert {i: c.token_ids for i, c in again.items()} == {i: c.token_ids for i, c in choices.items()}
-            assert engine.num_open == 0
-
-    asyncio.run(run())
+async def test_a_request_gets_the_tokens_of_the_model_and_every_choice_its_own(engine: AsyncEngine) -> None:
+    prompt = [1, 2, 3, 4, 5]
+    greedy = await read(engine.generate(prompt, GREEDY))
+    assert greedy[0].token_ids == alone(submit("a", prompt))[0] and greedy[0].finish_reason == "length"
+    params = SamplingParams(n=3, seed=7, max_tokens=5, detokenize=False)
+    choices = await read(engine.generate(prompt, params))
+    assert sorted(choices) == [0, 1, 2] and len({tuple(c.token_ids) for c in choices.values()}) == 3
+    again = await read(engine.generate(prompt, params))
+    assert {i: c.token_ids for i, c in again.items()} == {i: c.token_ids for i, c in choices.items()}
+    assert engine.num_open == 0
 
 
-def test_what_cannot_run_is_refused_before_it_reaches_the_core() -> None:
-    async def run() -> None:
-        async with running() as engine:
-            for prompt, field in (
-                ([], "prompt"),
-                ([50], "prompt"),
-                ([-1], "prompt"),
-                ([2**70], "prompt"),
-                ([cast(int, 1.5)], "prompt"),
-            ):
-                with pytest.raises(InvalidRequest, match=field):
-                    engine.generate(prompt, GREEDY)
-            with pytest.raises(InvalidRequest, match="max_tokens: 1000000 asked for"):
-                engine.generate([1], SamplingParams(max_tokens=1_000_000, detokenize=False))
-            with pytest.raises(InvalidRequest, match="at most 999999 can be given"):
-                engine.generate([1] * 1_000_000, GREEDY)
-            assert engine.num_open == 0 and (await read(engine.generate([1], GREEDY)))[0].finish_reason == "length"
-
-    asyncio.run(run())
+async def test_what_cannot_run_is_refused_before_it_reaches_the_core(engine: AsyncEngine) -> None:
+    for prompt in ([], [50], [-1], [2**70], [cast(int, 1.5)]):
+        with pytest.raises(InvalidRequest, match="prompt"):
+            engine.generate(prompt, GREEDY)
+    with pytest.raises(InvalidRequest, match="max_tokens: 1000000 asked for"):
+        engine.generate([1], SamplingParams(max_tokens=1_000_000, detokenize=False))
+    with pytest.raises(InvalidRequest, match="at most 999999 can be given"):
+        engine.generate([1] * 1_000_000, GREEDY)
+    assert engine.num_open == 0 and (await read(engine.generate([1], GREEDY)))[0].finish_reason == "length"
 
 
-def test_an_abort_frees_the_blocks_long_before_the_answer_would_have_ended() -> None:
-    async def run() -> None:
-        async with running() as engine:
-            answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=900_000, detokenize=False))
-            await anext(answer)
-            answer.abort()
-            last = [updates async for updates in answer][-1][0]
-            assert last.finish_reason == "abort"
-            await until(lambda: engine.stats.num_used_blocks == 0)
-            assert engine.stats.generation_tokens < 450_000
-
-    asyncio.run(run())
+async def test_an_abort_frees_the_blocks_long_before_the_answer_would_have_ended(engine: AsyncEngine) -> None:
+    before = engine.stats.generation_tokens
+    answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=900_000, detokenize=False))
+    await anext(answer)
+    answer.abort()
+    last = [updates async for updates in answer][-1][0]
+    assert last.finish_reason == "abort"
+    await until(lambda: engine.stats.num_used_blocks == 0)
+    assert engine.stats.generation_tokens - before < 450_000
 
 
-def test_a_reader_that_sleeps_finds_everything_in_one_update() -> None:
-    async def run() -> None:
-        async with running() as engine:
-            answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=500, temperature=0.0, detokenize=False))
-            await until(lambda: engine.num_open == 0)
-            (updates,) = [updates async for updates in answer]
-            assert len(updates[0].token_ids) == 500
-
-    asyncio.run(run())
+async def test_a_reader_that_sleeps_finds_everything_in_one_update(engine: AsyncEngine) -> None:
+    answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=500, temperature=0.0, detokenize=False))
+    await until(lambda: engine.num_open == 0)
+    (updates,) = [updates async for updates in answer]
+    assert len(updates[0].token_ids) == 500
 
 
-def test_more_than_the_queue_holds_is_no_reason_to_come_back() -> None:
-    async def run() -> None:
-        async with running(make(scheduler=SchedulerConfig(max_num_seqs=2, max_queued_requests=3))) as engine:
-            with pytest.raises(InvalidRequest, match="6 sequences requested; this server allows 5 at a time"):
-                engine.admit(6)
-            engine.admit(5)
-            with pytest.raises(QueueFull, match="^1 sequences are in flight"):
-                engine.admit(5, 1)
-
-    asyncio.run(run())
+async def test_more_than_the_queue_holds_is_no_reason_to_come_back() -> None:
+    async with running(make(scheduler=SchedulerConfig(max_num_seqs=2, max_queued_requests=3))) as engine:
+        with pytest.raises(InvalidRequest, match="6 sequences requested; this server allows 5 at a time"):
+            engine.admit(6)
+        engine.admit(5)
+        with pytest.raises(QueueFull, match="^1 sequences are in flight"):
+            engine.admit(5, 1)
 
 
-def test_a_full_queue_says_when_to_come_back() -> None:
-    async def run() -> None:
-        async with running(make(scheduler=SchedulerConfig(max_num_seqs=2, max_queued_requests=3))) as engine:
-            long = SamplingParams(max_tokens=100_000, detokenize=False)
-            answers = [engine.generate([1], long) for _ in range(5)]
-            with pytest.raises(QueueFull) as full:
-                engine.admit()
-            assert full.value.retry_after_s >= 1
-            for answer in answers:
-                answer.abort()
-            await until(lambda: engine.num_open == 0)
+async def test_a_full_queue_says_when_to_come_back() -> None:
+    async with running(make(scheduler=SchedulerConfig(max_num_seqs=2, max_queued_requests=3))) as engine:
+        long = SamplingParams(max_tokens=100_000, detokenize=False)
+        answers = [engine.generate([1], long) for _ in range(5)]
+        with pytest.raises(QueueFull) as full:
             engine.admit()
-
-    asyncio.run(run())
+        assert full.value.retry_after_s >= 1
+        for answer in answers:
+            answer.abort()
+        await until(lambda: engine.num_open == 0)
+        engine.admit()
 
 
 def pid_of(engine: AsyncEngine) -> int:
@@ -156,117 +139,85 @@ def pid_of(engine: AsyncEngine) -> int:
     return engine._process.pid
 
 
-def test_a_killed_core_ends_every_request_with_an_error_that_says_so() -> None:
-    async def run() -> None:
-        async with running() as engine:
-            answers = [engine.generate([1], SamplingParams(max_tokens=900_000, detokenize=False)) for _ in range(3)]
-            await anext(answers[0])
-            os.kill(pid_of(engine), signal.SIGKILL)
-            for answer in answers:
-                last = (await read(answer))[0]
-                assert last.finish_reason == "error" and "SIGKILL" in str(last.error)
-            health = engine.health()
-            assert not health.alive and "SIGKILL" in health.reason
-            with pytest.raises(EngineDead):
-                engine.generate([1], GREEDY)
-
-    asyncio.run(run())
+async def test_a_killed_core_ends_every_request_with_an_error_that_says_so() -> None:
+    async with running() as engine:
+        answers = [engine.generate([1], SamplingParams(max_tokens=900_000, detokenize=False)) for _ in range(3)]
+        await anext(answers[0])
+        os.kill(pid_of(engine), signal.SIGKILL)
+        for answer in answers:
+            last = (await read(answer))[0]
+            assert last.finish_reason == "error" and "SIGKILL" in str(last.error)
+        health = engine.health()
+        assert not health.alive and "SIGKILL" in health.reason
+        with pytest.raises(EngineDead):
+            engine.generate([1], GREEDY)
 
 
-def test_the_loop_serves_others_while_a_dead_core_takes_its_time_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_loop_serves_others_while_a_dead_core_takes_its_time_to_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     threads: list[threading.Thread] = []
 
     def death(process: ChildProcess) -> str:
         threads.append(threading.current_thread())
         return "has left"
 
-    async def run() -> None:
-        async with running() as engine:
-            answer = engine.generate([1], SamplingParams(max_tokens=900_000, detokenize=False))
-            os.kill(pid_of(engine), signal.SIGKILL)
-            assert "has left" in str((await read(answer))[0].error)
-
     monkeypatch.setattr(ChildProcess, "death", death)
-    asyncio.run(run())
+    async with running() as engine:
+        answer = engine.generate([1], SamplingParams(max_tokens=900_000, detokenize=False))
+        os.kill(pid_of(engine), signal.SIGKILL)
+        assert "has left" in str((await read(answer))[0].error)
     assert threads and threading.main_thread() not in threads
 
 
-def test_a_stopped_core_fails_the_health_check_and_comes_back() -> None:
-    async def run() -> None:
-        async with running() as engine:
-            assert engine.health().alive
-            os.kill(pid_of(engine), signal.SIGSTOP)
-            await until(lambda: not engine.health().alive, SILENCE_S + 60)
-            assert "silent" in engine.health().reason
-            os.kill(pid_of(engine), signal.SIGCONT)
-            await until(lambda: engine.health().alive)
-
-    asyncio.run(run())
+async def test_a_stopped_core_fails_the_health_check_and_comes_back(engine: AsyncEngine) -> None:
+    assert engine.health().alive
+    os.kill(pid_of(engine), signal.SIGSTOP)
+    await until(lambda: not engine.health().alive, SILENCE_S + 60)
+    assert "silent" in engine.health().reason
+    os.kill(pid_of(engine), signal.SIGCONT)
+    await until(lambda: engine.health().alive)
 
 
-def test_a_core_that_computes_is_kept_however_silent_it_is() -> None:
+async def test_a_core_that_computes_is_kept_however_silent_it_is(engine: AsyncEngine) -> None:
     """As on a machine so busy that its heartbeats come late."""
-
-    async def run() -> None:
-        async with running() as engine:
-            answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=900_000, detokenize=False))
-            hearing, engine._receive = engine._receive, lambda message: None  # type: ignore[method-assign]
-            await until(lambda: not engine.health().ready)
-            assert engine.health().alive, engine.health().reason
-            engine._receive = hearing  # type: ignore[method-assign]
-            await until(lambda: engine.health().ready)
-            answer.abort()
-
-    asyncio.run(run())
+    answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=900_000, detokenize=False))
+    hearing, engine._receive = engine._receive, lambda message: None  # type: ignore[method-assign]
+    await until(lambda: not engine.health().ready)
+    assert engine.health().alive, engine.health().reason
+    engine._receive = hearing  # type: ignore[method-assign]
+    await until(lambda: engine.health().ready)
+    answer.abort()
 
 
-def test_an_adapter_file_that_blocks_is_refused_and_holds_up_no_request(tmp_path: Path) -> None:
+async def test_an_adapter_file_that_blocks_is_refused_and_holds_up_no_request(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "adapter_config.json")
-
-    async def run() -> None:
-        async with running(make(max_model_len=4096, enable_lora=True)) as engine:
-            loading = asyncio.ensure_future(engine.load_adapter(str(tmp_path)))
-            async with asyncio.timeout(60.0):
-                with pytest.raises(AdapterError, match="adapter_config.json: not a regular file"):
-                    await loading
-                assert (await read(engine.generate([1, 2], GREEDY)))[0].finish_reason == "length"
-
-    asyncio.run(run())
+    async with running(make(max_model_len=4096, enable_lora=True)) as engine, asyncio.timeout(60.0):
+        with pytest.raises(AdapterError, match="adapter_config.json: not a regular file"):
+            await engine.load_adapter(str(tmp_path))
+        assert (await read(engine.generate([1, 2], GREEDY)))[0].finish_reason == "length"
 
 
-def test_signals_for_the_process_group_leave_the_core_to_its_parent() -> None:
-    async def run() -> None:
-        async with running() as engine:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                os.kill(pid_of(engine), number)
-            assert (await read(engine.generate([1, 2], GREEDY)))[0].finish_reason == "length"
-
-    asyncio.run(run())
+async def test_signals_for_the_process_group_leave_the_core_to_its_parent(engine: AsyncEngine) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid_of(engine), number)
+    assert (await read(engine.generate([1, 2], GREEDY)))[0].finish_reason == "length"
 
 
-def test_figures_of_the_tiers_outlive_a_step_without_them_and_are_those_of_the_last_step() -> None:
-    async def run() -> None:
-        async with running(make(max_model_len=64, kv_cache_bytes=10 * 16 * 8, kv_host_bytes=2**20)) as engine:
-            for _ in range(2):
-                for first in range(8):  # more than the device keeps
-                    await read(engine.generate([first, *range(40)], GREEDY))
-            assert engine.stats.tiers["host"]["hit_tokens"] > 0
-            tiers = engine.stats.tiers
-            engine._receive(Outputs([], Stats(num_steps=1)))
-            assert engine.stats.num_steps == 1 and engine.stats.tiers == tiers
-
-    asyncio.run(run())
+async def test_figures_of_the_tiers_outlive_a_step_without_them_and_are_those_of_the_last_step() -> None:
+    async with running(make(max_model_len=64, kv_cache_bytes=10 * 16 * 8, kv_host_bytes=2**20)) as engine:
+        for _ in range(2):
+            for first in range(8):  # more than the device keeps
+                await read(engine.generate([first, *range(40)], GREEDY))
+        assert engine.stats.tiers["host"]["hit_tokens"] > 0
+        tiers = engine.stats.tiers
+        engine._receive(Outputs([], Stats(num_steps=1)))
+        assert engine.stats.num_steps == 1 and engine.stats.tiers == tiers
 
 
-def test_a_core_that_cannot_start_says_why() -> None:
-    async def run() -> None:
-        engine = AsyncEngine(
-            EngineConfig(executor=ExecutorConfig(kind="uniproc", model="/nowhere"), scheduler=SchedulerConfig())
-        )
-        with pytest.raises(EngineDead, match="/nowhere"):
-            await engine.start()
-
-    asyncio.run(run())
+async def test_a_core_that_cannot_start_says_why() -> None:
+    with pytest.raises(EngineDead, match="kv_disk_path: ./dev/null."):
+        await make(kv_disk_path="/dev/null", kv_disk_bytes=2**24).start()
 
 
 def test_an_engine_that_is_closed_before_it_is_ready_leaves_no_error_behind() -> None:
@@ -305,17 +256,14 @@ def test_no_process_and_no_directory_outlives_a_killed_parent(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_takes_no_sockets_is_named_and_nothing_is_left(
+async def test_a_folder_that_takes_no_sockets_is_named_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def inside() -> None:
-        engine = make()
-        with pytest.raises(ConfigError, match="TMPDIR: no sockets can be made in .*xxx"):
-            await engine.start()
-        await engine.close()
-
     folder = tmp_path / ("x" * 110)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    asyncio.run(inside())
+    engine = make()
+    with pytest.raises(ConfigError, match="TMPDIR: no sockets can be made in .*xxx"):
+        await engine.start()
+    await engine.close()
     assert not list(folder.iterdir())

@@ -11,7 +11,7 @@ from penstock.engine.config import ConfigError, SpeculativeConfig, engine_config
 from penstock.engine.core.drafts import WINDOW, find_repeat
 from penstock.executor.protocol import Sampling
 from tests.engine.test_tiers import tier_storm
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 from tests.support.simulation import BLOCK_SIZE, World, alone, assert_reached, some_worlds, storm, submit
 
 NGRAM = SpeculativeConfig(method="ngram")
@@ -65,9 +65,7 @@ def test_drafts_are_rows_of_one_token_behind_those_of_all_requests() -> None:
     world.submit(submit("a", [1, 2], sampling=ALWAYS_7, max_tokens=30))
     world.submit(submit("b", [3, 4, 5], max_tokens=30))
     while world.scheduler.stats().num_drafts < 3:
-        step = world.plan()
-        world.executor.submit(step)
-        world.scheduler.apply(world.executor.collect())
+        step = world.run_step()
     first, other, *drafts = step.rows
     assert first.tokens == (7, 7, 7, 7) and first.first_token == first.start + 1 and other.tokens == ()
     assert [(row.slot, row.start, row.count, row.sample) for row in drafts] == [
@@ -105,15 +103,7 @@ def test_a_request_without_a_repeat_stays_one_step_ahead_and_one_with_a_repeat_w
     assert world.scheduler.stats().accepted_tokens > 10
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": -0.5},
-        {"prompt_logprobs": 1},
-    ],
-)
+@pytest.mark.parametrize("options", cases(__file__, "no room for drafts"))
 def test_some_options_leave_no_room_for_drafts(options: dict[str, Any]) -> None:
     world = World(drafts=NGRAM)
     world.submit(submit("a", [1, 2, 3], max_tokens=30, sampling=msgspec.structs.replace(ALWAYS_7, **options)))
@@ -163,8 +153,7 @@ def test_a_draft_that_fails_is_computed_again_alone_and_its_request_ends_there()
         for index, row in enumerate(step.rows):
             if failed_at and row.start >= failed_at:
                 result.errors[index] = "not finite"
-        for output in world.scheduler.apply(result):
-            world.outputs["a"].append(output)
+        world.keep(*world.scheduler.apply(result))
         world.scheduler.check()
     assert world.last("a").error == "not finite" and len(world.tokens("a")) == failed_at - 3 + 1
 
@@ -184,7 +173,7 @@ def test_drafts_take_no_block_that_a_waiting_prompt_could_have() -> None:
             assert len(request.kv.blocks) == -(-(row.start + 1) // BLOCK_SIZE), "a block for drafts alone"
             num_drafts += len(drafts)
         world.executor.submit(step)
-        world.scheduler.apply(world.executor.collect())
+        world.collect()
     assert num_drafts > 0, "where there is room in its own last block, they are sent"
 
 
@@ -197,7 +186,7 @@ def test_drafts_of_a_step_are_bounded() -> None:
         step = world.plan()
         most = max(most, sum(len(row.tokens) for row in step.rows))
         world.executor.submit(step)
-        world.scheduler.apply(world.executor.collect())
+        world.collect()
     assert most == 4  # one place of each slot is taken by its request: 8 - 4, and the oracle would object to more
 
 
@@ -214,7 +203,7 @@ def test_an_abort_with_drafts_in_flight_leaves_nothing() -> None:
 
 
 @pytest.mark.timeout(900)  # a busy machine takes several times as long
-@some_worlds(10, 25)
+@some_worlds(7, 25)
 def test_random_worlds_with_drafts_keep_every_invariant_and_every_token(seeds: range) -> None:
     runs = [storm(seed, 300, has_drafts=True) for seed in seeds]
     runs += [tier_storm(seed, 150, has_drafts=True) for seed in seeds]

@@ -22,7 +22,7 @@ from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.protocol import StepResult
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.oracle_engine import oracle_llm
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 from tests.support.simulation import alone, submit
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -245,14 +245,7 @@ def test_a_model_that_was_shut_down_says_so(folder: Path) -> None:
         llm.generate([[1]], GREEDY)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"interval": 0}, "eplb_config.interval: 0 given; expected `int` >= 1"),
-        ({"target": 2}, "eplb_config.target: 2 given; expected `float` <= 1.0"),
-        ({"windows": 3}, "eplb_config: {'windows': 3} given; object contains unknown field `windows`"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), cases(__file__, "moving experts"))
 def test_options_of_moving_experts_are_checked_by_name_and_limit(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         engine_config("anywhere", {"eplb_config": given})

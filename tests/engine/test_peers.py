@@ -56,57 +56,46 @@ def name_of_peer(world: World) -> str:
     return next(str(name) for name in world.executor.info.stores if name.startswith("peer "))
 
 
-def cached(world: World, name: str, prompt: list[int] = PROMPT, **options: Any) -> int:
-    """Run a request and say how much of its prompt was found; its tokens are checked."""
-    message = submit(name, prompt, max_tokens=3, **options)
-    world.submit(message)
-    world.settle()
-    assert world.tokens(name) == alone(message)[0]
-    return world.outputs[name][0].num_cached_tokens or 0
-
-
 def heard(world: World, count: int) -> None:
     until(lambda: sum(map(len, peers_of(world))) >= count, f"{count} blocks are announced")
 
 
 def test_what_one_engine_has_computed_the_other_reads() -> None:
     with worlds({}, {}) as (a, b):
-        assert cached(a, "cold") == 0
+        assert a.cached("cold", PROMPT) == 0
         heard(b, 5)
-        assert cached(b, "warm") == 19, "also when it has been idle since before that"
+        assert b.cached("warm", PROMPT) == 19, "also when it has been idle since before that"
         tiers = b.scheduler.stats().tiers
         assert tiers["peer"]["hit_tokens"] == 20 and tiers["peer"]["loaded_blocks"] == 5
         assert tiers["host"]["hit_tokens"] == 0
-        assert cached(b, "again") == 19
+        assert b.cached("again", PROMPT) == 19
         server = transfers_of(a)._server
         assert server is not None and server.stats()["blocks"] == 5, "what was read once is here"
 
 
 def test_a_salt_keeps_its_blocks_to_itself_over_the_network_too() -> None:
     with worlds({}, {}) as (a, b):
-        cached(a, "cold", cache_salt="a")
+        a.cached("cold", PROMPT, cache_salt="a")
         heard(b, 5)
-        assert cached(b, "other", cache_salt="b") == 0 and cached(b, "same", cache_salt="a") == 19
+        assert b.cached("other", PROMPT, cache_salt="b") == 0 and b.cached("same", PROMPT, cache_salt="a") == 19
 
 
 def test_blocks_on_a_peers_disk_are_read_like_those_in_its_memory() -> None:
     with worlds({"num_blocks": 17, "host_slots": 8, "store": FlakyStore()}, {}) as (a, b):
-        cached(a, "cold")
-        for number in range(12):
-            a.submit(submit(f"churn{number}", [30 + number] * 21, max_tokens=1))
-            a.settle()
+        a.cached("cold", PROMPT)
+        a.churn()
         wanted = {key for key in a.disk.data if not a.tiers.index.host.find(key)}
         until(lambda: all(any(peer.contains(key) for peer in peers_of(b)) for key in wanted), "all of it is announced")
-        assert len(wanted) > 20 and cached(b, "warm") == 19
+        assert len(wanted) > 20 and b.cached("warm", PROMPT) == 19
 
 
 def test_what_a_peer_has_lost_meanwhile_is_computed() -> None:
     with worlds({}, {}) as (a, b):
-        cached(a, "cold")
+        a.cached("cold", PROMPT)
         heard(b, 5)
         served = transfers_of(a)._served
         third = list(a.scheduler.pool._index)[2]
-        assert served is not None and served._host_of.pop(third) and cached(b, "warm") == 8
+        assert served is not None and served._host_of.pop(third) and b.cached("warm", PROMPT) == 8
         assert b.scheduler.stats().tiers["peer"]["failed_loads"] >= 1
 
 
@@ -127,18 +116,18 @@ def test_a_request_waits_for_blocks_that_a_peer_is_still_computing() -> None:
 
 def test_a_request_waits_no_longer_than_it_says_and_uses_what_has_come() -> None:
     with worlds({}, {"step_s": 1.0}) as (a, b):
-        cached(a, "half", PROMPT[:12])
+        a.cached("half", PROMPT[:12])
         heard(b, 3)
-        assert cached(b, "waits", peer=name_of_peer(b), peer_wait_s=2000.0) == 12
+        assert b.cached("waits", PROMPT, peer=name_of_peer(b), peer_wait_s=2000.0) == 12
         assert 2000 <= b.now_s < 2100
-        assert cached(b, "does not", [*PROMPT, 1, 2, 3, 4, 5], peer=name_of_peer(b), peer_wait_s=0.0) == 20
+        assert b.cached("does not", [*PROMPT, 1, 2, 3, 4, 5], peer=name_of_peer(b), peer_wait_s=0.0) == 20
 
 
 def test_a_prompt_that_the_host_cannot_hold_does_not_wait_for_its_end() -> None:
     with worlds({}, {"host_slots": 8}) as (a, b):
-        cached(a, "cold")
+        a.cached("cold", PROMPT)
         heard(b, 5)
-        assert cached(b, "large", peer=name_of_peer(b), peer_wait_s=1e9) == 16, "half of the slots may be held"
+        assert b.cached("large", PROMPT, peer=name_of_peer(b), peer_wait_s=1e9) == 16, "half of the slots may be held"
 
 
 def test_nobody_waits_for_a_peer_that_is_gone() -> None:
@@ -151,12 +140,12 @@ def test_nobody_waits_for_a_peer_that_is_gone() -> None:
         until(lambda: not peers_of(b)[0].is_open, "it is noticed")
         b.settle()
         assert b.outputs["waits"][0].num_cached_tokens == 0
-        assert cached(b, "later", peer=name_of_peer(b), peer_wait_s=1e9) == 19, "from its own blocks"
+        assert b.cached("later", PROMPT, peer=name_of_peer(b), peer_wait_s=1e9) == 19, "from its own blocks"
 
 
 def test_an_abort_while_waiting_leaks_nothing() -> None:
     with worlds({}, {}) as (a, b):
-        cached(a, "half", PROMPT[:12])
+        a.cached("half", PROMPT[:12])
         heard(b, 3)
         for steps in range(6):
             b.submit(submit(f"gone{steps}", PROMPT, max_tokens=3, peer=name_of_peer(b), peer_wait_s=1e9))
@@ -170,12 +159,12 @@ def test_an_abort_while_waiting_leaks_nothing() -> None:
 
 def test_after_a_reset_nothing_from_before_is_given_to_peers() -> None:
     with worlds({"store": FlakyStore()}, {}) as (a, b):
-        cached(a, "cold")
+        a.cached("cold", PROMPT)
         heard(b, 5)
         assert a.scheduler.reset_prefix_cache()
         a.settle()
         until(lambda: len(peers_of(b)[0]) == 0, "it is all gone")
-        assert cached(b, "warm") == 0
+        assert b.cached("warm", PROMPT) == 0
 
 
 def test_a_request_may_name_no_peer_but_those_of_the_operator() -> None:

@@ -14,7 +14,7 @@ from penstock.engine.sampling_params import (
     SamplingParams,
     StructuredOutputs,
 )
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -24,20 +24,7 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"json": {"type": "object"}},
-        {"json": '{"type": "object"}'},
-        {"json": True},
-        {"json": False},
-        {"json_object": True},
-        {"json_object": False, "regex": "a+"},
-        {"choice": ["yes", "no"]},
-        {"grammar": 'start: "a"'},
-        {"json": nested(MAX_GRAMMAR_DEPTH)},
-    ],
-)
+@pytest.mark.parametrize("fields", cases(__file__, "one form", nested=nested, MAX_GRAMMAR_DEPTH=MAX_GRAMMAR_DEPTH))
 def test_one_form_is_accepted_and_survives_the_wire(fields: dict[str, Any]) -> None:
     wanted = StructuredOutputs(**fields)
     SamplingParams(structured_outputs=wanted).check(100)

@@ -16,7 +16,7 @@ from penstock.executor.protocol import ExecutorError
 from tests.support.oracle import OracleExecutor
 from tests.support.oracle_engine import oracle_llm
 from tests.support.peer_rig import free_addresses, until
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 PROMPTS = [[number, *range(40)] for number in range(8)]
@@ -158,16 +158,7 @@ def test_metrics_of_all_peers_stand_under_one_tier(folder: Path) -> None:
         assert sample.labels == {"model_name": "m", "tier": "peer"} and sample.value == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("--seed 99999999999999999999999", "seed: 9{23} given; expected `int` <= 9223372036854775807"),
-        ("--seed -99999999999999999999999", "seed: -9{23} given; expected `int` >= -9223372036854775807"),
-        ("--max-model-len 99999999999999999999999", "max_model_len: 9+.* given; expected `int` <= 9223372036854775807"),
-        ("--max-num-seqs 99999999999999999999999", "max_num_seqs: 9{23} given; expected `int` <= 9223372036854775807"),
-        ("--kv-cache-bytes 99999999999TiB", r"kv_cache_bytes: \d+ given; expected `int` <= 9223372036854775807"),
-    ],
-)
+@pytest.mark.parametrize(("given", "words"), cases(__file__, "beyond 64 bits"))
 def test_a_number_beyond_64_bits_is_named(folder: Path, given: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"^{words}"):
         engine_config(str(folder), parsed(*given.replace(" -9", "=-9").split()))

@@ -1,8 +1,11 @@
 """Reads tables of cases from text files: a folder of tests has what is refused in refusals.txt, the rest in cases.txt."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 def table(file: str, section: str, **names: Any) -> list[Any]:
@@ -13,6 +16,11 @@ def table(file: str, section: str, **names: Any) -> list[Any]:
 def cases(file: str, section: str, **names: Any) -> list[Any]:
     """Return the cases of a section of the cases.txt beside `file`, each a Python expression over `names`."""
     return _read(Path(file).with_name("cases.txt"), section, names)
+
+
+def hardest(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """Return the values of a parameter; all but the hardest are left to the slow suite."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def _read(path: Path, section: str, names: dict[str, Any]) -> list[Any]:

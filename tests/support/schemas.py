@@ -42,13 +42,9 @@ def _any(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _object(rng: random.Random, depth: int) -> dict[str, Any]:
     names = rng.sample(NAMES, rng.randint(1, 4))
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {name: _any(rng, depth - 1) for name in names},
-        "required": [name for name in names if rng.random() < 0.7],
-        "additionalProperties": False,
-    }
-    return schema
+    properties = {name: _any(rng, depth - 1) for name in names}
+    required = [name for name in names if rng.random() < 0.7]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def _array(rng: random.Random, depth: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ tokens that it gets alone with an ample pool.
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,8 +19,9 @@ from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.tiered_kv import TieredKv
 from penstock.engine.messages import Output, Submit
-from penstock.executor.protocol import Admission, ExecutorConfig, GroupInfo, Row, Sampling, Step, TokenLogprobs
+from penstock.executor.protocol import ExecutorConfig, GroupInfo, Sampling, Step, TokenLogprobs
 from penstock.executor.tiers.open_tiers import ALIGNMENT
+from tests.support.driver import Driver
 from tests.support.flaky_store import FlakyStore
 from tests.support.oracle import OracleExecutor
 
@@ -179,6 +180,20 @@ class World(Simulation):
         assert self.store is not None
         return self.store
 
+    def cached(self, name: str, prompt: list[int], max_tokens: int = 3, **options: Any) -> int:
+        """Run a request, check its tokens, and return how much of its prompt was found in the cache."""
+        message = submit(name, prompt, max_tokens, **options)
+        self.submit(message)
+        self.settle()
+        assert self.tokens(name) == alone(message, self.vocab_size, self.max_model_len, self.groups)[0]
+        return self.outputs[name][0].num_cached_tokens or 0
+
+    def churn(self, count: int = 12) -> None:
+        """Run other prompts, until nothing of earlier ones is left on a small device."""
+        for number in range(count):
+            self.submit(submit(f"churn{len(self.outputs)}", [30 + number] * 21, max_tokens=1))
+            self.settle()
+
     def compare(self, messages: Mapping[str, Submit], counts: dict[str, int], where: str) -> None:
         """Every request has ended with what it gets alone, or with the beginning of it if it was aborted."""
         for name, message in messages.items():
@@ -193,20 +208,36 @@ class World(Simulation):
                 counts["finished"] += 1
                 assert tokens == expected and last.embedding == embedding, f"{where}, request {name}"
 
-    def storm(self, rng: random.Random, num_steps: int, name: str, repeats: bool = False) -> dict[str, int]:
-        """Random requests and aborts for that many steps, and what is left; all answers are compared."""
+    def storm(
+        self,
+        rng: random.Random,
+        num_steps: int,
+        where: str,
+        repeats: bool = False,
+        again: float = 0.0,
+        aborts: float = 0.03,
+        disturb: Callable[[], None] = lambda: None,
+    ) -> dict[str, int]:
+        """Run random requests and aborts for that many steps, then what is left, and compare all answers.
+
+        A share of the requests, `again`, are earlier ones once more. `disturb` is called before each step.
+        """
         messages: dict[str, Submit] = {}
         counts = {"steps": 0, "finished": 0, "aborted": 0}
         while counts["steps"] < num_steps or self.scheduler.has_work():
             if counts["steps"] < num_steps and rng.random() < 0.3 and len(self.scheduler.waiting) < 20:
                 message = random_request(rng, len(messages), self.vocab_size, self.max_model_len, repeats)
+                if again and messages and rng.random() < again:
+                    known = rng.choice(list(messages.values()))
+                    message = msgspec.structs.replace(known, request_id=message.request_id)
                 messages[message.request_id] = message
                 self.submit(message)
-            if messages and rng.random() < 0.03:
+            if messages and rng.random() < aborts:
                 self.abort(rng.choice(list(messages)[-20:]))
+            disturb()
             self.step()
             counts["steps"] += 1
-        self.compare(messages, counts, name)
+        self.compare(messages, counts, where)
         stats = self.scheduler.stats()
         assert stats.num_used_blocks == 0
         counts |= {"preempted": stats.num_preemptions, "hits": stats.prefix_hits}
@@ -216,47 +247,28 @@ class World(Simulation):
 def alone(
     message: Submit, vocab_size: int = 50, max_model_len: int = 64, groups: Sequence[GroupInfo] = (GroupInfo(),)
 ) -> tuple[list[int], bytes | None, list[TokenLogprobs] | None]:
-    """Tokens, embedding and the prompt's log-probabilities of a request that has an oracle for itself, with no
+    """Return tokens, embedding and the prompt's log-probabilities of a request that has an oracle for itself, with no
     scheduler at all."""
     config = ExecutorConfig(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_model_len,
         block_size=max_model_len,
-        kv_cache_bytes=(1 + sum(group.pages or 1 for group in groups)) * max_model_len * 8,
+        kv_cache_bytes=(1 + sum(2 * group.pages or 1 for group in groups)) * max_model_len * 8,
         hf_overrides={"vocab_size": vocab_size, "groups": list(groups)},
     )
-    executor = OracleExecutor(config)
-    num_prompt = len(message.tokens) // 4
-    admission = Admission(
-        slot=0,
-        request_id=0,
-        tokens=message.tokens,
-        num_prompt=num_prompt,
-        sampling=message.sampling,
-        pooling=message.pooling,
-        adapter=message.adapter,
-    )
-    tokens: list[int] = []
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    others = [group for group in groups[1:] if group.kind != "state"]
-    state = tuple(range(2 + len(others), 2 + len(others) + groups[-1].pages))
-    row = Row(0, 0, num_prompt, message.pooling is None, 0, (1,), states_in=state, states_out=state)
-    row = msgspec.structs.replace(row, groups=tuple((0, (2 + index,)) for index in range(len(others))))
-    for step_id in range(1, max_model_len):
-        executor.submit(Step(step_id, [admission] if step_id == 1 else [], [row]))
-        result = executor.collect()
-        if message.pooling is not None:
-            return [], result.embeddings[0], None
-        if step_id == 1:
-            prompt_logprobs = result.prompt_logprobs.get(0) or None
-        if message.max_tokens == 0:
-            return [], None, prompt_logprobs
-        tokens += result.tokens
-        length = num_prompt + len(tokens)
-        if tokens[-1] in message.sampling.stop_ids or len(tokens) == message.max_tokens or length == max_model_len:
-            break
-        row = Row(0, length - 1, 1, True)
-    return tokens, None, prompt_logprobs
+    driver = Driver(OracleExecutor(config))
+    prompt = np.frombuffer(message.tokens, "<i4").tolist()
+    sequence = driver.admit(prompt, message.sampling, message.pooling, message.adapter)
+    result = driver.advance(sequence)
+    if message.pooling is not None:
+        return [], result.embeddings[0], None
+    prompt_logprobs = result.prompt_logprobs.get(0) or None
+    if message.max_tokens == 0:
+        return [], None, prompt_logprobs
+    most = min(message.max_tokens, max_model_len - len(prompt))
+    while len(sequence.output) < most and sequence.tokens[-1] not in message.sampling.stop_ids:
+        driver.advance(sequence)
+    return sequence.output, None, prompt_logprobs
 
 
 def storm(

@@ -1,13 +1,21 @@
 """What models of each format write, right and wrong, and the shortest way to have it read."""
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
+from llguidance import LLMatcher
+
+from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
+from penstock.engine.sampling_params import StructuredOutputs
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.answer_reader import AnswerReader
 from penstock.engine.text.tools.call_kinds import ToolFormat
 from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 from penstock.engine.text.tools.thinking import Thinking
 from tests.support.call_writers import FORMS, WRITERS
+from tests.support.fake_engine import byte_tokenizer
 
 WEATHER = ToolSpec(
     "weather",
@@ -32,6 +40,38 @@ Read = tuple[str, str, list[tuple[str, str]]]
 
 def calls_of(name: str, *, must: bool = False, many: bool = True) -> Calls:
     return Calls(FORMATS[name], [WEATHER, CLOCK], must, many)
+
+
+@cache
+def tokenizer_of(*marks: str) -> Tokenizer:
+    """Return a tokenizer of bytes to which these marks are special tokens."""
+    return byte_tokenizer(*marks)
+
+
+@cache
+def vocabulary_of(*marks: str) -> GrammarVocabulary:
+    return GrammarVocabulary.of(tokenizer_of(*marks), tokenizer_of(*marks).vocab_size)
+
+
+def ids_of(*marks: str) -> dict[str, int]:
+    return {mark: tokenizer_of(*marks).backend.token_to_id(mark) or 0 for mark in marks}
+
+
+def lark_matcher(lark: str, *marks: str) -> LLMatcher:
+    """Return the matcher of a grammar of tool calls, to which these marks are special tokens."""
+    source = grammar_source(StructuredOutputs(grammar=lark))
+    found = LLMatcher(vocabulary_of(*marks).backend, source)
+    assert not found.is_error(), found.get_error()
+    return found
+
+
+def verdict(matcher: LLMatcher, text: str, *marks: str) -> str:
+    """Return "accepted", "unfinished" if the text may go on, or the text up to which the grammar follows it."""
+    followed, ids = matcher.deep_copy(), tokenizer_of(*marks).encode(text, False)
+    num_taken = followed.try_consume_tokens(ids)
+    if num_taken < len(ids):
+        return tokenizer_of(*marks).decode(ids[:num_taken], skip_special_tokens=False)
+    return "accepted" if followed.is_accepting() else "unfinished"
 
 
 def read(

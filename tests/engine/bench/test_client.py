@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,18 +9,6 @@ import pytest
 from penstock.engine.commands.bench.measured import MeasuredAnswer
 from penstock.engine.commands.prove.http_client import Target
 from tests.support.bench_endpoint import Answer, Asked, Endpoint, completion, plain, speak_openai
-
-
-def run(answer: Answer, use: Callable[..., Any]) -> Endpoint:
-    """Run `use(endpoint)` against a server that gives this answer."""
-
-    async def inside() -> Endpoint:
-        async with Endpoint(answer) as endpoint:
-            async with asyncio.timeout(60):
-                await use(endpoint)
-            return endpoint
-
-    return asyncio.run(inside())
 
 
 def saying(data: bytes, close: bool = False) -> Answer:
@@ -45,7 +32,7 @@ async def complete(endpoint: Endpoint) -> MeasuredAnswer:
     return reply
 
 
-def test_an_answer_cut_anywhere_in_two_is_read_whole() -> None:
+async def test_an_answer_cut_anywhere_in_two_is_read_whole() -> None:
     data = completion(num_tokens=2)
     cuts = iter(range(1, len(data)))
 
@@ -55,102 +42,79 @@ def test_an_answer_cut_anywhere_in_two_is_read_whole() -> None:
         await asyncio.sleep(0.0005)
         writer.write(data[cut:])
 
-    async def use(endpoint: Endpoint) -> None:
+    async with Endpoint(halves) as endpoint:
         for _ in range(len(data) - 1):
             assert (await complete(endpoint)).outcome(200, 1).text == " t0 t1"
         assert endpoint.num_connections == 1
 
-    run(halves, use)
 
-
-def test_the_request_arrives_as_it_was_built() -> None:
-    async def use(endpoint: Endpoint) -> None:
+async def test_the_request_arrives_as_it_was_built() -> None:
+    async with Endpoint(speak_openai) as endpoint:
         await complete(endpoint)
-
-    (asked,) = run(speak_openai, use).asked
+    (asked,) = endpoint.asked
     assert (asked.method, asked.path, asked.json) == ("POST", "/v1/completions", {"max_tokens": 3})
     assert asked.headers["X-Id"] == "7" and asked.headers["Content-Type"] == "application/json"
     assert asked.headers["Host"].startswith("127.0.0.1:")
 
 
-def test_one_after_the_other_shares_a_connection_and_at_a_time_does_not() -> None:
-    async def use(endpoint: Endpoint) -> None:
+async def test_one_after_the_other_shares_a_connection_and_at_a_time_does_not() -> None:
+    async with Endpoint(speak_openai) as endpoint:
         for _ in range(3):
             await complete(endpoint)
         assert endpoint.num_connections == 1
         await asyncio.gather(*[complete(endpoint) for _ in range(4)])
         assert endpoint.num_connections == 4
 
-    run(speak_openai, use)
 
-
-def test_a_reused_connection_that_ends_without_an_answer_is_tried_once_more() -> None:
+async def test_a_reused_connection_that_ends_without_an_answer_is_tried_once_more() -> None:
     async def second_is_dropped(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        endpoint.asked_count = getattr(endpoint, "asked_count", 0) + 1  # type: ignore[attr-defined]
-        if endpoint.asked_count == 2:  # type: ignore[attr-defined]
+        if len(endpoint.asked) == 2:
             writer.close()
         else:
             writer.write(completion(1))
             await writer.drain()
 
-    endpoint = Endpoint(second_is_dropped)
-
-    async def inside() -> None:
-        async with endpoint:
-            await complete(endpoint)
-            assert (await complete(endpoint)).outcome(200, 1).error == ""
-
-    asyncio.run(inside())
-    assert len(endpoint.asked) == 3
+    async with Endpoint(second_is_dropped) as endpoint:
+        await complete(endpoint)
+        assert (await complete(endpoint)).outcome(200, 1).error == ""
+        assert len(endpoint.asked) == 3
 
 
-def test_a_fresh_connection_that_ends_without_an_answer_is_an_error() -> None:
-    async def use(endpoint: Endpoint) -> None:
+async def test_a_fresh_connection_that_ends_without_an_answer_is_an_error() -> None:
+    async with Endpoint(saying(b"", close=True)) as endpoint:
         with pytest.raises(ConnectionError, match="closed without an answer"):
             await complete(endpoint)
 
-    run(saying(b"", close=True), use)
 
-
-def test_a_connection_that_ends_in_the_middle_is_an_error() -> None:
-    async def use(endpoint: Endpoint) -> None:
+async def test_a_connection_that_ends_in_the_middle_is_an_error() -> None:
+    async with Endpoint(saying(completion(3)[:200], close=True)) as endpoint:
         with pytest.raises(ConnectionError, match="in the middle of the answer"):
             await complete(endpoint)
 
-    run(saying(completion(3)[:200], close=True), use)
 
-
-def test_an_answer_without_a_length_ends_with_the_connection() -> None:
-    async def use(endpoint: Endpoint) -> None:
+async def test_an_answer_without_a_length_ends_with_the_connection() -> None:
+    async with Endpoint(saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nall of it", close=True)) as endpoint:
         assert await endpoint.client.fetch("GET", "/x") == (200, b"all of it")
 
-    run(saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nall of it", close=True), use)
 
-
-def test_a_server_that_asks_to_close_is_not_asked_again_on_that_connection() -> None:
-    async def use(endpoint: Endpoint) -> None:
+async def test_a_server_that_asks_to_close_is_not_asked_again_on_that_connection() -> None:
+    async with Endpoint(saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok")) as endpoint:
         for _ in range(2):
             assert await endpoint.client.fetch("GET", "/x") == (200, b"ok")
         assert endpoint.num_connections == 2
 
-    run(saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"), use)
 
-
-def test_what_is_not_http_is_an_error() -> None:
-    async def use(endpoint: Endpoint) -> None:
+async def test_what_is_not_http_is_an_error() -> None:
+    async with Endpoint(saying(b"220 smtp ready\r\n")) as endpoint:
         with pytest.raises(ConnectionError, match="not HTTP"):
             await endpoint.client.fetch("GET", "/x")
 
-    run(saying(b"220 smtp ready\r\n"), use)
 
-
-def test_an_error_status_is_handed_on_with_its_body() -> None:
-    async def use(endpoint: Endpoint) -> None:
+async def test_an_error_status_is_handed_on_with_its_body() -> None:
+    async with Endpoint(saying(plain(b"loading", "503 Service Unavailable"))) as endpoint:
         assert await endpoint.client.fetch("GET", "/x") == (503, b"loading")
         assert await endpoint.client.fetch("GET", "/x") == (503, b"loading")
         assert endpoint.num_connections == 1
-
-    run(saying(plain(b"loading", "503 Service Unavailable")), use)
 
 
 def test_a_base_url_gives_host_port_and_prefix() -> None:

@@ -13,7 +13,7 @@ from penstock.engine.commands.bench.calls import EncodedCall, drive
 from penstock.engine.commands.bench.report import serving_table, write_json
 from penstock.engine.config import ConfigError
 from tests.support.bench_endpoint import Asked, Endpoint, completion, plain, speak_openai
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 
 
 def parse(*options: str) -> argparse.Namespace:
@@ -178,14 +178,7 @@ def test_a_saved_result_has_the_lists_of_every_request(tmp_path: Path) -> None:
     assert len(saved["ttfts"]) == len(saved["itls"]) == 6 and saved["generated_texts"][0] == " t0 t1 t2"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--request-rate", "0"), "request_rate: 0.0 given"),
-        (("--max-concurrency", "0"), "max_concurrency: 0 given"),
-        (("--base-url", "localhost"), "base_url: 'localhost' is not a URL"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), cases(__file__, "unusable options"))
 def test_an_option_that_cannot_be_used_is_named(options: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         bench(*options)

@@ -19,6 +19,7 @@ from penstock.executor.protocol import GroupInfo, Sampling
 from tests.engine.test_groups import FULL, STATE, WINDOW
 from tests.support.fake_engine import EOS
 from tests.support.grammar_rig import COMPILER, Core, random_request, submit, text_of, vocabulary
+from tests.support.refusals import hardest
 from tests.support.simulation import BLOCK_SIZE
 
 DIGITS = StructuredOutputs(regex="[0-9]{3,5}")
@@ -26,8 +27,8 @@ LETTERS = StructuredOutputs(regex="[a-z]{30}")
 PLAIN = Sampling(temperature=0.0, stop_ids=(EOS,))
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("max_in_flight", hardest([1, 2], 2))
+@pytest.mark.parametrize("seed", hardest(range(6), 0, 3, 4))
 def test_answers_keep_to_their_grammars_and_do_not_depend_on_who_else_runs(seed: int, max_in_flight: int) -> None:
     rng = random.Random(seed)
     is_scarce = seed < 3
@@ -247,6 +248,7 @@ def test_a_new_request_with_the_id_of_an_aborted_one_does_not_get_its_grammar() 
     assert text_of(world.tokens("a")) == "other"
 
 
+ALL_KINDS = (FULL, WINDOW, GroupInfo("state", pages=5))
 CALL = StructuredOutputs(grammar='start: "call(" /[a-z]{3,9}/ ", with=[" /[0-9]{1,6}/ "], and nothing else)"')
 
 
@@ -283,8 +285,8 @@ def test_forced_tokens_are_those_that_would_have_been_sampled(seed: int, max_in_
         assert jumping.last(name).finish_reason == walking.last(name).finish_reason
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.parametrize("groups", [(FULL, STATE), (FULL, WINDOW, GroupInfo("state", pages=5))])
+@pytest.mark.parametrize("max_in_flight", hardest([1, 2], 2))
+@pytest.mark.parametrize("groups", hardest([(FULL, STATE), ALL_KINDS], ALL_KINDS))
 def test_what_is_forced_or_drafted_changes_no_answer_where_layers_keep_states(
     groups: tuple[GroupInfo, ...], max_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

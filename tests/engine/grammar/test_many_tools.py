@@ -1,5 +1,7 @@
 """A hundred tools of the size that MCP servers have: their grammars stay within the compiler's limits."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,41 +13,22 @@ from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS
 from penstock.engine.text.tools.formats import Calls, ToolSpec
 from tests.support.call_writers import FORMS
 from tests.support.grammar_rig import vocabulary
+from tests.support.refusals import hardest
 
 NUM_TOOLS = 100
+PROPERTIES: dict[str, Any] = json.loads(Path(__file__).with_name("many_tools.json").read_text())
 ABOUT = "What the server does with it, in a sentence or two, as the descriptions of real servers have them. " * 3
 
 
 def parameters(number: int) -> dict[str, Any]:
-    file = {"path": {"type": "string"}, "content": {"type": "string"}, "mode": {"enum": ["100644", "100755"]}}
-    properties: dict[str, Any] = {
-        "owner": {"type": "string"},
-        "repo": {"type": "string"},
-        "title": {"type": "string", "minLength": 1, "maxLength": 256},
-        "body": {"type": "string", "default": ""},
-        "state": {"type": "string", "enum": ["open", "closed", "all"]},
-        "labels": {"type": "array", "items": {"type": "string"}},
-        "page": {"type": "integer", "minimum": 1},
-        "perPage": {"type": "integer", "minimum": 1, "maximum": 100},
-        "since": {"type": "string", "format": "date-time"},
-        "draft": {"type": "boolean", "default": False},
-        "files": {"type": "array", "items": {"type": "object", "properties": file, "required": ["path"]}},
-        "filter": {"anyOf": [{"type": "string"}, {"type": "object", "additionalProperties": {"type": "string"}}]},
-        f"cursor_{number}": {"type": ["string", "null"], "format": "cursor"},
-    }
+    properties = {**PROPERTIES, f"cursor_{number}": {"type": ["string", "null"], "format": "cursor"}}
     described = {name: {**schema, "description": ABOUT} for name, schema in properties.items()}
     return {"type": "object", "properties": described, "required": ["owner", "repo"], "additionalProperties": False}
 
 
-@pytest.mark.parametrize(
-    ("must", "is_strict"),
-    [
-        (False, True),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, False), (True, False), (True, True))),
-    ],
-    ids=["auto-strict", "auto-optional", "required-optional", "required-strict"],
-)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("is_strict", hardest([False, True], True))
+@pytest.mark.parametrize("must", hardest([False, True], False))
+@pytest.mark.parametrize("name", hardest(FORMS, "hermes", "qwen3_coder", "gemma4", "deepseek_v3", "llama3_json"))
 def test_a_hundred_tools_of_a_realistic_size_compile(name: str, must: bool, is_strict: bool) -> None:
     tools = [ToolSpec(f"mcp_server_{number}_call", parameters(number), is_strict) for number in range(NUM_TOOLS)]
     source = grammar({}, Calls(FORMS[name], tools, must, many=True))

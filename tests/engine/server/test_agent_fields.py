@@ -13,6 +13,7 @@ from penstock.engine.server.agents.items_schema import NOT_SERVED, ResponsesRequ
 from penstock.engine.server.agents.messages_schema import NOT_SERVED as NOT_SERVED_MESSAGES
 from penstock.engine.server.agents.messages_schema import MessagesRequest
 from penstock.engine.server.requests import HARMLESS
+from tests.support.refusals import hardest
 from tests.support.running_server import MODEL, Running
 
 DEPTH = 2  # fields within fields
@@ -83,7 +84,7 @@ def first(kind: Any) -> Any:
     return next(values(kind, 0))[1]
 
 
-@pytest.mark.parametrize("name", WALKS)
+@pytest.mark.parametrize("name", hardest(WALKS, "responses", "messages"))
 def test_each_field_of_the_package_is_served_refused_or_named_as_ignored(server: Running, name: str) -> None:
     where, path, base = WALKS[name]
     module, _, kind = where.partition(":")

@@ -13,6 +13,7 @@ from penstock.engine.http.kv_stream import FrameReader, Hello
 from penstock.engine.server.server_config import ServerConfig, resolve
 from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
+from tests.support.refusals import table
 from tests.support.running_server import MODEL, Running, running, until
 
 
@@ -63,21 +64,10 @@ def test_other_weights_are_another_fingerprint_and_another_answer_at_once(server
 def test_what_is_refused_names_the_field_and_changes_nothing(server: Running, tmp_path: Path) -> None:
     first = choice(server)
     (tmp_path / "none").mkdir()
-    for answer, status, message in (
-        (update(server, str(tmp_path / "none")), 400, f"path: {tmp_path}/none: no weights"),
-        (server.post("/update_weights", {}), 400, "path: the field is required"),
-        (server.http.post("/pause?mode=freeze"), 400, "'freeze'; one of 'abort', 'keep', 'wait' is expected"),
-        (server.http.post("/pause?mod=keep"), 400, "mod: there is no such field here"),
-        (server.http.post("/pause?clear_cache=false"), 400, "clear_cache: "),
-        (server.http.post("/sleep?level=3"), 400, "level: invalid enum value 3; one of 1, 2 is expected"),
-        (server.http.post("/wake_up?tags=kv"), 400, "tags[0]: invalid enum value 'kv'"),
-        (server.http.post("/pause", headers={"origin": "https://a.example"}), 415, "content-type: "),
-        (
-            server.http.post("/pause", content=b"mode=keep", headers={"content-type": "text/plain"}),
-            415,
-            "content-type: ",
-        ),
-    ):
+    none = update(server, str(tmp_path / "none"))
+    assert none.status_code == 400 and f"path: {tmp_path}/none: no weights" in none.json()["error"]["message"]
+    for path, options, status, message in table(__file__, "control"):
+        answer = server.http.post(path, **options)
         assert answer.status_code == status and message in answer.json()["error"]["message"], answer.text
     assert choice(server) == first
     assert server.http.get("/is_paused").json() == {"is_paused": False}

@@ -1,6 +1,5 @@
 """The stream of cache events over HTTP: what a router hears, also when it is slow, late or one of many."""
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, Iterator
@@ -19,6 +18,7 @@ from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.service import Service
 from tests.support.fake_engine import FakeEngine
 from tests.support.oracle_engine import oracle_engine
+from tests.support.refusals import cases
 from tests.support.running_server import Running, running, until
 
 
@@ -104,26 +104,22 @@ async def anext_frame(frames: AsyncGenerator[bytes, None]) -> Frame:
     return frame
 
 
-def test_a_slow_listener_gets_a_new_snapshot_instead_of_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_listener_gets_a_new_snapshot_instead_of_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_BACKLOG_BYTES", 200)
-
-    async def run() -> list[Frame]:
-        engine = FakeEngine()
-        events = KvEvents(cast(Service, Stub(engine)))
-        frames = events.frames()
-        taken = [await anext_frame(frames), await anext_frame(frames)]
-        for number in range(20):
-            engine.on_cache_update(CacheUpdate("device", number.to_bytes(8, "little") * 2, b""))
-        taken.append(await anext_frame(frames))
-        engine.on_cache_update(CacheUpdate("device", b"", b""))  # contents for the publisher: not a change
-        engine.on_cache_update(CacheUpdate("device", b"", (3).to_bytes(8, "little")))
-        taken.append(await anext_frame(frames))
-        assert engine.is_watched
-        await frames.aclose()
-        assert not engine.is_watched
-        return taken
-
-    hello, first, second, change = asyncio.run(run())
+    engine = FakeEngine()
+    events = KvEvents(cast(Service, Stub(engine)))
+    frames = events.frames()
+    taken = [await anext_frame(frames), await anext_frame(frames)]
+    for number in range(20):
+        engine.on_cache_update(CacheUpdate("device", number.to_bytes(8, "little") * 2, b""))
+    taken.append(await anext_frame(frames))
+    engine.on_cache_update(CacheUpdate("device", b"", b""))  # contents for the publisher: not a change
+    engine.on_cache_update(CacheUpdate("device", b"", (3).to_bytes(8, "little")))
+    taken.append(await anext_frame(frames))
+    assert engine.is_watched
+    await frames.aclose()
+    assert not engine.is_watched
+    hello, first, second, change = taken
     assert isinstance(hello, Hello) and first == Snapshot(0, "device", b"", True, True)
     assert isinstance(second, Snapshot) and second.seq == 20 and second.is_first and second.is_last
     assert keys(second.keys) == {number.to_bytes(8, "little") for number in range(20)}
@@ -139,25 +135,20 @@ class Stub:
         self.is_draining = False
 
 
-def test_a_large_snapshot_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_snapshot_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_stream, "FRAME_KEYS", 4)
-
-    async def run() -> list[Snapshot]:
-        engine = FakeEngine()
-        events = KvEvents(cast(Service, Stub(engine)))
-        first = events.frames()
-        await anext(first)
-        await anext(first)
-        for tier in ("device", "host"):
-            engine.on_cache_update(CacheUpdate(tier, b"".join(n.to_bytes(8, "big") for n in range(10)), b""))
-        second = events.frames()
-        await anext(second)
-        parts = [cast(Snapshot, await anext_frame(second)) for _ in range(6)]
-        await first.aclose()
-        await second.aclose()
-        return parts
-
-    parts = asyncio.run(run())
+    engine = FakeEngine()
+    events = KvEvents(cast(Service, Stub(engine)))
+    first = events.frames()
+    await anext(first)
+    await anext(first)
+    for tier in ("device", "host"):
+        engine.on_cache_update(CacheUpdate(tier, b"".join(n.to_bytes(8, "big") for n in range(10)), b""))
+    second = events.frames()
+    await anext(second)
+    parts = [cast(Snapshot, await anext_frame(second)) for _ in range(6)]
+    await first.aclose()
+    await second.aclose()
     assert [len(part.keys) // 8 for part in parts] == [4, 4, 2, 4, 4, 2]
     assert [part.tier for part in parts] == ["device"] * 3 + ["host"] * 3
     assert [part.is_first for part in parts] == [True] + [False] * 5
@@ -165,15 +156,12 @@ def test_a_large_snapshot_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {part.seq for part in parts} == {2}
 
 
-def test_the_stream_ends_when_the_server_drains() -> None:
-    async def run() -> None:
-        stub = Stub(FakeEngine())
-        frames = KvEvents(cast(Service, stub)).frames()
-        await anext(frames)
-        stub.is_draining = True
-        assert [frame async for frame in frames] == []
-
-    asyncio.run(run())
+async def test_the_stream_ends_when_the_server_drains() -> None:
+    stub = Stub(FakeEngine())
+    frames = KvEvents(cast(Service, stub)).frames()
+    await anext(frames)
+    stub.is_draining = True
+    assert [frame async for frame in frames] == []
 
 
 def test_a_head_request_gets_the_head_alone(server: Running) -> None:
@@ -190,14 +178,7 @@ def test_frames_survive_any_cut_of_the_bytes(size: int) -> None:
     assert got == sent
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"\xff\xff\xff\xff", "4194304"),
-        (b"\x01\x00\x00\x00\xc1", "frame"),
-        (pack(Snapshot(0, "device", b"seven..", True, True)), "7 bytes are not a whole number"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), cases(__file__, "no frames", pack=pack, Snapshot=Snapshot))
 def test_what_is_no_frame_is_an_error_that_says_so(data: bytes, message: str) -> None:
     with pytest.raises(StreamError, match=message):
         FrameReader().feed(data)

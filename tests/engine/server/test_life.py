@@ -117,8 +117,15 @@ def text(events: list[str]) -> str:
     return "".join(json.loads(event)["choices"][0]["text"] for event in events if event != "[DONE]")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("before", [(), BACKGROUND], ids=["", "in the background of a script"])
+@pytest.mark.parametrize(
+    ("before", "number"),
+    [
+        ((), signal.SIGTERM),
+        (BACKGROUND, signal.SIGINT),
+        pytest.param((), signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(BACKGROUND, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(
     number: signal.Signals, before: Sequence[str]
 ) -> None:

@@ -358,18 +358,7 @@ def test_a_word_that_is_none_is_refused_with_those_that_are() -> None:
         by_name: dict[str, tuple[Part, ...]] = {}
         levels: tuple[int, Literal[1, 2]] = (0, 1)
 
-    for sent, expected in (
-        (
-            {"parts": [{}, {"kind": "texts"}]},
-            "parts[1].kind: invalid enum value 'texts'; one of 'file', 'text' is expected",
-        ),
-        (
-            {"by_name": {"a": [{"kind": ""}]}},
-            "by_name[...][0].kind: invalid enum value ''; one of 'file', 'text' is expected",
-        ),
-        ({"parts": [{"size": "high"}]}, "parts[0].size: invalid enum value 'high'; one of 'auto', 'low' is expected"),
-        ({"levels": [0, 3]}, "levels[1]: invalid enum value 3; one of 1, 2 is expected"),
-    ):
+    for sent, expected in table(__file__, "words"):
         with pytest.raises(HttpError) as refusal:
             body_of_http.decode(Whole, msgspec.json.encode(sent))
         assert str(refusal.value) == expected
@@ -408,12 +397,7 @@ def test_unknown_fields_are_ignored_and_named_in_a_header(server: Running, caplo
     assert caplog.text.count("temprature") == 1  # in the log once, however often it comes
     answer = server.complete(max_tokens=3, temprature=1, n=0)
     assert answer.status_code == 400 and answer.headers["x-penstock-ignored"] == "temprature"
-    for path, body in (
-        ("/v1/embeddings", {"input": "x"}),
-        ("/tokenize", {"prompt": "x"}),
-        ("/detokenize", {"tokens": [1]}),
-        ("/reset_prefix_cache", {}),
-    ):
+    for path, body in cases(__file__, "bodies of other routes"):
         assert server.post(path, {**body, "new_field": 1}).headers["x-penstock-ignored"] == "new_field", path
 
 

@@ -20,6 +20,7 @@ from penstock.engine.text.tools.harmony import TOKENS
 from tests.support.call_writers import FORMS, WRITERS
 from tests.support.chat_samples import HARMONY, LLAMA3, MISTRAL_CALLS, QWEN3
 from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer
+from tests.support.refusals import hardest
 from tests.support.running_server import MODEL, Running, events, running
 
 SCHEMA = {
@@ -181,7 +182,14 @@ APIS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if " " not in name])
+# One of each kind of calls: JSON in marks, several objects, a list, parameters in tags, pairs, Gemma's and Python's.
+@pytest.mark.parametrize(
+    "name",
+    hardest(
+        [name for name in WRITERS if " " not in name],
+        *("hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "glm45", "minimax_m2", "gemma4", "lfm2"),
+    ),
+)
 def test_every_api_says_the_same_whole_and_streamed(name: str) -> None:
     calls = CALLS if FORMS[name].has_many else CALLS[:1]
     called = f"<think>\nHm, <tool>?\n</think>\n\nWell, <\n\n{WRITERS[name](calls)}"

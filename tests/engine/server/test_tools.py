@@ -249,11 +249,7 @@ def test_a_begun_message_says_whether_reasoning_goes_on(qwen: Running, as_parts:
 
 def test_the_operator_names_the_marks_or_turns_reasoning_off() -> None:
     said = "[THINK]Hm.[/THINK]<think>x</think>"
-    for parser, reasoning, content in (
-        ("none", None, said),
-        ("mistral", "Hm.", "<think>x</think>"),
-        ("qwen3", None, said),
-    ):
+    for parser, reasoning, content in cases(__file__, "parsers", said=said):
         with running(template=ChatTemplate(QWEN3), reasoning_parser=parser) as server:
             server.engine.reply = said
             message = server.chat(messages=MESSAGES).json()["choices"][0]["message"]

@@ -46,6 +46,7 @@ def test_required_calls_parse_and_validate_at_a_high_temperature(client: Any) ->
         check([(call.function.name, call.function.arguments)])
 
 
+@pytest.mark.slow
 def test_a_named_function_is_the_one_that_is_called_streamed_too(client: Any) -> None:
     stream = client.chat.completions.create(
         model=MODEL,
@@ -69,6 +70,7 @@ def test_a_named_function_is_the_one_that_is_called_streamed_too(client: Any) ->
     check([("pick", arguments)])
 
 
+@pytest.mark.slow
 def test_optional_calls_are_text_or_valid_calls(client: Any) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, tools=TOOLS, temperature=0.8, seed=2, n=3, max_tokens=40
@@ -81,6 +83,7 @@ def test_optional_calls_are_text_or_valid_calls(client: Any) -> None:
             assert choice.message.content is not None or choice.finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_a_result_can_be_sent_back(client: Any) -> None:
     asked = {"model": MODEL, "tools": TOOLS, "temperature": 0, "max_tokens": 100}
     first = client.chat.completions.create(

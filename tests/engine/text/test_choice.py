@@ -12,6 +12,7 @@ from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import Detokenizer
 from penstock.executor.protocol import TokenLogprobs
 from tests.support import text_samples as samples
+from tests.support.refusals import cases
 
 LETTERS = {token_id: chr(token_id) for token_id in range(128)}
 EOS = 128
@@ -81,14 +82,7 @@ def test_the_stop_string_is_kept_where_it_is_asked_for() -> None:
     assert one.push(output("aENDb")).text == "aEND"
 
 
-@pytest.mark.parametrize(
-    ("params", "text", "reason"),
-    [
-        ({}, "ab", None),  # the model's own end
-        ({"stop_token_ids": [ord("c")]}, "ab", ord("c")),
-        ({"stop_token_ids": [ord("c")], "include_stop_str_in_output": True}, "abc", ord("c")),
-    ],
-)
+@pytest.mark.parametrize(("params", "text", "reason"), cases(__file__, "tokens that end"))
 def test_the_token_that_ends_is_listed_but_is_text_only_if_asked(
     params: dict[str, Any], text: str, reason: int | None
 ) -> None:

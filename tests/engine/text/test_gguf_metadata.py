@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.model_files import ModelRefused
 from penstock.engine.text.gguf_tokenizer import read_gguf_metadata
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 
 HEADER = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1)
 
@@ -21,30 +21,14 @@ def text(value: str) -> bytes:
 def test_every_type_of_value_is_read_as_it_was_written(tmp_path: Path) -> None:
     gguf = import_module("gguf")
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    values = {
-        "a.u8": (writer.add_uint8, 200),
-        "a.i8": (writer.add_int8, -100),
-        "a.u16": (writer.add_uint16, 60_000),
-        "a.i16": (writer.add_int16, -30_000),
-        "a.u32": (writer.add_uint32, 4_000_000_000),
-        "a.i32": (writer.add_int32, -2_000_000_000),
-        "a.u64": (writer.add_uint64, 2**63),
-        "a.i64": (writer.add_int64, -(2**62)),
-        "a.f32": (writer.add_float32, 0.5),
-        "a.f64": (writer.add_float64, 0.1),
-        "a.bool": (writer.add_bool, True),
-        "a.text": (writer.add_string, "é日本"),
-        "a.texts": (writer.add_array, ["", "x", "日本"]),
-        "a.ints": (writer.add_array, [1, -2, 3]),
-        "a.floats": (writer.add_array, [0.5, -1.5]),
-    }
-    for key, (add, value) in values.items():
-        add(key, value)
+    values = cases(__file__, "values of GGUF")
+    for key, kind, value in values:
+        getattr(writer, f"add_{kind}")(key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
     read = read_gguf_metadata(tmp_path / "m.gguf")
-    assert read == {"general.architecture": "llama", **{key: value for key, (_, value) in values.items()}}
+    assert read == {"general.architecture": "llama", **{key: value for key, _, value in values}}
 
 
 @pytest.mark.parametrize(

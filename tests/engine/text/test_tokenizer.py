@@ -71,14 +71,7 @@ def test_the_text_of_a_token_keeps_its_space_and_marks_half_a_character(tmp_path
     assert tokenizer.token_text(tokenizer.backend.token_to_id("<0xE6>") or 0) == "\ufffd"
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("ab\ud83d", "half of a surrogate pair, U\\+D83D, at character 2"),
-        (7, "int given"),
-        (None, "NoneType given"),
-    ],
-)
+@pytest.mark.parametrize(("text", "sentence"), cases(__file__, "no text"))
 def test_what_is_not_text_is_the_request_s_fault(tmp_path: Path, text: str, sentence: str) -> None:
     tokenizer = load(samples.folder(tmp_path, samples.byte_level()))
     with pytest.raises(InvalidRequest, match=sentence):

@@ -4,7 +4,6 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,8 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.tool_calls import grammar
-from penstock.engine.grammar.vocabulary import GrammarVocabulary
-from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
-from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.tools.answer_reader import AnswerReader
 from penstock.engine.text.tools.arguments import kinds, typed
 from penstock.engine.text.tools.call_kinds import NamedCalls, ToolFormat
@@ -25,9 +21,8 @@ from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.reader import Arguments, CallStart
 from penstock.engine.text.tools.thinking import GEMMA, IMPLIED, SEED, THINK, Marks, Thinking
 from tests.support.call_writers import FORMS, PRINTED, WRITERS, Call
-from tests.support.fake_engine import byte_tokenizer
 from tests.support.refusals import cases
-from tests.support.tool_samples import read
+from tests.support.tool_samples import ids_of, lark_matcher, read, verdict
 
 DATA = json.loads(Path(__file__).with_name("calls.json").read_text())
 TRIP, TREE = (ToolSpec(name, DATA[name]) for name in ("trip", "tree"))
@@ -37,19 +32,7 @@ ROUND = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}, {"type": "null"
 ROUNDABOUT = ToolSpec("round", {"type": "object", "properties": {"a": ROUND}, "$defs": {"a": ROUND}})
 TOOLS = [TRIP, TREE, FREE, CLOCK]
 SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
-SAMPLE: list[Call] = [
-    ("trip", {"city": "Zürich \"x\" \n {[(<\\n>", "short": "abc", "days": 3, "far": True, "price": None, "unit": "f d",
-              "code": "ab-1", "tags": ["a", "b, c"], "opts": {"on": False, "at": [1, -2]}, "note": "it is",
-              "mixed": "5", "when": "2024-02-29", "flag": True, "both": "xyz"}),
-    ("clock", {}),
-    ("tree", {"node": {"v": 1, "next": {"v": 2, "next": None}}}),
-    ("free", {"a": 1.5, "b": ["x", {"y": None}], "c": "z"}),
-]  # fmt: skip
-SHORT: list[Call] = [
-    ("clock", {}),
-    ("trip", {"city": '\n</"', "price": None, "opts": {"on": True}}),
-    ("free", {"a": [0]}),
-]
+SAMPLE, SHORT, WRONG = ([(name, given) for name, given in DATA[key]] for key in ("sample", "short", "wrong calls"))
 BY_FORMAT = pytest.mark.parametrize("name", WRITERS)
 NEW = pytest.mark.parametrize("name", [name for name, form in FORMS.items() if isinstance(form, NamedCalls)])
 CERTAIN = pytest.mark.parametrize("certain", [False, True], ids=["free", "held"])
@@ -155,31 +138,17 @@ def test_random_calls_come_back_as_they_were_written(name: str, write: Callable[
                 assert (called(found), content.strip()) == (calls, ""), text
 
 
-@cache
-def tokenizer(name: str, special: bool) -> Tokenizer:
-    return byte_tokenizer(*FORMS[name].tokens) if special else byte_tokenizer()
-
-
-@cache
-def vocabulary(name: str, special: bool) -> GrammarVocabulary:
-    return GrammarVocabulary.of(tokenizer(name, special), tokenizer(name, special).vocab_size)
+def marks_of(name: str, special: bool) -> tuple[str, ...]:
+    return tuple(FORMS[name].tokens) if special else ()
 
 
 def matcher(name: str, special: bool, *wanted: Any) -> LLMatcher:
-    backend = tokenizer(name, special).backend
-    ids = {text: backend.token_to_id(text) or 0 for text in FORMS[name].tokens} if special else {}
-    found = LLMatcher(vocabulary(name if special else "hermes", special).backend,
-                      grammar_source(StructuredOutputs(grammar=grammar(ids, *wanted))))  # fmt: skip
-    assert not found.is_error(), found.get_error()
-    return found
+    marks = marks_of(name, special)
+    return lark_matcher(grammar(ids_of(*marks), *wanted), *marks)
 
 
 def accepts(name: str, first: LLMatcher, special: bool, text: str) -> bool:
-    ids, followed = tokenizer(name, special).encode(text, False), first.deep_copy()
-    return followed.try_consume_tokens(ids) == len(ids) and followed.is_accepting()
-
-
-WRONG: list[Call] = [(name, arguments) for name, arguments in DATA["wrong calls"]]
+    return verdict(first, text, *marks_of(name, special)) == "accepted"
 
 
 @BY_FORMAT

@@ -1,18 +1,15 @@
 """Which format a model was trained on, from what its chat template says."""
 
 import pytest
-from llguidance import LLMatcher
 
 from penstock.engine.grammar.tool_calls import grammar
-from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tools import formats, thinking
 from penstock.engine.text.tools.formats import detect, named
 from tests.support.call_writers import FORMS
 from tests.support.chat_samples import CHATML, LLAMA3, QWEN3
-from tests.support.fake_engine import byte_tokenizer
 from tests.support.refusals import cases
-from tests.support.tool_samples import CALL, FORMATS
+from tests.support.tool_samples import CALL, FORMATS, lark_matcher, verdict
 
 
 @pytest.mark.parametrize(
@@ -77,17 +74,7 @@ def test_a_grammar_is_for_calls_or_for_an_answer() -> None:
 @pytest.mark.parametrize("regex", [".+", r"[^\n]{3,40}", ".{1,100}"])
 def test_an_answer_of_any_text_begins_behind_the_reasoning(regex: str) -> None:
     """Where a mark is text, a wide pattern would take it, and the answer behind it could be empty."""
-    tokenizer = byte_tokenizer()
-    made = LLMatcher.grammar_from_lark(
-        grammar({}, None, StructuredOutputs(regex=regex), thinking.Thinking(thinking.THINK))
-    )
-    vocabulary = GrammarVocabulary.of(tokenizer, tokenizer.vocab_size).backend
-    for text, may_end in (
-        ("<think>hm</think>", False),
-        ("<think>hm</think>\n\nParis", True),
-        ("Paris", True),
-        ("<thin", True),
-    ):
-        matcher = LLMatcher(vocabulary, made)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting() == may_end, text
+    first = lark_matcher(grammar({}, None, StructuredOutputs(regex=regex), thinking.Thinking(thinking.THINK)))
+    assert verdict(first, "<think>hm</think>") == "unfinished"
+    for text in ("<think>hm</think>\n\nParis", "Paris", "<thin"):
+        assert verdict(first, text) == "accepted", text

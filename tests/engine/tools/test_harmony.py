@@ -1,27 +1,22 @@
 """gpt-oss's messages: read whole and in any pieces, and the grammars that hold a model to them."""
 
-import functools
 import itertools
 import random
 
 import pytest
-from llguidance import LLMatcher
 
-from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.tool_calls import messages_grammar
-from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import StructuredOutputs
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools import formats, thinking
 from penstock.engine.text.tools.formats import Calls
 from penstock.engine.text.tools.harmony import FORM, TOKENS, after_prompt
 from penstock.engine.text.tools.harmony_reader import HarmonyReader
-from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
+from penstock.engine.text.tools.reader import Arguments, CallStart, Piece
 from penstock.engine.text.tools.scan import MAX_FRAME_CHARS
 from tests.support.chat_samples import HARMONY
-from tests.support.fake_engine import byte_tokenizer
 from tests.support.refusals import cases
-from tests.support.tool_samples import CLOCK, WEATHER
+from tests.support.tool_samples import CLOCK, WEATHER, Read, gathered, ids_of, lark_matcher
+from tests.support.tool_samples import verdict as follow
 
 THOUGHT = "<|channel|>analysis<|message|>The weather < of Ulm.<|end|><|start|>assistant"
 CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Ulm"}'
@@ -34,23 +29,15 @@ def calls(must: bool = False) -> Calls:
     return Calls(FORM, [WEATHER, CLOCK], must, many=False)
 
 
-def found(reader: HarmonyReader, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
-    """Reasoning, content and calls."""
+def found(reader: HarmonyReader, pieces: list[str]) -> Read:
+    """Return the reasoning, the content and the calls of an answer that comes in these pieces."""
     out: list[Piece] = []
     for piece in pieces:
         out += reader.feed(piece)
         reader.check()
     out += reader.finish()
     reader.check()
-    made: list[tuple[str, str]] = []
-    for each in out:
-        if isinstance(each, CallStart):
-            assert each.call == len(made)
-            made.append((each.name, ""))
-        elif isinstance(each, Arguments):
-            made[each.call] = made[each.call][0], made[each.call][1] + each.text
-    reasoning = "".join(each.text for each in out if isinstance(each, Reasoning))
-    return reasoning, "".join(each.text for each in out if isinstance(each, Content)), made
+    return gathered(out)
 
 
 ANSWERS = dict(
@@ -96,37 +83,16 @@ def test_arguments_stream_where_a_grammar_holds_the_model() -> None:
     assert reader.finish() == [] and reader.has_called
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text", "expected"),
-    [
-        ("<|start|>assistant<|channel|>analysis<|message|>So", " be it.<|end|>", (" be it.", "", [])),
-        ("<|start|>assistant<|channel|>final<|message|>It", " rains.", ("", " rains.", [])),
-        ("a long text without any mark", "It rains.", ("", "It rains.", [])),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "text", "expected"), cases(__file__, "begun by the prompt"))
 def test_what_the_prompt_has_begun_goes_on(
     prompt: str, text: str, expected: tuple[str, str, list[tuple[str, str]]]
 ) -> None:
     assert found(HarmonyReader(None, after_prompt(prompt), is_certain=False), [text]) == expected
 
 
-@functools.cache
-def tokenizer(special: bool) -> Tokenizer:
-    return byte_tokenizer(*TOKENS) if special else byte_tokenizer()
-
-
 def verdict(special: bool, given: Calls | None, answer: StructuredOutputs | None, text: str) -> str:
-    """accepted · unfinished: it may go on · the text up to which it is followed"""
-    ids = {mark: tokenizer(special).backend.token_to_id(mark) or 0 for mark in TOKENS} if special else {}
-    source = grammar_source(StructuredOutputs(grammar=messages_grammar(ids, given, answer)))
-    vocabulary = GrammarVocabulary.of(tokenizer(special), tokenizer(special).vocab_size)
-    matcher = LLMatcher(vocabulary.backend, source)
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = tokenizer(special).encode(text, False)
-    taken = matcher.try_consume_tokens(tokens)
-    if taken < len(tokens):
-        return tokenizer(special).decode(tokens[:taken], skip_special_tokens=False)
-    return "accepted" if matcher.is_accepting() else "unfinished"
+    marks = TOKENS if special else ()
+    return follow(lark_matcher(messages_grammar(ids_of(*marks), given, answer), *marks), text, *marks)
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])

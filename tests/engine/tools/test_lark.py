@@ -3,7 +3,6 @@
 Marks are tried both ways: as special tokens of the model, and as plain text.
 """
 
-import functools
 import itertools
 import json
 from typing import Any
@@ -11,45 +10,25 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.tool_calls import grammar
-from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import StructuredOutputs
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.thinking import MISTRAL, THINK, Thinking
-from tests.support.fake_engine import byte_tokenizer
 from tests.support.refusals import cases
-from tests.support.tool_samples import CALL, CALLS, CLOCK, FORMATS, WEATHER, calls_of, read
+from tests.support.tool_samples import CALL, CALLS, CLOCK, FORMATS, WEATHER, calls_of, ids_of, lark_matcher, read
+from tests.support.tool_samples import verdict as follow
 
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
 SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
 
 
-@functools.cache
-def tokenizer(special: bool) -> Tokenizer:
-    return byte_tokenizer(*MARKS) if special else byte_tokenizer()
+def lark(special: bool, *wanted: Any, **more: Any) -> LLMatcher:
+    marks = MARKS if special else ()
+    return lark_matcher(grammar(ids_of(*marks), *wanted, **more), *marks)
 
 
-@functools.cache
-def vocabulary(special: bool) -> GrammarVocabulary:
-    return GrammarVocabulary.of(tokenizer(special), tokenizer(special).vocab_size)
-
-
-def lark(special: bool, *wanted: Any, **more: Any) -> str:
-    ids = {mark: tokenizer(special).backend.token_to_id(mark) or 0 for mark in MARKS} if special else {}
-    return grammar_source(StructuredOutputs(grammar=grammar(ids, *wanted, **more)))
-
-
-def verdict(special: bool, source: str, text: str) -> str:
-    """accepted · unfinished: it may go on · the text up to which it is followed"""
-    matcher = LLMatcher(vocabulary(special).backend, source)
-    assert not matcher.is_error(), matcher.get_error()
-    ids = tokenizer(special).encode(text, False)
-    num_taken = matcher.try_consume_tokens(ids)
-    if num_taken < len(ids):
-        return tokenizer(special).decode(ids[:num_taken], skip_special_tokens=False)
-    return "accepted" if matcher.is_accepting() else "unfinished"
+def verdict(special: bool, matcher: LLMatcher, text: str) -> str:
+    return follow(matcher, text, *(MARKS if special else ()))
 
 
 def leads(name: str) -> str:
@@ -63,7 +42,7 @@ def test_a_call_that_must_be_is_all_there_can_be(name: str, special: bool, thoug
     thinking = {"none": None, "opened": Thinking(THINK, is_open=True)}.get(thought, Thinking(THINK))
     before = {"opened": "Hm { or [.\n</think>\n\n", "present": "<think>Hm.</think>\n"}.get(thought, "")
     many = FORMATS[name].has_many
-    source = lark(special, calls_of(name, must=True, many=many), None, thinking)
+    held = lark(special, calls_of(name, must=True, many=many), None, thinking)
     call = CALL[name]
     for text, is_right in {
         call: True,
@@ -77,7 +56,7 @@ def test_a_call_that_must_be_is_all_there_can_be(name: str, special: bool, thoug
         call.replace('"Ulm"', "5"): False,
         call.replace(" {", "  {"): " {" not in call,
     }.items():
-        found = verdict(special, source, before + text)
+        found = verdict(special, held, before + text)
         assert (found == "accepted") == is_right, (text, found)
         assert found != "unfinished", text
         if is_right:
@@ -93,7 +72,7 @@ def test_text_is_free_until_a_call_begins(name: str, special: bool, thought: str
     many = many and FORMATS[name].has_many
     thinking = {"none": None, "opened": Thinking(THINK, is_open=True)}.get(thought, Thinking(THINK))
     before = {"opened": "Hm { or [.\n</think>\n\n", "present": "<think>Hm.</think>\n"}.get(thought, "")
-    source = lark(special, calls_of(name, many=many), None, thinking)
+    held = lark(special, calls_of(name, many=many), None, thinking)
     call, lead = CALL[name], leads(name)
     for text, is_right in {
         "": True,
@@ -111,7 +90,7 @@ def test_text_is_free_until_a_call_begins(name: str, special: bool, thought: str
         # Behind a mark there is a call of one of the functions; without a mark it may be an example.
         f"hello {lead}{call.replace('weather', 'tides')}": not FORMATS[name].triggers,
     }.items():
-        found = verdict(special, source, before + text)
+        found = verdict(special, held, before + text)
         assert (found == "accepted") == is_right, (text, found)
         assert is_right or found != "unfinished", text
 
@@ -119,10 +98,9 @@ def test_text_is_free_until_a_call_begins(name: str, special: bool, thought: str
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.triggers])
 def test_a_mark_that_is_a_token_cannot_be_spelled_out_in_free_text(name: str) -> None:
     mark = FORMATS[name].marks[0]
-    for source in (lark(True, calls_of(name)), lark(True, calls_of(name), None, Thinking(THINK))):
-        matcher = LLMatcher(vocabulary(True).backend, source)
+    for held in (lark(True, calls_of(name)), lark(True, calls_of(name), None, Thinking(THINK))):
         spelled = [*b"hello ", *mark.encode()]
-        assert matcher.try_consume_tokens(spelled) == len(spelled) - 1
+        assert held.try_consume_tokens(spelled) == len(spelled) - 1
 
 
 @SPECIAL
@@ -137,30 +115,30 @@ def test_a_wanted_form_holds_from_the_end_of_the_reasoning_on(
         (may, "<think>Hm.</think>\n"),
         (may, ""),
     ):
-        source = lark(special, None, answer, thinking)
-        assert verdict(special, source, before + right) == "accepted"
-        assert verdict(special, source, before + wrong) not in ("accepted", "unfinished")
-        assert before == "" or verdict(special, source, before.partition("</think>")[0]) == "unfinished"
+        held = lark(special, None, answer, thinking)
+        assert verdict(special, held, before + right) == "accepted"
+        assert verdict(special, held, before + wrong) not in ("accepted", "unfinished")
+        assert before == "" or verdict(special, held, before.partition("</think>")[0]) == "unfinished"
 
 
 @SPECIAL
 @pytest.mark.parametrize("name", FORMATS)
 def test_optional_calls_beside_a_wanted_form_are_calls_or_that_form(name: str, special: bool) -> None:
-    source = lark(special, calls_of(name), StructuredOutputs(choice=["yes", "no"]), None)
-    assert verdict(special, source, CALL[name]) == verdict(special, source, "yes") == "accepted"
-    assert verdict(special, source, "may") == ""
+    held = lark(special, calls_of(name), StructuredOutputs(choice=["yes", "no"]), None)
+    assert verdict(special, held, CALL[name]) == verdict(special, held, "yes") == "accepted"
+    assert verdict(special, held, "may") == ""
 
 
 def test_the_marks_of_mistral_s_reasoning_work_alike() -> None:
-    source = lark(False, calls_of("mistral", must=True), None, Thinking(MISTRAL))
-    assert verdict(False, source, "[THINK]Hm.[/THINK]" + CALL["mistral"]) == "accepted"
+    held = lark(False, calls_of("mistral", must=True), None, Thinking(MISTRAL))
+    assert verdict(False, held, "[THINK]Hm.[/THINK]" + CALL["mistral"]) == "accepted"
 
 
 def test_a_schema_that_no_grammar_expresses_is_refused_if_strict_and_loosened_if_not() -> None:
     odd = {"type": "object", "properties": {"a": {"not": {"pattern": "b"}}}, "required": ["a"]}
     form = FORMATS["hermes"]
-    strict = lark(False, Calls(form, [ToolSpec("f", odd)], True, False))
-    assert 'Unimplemented keys: ["not"]' in LLMatcher(vocabulary(False).backend, strict).get_error()
+    with pytest.raises(AssertionError, match=r'Unimplemented keys: \["not"\]'):
+        lark(False, Calls(form, [ToolSpec("f", odd)], True, False))
     loose = lark(False, Calls(form, [ToolSpec("f", odd, is_strict=False)], True, False))
     call = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
     assert verdict(False, loose, call) == "accepted"
@@ -171,15 +149,15 @@ def test_nothing_in_a_schema_reads_as_grammar() -> None:
         "type": "object",
         "properties": {'a": "b" }\nstart: "x" ::= /': {"enum": ["::=", "}\n", '"', "ü"]}},
     }
-    source = lark(False, Calls(FORMATS["hermes"], [ToolSpec("f", nasty)], True, False))
+    held = lark(False, Calls(FORMATS["hermes"], [ToolSpec("f", nasty)], True, False))
     for value in nasty["properties"].popitem()[1]["enum"]:
         arguments = json.dumps({'a": "b" }\nstart: "x" ::= /': value}, ensure_ascii=False)
         call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
-        assert verdict(False, source, call) == "accepted"
+        assert verdict(False, held, call) == "accepted"
 
 
 def test_a_hundred_functions_make_one_grammar() -> None:
     functions = [WEATHER._replace(name=f"f{number}") for number in range(127)] + [CLOCK]
     for (name, form), must in itertools.product(FORMATS.items(), (True, False)):
-        source = lark(False, Calls(form, functions, must, True))
-        assert verdict(False, source, CALL[name].replace("weather", "f77")) == "accepted"
+        held = lark(False, Calls(form, functions, must, True))
+        assert verdict(False, held, CALL[name].replace("weather", "f77")) == "accepted"

@@ -5,10 +5,10 @@ import random
 from itertools import combinations
 
 import pytest
-from llguidance import LLMatcher
 
-from tests.engine.tools.test_lark import lark, vocabulary
+from tests.engine.tools.test_lark import lark
 from tests.engine.tools.test_reader import BAD, cuts
+from tests.support.refusals import hardest
 from tests.support.tool_samples import FORMATS, calls_of, read
 from tests.support.written import GOOD, NO_CALLS, QUOTED, WRITTEN, C, P, Sample, W
 
@@ -32,7 +32,7 @@ def test_what_calls_nothing_is_content_to_the_letter(name: str) -> None:
         assert read([text], calls_of(name)) == ("", text, []), text
 
 
-@BY_FORMAT
+@pytest.mark.parametrize("name", hardest(FORMATS, "hermes", "mistral with args"))
 @CERTAIN
 def test_a_text_gives_the_same_calls_and_content_however_it_is_cut(name: str, certain: bool) -> None:
     """In two, short texts in three, in pieces of one length as steps with several tokens bring them, and at random."""
@@ -60,8 +60,7 @@ PIECES = [
 def test_whatever_is_read_was_held_to_its_schema(name: str) -> None:
     """Walks at random: the reader takes nothing for a call that the grammar took for free text, and whether it knows
     that there was a grammar makes no difference."""
-    pieces, source = [piece.encode() for piece in PIECES], lark(False, calls_of(name))
-    first = LLMatcher(vocabulary(False).backend, source)
+    pieces, first = [piece.encode() for piece in PIECES], lark(False, calls_of(name))
     num_called = 0
     for seed in range(NUM_WALKS):
         matcher, choose, text = first.deep_copy(), random.Random(seed), b""
