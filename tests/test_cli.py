@@ -4,7 +4,8 @@ import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import pytest
 
@@ -26,16 +27,37 @@ from penstock.executor.protocol import ExecutorConfig
 from tests.support.refusals import table
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "penstock.cli", *arguments], capture_output=True, text=True, timeout=60
-    )
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
 
 
-def test_the_version_and_the_commands_are_shown() -> None:
-    assert run("--version").stdout.strip() == f"penstock {__version__}"
-    shown = run("--help").stdout
-    assert all(command in shown for command in ("serve", "route", "bench", "prove"))
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line in this process."""
+
+    def run(*words: str) -> Ended:
+        try:
+            code = main(words)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Ended(code, *capsys.readouterr())
+
+    return run
+
+
+def test_the_version_and_the_commands_are_shown(run: Run) -> None:
+    version = subprocess.run([sys.executable, "-m", "penstock.cli", "--version"], capture_output=True, text=True)
+    assert version.stdout.strip() == f"penstock {__version__}"
+    for shown in (run("--help").out, run().err + run().out):
+        assert "commands:" in shown and all(command in shown for command in ("serve", "route", "bench", "prove"))
+    assert run().code == 2
+    unknown = run("frob")
+    assert unknown.code == 2 and "'serve', 'route', 'bench', 'prove', 'cache', 'models'" in unknown.err
 
 
 def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(
@@ -50,45 +72,30 @@ def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(
 
 
 @pytest.mark.parametrize("command", ["serve", "route", "bench", "prove"])
-def test_every_command_has_help(command: str) -> None:
-    result = run(command, "--help")
-    assert result.returncode == 0 and f"usage: penstock {command}" in result.stdout
+def test_every_command_has_help(command: str, run: Run) -> None:
+    ended = run(command, "--help")
+    assert ended.code == 0 and f"usage: penstock {command}" in ended.out
 
 
 @pytest.mark.parametrize(("arguments", "message"), table(__file__, "mistakes"))
-def test_a_mistake_is_one_line_that_names_it(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    shown = capsys.readouterr().err
-    assert message in shown and shown.startswith("penstock: ") and shown.count("\n") == 1
+def test_a_mistake_is_one_line_that_names_it(arguments: list[str], message: str, run: Run) -> None:
+    code, _, shown = run(*arguments)
+    assert code == 2 and message in shown and shown.startswith("penstock: ") and shown.count("\n") == 1
 
 
 @pytest.mark.parametrize(("arguments", "message"), table(__file__, "unknown options"))
 def test_an_option_that_is_not_known_here_is_named_by_its_command_with_what_to_use(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, run: Run
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    shown = capsys.readouterr().err
-    assert caught.value.code == 2 and message in shown
+    code, _, shown = run(*arguments)
+    assert code == 2 and message in shown
     assert shown.startswith(f"penstock {arguments[0]}") and shown.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["serve", "--max-model-len", "1x"], "'1x' is not a number of tokens"),
-        (["serve", "--allowed-origins", '["a"'], "not a JSON list of texts"),
-    ],
-)
-def test_a_value_that_cannot_be_read_is_named_by_its_command(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    shown = capsys.readouterr().err
-    assert caught.value.code == 2 and message in shown and "usage: penstock serve" in shown
+@pytest.mark.parametrize(("arguments", "message"), table(__file__, "unreadable values"))
+def test_a_value_that_cannot_be_read_is_named_by_its_command(arguments: list[str], message: str, run: Run) -> None:
+    code, _, shown = run(*arguments)
+    assert code == 2 and message in shown and "usage: penstock serve" in shown
 
 
 def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,49 +138,25 @@ def test_every_ignored_option_is_said_once_on_the_command_line_and_in_python(
     assert not {*IGNORED} & option_names()
 
 
-@pytest.mark.parametrize(
-    ("words", "instead"),
-    [
-        (["top", "http://127.0.0.1:1"], "/metrics"),
-        (["deploy", "chat.toml"], "Ray Serve or Kubernetes; see docs/deploy.md"),
-        (["export", "-o", "/nowhere"], "benchmarks/export.py"),
-        (["bench", "logprobs", "--num-prompts", "1"], "penstock.open_forward"),
-    ],
-)
-def test_a_command_that_was_removed_is_answered_with_its_replacement(
-    words: list[str], instead: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    shown = capsys.readouterr().err
-    assert (
-        shown.startswith(f"penstock: {words[0]} ") and "is not a command any more" in shown and shown.count("\n") == 1
-    )
-    assert instead in shown
+@pytest.mark.parametrize(("words", "instead"), table(__file__, "removed commands"))
+def test_a_command_that_was_removed_is_answered_with_its_replacement(words: list[str], instead: str, run: Run) -> None:
+    code, _, shown = run(*words)
+    assert code == 2 and shown.startswith(f"penstock: {words[0]} ") and shown.count("\n") == 1
+    assert "is not a command any more" in shown and instead in shown
 
 
 @pytest.mark.parametrize(
     ("words", "instead"),
     [(["--workers", "2"], "run several routers behind one address"), (["--quotas=x"], "in the gateway in front")],
 )
-def test_a_flag_of_the_router_that_was_removed_is_answered_with_its_replacement(words: list[str], instead: str) -> None:
-    result = run("route", *words)
-    assert result.returncode == 2 and instead in result.stderr and result.stderr.count("\n") == 1
+def test_a_flag_of_the_router_that_was_removed_is_answered_with_its_replacement(
+    words: list[str], instead: str, run: Run
+) -> None:
+    code, _, shown = run("route", *words)
+    assert code == 2 and instead in shown and shown.count("\n") == 1
 
 
-def test_no_command_shows_the_help() -> None:
-    result = run()
-    assert result.returncode == 2 and "commands:" in result.stderr and "serve" in result.stderr
-
-
-def test_an_unknown_command_lists_the_known_ones() -> None:
-    result = run("frob")
-    assert result.returncode == 2 and "'serve', 'route', 'bench', 'prove', 'cache', 'models'" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("0", 0), ("512", 512), ("8GiB", 8 * 2**30), ("500MB", 500_000_000), ("1.5g", 1_500_000_000), ("2 KiB", 2048)],
-)
+@pytest.mark.parametrize(("text", "expected"), table(__file__, "sizes"))
 def test_sizes_are_read_with_their_units(text: str, expected: int) -> None:
     assert size_bytes(text) == expected
 
@@ -265,11 +248,10 @@ def test_an_option_may_be_called_as_the_commands_are(monkeypatch: pytest.MonkeyP
     ("endpoint", "name"), [("tcp://*:99999", "endpoint"), ("tcp://*", "endpoint"), ("tcp://a:b", "replay_endpoint")]
 )
 def test_a_port_for_cache_events_that_is_none_is_refused_before_anything_is_loaded(
-    endpoint: str, name: str, capsys: pytest.CaptureFixture[str]
+    endpoint: str, name: str, run: Run
 ) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve", "--kv-events-config", f'{{"{name}": "{endpoint}"}}'])
-    assert f"{name}: '{endpoint}' given; a port of 0 to 65535 is expected" in capsys.readouterr().err
+    shown = run("serve", "--kv-events-config", f'{{"{name}": "{endpoint}"}}').err
+    assert f"{name}: '{endpoint}' given; a port of 0 to 65535 is expected" in shown
 
 
 def test_what_is_opened_lands_on_no_standard_stream_that_was_closed() -> None:

@@ -71,6 +71,7 @@ def test_a_script_written_for_vllm_runs(llm: LLM) -> None:
     assert tokenizer.decode(named.prompt_token_ids) == "Q: What is the capital of France?"
 
 
+@pytest.mark.slow
 def test_preemption_and_chunked_prompts_do_not_change_a_request(llm: LLM) -> None:
     alone = []
     for prompt in prompts():

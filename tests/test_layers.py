@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.refusals import table
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("engine", "cache", "executor", "router", "eplb")
 
@@ -224,73 +226,22 @@ def test_modules_evaluate_and_unpickle_nothing() -> None:
     assert complaints(lambda _path, _module, source: banned_calls(source), modules()) == {}
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("engine.core", "import torch"),
-        ("engine.core", "def lazy():\n    from torch import nn"),
-        ("engine.text.tokenizer", "import transformers.models"),
-        ("engine.core", "from penstock.executor import uniproc"),
-        ("engine.core", "from penstock.executor.protocol_two import x"),
-        ("engine.core", "from ..executor.uniproc import UniprocExecutor"),
-        ("engine.core", "import importlib\nimportlib.import_module('penstock.executor.uniproc')"),
-        ("executor.worker", "from penstock.engine.messages import Submit"),
-        ("executor.worker", "from penstock.router import index"),
-        ("cache.pool", "import penstock.executor.protocol"),
-        ("cache.pool", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from penstock.engine import core"),
-        ("eplb.plan", "from penstock.cache import keys"),
-        ("router.app", "from penstock.engine import front"),
-        ("router.app", "from penstock.cache.pool import BlockPool"),
-        ("executor.worker", "from cache.keys import block_keys"),
-        ("router.app", "import engine"),
-    ],
-)
+@pytest.mark.parametrize(("module", "source"), table(__file__, "imports in the wrong direction"))
 def test_the_check_sees_an_import_in_the_wrong_direction(module: str, source: str) -> None:
     assert len(wrong_imports(source, module)) == 1
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("engine.core", "from penstock.executor.protocol import Step\nfrom penstock.cache.pool import BlockPool"),
-        ("engine.core", "from .messages import Submit\nfrom . import output"),
-        ("executor.worker", "import torch\nfrom penstock.cache import keys\nfrom penstock.eplb.plan import plan"),
-        ("router.app", "from penstock.engine.http.auth import check\nfrom penstock.cache import keys"),
-        ("cli", "from penstock.router import app\nfrom penstock.executor.uniproc import UniprocExecutor"),
-    ],
-)
+@pytest.mark.parametrize(("module", "source"), table(__file__, "imports in the right direction"))
 def test_the_check_lets_the_right_direction_pass(module: str, source: str) -> None:
     assert wrong_imports(source, module) == []
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("engine.core.scheduler", "from penstock.engine.front.client import EngineClient"),
-        ("engine.text.tokenizer", "def lazy():\n    from penstock.engine.server import app"),
-        ("executor.step.runner", "from penstock.executor.ranks import rank"),
-        ("executor.protocol", "from penstock.executor.ranks import ranked"),
-        ("cache.tiers.index", "from penstock.cache.tiers.disk import DiskTier"),
-    ],
-)
+@pytest.mark.parametrize(("module", "source"), table(__file__, "imports up a room"))
 def test_the_check_sees_an_import_up_the_room(module: str, source: str) -> None:
     assert len(upward_imports(source, module)) == 1
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle\npickle.loads(b'')",
-        "from pickle import loads\nloads(b'')",
-        "import pickle as p\np.Unpickler(f)",
-        "import torch as t\nt.load(f)",
-        "eval('1')",
-        "def f():\n    exec(code)",
-        "import subprocess\nsubprocess.run('ls', shell=True)",
-        "import numpy as np\nnp.load(f, allow_pickle=flag)",
-        "AutoModel.from_pretrained(m, trust_remote_code=True)",
-    ],
-)
+@pytest.mark.parametrize("source", table(__file__, "dangerous calls"))
 def test_the_check_sees_a_dangerous_call(source: str) -> None:
     assert len(banned_calls(source)) == 1
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from penstock.cli import main
 from penstock.executor.process_life import LOG_VARIABLE, ROOMS, log_levels
 from tests.support.fork_server import ROOT
 from tests.support.refusals import table
@@ -49,12 +50,15 @@ def test_every_room_that_has_a_level_logs(room: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "route"])
-def test_a_command_refuses_it_before_anything_starts(command: str) -> None:
-    words = [sys.executable, "-m", "penstock.cli", command]
-    done = subprocess.run([*words, "--log-level", "router=loud"], capture_output=True, text=True)
-    assert done.returncode == 2 and "--log-level: log_level: 'loud' is not a level" in done.stderr
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, LOG_VARIABLE: "kitchen=info"})
-    assert done.returncode == 2 and "log_level: 'kitchen' is not a room" in done.stderr
+def test_a_command_refuses_it_before_anything_starts(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "--log-level", "router=loud"])
+    assert "--log-level: log_level: 'loud' is not a level" in capsys.readouterr().err
+    monkeypatch.setenv(LOG_VARIABLE, "kitchen=info")
+    assert main([command]) == 2
+    assert "log_level: 'kitchen' is not a room" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

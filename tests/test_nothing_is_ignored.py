@@ -33,13 +33,8 @@ _FLAGS = json.loads(Path(__file__).with_suffix(".json").read_text())
 # Values for flags whose kind does not say one, and what a flag needs beside it.
 SAID: dict[str, str] = _FLAGS["SAID"]
 COMPANY: dict[str, list[str]] = _FLAGS["COMPANY"]
-OFF = {
-    "enforce_eager",
-    "batch_invariant",
-    "enable_expert_parallel",
-    "enable_eplb",
-    "enable_lora",
-}  # unless they are asked for
+PARAMS: dict[str, Any] = _FLAGS["PARAMS"] | {"logit_bias": {7: 1.0}}  # JSON's keys are no numbers
+OFF = {"enforce_eager", "batch_invariant", "enable_expert_parallel", "enable_eplb", "enable_lora"}  # by default
 # Of `penstock serve`: what finds the model's files and what of them is used, before there is a configuration.
 OF_FILES = {"model", "model_option", "revision", "chat_template", "generation_config"}
 
@@ -153,26 +148,6 @@ def test_every_keyword_of_the_python_classes_is_read() -> None:
                 assert {*named} <= used, f"{owner.__name__}.{method.name}"
 
 
-PARAMS: dict[str, Any] = {
-    "n": 2,
-    "temperature": 0.5,
-    "top_p": 0.5,
-    "top_k": 5,
-    "min_p": 0.1,
-    "repetition_penalty": 1.1,
-    "presence_penalty": 0.1,
-    "frequency_penalty": 0.1,
-    "seed": 5,
-    "max_tokens": 5,
-    "min_tokens": 2,
-    "stop_token_ids": [7],
-    "ignore_eos": True,
-    "logit_bias": {7: 1.0},
-    "allowed_token_ids": [7],
-    "banned_token_ids": [7],
-    "logprobs": 1,
-    "prompt_logprobs": 1,
-}
 # Those that the text alone knows, and that of the grammar, which is made before.
 OF_TEXT = {"stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "structured_outputs"}
 

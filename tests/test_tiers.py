@@ -64,6 +64,7 @@ def warm_equals_cold(tmp_path: Path, count: int) -> None:
     assert min(found) >= 64 and sum(after_restart) >= 0.99 * sum(found)
 
 
+@pytest.mark.slow
 def test_tokens_from_the_host_are_those_that_are_computed() -> None:
     texts = prompts(5)
     with engine(kv_host_bytes="64MiB") as llm:
@@ -103,6 +104,7 @@ def heard(llm: LLM) -> int:
     return sum(len(keys) for keys in tiers.index.stores.values())
 
 
+@pytest.mark.slow
 def test_tokens_from_a_peer_are_those_that_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_KV_PEER_SECRET", "a secret that is long enough")
     peers_agree(ranks=1)

@@ -108,6 +108,7 @@ def test_without_a_gpu_a_rung_says_so(monkeypatch: pytest.MonkeyPatch, rung: lad
         part.main(job | {"limit_s": 60.0} | dict(rung.argument))
 
 
+@pytest.mark.slow
 def test_a_rung_that_fails_leaves_its_line_and_the_next_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, lines = run(monkeypatch, tmp_path, "--rungs", "6,1")

@@ -46,30 +46,16 @@ def zero_some(slab: Slab, draw: random.Random, cells: int) -> None:
     slab.change(at, bytes(512))
 
 
-def swap_payloads(slab: Slab, draw: random.Random, cells: int) -> None:
-    one, other = (cell * CELL + HEADER_BYTES for cell in draw.sample(range(cells), 2))
-    first, second = slab.read(one, SMALL), slab.read(other, SMALL)
+def swap(slab: Slab, draw: random.Random, cells: int) -> None:
+    """Swap two records, or their headers or their payloads alone."""
+    start, size = draw.choice(((0, CELL), (0, HEADER_BYTES), (HEADER_BYTES, SMALL)))
+    one, other = (cell * CELL + start for cell in draw.sample(range(cells), 2))
+    first, second = slab.read(one, size), slab.read(other, size)
     slab.change(one, second)
     slab.change(other, first)
 
 
-def swap_records(slab: Slab, draw: random.Random, cells: int) -> None:
-    one, other = (cell * CELL for cell in draw.sample(range(cells), 2))
-    first, second = slab.read(one, CELL), slab.read(other, CELL)
-    slab.change(one, second)
-    slab.change(other, first)
-
-
-def swap_headers(slab: Slab, draw: random.Random, cells: int) -> None:
-    one, other = (cell * CELL for cell in draw.sample(range(cells), 2))
-    first, second = slab.read(one, HEADER_BYTES), slab.read(other, HEADER_BYTES)
-    slab.change(one, second)
-    slab.change(other, first)
-
-
-MUTATIONS: list[Callable[[Slab, random.Random, int], None]] = [
-    flip_a_bit, zero_some, swap_payloads, swap_records, swap_headers,
-]  # fmt: skip
+MUTATIONS: list[Callable[[Slab, random.Random, int], None]] = [flip_a_bit, zero_some, swap, swap, swap]
 
 
 def mutate_and_read(path: Path, count: int, seed: int) -> None:

@@ -19,61 +19,67 @@ def filled(path: Path, **more: object) -> Path:
         return Path(rig.tier.directory)
 
 
-def test_inspect_tells_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+class Cache:
+    """`penstock cache` over one directory."""
+
+    def __init__(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.path, self._capsys = path, capsys
+
+    def says(self, action: str, expected_code: int = 0, path: Path | None = None) -> str:
+        assert main(["cache", action, str(path or self.path)]) == expected_code
+        said = self._capsys.readouterr()
+        return said.out + said.err
+
+
+@pytest.fixture
+def cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cache:
+    return Cache(tmp_path, capsys)
+
+
+def test_inspect_tells_what_is_there_and_names_who_uses_it(cache: Cache, tmp_path: Path) -> None:
     folder = filled(tmp_path)
-    assert main(["cache", "inspect", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
+    said = cache.says("inspect")
     assert folder.name in said and "records      8 of" in said and "in use       no" in said and "cleanly" in said
-
-
-def test_inspect_names_who_uses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Rig(tmp_path):
-        assert main(["cache", "inspect", str(tmp_path)]) == 0
-    assert f"in use       by process {os.getpid()}" in capsys.readouterr().out
+        assert f"in use       by process {os.getpid()}" in cache.says("inspect")
 
 
-def test_verify_finds_the_one_bad_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_the_one_bad_record(cache: Cache, tmp_path: Path) -> None:
     folder = filled(tmp_path)
-    assert main(["cache", "verify", str(tmp_path)]) == 0
-    assert "8 good, 0 bad" in capsys.readouterr().out
+    assert "8 good, 0 bad" in cache.says("verify")
     with (folder / "slab-000000").open("r+b") as file:
         file.seek(3 * cell_bytes(CHUNK) + HEADER_BYTES + 17)
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
-    assert main(["cache", "verify", str(tmp_path)]) == 1
-    assert "7 good, 1 bad" in capsys.readouterr().out
+    assert "7 good, 1 bad" in cache.says("verify", 1)
 
 
-def test_verify_needs_no_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_needs_no_index(cache: Cache, tmp_path: Path) -> None:
     (filled(tmp_path) / "index").unlink()
-    assert main(["cache", "verify", str(tmp_path)]) == 0
-    assert "0 good, 0 bad, 8 good but missing in the index" in capsys.readouterr().out
+    assert "0 good, 0 bad, 8 good but missing in the index" in cache.says("verify")
 
 
-def test_clear_touches_only_its_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clear_touches_only_its_own_files(cache: Cache, tmp_path: Path) -> None:
     folder, other = filled(tmp_path), filled(tmp_path, fingerprint=b"other")
     mine = [tmp_path / "notes.txt", folder / "mine.txt", tmp_path / "folder" / "slab-000000"]
     (tmp_path / "folder").mkdir()
     for path in mine:
         path.write_text("keep")
     with Rig(tmp_path) as rig:
-        assert main(["cache", "clear", str(tmp_path)]) == 1  # one is in use, and said to be
-        assert "not cleared: " in capsys.readouterr().out and not other.exists()
+        assert "not cleared: " in cache.says("clear", 1) and not other.exists()  # one is in use
         rig.tier.check()
         assert rig.hits(*range(8)) == 8
-    assert main(["cache", "clear", str(tmp_path)]) == 0
+    cache.says("clear")
     assert list(folder.iterdir()) == [folder / "mine.txt"]
     assert all(path.read_text() == "keep" for path in mine)
     with Rig(tmp_path) as rig:
         assert rig.hits(*range(8)) == 0
 
 
-def test_a_directory_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache", "inspect", str(tmp_path / "absent")]) == 2
-    assert "absent: No such file or directory" in capsys.readouterr().err
-    assert main(["cache", "clear", str(tmp_path)]) == 0
-    assert "no records below" in capsys.readouterr().out
+def test_a_directory_that_is_not_there_is_named(cache: Cache, tmp_path: Path) -> None:
+    assert "absent: No such file or directory" in cache.says("inspect", 2, tmp_path / "absent")
+    assert "no records below" in cache.says("clear", 0, tmp_path / "absent")
 
 
 def test_every_action_has_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,22 +90,17 @@ def test_every_action_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Other files are kept" in capsys.readouterr().out
 
 
-def test_a_namespace_that_cannot_be_checked_holds_up_no_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_namespace_that_cannot_be_checked_holds_up_no_other(cache: Cache, tmp_path: Path) -> None:
     folder = filled(tmp_path)
     empty, linked = (folder.with_name(f"{sign * len(folder.name)}") for sign in ("0", "1"))
     empty.mkdir()
     linked.mkdir()
     (linked / "slab-000000").symlink_to(folder / "slab-000000")
-    assert main(["cache", "verify", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
+    said = cache.says("verify", 1)
     assert said.count(": not verified: ") == 2 and f"{folder.name}: 8 good, 0 bad" in said
 
 
-def test_a_cell_that_the_disk_cannot_read_is_bad(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cell_that_the_disk_cannot_read_is_bad(cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path)
 
     class Failing(io.BufferedReader):
@@ -109,5 +110,4 @@ def test_a_cell_that_the_disk_cannot_read_is_bad(
             return super().read(size)
 
     monkeypatch.setattr(operate, "open", lambda file, _mode: Failing(io.FileIO(file)), raising=False)
-    assert main(["cache", "verify", str(tmp_path)]) == 1
-    assert "7 good, 1 bad" in capsys.readouterr().out
+    assert "7 good, 1 bad" in cache.says("verify", 1)

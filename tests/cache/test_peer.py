@@ -118,44 +118,28 @@ def test_a_peer_whose_bytes_mean_something_else_is_refused() -> None:
         assert peer.start_load(KEYS[0], bytearray(CHUNK)) is None
 
 
-def corrupt(get: Get, send: Send) -> None:
-    data = content(get.key[3])
-    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, checksum_seed(FINGERPRINT)) ^ 1), data)
+def wrongly(
+    num_payloads: int = 1, number: int | None = None, size: int = CHUNK, fingerprint: bytes = FINGERPRINT, flip: int = 0
+) -> Answer:
+    """Answer with a block that differs in some way from the right one."""
 
+    def answer(get: Get, send: Send) -> None:
+        data = content(get.key[3] if number is None else number)[:size]
+        checksum = xxh3_64_intdigest(data, checksum_seed(fingerprint)) ^ flip
+        send(Block(get.ticket, get.key if number is None else key(number), checksum), *num_payloads * [data])
 
-def of_another_model(get: Get, send: Send) -> None:
-    data = content(get.key[3])
-    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, checksum_seed(b"x" * 32))), data)
-
-
-def another_block(get: Get, send: Send) -> None:
-    data = content(99)
-    send(Block(get.ticket, key(99), xxh3_64_intdigest(data, checksum_seed(FINGERPRINT))), data)
-
-
-def short(get: Get, send: Send) -> None:
-    data = content(get.key[3])[:-1]
-    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, checksum_seed(FINGERPRINT))), data)
-
-
-def without_payload(get: Get, send: Send) -> None:
-    send(Block(get.ticket, get.key, 0))
-
-
-def with_two_payloads(get: Get, send: Send) -> None:
-    data = content(get.key[3])
-    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, checksum_seed(FINGERPRINT))), data, data)
+    return answer
 
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (corrupt, "corrupt"),
-        (of_another_model, "corrupt"),
-        (another_block, "foreign"),
-        (short, "short"),
-        (without_payload, "short"),
-        (with_two_payloads, "short"),
+        (wrongly(flip=1), "corrupt"),
+        (wrongly(fingerprint=b"x" * 32), "corrupt"),
+        (wrongly(number=99), "foreign"),
+        (wrongly(size=CHUNK - 1), "short"),
+        (wrongly(num_payloads=0), "short"),
+        (wrongly(num_payloads=2), "short"),
         (lambda get, send: send(Miss(get.ticket, "gone")), "gone"),
         (lambda get, send: send(Miss(get.ticket, "anything else")), "gone"),
     ],
@@ -173,7 +157,7 @@ def test_a_wrong_answer_is_a_miss_and_touches_nothing(answer: Answer, reason: st
 
 
 def test_after_three_wrong_answers_in_a_row_the_peer_is_left_alone_and_greeted_again_later() -> None:
-    with LyingPeer(KEYS, corrupt) as liar, tier(liar.endpoint) as peer:
+    with LyingPeer(KEYS, wrongly(flip=1)) as liar, tier(liar.endpoint) as peer:
         hear_all(peer)
         for number in range(3):
             peer.start_load(KEYS[number], bytearray(CHUNK))

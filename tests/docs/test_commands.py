@@ -2,11 +2,8 @@
 
 import argparse
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from penstock.engine.commands import serve
 from penstock.router import serve as route
 from tests.docs.test_pages import BLOCK, KNOWN, PAGES, ROOT
 from tests.support.default_file import default_file
+from tests.support.programs import Command
 
 PROGRAM = re.compile(r"(?:\w+=\S+ +)*(?:\S*/)?([\w-]+)")
 # Pages that explain how a part works; every other page is about a task.
@@ -47,14 +45,8 @@ SERVED = ("SmolLM2-135M-Instruct", "sql")  # the default model's name, and that 
 def url() -> Iterator[str]:
     """Serve the default model."""
     default_file()
-    command = [sys.executable, "-m", "penstock.cli", "serve", "--port", "0", "--served-model-name", *SERVED]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
-        try:
-            assert server.stdout is not None
-            yield next(found[0] for line in server.stdout if (found := re.search(r"http://127[.]0[.]0[.]1:\d+", line)))
-        finally:
-            server.terminate()
+    with Command("serve", "--port", "0", "--served-model-name", *SERVED) as server:
+        yield server.url()
 
 
 def commands(code: str) -> list[list[str]]:

@@ -7,9 +7,11 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import Running, running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
-    from tests.support.page_browser import started  # here: without Playwright it skips whatever imports it
+    from tests.support.page_browser import (
+        started,
+    )  # imported here: without Playwright it skips the file that imports it
 
     with started() as browser:
         yield browser

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from tests.support.default_model import default_model
-from tests.support.page_browser import answer, say, set_fields, started, visit
+from tests.support.page_browser import started, visit
 
 SIZE = {"width": 1180, "height": 740}
 TALE = "Write a long story about a river, a bridge and the people who built it."
@@ -27,13 +27,11 @@ def chat_and_live(browser: Any, folder: Path) -> None:
     with default_model("SmolLM2-135M-Instruct") as server:
         with visit(browser, server.url, color_scheme="light", viewport=SIZE) as page:
             page.set_default_timeout(300_000)  # on a busy machine too
-            set_fields(page, temperature="0", max_tokens="90")
+            page.set_fields(temperature="0", max_tokens="90")
             for question in ("Give me three tips for a good night's sleep.", "What is the capital of France?"):
-                say(page, question)
-                answer(page)
+                page.ask(question)
                 page.click("#new")
-            say(page, "Write a Python function that adds two numbers.")
-            answer(page)
+            page.ask("Write a Python function that adds two numbers.")
             page.screenshot(path=folder / "page-chat.png")
         with visit(browser, f"{server.url}/#watch", color_scheme="dark", viewport=SIZE) as page:
             asking = [threading.Thread(target=ask, args=(server.url, number)) for number in range(6)]

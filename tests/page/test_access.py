@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.page_browser import MARKS, answer, answer_with, begun, say, streamed, visit, wait_for
+from tests.support.page_browser import MARKS, Page, streamed, visit
 from tests.support.running_server import Running
 
 pytestmark = MARKS
@@ -46,7 +46,7 @@ UNNAMED = """[...document.querySelectorAll("button, input, select, textarea, sum
   .map((e) => e.outerHTML)"""
 
 
-def wider_than_the_screen(page: Any) -> list[str]:
+def wider_than_the_screen(page: Page) -> list[str]:
     """Elements that stand out to the right, but for those within a box that is moved sideways on its own."""
     assert page.evaluate("document.documentElement.scrollWidth") == 375
     wide = "[...document.querySelectorAll('main:not([hidden]) *')].filter(e => e.getBoundingClientRect().right > 376 && !e.closest('pre, .table'))"
@@ -58,12 +58,9 @@ def wider_than_the_screen(page: Any) -> list[str]:
 def test_it_fits_a_telephone_and_both_colour_schemes(browser: Any, slow: Running, view: str) -> None:
     lightness = {}
     for scheme in ("light", "dark"):
-        size = {"width": 375, "height": 667}
-        with visit(browser, f"{slow.url}/#{view}", color_scheme=scheme, viewport=size) as page:
+        with visit(browser, f"{slow.url}/#{view}", color_scheme=scheme, viewport=TELEPHONE) as page:
             page.wait_for_selector("#state .dot.good")
-            assert page.evaluate("document.documentElement.scrollWidth") == 375
-            wide = "[...document.querySelectorAll('main:not([hidden]) *')].filter(e => e.getBoundingClientRect().right > 376)"
-            assert page.evaluate(f"{wide}.map(e => e.outerHTML.slice(0, 80))") == []
+            assert wider_than_the_screen(page) == []
             paper, ink = page.evaluate(
                 "(style => [style.backgroundColor, style.color])(getComputedStyle(document.documentElement))"
             )
@@ -74,9 +71,8 @@ def test_it_fits_a_telephone_and_both_colour_schemes(browser: Any, slow: Running
 
 def test_a_conversation_and_its_drawers_fit_a_telephone(browser: Any, slow: Running) -> None:
     with visit(browser, slow.url, viewport=TELEPHONE) as page:
-        answer_with(page, ANSWER)
-        say(page, "wide " * 3 + "w" * 200)
-        answer(page)
+        page.answer_with(ANSWER)
+        page.ask("wide " * 3 + "w" * 200)
         page.click("#talk summary")
         assert wider_than_the_screen(page) == []
         for drawer in ("past", "settings"):
@@ -90,11 +86,10 @@ def test_a_conversation_and_its_drawers_fit_a_telephone(browser: Any, slow: Runn
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_text_stands_out_from_what_is_behind_it(browser: Any, slow: Running, scheme: str) -> None:
     with visit(browser, slow.url, color_scheme=scheme) as page:
-        answer_with(page, ANSWER, streamed({"content": "half"}, finish=None))
-        say(page, "abc")
-        answer(page)
+        page.answer_with(ANSWER, streamed({"content": "half"}, finish=None))
+        page.ask("abc")
         page.click("#talk summary")
-        say(page, "abc")
+        page.say("abc")
         page.wait_for_selector("#talk .error")
         page.click("#settings-open")
         found = page.evaluate(CONTRASTS)
@@ -103,12 +98,12 @@ def test_all_text_stands_out_from_what_is_behind_it(browser: Any, slow: Running,
 
 def test_everything_has_a_name_and_what_happens_is_announced(browser: Any, slow: Running) -> None:
     with visit(browser, slow.url) as page:
-        say(page, "abc")
-        begun(page)
+        page.say("abc")
+        page.begun()
         assert page.inner_text("#said") == "Answering"
         assert page.get_attribute("#talk > li:last-child", "aria-busy") == "true"
         page.keyboard.press("Escape")
-        said = answer(page)
+        said = page.answer()
         assert page.inner_text("#said").startswith(said[:9]) and "Answer complete: " in page.inner_text("#said")
         assert page.get_attribute("#said", "role") == "status"
         assert page.get_attribute("#talk > li:last-child", "aria-busy") is None
@@ -128,10 +123,9 @@ def test_the_keyboard_reaches_everything_in_order_and_it_is_seen_where_it_is(bro
         return names
 
     with visit(browser, slow.url) as page:
-        answer_with(page, streamed({"content": "```c\nx\n```"}))
+        page.answer_with(streamed({"content": "```c\nx\n```"}))
         page.wait_for_selector("#model option", state="attached")
-        say(page, "abc")
-        answer(page)
+        page.ask("abc")
         page.click("h1")
         assert reached(13) == [
             *("Chat", "Live", "abc", "Delete abc", "past-clear", "scroll", "Copy", "Code, c"),
@@ -139,7 +133,7 @@ def test_the_keyboard_reaches_everything_in_order_and_it_is_seen_where_it_is(bro
         ]
         page.focus("#settings-open")
         page.keyboard.press("Enter")
-        wait_for(page, f"{name} === 'Close'")
+        page.wait_for(f"{name} === 'Close'")
         assert reached(9) == [
             *("model", "system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "tools"),
         ]

@@ -5,35 +5,36 @@ import hashlib
 import re
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from penstock.engine.http.page.document import document
 from penstock.engine.messages import Stats
 from tests.support.router_fleet import running_router
-from tests.support.running_server import running
+from tests.support.running_server import Running, running
 
 HTML = document().body.decode()
 
 
 @pytest.fixture(scope="module")
-def answer() -> Iterator[httpx.Response]:
-    """`/` as the real server answers it, with a key that the request does not carry."""
+def server() -> Iterator[Running]:
     with running(api_keys=("sk-secret",)) as server:
-        yield server.http.get("/")
+        yield server
 
 
-def test_it_is_sent_without_a_key_with_its_headers_and_never_stored(answer: httpx.Response) -> None:
+def test_it_is_sent_without_a_key_with_its_headers_and_never_stored(server: Running) -> None:
+    answer = server.http.get("/")
     assert answer.status_code == 200 and answer.content == document().body
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert answer.headers["cache-control"] == "no-store"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
     assert "sk-secret" not in answer.text
+    assert server.http.head("/").headers["content-length"] == str(len(document().body))
+    assert server.http.post("/").status_code == 405
 
 
-def test_the_policy_lets_only_this_script_and_style_run_and_only_this_origin_be_asked(answer: httpx.Response) -> None:
-    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+def test_the_policy_lets_only_this_script_and_style_run_and_only_this_origin_be_asked(server: Running) -> None:
+    policy = dict(part.split(" ", 1) for part in server.http.get("/").headers["content-security-policy"].split("; "))
     for element in ("script", "style"):
         (text,) = re.findall(rf"<{element}[^>]*>(.*?)</{element}>", HTML, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -67,19 +68,16 @@ def test_nothing_makes_html_or_code_of_text_or_writes_the_key_where_it_stays() -
     assert re.findall(r"\son\w+=|style=\"", re.sub(r"<(script|style).*?</\1>", "", HTML, flags=re.DOTALL)) == []
 
 
-def test_every_route_that_it_asks_for_is_there() -> None:
+def test_every_route_that_it_asks_for_is_there(server: Running) -> None:
     asked = set(re.findall(r"\bask\(\s*\"(/[^\"]*)\"", HTML))
     assert asked == {"/metrics", "/v1/models", "/v1/chat/completions"}
     assert len(re.findall(r"\bfetch\(", HTML)) == 1  # in `ask`
-    with running() as server:
-        assert asked <= server.app.templates
+    assert asked <= server.app.templates
 
 
-def test_every_metric_that_it_shows_is_one_that_is_said() -> None:
-    with running() as server:
-        tiers: dict[str, dict[str, float]] = {"host": {"used_blocks": 1, "capacity_blocks": 2}}
-        server.engine.stats = Stats(num_blocks=4, tiers=tiers)
-        said = server.http.get("/metrics").text
+def test_every_metric_that_it_shows_is_one_that_is_said(server: Running) -> None:
+    server.engine.stats = Stats(num_blocks=4, tiers={"host": {"used_blocks": 1, "capacity_blocks": 2}})
+    said = server.http.get("/metrics", headers={"authorization": "Bearer sk-secret"}).text
     families = set(re.findall(r"^# TYPE (\S+)", said, re.MULTILINE))
     named = set(re.findall(r"\"((?:vllm|penstock|process)[_:]\w+)\"", HTML))
     missing = {name for name in named if not families & {name, re.sub(r"_(sum|count|bucket)$", "", name)}}
@@ -92,17 +90,11 @@ def test_every_element_that_the_script_looks_up_is_there_once() -> None:
     assert len(there) == len(set(there)) and wanted - set(there) == set()
 
 
-def test_a_head_is_answered_like_a_get_and_nothing_else_is() -> None:
-    with running() as server:
-        assert server.http.head("/").headers["content-length"] == str(len(document().body))
-        assert server.http.post("/").status_code == 405
-
-
 def test_a_router_has_no_page_and_says_where_to_look() -> None:
     with running_router(api_keys=("sk-secret",)) as router:
         answer = router.http.get("/")
         assert answer.status_code == 200 and answer.headers["content-type"] == "text/plain; charset=utf-8"
         assert "/replicas" in answer.text and "sk-secret" not in answer.text
         assert router.http.head("/").headers["content-length"] == str(len(answer.content))
-    with running_router() as router:
+    with running_router() as router:  # without keys: else the key comes first
         assert router.http.post("/").status_code == 405

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.page_browser import MARKS, scripts, started
+from tests.support.page_browser import MARKS, Page, scripts
 
 pytestmark = MARKS
 SCRIPTS = ("page.js", "charts.js", "markdown.js", "answer.js")
@@ -55,8 +55,8 @@ PATHOLOGICAL = [
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Any]:
-    with started() as browser, scripts(browser, *SCRIPTS) as page:
+def page(browser: Any) -> Iterator[Page]:
+    with scripts(browser, *SCRIPTS) as page:
         yield page
 
 
@@ -70,13 +70,13 @@ def simple(html: str) -> str:
     return rows.removeprefix("<div>").removesuffix("</div>")
 
 
-def test_what_models_write_comes_out_as_they_mean_it(page: Any) -> None:
+def test_what_models_write_comes_out_as_they_mean_it(page: Page) -> None:
     shown = page.evaluate(SHOW, [text for text, _ in EXAMPLES])
     found = {text: simple(html) for (text, _), html in zip(EXAMPLES, shown, strict=True)}
     assert {text: html for text, html in found.items() if html != dict(EXAMPLES)[text]} == {}
 
 
-def test_only_the_web_and_mail_addresses_become_links_and_all_else_stays_as_written(page: Any) -> None:
+def test_only_the_web_and_mail_addresses_become_links_and_all_else_stays_as_written(page: Page) -> None:
     read = "(text) => { const box = make('div'); new Markdown(box).show(text); return [box.textContent, box.querySelector('a')?.href]; }"
     for text in NO_LINKS:
         said, href = page.evaluate(read, text)
@@ -85,7 +85,7 @@ def test_only_the_web_and_mail_addresses_become_links_and_all_else_stays_as_writ
         assert 'target="_blank" rel="noopener noreferrer"' in link
 
 
-def test_hostile_text_becomes_no_element_and_no_attribute_of_its_own(page: Any) -> None:
+def test_hostile_text_becomes_no_element_and_no_attribute_of_its_own(page: Page) -> None:
     for text, found in zip(HOSTILE, page.evaluate(STREAM, [[text, [9]] for text in HOSTILE]), strict=True):
         assert set(found["tags"]) <= TAGS and set(found["attributes"]) <= ATTRIBUTES, text
         assert found["said"] != "" and re.findall(r"<\w+", found["said"]) == re.findall(r"<\w+", text)
@@ -93,7 +93,7 @@ def test_hostile_text_becomes_no_element_and_no_attribute_of_its_own(page: Any) 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_text_loses_no_word_and_is_the_same_streamed_and_whole(page: Any, seed: int) -> None:
+def test_random_text_loses_no_word_and_is_the_same_streamed_and_whole(page: Page, seed: int) -> None:
     rng = random.Random(seed)
     texts = ["".join(rng.choices(PIECES, k=rng.randint(1, 60))) for _ in range(200)]
     cases = [(text, sorted(rng.choices(range(len(text)), k=rng.choice([3, 30, 300])))) for text in texts]
@@ -104,7 +104,7 @@ def test_random_text_loses_no_word_and_is_the_same_streamed_and_whole(page: Any,
 
 
 @pytest.mark.parametrize("number", range(len(PATHOLOGICAL)))
-def test_huge_text_is_shown_without_a_halt(page: Any, number: int) -> None:
+def test_huge_text_is_shown_without_a_halt(page: Page, number: int) -> None:
     text = PATHOLOGICAL[number]
     shown = page.evaluate(
         "(text) => { const box = make('div'); new Markdown(box).show(text); return box.textContent.length; }", text
@@ -112,7 +112,7 @@ def test_huge_text_is_shown_without_a_halt(page: Any, number: int) -> None:
     assert shown <= len(text) + 30_000
 
 
-def test_a_long_stream_leaves_alone_what_stands_and_touches_little(page: Any) -> None:
+def test_a_long_stream_leaves_alone_what_stands_and_touches_little(page: Page) -> None:
     """20,000 tokens, each shown: the elements that change with a token are those of its own paragraph."""
     block = (
         "## Part\n\nSome **bold** words and `code` of it.\n\n- one\n- two\n  - three\n\n```py\nx = 1\ny = 2\n```\n\n"

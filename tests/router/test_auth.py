@@ -1,6 +1,7 @@
 """Whose key the replicas get, and who may change the fleet; tests/test_edges.py asks every route for a key."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -31,22 +32,19 @@ def test_a_question_mark_behind_an_open_route_changes_nothing(router: RunningRou
     assert status(ask(router, "GET", "/health?x=/metrics")) == 200
 
 
-def test_the_replica_gets_the_backends_key_and_never_the_clients(router: RunningRouter, backend: Stub) -> None:
-    answer = ask(router, "POST", "/v1/completions", f"authorization: Bearer {KEY}", body=b'{"prompt":"a"}')
-    assert status(answer) == 200
-    assert backend.seen[-1].header(b"authorization") == [f"Bearer {BACKEND}".encode()]
-
-
-def test_a_router_without_keys_of_its_own_passes_the_clients_on(backend: Stub) -> None:
-    with running_router(backend.url) as plain:
-        ask(plain, "POST", "/v1/completions", "authorization: Bearer theirs", body=b'{"prompt":"a"}')
-    assert backend.seen[-1].header(b"authorization") == [b"Bearer theirs"]
-
-
-def test_a_router_that_asks_for_a_key_keeps_it_from_replicas_that_need_none(backend: Stub) -> None:
-    with running_router(backend.url, api_keys=(KEY,)) as keyed:
-        ask(keyed, "POST", "/v1/completions", f"authorization: Bearer {KEY}", body=b'{"prompt":"a"}')
-    assert backend.seen[-1].header(b"authorization") == []
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"api_keys": (KEY,), "backend_api_key": BACKEND}, [f"Bearer {BACKEND}".encode()]),
+        ({}, [f"Bearer {KEY}".encode()]),
+        ({"api_keys": (KEY,)}, []),
+    ],
+    ids=["the backend's", "the client's where the router has none", "none where replicas need none"],
+)
+def test_which_key_a_replica_gets(settings: dict[str, Any], expected: list[bytes], backend: Stub) -> None:
+    with running_router(backend.url, **settings) as router:
+        ask(router, "POST", "/v1/completions", f"authorization: Bearer {KEY}", body=b'{"prompt":"a"}')
+    assert backend.seen[-1].header(b"authorization") == expected
 
 
 def test_only_the_admin_key_changes_the_fleet(router: RunningRouter, backend: Stub) -> None:

@@ -127,12 +127,13 @@ def test_deeper_tiers_count_in_part_and_only_where_they_reach_further() -> None:
     placement.check()
 
 
-def test_what_was_learned_since_a_prompt_was_prepared_counts() -> None:
+@pytest.mark.parametrize("is_slot_new", [False, True])
+def test_what_was_learned_since_a_prompt_was_prepared_counts(is_slot_new: bool) -> None:
     placement, _ = fleet(2)
-    for name in ("r0", "r1"):
-        live(placement, name)
+    if not is_slot_new:
+        live(placement, "r1")
     prompt = placement.prepare(ids(1))
-    placement.apply_events("r1", [Changes(1, "device", short_keys(ids(1)), b"")])
+    live(placement, "r1", ids(1))
     charge = placement.choose(prompt, num_tokens=160)
     assert charge is not None and (charge.replica, charge.predicted_cached_tokens) == ("r1", 159)
 

@@ -8,7 +8,7 @@ import h11
 import pytest
 
 from penstock.engine.http.limits import Limits
-from tests.support.raw_http import connect, exchange, post, read_all, status
+from tests.support.raw_http import connect, exchange, mangled, post, read_all, status
 from tests.support.refusals import table
 from tests.support.router_fleet import RunningRouter, running_router, until
 from tests.support.router_stub import Seen, Stub, endless, stub
@@ -25,6 +25,10 @@ def router(backend: Stub) -> Iterator[RunningRouter]:
 
 
 BODY = b'{"prompt":"abc"}'
+PIECES = [
+    *(b"\r\n", b"\n", b"\r", b" ", b"\t", b"\x00", b"0", b";", b":", b",", b"content-length: 5\r\n", b"0\r\n\r\n"),
+    *(b"transfer-encoding: chunked\r\n", b"Transfer-Encoding:\tchunked\r\n"),
+]
 SMUGGLING: dict[str, bytes] = dict(table(__file__, "smuggling", post=post, BODY=BODY))
 
 
@@ -73,40 +77,17 @@ def test_what_a_mangled_request_becomes_is_read_alike_by_every_parser(
     originals = [*SMUGGLING.values(), *20 * [post(BODY, close=False)], *20 * [chunked]]
     answered = 0
     for _ in range(count):
-        mangled = _mangle(rng, rng.choice(originals))
+        asked = mangled(rng, rng.choice(originals), PIECES)
         num_seen = len(backend.seen)
-        answer = exchange(router.port, mangled + post(BODY))
+        answer = exchange(router.port, asked + post(BODY))
         assert answer == b"" or answer.startswith(b"HTTP/1.1 ")
         seen = backend.seen[num_seen:]
-        assert len(seen) <= mangled.count(b"HTTP/1") + 1
+        assert len(seen) <= asked.count(b"HTTP/1") + 1
         for each in seen:
             answered += 1
             assert each.line.startswith(b"POST /") and each.line.endswith(b" HTTP/1.1")
             assert _read_by_h11(each) == each.body
     assert answered > 50  # the corpus is not all refused
-
-
-def _mangle(rng: random.Random, request: bytes) -> bytes:
-    data = bytearray(request)
-    for _ in range(rng.randrange(1, 4)):
-        place = rng.randrange(len(data))
-        kind = rng.randrange(4)
-        if kind == 0:
-            data[place] = rng.randrange(256)
-        elif kind == 1:
-            del data[place : place + rng.randrange(1, 4)]
-        elif kind == 2:
-            data[place:place] = rng.choice([b"\r\n", b"\n", b"\r", b" ", b"\t", b"\x00", b"0", b";", b":", b","])
-        else:
-            data[place:place] = rng.choice(
-                [
-                    b"content-length: 5\r\n",
-                    b"transfer-encoding: chunked\r\n",
-                    b"Transfer-Encoding:\tchunked\r\n",
-                    b"0\r\n\r\n",
-                ]
-            )
-    return bytes(data)
 
 
 def _read_by_h11(seen: Seen) -> bytes:

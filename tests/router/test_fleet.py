@@ -160,17 +160,6 @@ def test_the_speed_of_each_replica_is_learned() -> None:
     assert done["r3"] < 0.7 * min(done["r0"], done["r1"], done["r2"])
 
 
-def test_a_full_replica_is_passed_over_for_one_with_room() -> None:
-    simulation = Simulation(Settings(num_replicas=2, num_blocks=100), PolicyConfig(wear=0.0), seed=1)
-    placement = simulation.placement
-    full = placement.choose(None, num_tokens=51_000, exclude=frozenset({"r1"}))
-    assert full is not None
-    full.first_token(0)
-    placement.apply_events("r0", [Snapshot(1, "device", keys(1, 18).tobytes(), True, True)])
-    simulation.arrive(Arrival(0.0, 512 * 20, 1, keys(1, 20)))
-    assert len(simulation.replicas["r1"].outcomes) == 0 and simulation.replicas["r1"]._is_busy
-
-
 def test_a_session_stays_where_it_was_unless_another_is_much_better() -> None:
     simulation = Simulation(SMALL, PolicyConfig(affinity_s=0.05), seed=1)
     first = simulation.placement.choose(None, num_tokens=10, session="chat")
@@ -198,13 +187,6 @@ def test_equals_are_chosen_by_lot_and_the_lot_is_repeatable() -> None:
 
     assert order(1) == order(1) != order(2)
     assert set(order(1)) == {"r0", "r1", "r2", "r3"}
-
-
-def test_round_robin_takes_turns_among_those_that_are_available() -> None:
-    placement = Simulation(SMALL, PolicyConfig(name="round-robin"), seed=1).placement
-    placement.set_available("r2", False)
-    charges = [placement.choose(None, num_tokens=1) for _ in range(7)]
-    assert [charge.replica for charge in charges if charge] == ["r0", "r1", "r3", "r0", "r1", "r3", "r0"]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -14,7 +14,7 @@ from tests.support.router_fleet import mock_replicas, running_router, until
 from tests.support.router_stub import STREAM, Seen, stub
 
 TEXT = "a long beginning " * 20
-BEGINNING = [Hello("e", "sha256", b"", 16, 0), *snapshot(0, {"device": b"k" * 8})]
+BEGINNING: list[Frame] = [Hello("e", "sha256", b"", 16, 0), *snapshot(0, {"device": b"k" * 8})]
 
 
 def send(sock: socket.socket, *frames: Frame) -> None:

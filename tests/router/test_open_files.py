@@ -3,19 +3,15 @@
 import asyncio
 import contextlib
 import errno
-import os
 import resource
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from penstock.router.http import upstream
-from tests.support.fork_server import ROOT
+from tests.support.programs import Command
 from tests.support.raw_http import connect, post, status
 from tests.support.router_fleet import running_router, until
 from tests.support.router_stub import EVENT, STREAM, Hold, stub
@@ -23,31 +19,13 @@ from tests.support.router_stub import EVENT, STREAM, Hold, stub
 NUM_CLIENTS = 150
 
 
-@contextlib.contextmanager
-def router_process(limit: tuple[int, int], *backends: str) -> Iterator[str]:
-    flags = [word for url in backends for word in ("--backend", url)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli", "route", "--port", "0", "--admin-api-key", "sk-admin", *flags],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT)))},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limit),
-    )
-    assert process.stdout is not None
-    try:
-        yield process.stdout.readline().split()[-1]
-    finally:
-        process.kill()
-        process.wait(60)
-        process.stdout.close()
-
-
 @pytest.mark.parametrize("is_hard", [False, True])
 def test_more_streams_than_descriptors_get_an_answer_each_and_no_replica_is_blamed(is_hard: bool) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     stream = Hold(b"0\r\n\r\n", first=STREAM + EVENT)
     with stub(stream) as one, stub(stream) as other, contextlib.ExitStack() as stack:
-        url = stack.enter_context(router_process((256, 256 if is_hard else hard), one.url, other.url))
+        words = ("route", "--port", "0", "--backend", one.url, "--backend", other.url)
+        url = stack.enter_context(Command(*words, max_files=(256, 256 if is_hard else hard))).url()
         until(lambda: httpx.get(url + "/ready").status_code == 200)
         socks = [stack.enter_context(connect(int(url.rpartition(":")[2]))) for _ in range(NUM_CLIENTS)]
         stack.callback(stream.go.set)

@@ -62,26 +62,6 @@ def test_a_request_goes_where_its_prefix_lies() -> None:
     placement.check()
 
 
-def test_a_long_queue_outweighs_a_match() -> None:
-    placement, _ = fleet(2)
-    prompt = ids(1)
-    live(placement, "r0", prompt)
-    live(placement, "r1")
-    for _ in range(2):
-        assert placement.choose(None, num_tokens=300, exclude=frozenset({"r1"}))
-    charge = placement.choose(placement.prepare(prompt), num_tokens=160)
-    assert charge is not None and charge.replica == "r1"
-
-
-def test_nobody_is_chosen_where_nobody_is_available() -> None:
-    placement, _ = fleet(1)
-    placement.set_available("r0", False)
-    assert placement.choose(None, num_tokens=5) is None
-    placement.set_available("r0", True)
-    assert placement.choose(None, num_tokens=5, exclude=frozenset({"r0"})) is None
-    assert placement.choose(None, num_tokens=5) is not None
-
-
 @pytest.mark.parametrize("ending", ["after the first token", "before the first token"])
 def test_load_is_released_exactly_once(ending: str) -> None:
     placement, clock = fleet(1)
@@ -146,12 +126,3 @@ def test_a_gap_asks_for_a_snapshot_and_the_snapshot_mends_it() -> None:
     live(placement, "r0", seq=12)
     assert not placement.needs_snapshot("r0") and cached(placement, prompt) == {"r0": 0}
     placement.check()
-
-
-def test_what_replicas_say_between_preparing_and_choosing_counts() -> None:
-    placement, _ = fleet(1)
-    prompt = placement.prepare(ids(1))
-    live(placement, "r0", ids(1))  # in a slot that was not there before
-    charge = placement.choose(prompt, num_tokens=160)
-    assert charge is not None and charge.predicted_cached_tokens > 0
-    charge.release()

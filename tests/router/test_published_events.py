@@ -3,10 +3,8 @@ by either way, knows the same."""
 
 import argparse
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
@@ -120,25 +118,23 @@ def test_messages_have_the_layout_of_vllm(tmp_path: Path) -> None:
         assert all(isinstance(each, int) and each < 2**64 for each in event["block_hashes"])
 
 
-def test_its_configuration_is_vllms_by_name_and_nothing_else() -> None:
-    def config(**given: Any) -> ServerConfig:
-        return resolve(ServerConfig(kv_events_config=msgspec.convert(given, KvEventsConfig)), {})
-
-    assert not (config(publisher="null", enable_kv_cache_events=True).kv_events_config or KvEventsConfig()).is_on
-    given = json.loads('{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}')
-    assert (config(**given).kv_events_config or KvEventsConfig()).is_on
-    for wrong in ({"endpoint": "*:5557"}, {"publisher": "kafka"}, {"colour": 1}):
-        with pytest.raises(msgspec.ValidationError):
-            config(**wrong)
-
-
-def test_the_command_line_makes_the_same_of_it() -> None:
+def test_its_configuration_is_vllms_by_name_in_python_and_on_the_command_line_and_nothing_else() -> None:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    given = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
-    args = parser.parse_args(["model", "--kv-events-config", given])
-    found = serve.server_config(args, "model", {}).kv_events_config
-    assert isinstance(found, KvEventsConfig) and found.is_on and found.replay_endpoint == "tcp://*:5558"
-    for wrong in ("5557", '{"colour": 1}'):
-        with pytest.raises(SystemExit):
-            parser.parse_args(["model", "--kv-events-config", wrong])
+
+    def config(given: str) -> KvEventsConfig:
+        in_python = ServerConfig(kv_events_config=msgspec.json.decode(given, type=KvEventsConfig))
+        args = parser.parse_args(["model", "--kv-events-config", given])
+        found = serve.server_config(args, "model", {}).kv_events_config
+        assert isinstance(found, KvEventsConfig) and resolve(in_python, {}).kv_events_config in (found, None)
+        return found
+
+    assert not config('{"publisher": "null", "enable_kv_cache_events": true}').is_on
+    endpoints = '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'
+    found = config(f'{{"enable_kv_cache_events": true, "publisher": "zmq", {endpoints}}}')
+    assert found.is_on and found.replay_endpoint == "tcp://*:5558"
+    for wrong in ('{"endpoint": "*:5557"}', '{"publisher": "kafka"}', '{"colour": 1}', "5557"):
+        with pytest.raises(msgspec.ValidationError):
+            resolve(ServerConfig(kv_events_config=msgspec.json.decode(wrong, type=KvEventsConfig)), {})
+        with pytest.raises((SystemExit, msgspec.ValidationError)):
+            serve.server_config(parser.parse_args(["model", "--kv-events-config", wrong]), "model", {})

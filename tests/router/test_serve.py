@@ -1,12 +1,6 @@
 """`penstock route` as its user runs it: real processes, real signals."""
 
-import contextlib
-import os
-import re
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -14,32 +8,10 @@ import pytest
 from penstock.cli import main
 from penstock.router.backend import canonical_url
 from penstock.router.config import RouterConfig, resolve
-from tests.support.fork_server import ROOT
+from tests.support.programs import Command
 from tests.support.raw_http import connect, post, read_all, status
 from tests.support.refusals import table
 from tests.support.router_fleet import mock_replicas, until
-
-ADMIN = {"authorization": "Bearer sk-admin"}
-
-
-@contextlib.contextmanager
-def route(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and its URL."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT)))}
-    command = [sys.executable, "-m", "penstock.cli", "route", *arguments]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT / "tests"
-    )
-    assert process.stdout is not None and process.stderr is not None
-    try:
-        found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
-        assert found is not None, process.stderr.read()
-        yield process, found[0]
-    finally:
-        process.kill()
-        process.wait(60)
-        process.stdout.close()
-        process.stderr.close()
 
 
 def is_ready(url: str) -> bool:
@@ -52,35 +24,37 @@ def is_ready(url: str) -> bool:
 def test_the_first_signal_drains_and_the_exit_code_is_0() -> None:
     with (
         mock_replicas(1, inter_token_s=0.02) as (replica,),
-        route("--backend", replica.url, "--port", "0") as (child, url),
+        Command("route", "--backend", replica.url, "--port", "0") as router,
     ):
+        url = router.url()
         until(lambda: is_ready(url))
         port = int(url.rpartition(":")[2])
         body = b'{"prompt":"abc","max_tokens":40,"stream":true,"ignore_eos":true}'
         with connect(port) as sock, connect(port) as other:
             sock.sendall(post(body))
             assert b"data: " in sock.recv(65536)
-            child.send_signal(signal.SIGTERM)
+            router.process.send_signal(signal.SIGTERM)
             until(lambda: httpx.get(url + "/ready").status_code == 503)
             other.sendall(post(body))
             assert status(other.recv(4096)) == 503
             assert read_all(sock).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        assert child.wait(60) == 0
+        assert router.process.wait(60) == 0
 
 
 def test_the_second_signal_ends_it_at_once() -> None:
     with (
         mock_replicas(1, inter_token_s=0.02) as (replica,),
-        route("--backend", replica.url, "--port", "0") as (child, url),
+        Command("route", "--backend", replica.url, "--port", "0") as router,
     ):
+        url = router.url()
         until(lambda: is_ready(url))
         with connect(int(url.rpartition(":")[2])) as sock:
             sock.sendall(post(b'{"prompt":"abc","max_tokens":9000,"stream":true,"ignore_eos":true}'))
             assert b"data: " in sock.recv(65536)
-            child.send_signal(signal.SIGTERM)
+            router.process.send_signal(signal.SIGTERM)
             until(lambda: httpx.get(url + "/ready").status_code == 503)
-            child.send_signal(signal.SIGTERM)
-            assert child.wait(60) == 0
+            router.process.send_signal(signal.SIGTERM)
+            assert router.process.wait(60) == 0
         until(lambda: replica.metric("vllm:num_requests_running") == 0)
 
 
@@ -93,10 +67,11 @@ def test_what_cannot_run_is_said_in_one_line(
 
 
 def test_a_router_without_replicas_says_how_to_add_one() -> None:
-    with route("--port", "0", "--admin-api-key", "sk-admin") as (child, url), mock_replicas(1) as (replica,):
-        assert child.stderr is not None
-        assert 'no replica is there yet: add each with POST /replicas {"url": ' in child.stderr.readline()
-        assert httpx.post(url + "/replicas", json={"url": replica.url}, headers=ADMIN).status_code == 200
+    words = ("route", "--port", "0", "--admin-api-key", "sk-admin")
+    with Command(*words) as router, mock_replicas(1) as (replica,):
+        router.wait_for('no replica is there yet: add each with POST /replicas {"url": ')
+        url, headers = router.url(), {"authorization": "Bearer sk-admin"}
+        assert httpx.post(url + "/replicas", json={"url": replica.url}, headers=headers).status_code == 200
         until(lambda: is_ready(url))
 
 

@@ -10,8 +10,8 @@ import pytest
 from tests.support.collector import PARENT, TRACE, Collector, SpanSeen, collecting, traced
 from tests.support.raw_http import connect, status
 from tests.support.refusals import table
-from tests.support.router_fleet import mock_replicas, running_router
-from tests.support.router_stub import Seen, stub, whole
+from tests.support.router_fleet import mock_replicas, running_router, stub_fleet
+from tests.support.router_stub import Seen, hang_up, ok, stub, whole
 from tests.support.running_server import until
 
 
@@ -78,7 +78,7 @@ def test_a_replica_gets_one_context_which_names_the_attempt(
     collector: Collector, given: list[str], passes: str | None, is_joined: bool, is_plain: bool
 ) -> None:
     with (
-        stub(lambda seen, sock: whole()) as replica,
+        stub() as replica,
         running_router(replica.url, telemetry=traced(collector)) as router,
     ):
         body = b'{"prompt":"abc"}'
@@ -101,7 +101,7 @@ def test_a_prompt_that_is_computed_elsewhere_has_a_span_of_its_own(collector: Co
         return whole()
 
     with (
-        stub(lambda seen, sock: whole()) as prefill,
+        stub() as prefill,
         stub(once_asked) as decode,
         running_router(
             decode.url,
@@ -119,11 +119,7 @@ def test_a_prompt_that_is_computed_elsewhere_has_a_span_of_its_own(collector: Co
 
 
 def test_another_attempt_is_another_span_under_the_same_request(collector: Collector) -> None:
-    with (
-        stub(lambda seen, sock: None) as broken,  # it hangs up
-        stub(lambda seen, sock: whole()) as other,
-        running_router(broken.url, other.url, telemetry=traced(collector), policy="round-robin") as router,
-    ):
+    with stub_fleet(hang_up, ok, telemetry=traced(collector), policy="round-robin") as (router, _):
         for _ in range(2):
             assert router.complete().status_code == 200
         roots = collector.named("POST /v1/completions", 2)
@@ -137,11 +133,8 @@ def test_another_attempt_is_another_span_under_the_same_request(collector: Colle
 
 def test_an_attempt_without_an_answer_has_no_status_of_an_earlier_one(collector: Collector) -> None:
     answers = iter([whole(b"{}", b"503 Service Unavailable"), None])  # busy, and then one hangs up
-    with (
-        stub(lambda seen, sock: next(answers)) as first,
-        stub(lambda seen, sock: next(answers)) as second,
-        running_router(first.url, second.url, telemetry=traced(collector), policy="round-robin") as router,
-    ):
+    replicas = 2 * [lambda seen, sock: next(answers)]
+    with stub_fleet(*replicas, telemetry=traced(collector), policy="round-robin") as (router, _):
         assert router.complete().status_code == 503
         attempts = sorted(collector.named("attempt", 2), key=lambda span: span.begun_ns)
     assert [span.attributes["penstock.router.outcome"] for span in attempts] == ["busy", "lost"]

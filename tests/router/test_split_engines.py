@@ -8,7 +8,6 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +16,7 @@ import pytest
 from tests.support.default_file import default_file
 from tests.support.peer_pair import SECRET, engine, is_connected
 from tests.support.peer_rig import free_addresses
-from tests.support.programs import Program
+from tests.support.programs import Command
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
 from tests.support.running_server import Running, running
 
@@ -120,41 +119,26 @@ def test_when_a_prefill_replica_is_killed_under_load_nobody_notices() -> None:
 
         with ThreadPoolExecutor(8) as threads:
             assert Counter(threads.map(ask, range(30))) == {200: 30}
-        assert router.fleet.replicas[prefills[1].url].state == "down"
+        until(lambda: router.state(prefills[1].url) == "down")
         outcomes = router.counts("prefills")
-        assert outcomes["computed"] > 15 and outcomes["lost"] + outcomes["moved"] + outcomes["unreachable"] > 0
+        # One counts as dropped if the answer begins before the prefill's own response is read: either may come first.
+        assert outcomes["computed"] + outcomes["dropped"] > 15
+        assert outcomes["lost"] + outcomes["moved"] + outcomes["unreachable"] > 0
         until(lambda: router.fleet.num_in_flight == 0)
 
 
-@contextlib.contextmanager
-def command(*words: str, **environment: str) -> Iterator[Program]:
-    """`penstock …` as a process."""
-    program = Program("-m", "penstock.cli", *words, "--port", "0", **environment)
-    try:
-        yield program
-    finally:
-        program.process.terminate()
-        program.end()
-
-
-def url_of(program: Program) -> str:
-    """What it prints when it listens."""
-    lines = iter(lambda: program.line(""), None)
-    return next(found[0] for line in lines if (found := re.search(r"http://[0-9.]+:\d+", line)))
-
-
 @pytest.mark.slow
-def test_the_three_commands_of_the_docs_serve_the_default_model(tmp_path: Path) -> None:
+def test_the_three_commands_of_the_docs_serve_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
     path = default_file()
     (address,) = free_addresses(1)
-    shape = ("serve", str(path), "--device", "cpu", "--kv-host-bytes", "64MiB", "--max-model-len", "512")
-    secret = {"PENSTOCK_KV_PEER_SECRET": SECRET}
+    shape = ("serve", path, "--port", "0", "--device", "cpu", "--kv-host-bytes", "64MiB", "--max-model-len", "512")
+    monkeypatch.setenv("PENSTOCK_KV_PEER_SECRET", SECRET)
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(command(*shape, "--kv-peer-listen", address, **secret))
-        second = stack.enter_context(command(*shape, "--kv-peer", address, **secret))
-        prefill, decode = url_of(first), url_of(second)
+        first = stack.enter_context(Command(*shape, "--kv-peer-listen", address))
+        second = stack.enter_context(Command(*shape, "--kv-peer", address))
+        prefill, decode = first.url(), second.url()
         flags = ("--backend", f"{prefill},prefill={address}", "--backend", decode, "--prefill-threshold", "64")
-        router = url_of(stack.enter_context(command("route", *flags, "--tokenizer", str(path))))
+        router = stack.enter_context(Command("route", "--port", "0", *flags, "--tokenizer", path)).url()
         asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         with httpx.Client(timeout=60) as http:
             until(lambda: [each["state"] for each in http.get(router + "/replicas").json()["replicas"]] == ["up", "up"])

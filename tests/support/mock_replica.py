@@ -27,7 +27,6 @@ from penstock.engine.server.server_config import KvEventsConfig, ServerConfig, r
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.oracle import OracleExecutor
 
-MODEL = "mock"
 TRANSFER_STEP_S = 0.001  # of a step that only waits for blocks
 
 
@@ -108,8 +107,8 @@ async def replica(options: argparse.Namespace, server: ServerConfig, announce: C
             "kv_cache_bytes": 8 * options.kv_tokens,
             "max_model_len": options.max_model_len,
             "max_num_seqs": options.max_num_seqs,
-            "max_num_batched_tokens": options.max_num_batched_tokens,
-            "max_queued_requests": options.max_queued,
+            "max_num_batched_tokens": 2048,  # of a step, which answers all at its end
+            "max_queued_requests": 4096,
             "hf_overrides": {"vocab_size": 300},  # of the byte tokenizer
             "kv_host_bytes": options.kv_host_bytes or None,
             "kv_peer_listen": options.kv_peer_listen,
@@ -135,31 +134,26 @@ def report(url: str) -> None:
     print(url.rpartition(":")[2], flush=True)
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prefill-tps", type=float, default=1e6)
-    parser.add_argument("--inter-token-s", type=float, default=0.0)
-    parser.add_argument("--kv-tokens", type=int, default=1 << 20)
-    parser.add_argument("--kv-host-bytes", type=int, default=0)
-    parser.add_argument("--kv-peer-listen", default="", help="of a single replica")
-    parser.add_argument("--kv-peer", nargs="+", default=[])
-    parser.add_argument("--max-model-len", type=int, default=65536)
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument(
-        "--max-num-batched-tokens", type=int, default=2048, help="of a step, which answers all at its end"
-    )
-    parser.add_argument("--max-queued", type=int, default=4096)
+FLAGS: dict[str, Any] = {  # with their defaults
+    "port": 0,
+    "prefill-tps": 1e6,
+    "inter-token-s": 0.0,
+    "kv-tokens": 1 << 20,
+    "kv-host-bytes": 0,
+    "kv-peer-listen": "",
+    "max-model-len": 65536,
+    "max-num-seqs": 256,
+    "kv-events": "",  # publish them as vLLM does, at two sockets of this name
+    "otlp-traces-endpoint": "",
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--model", nargs="+", default=[MODEL])
-    parser.add_argument("--api-key", action="append", default=[])
-    parser.add_argument("--kv-events", default="", help="publish them as vLLM does, at two sockets of this name")
-    parser.add_argument("--otlp-traces-endpoint", default=None)
-    add_engine_arguments(parser)
+    for name, default in FLAGS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--kv-peer", nargs="+", default=[])
     options = parser.parse_args()
-    keys = tuple(options.api_key)
     published = options.kv_events and KvEventsConfig(
         enable_kv_cache_events=True,
         endpoint=f"ipc://{options.kv_events}.events",
@@ -167,10 +161,9 @@ def main() -> int:
     )
     server = ServerConfig(
         port=options.port,
-        served_model_names=tuple(options.model),
-        api_keys=keys,
+        served_model_names=("mock",),
         kv_events_config=published or None,
-        telemetry=Telemetry(otlp_traces_endpoint=options.otlp_traces_endpoint),
+        telemetry=Telemetry(otlp_traces_endpoint=options.otlp_traces_endpoint or None),
     )
     return uvloop.run(replica(options, resolve(server, {}), report))
 

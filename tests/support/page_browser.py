@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from importlib import resources
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 
@@ -21,80 +22,116 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip
 CHROMIUM = shutil.which(os.environ.get("PENSTOCK_CHROMIUM", "chromium"))
 MARKS = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install --no-install-recommends chromium"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(400),
 ]
-TIMEOUT_MS = 30_000
+TIMEOUT_MS = 120_000
 CHAT = "**/v1/chat/completions"
 
 
 @contextlib.contextmanager
 def started() -> Iterator[Any]:
+    """Start Chromium, with a profile whose first page stays open: it keeps the process that renders our pages. A process
+    of its own for each page costs three times as much CPU."""
+    flags = ["--no-sandbox", "--process-per-site"]  # root has no sandbox
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])  # root has no sandbox
-        yield browser
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        context = browser.new_context()
+        context.new_page()
+        yield context
         browser.close()
 
 
+class Page:
+    """An open page, with what its user does there. All else is Playwright's page."""
+
+    def __init__(self, page: Any) -> None:
+        self._page = page
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._page, name)
+
+    def say(self, text: str) -> None:
+        self.fill("#say", text)
+        self.press("#say", "Enter")
+
+    def answer(self) -> str:
+        """Return the text of the last answer, once it is complete."""
+        self.wait_for_selector("#talk > li:last-child [data-does=again]")
+        text: str = self.inner_text("#talk > li:last-child .text")
+        return text
+
+    def ask(self, text: str) -> str:
+        self.say(text)
+        return self.answer()
+
+    def begun(self) -> None:
+        """Wait for some of the last answer."""
+        self.wait_for("document.querySelector('#talk > li:last-child .text')?.textContent.length > 3")
+
+    def wait_for(self, condition: str) -> None:
+        """Wait for a condition in the page. Playwright's own waits are `eval`, which the policy forbids."""
+        until(lambda: self.evaluate(condition))
+
+    def foot(self) -> str:
+        text: str = self.inner_text("#talk > li:last-child .counts")
+        return text
+
+    def turns(self) -> list[str]:
+        """Return what is said in the open conversation."""
+        said: list[str] = self.locator("#talk > li > .prose, #talk > li > .text").all_inner_texts()
+        return said
+
+    def set_fields(self, **fields: str) -> None:
+        """Fill in the drawer. Numbers are found by the name of their field, all else by id."""
+        self.click("#settings-open")
+        for name, value in fields.items():
+            control = self.locator(f"#settings [data-field={name}], #settings #{name}")
+            if control.evaluate("e => e.tagName") == "SELECT":
+                control.select_option(value)
+            else:
+                control.fill(value)
+        self.keyboard.press("Escape")
+
+    def answer_with(self, *bodies: str) -> list[dict[str, Any]]:
+        """Answer chats with these streams, in place of the server; the requests' bodies are collected."""
+        asked: list[dict[str, Any]] = []
+        left = list(bodies)
+
+        def fulfill(route: Any) -> None:
+            asked.append(route.request.post_data_json)
+            route.fulfill(body=left.pop(0), content_type="text/event-stream")
+
+        self.route(CHAT, fulfill)
+        return asked
+
+    def answer_texts(self, *texts: str) -> list[dict[str, Any]]:
+        return self.answer_with(*(streamed({"content": text}) for text in texts))
+
+
 @contextlib.contextmanager
-def visit(browser: Any, url: str, *, may_complain: bool = False, **options: Any) -> Iterator[Any]:
-    """A page in a profile of its own. At the end nothing may stand in its console."""
+def visit(
+    browser: Any, url: str, *, may_complain: bool = False, viewport: Any = None, color_scheme: str | None = None
+) -> Iterator[Page]:
+    """Open a page in a tab of its own, with nothing stored. At the end nothing may stand in its console."""
     said: list[str] = []
-    context = browser.new_context(**options)
-    page = context.new_page()
+    first = browser.pages[0]
+    if url.startswith("http"):
+        first.goto(urljoin(url, "/health"))
+        first.evaluate("localStorage.clear()")
+    page = browser.new_page()
     page.set_default_timeout(TIMEOUT_MS)
+    page.emulate_media(color_scheme=color_scheme)
+    if viewport is not None:
+        page.set_viewport_size(viewport)
     page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto(url)
     try:
-        yield page
+        yield Page(page)
     finally:
-        context.close()
+        for each in browser.pages[1:]:
+            each.close()
     assert may_complain or said == [], said
-
-
-def say(page: Any, text: str) -> None:
-    page.fill("#say", text)
-    page.press("#say", "Enter")
-
-
-def answer(page: Any) -> str:
-    """The text of the last answer, once it is complete."""
-    page.wait_for_selector("#talk > li:last-child [data-does=again]")
-    text: str = page.inner_text("#talk > li:last-child .text")
-    return text
-
-
-def begun(page: Any) -> None:
-    """Wait for some of the last answer."""
-    wait_for(page, "document.querySelector('#talk > li:last-child .text')?.textContent.length > 3")
-
-
-def wait_for(page: Any, condition: str) -> None:
-    """Playwright's own waits for a condition in the page are `eval`, which the policy forbids."""
-    until(lambda: page.evaluate(condition), 30.0)
-
-
-def foot(page: Any) -> str:
-    text: str = page.inner_text("#talk > li:last-child .counts")
-    return text
-
-
-def turns(page: Any) -> list[str]:
-    """What is said in the open conversation, one after the other."""
-    said: list[str] = page.locator("#talk > li > .prose, #talk > li > .text").all_inner_texts()
-    return said
-
-
-def set_fields(page: Any, **fields: str) -> None:
-    """Through the drawer, as a user does it. Numbers by the name of their field, all else by id."""
-    page.click("#settings-open")
-    for name, value in fields.items():
-        control = page.locator(f"#settings [data-field={name}], #settings #{name}")
-        if control.evaluate("e => e.tagName") == "SELECT":
-            control.select_option(value)
-        else:
-            control.fill(value)
-    page.keyboard.press("Escape")
 
 
 def streamed(*deltas: dict[str, Any], finish: str | None = "stop") -> str:
@@ -102,19 +139,6 @@ def streamed(*deltas: dict[str, Any], finish: str | None = "stop") -> str:
     choices: list[dict[str, Any]] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
     choices += [{"index": 0, "delta": {}, "finish_reason": finish}] if finish else []
     return "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices)
-
-
-def answer_with(page: Any, *bodies: str) -> list[dict[str, Any]]:
-    """Answer chats with these streams, in place of the server; the requests' bodies are collected."""
-    asked: list[dict[str, Any]] = []
-    left = list(bodies)
-
-    def fulfill(route: Any) -> None:
-        asked.append(route.request.post_data_json)
-        route.fulfill(body=left.pop(0), content_type="text/event-stream")
-
-    page.route(CHAT, fulfill)
-    return asked
 
 
 @contextlib.contextmanager

@@ -1,14 +1,20 @@
-"""Python programs of the tests as processes of their own, talked with line by line."""
+"""Python programs of the tests as processes of their own: those that are talked with line by line, and the commands."""
 
 import json
 import os
+import re
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[2]
 
 
 class Program:
@@ -53,6 +59,64 @@ class Program:
             self.process.wait()
         self.process.stdout.close()
         self._errors.close()
+
+
+class Command:
+    """`penstock ...` as its user runs it, with what it has printed so far."""
+
+    def __init__(self, *words: object, max_files: tuple[int, int] | None = None, **environment: str) -> None:
+        """Start it. `max_files`: its soft and its hard limit of open files."""
+
+        def limit() -> None:
+            if max_files is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, max_files)
+
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.cli", *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])} | environment,
+            preexec_fn=limit,
+        )
+        self.output = ""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        deadline_s = time.monotonic() + 300
+        while (found := re.search(pattern, self.output)) is None:
+            assert self.process.poll() is None and time.monotonic() < deadline_s, self.output
+            time.sleep(0.01)
+        return found
+
+    def url(self) -> str:
+        """Wait until it listens."""
+        return self.wait_for(r"(?:Ready after|Routing to) .*: (http://\S+)")[1]
+
+    def stop(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        code = self.process.wait(60)
+        self.close()
+        return code
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def all_gone(pids: list[int], timeout_s: float = 120.0) -> bool:

@@ -1,13 +1,14 @@
 """Raw requests to a router, byte by byte."""
 
 import contextlib
+import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tests.support import running_server as running
 from tests.support.running_server import read_all
 
-__all__ = ["clients", "connect", "exchange", "post", "read_all", "status"]
+__all__ = ["clients", "connect", "exchange", "mangled", "post", "read_all", "status"]
 
 
 def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
@@ -46,3 +47,21 @@ def post(body: bytes = b'{"prompt":"abc"}', *headers: bytes, close: bool = True)
     if not any(header.lower().startswith((b"content-length", b"transfer-encoding")) for header in headers):
         lines.append(b"content-length: %d" % len(body))
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def mangled(rng: random.Random, message: bytes, pieces: Sequence[bytes]) -> bytes:
+    """Change up to three places: another byte, bytes less, or one of these pieces more, also where a line begins."""
+    data = bytearray(message)
+    for _ in range(rng.randrange(1, 4)):
+        place = rng.randrange(len(data))
+        match rng.randrange(4):
+            case 0:
+                data[place] = rng.randrange(256)
+            case 1:
+                del data[place : place + rng.randrange(1, 4)]
+            case 2:
+                data[place:place] = rng.choice(pieces)
+            case 3:
+                place = data.find(b"\r\n", place) + 2
+                data[place:place] = rng.choice(pieces)
+    return bytes(data)
