@@ -61,6 +61,7 @@ def test_answers_to_hundreds_of_random_schemas_parse_and_validate(llm: LLM) -> N
     check_schemas(llm, range(1000, 1300))
 
 
+@pytest.mark.slow
 def test_jumping_over_what_is_forced_changes_no_token(llm: LLM) -> None:
     schema = {
         "type": "object",
@@ -106,6 +107,7 @@ def test_a_mask_that_allows_what_the_model_says_anyway_changes_nothing(llm: LLM)
     assert one.outputs[0].token_ids == two.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_a_preempted_and_a_cached_request_keep_to_their_grammar() -> None:
     regex = "(north|south)(,(north|south)){23}"
     with LLM(device="cpu", max_model_len=160, kv_cache_bytes=24 * 737280, block_size=16, max_num_seqs=8) as small:

@@ -76,6 +76,7 @@ def test_what_is_late_is_killed_and_listed(capsys: pytest.CaptureFixture[str]) -
     assert found == {"opt-125m: the rest": {"skipped": "decode: its 0 s were over"}}
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_leaves_what_it_had_reported_and_its_last_words() -> None:
     (job,) = suite_part.plan(JOB | {"suite": ["--models", "opt-125m", "--parts", "decode"]})
     found, problem = run_part(job.module, job.argument | {"models": ["absent"]}, 600)
