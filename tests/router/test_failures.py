@@ -117,8 +117,8 @@ def test_whether_a_replica_has_died_is_asked_once_for_all_of_its_requests() -> N
 
     with stub(break_off) as backend, running_router(backend.url) as router:
         without_retries(router)
+        backend.questions[b"/health"] = health
         with clients(router.port, *6 * [post()]) as socks:
-            backend.questions[b"/health"] = health
             until(lambda: [each.state for each in list(router.app.exchanges)] == ["between"] * 6)
             assert health.is_asked.wait(60)
             health.go.set()
