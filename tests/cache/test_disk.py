@@ -167,7 +167,7 @@ def test_closing_ends_every_store_and_load_exactly_once(tmp_path: Path) -> None:
     ended = [(completion.kind, completion.key) for completion in rig.tier.poll()]
     assert len(ended) == len(expected) == len(set(ended)) and set(ended) == expected
     assert rig.tier.start_load(key_of(0), rig.buffer()) is None
-    assert rig.tier.put(key_of("late"), rig.buffer()) is False and rig.tier.stats()["drops"]["closed"] == 1
+    assert rig.tier.put(key_of("late"), rig.buffer()) is False and rig.tier.stats()["drops"]["closed"] >= 1
     rig.close()
 
 

@@ -13,6 +13,7 @@ from tests.support.router_fleet import running_router
 from tests.support.running_server import Running, running
 
 HTML = document().body.decode()
+KEY = {"authorization": "Bearer sk-secret"}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def test_it_is_sent_without_a_key_with_its_headers_and_never_stored(server: Runn
     assert answer.headers["referrer-policy"] == "no-referrer"
     assert "sk-secret" not in answer.text
     assert server.http.head("/").headers["content-length"] == str(len(document().body))
-    assert server.http.post("/").status_code == 405
+    assert server.http.post("/", headers=KEY).status_code == 405
 
 
 def test_the_policy_lets_only_this_script_and_style_run_and_only_this_origin_be_asked(server: Running) -> None:
@@ -77,7 +78,7 @@ def test_every_route_that_it_asks_for_is_there(server: Running) -> None:
 
 def test_every_metric_that_it_shows_is_one_that_is_said(server: Running) -> None:
     server.engine.stats = Stats(num_blocks=4, tiers={"host": {"used_blocks": 1, "capacity_blocks": 2}})
-    said = server.http.get("/metrics", headers={"authorization": "Bearer sk-secret"}).text
+    said = server.http.get("/metrics", headers=KEY).text
     families = set(re.findall(r"^# TYPE (\S+)", said, re.MULTILINE))
     named = set(re.findall(r"\"((?:vllm|penstock|process)[_:]\w+)\"", HTML))
     missing = {name for name in named if not families & {name, re.sub(r"_(sum|count|bucket)$", "", name)}}
