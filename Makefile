@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .ONESHELL:
-.PHONY: serve test check size bench dist gpu gpu-first gpu-wheels fmt
+.PHONY: serve test check size bench dist prove-wheel gpu gpu-first gpu-wheels fmt
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -64,6 +64,18 @@ dist: $(TOOLS)
 	mv dist/raw/*.tar.gz dist
 	rm -r dist/raw
 	ls dist/penstock-*
+
+# The wheel penstock-prove: `penstock prove` without the part that starts servers, with the reference server of --self-test.
+PROVE_WHEEL := dist/prove
+prove-wheel: $(TOOLS)
+	@$(PIP) build
+	rm -rf $(PROVE_WHEEL) dist/penstock_prove-*
+	mkdir -p $(PROVE_WHEEL)/penstock_prove
+	cp engine/commands/prove/*.py tests/support/reference_server.py deploy/prove/__main__.py $(PROVE_WHEEL)/penstock_prove
+	cp deploy/prove/pyproject.toml docs/trust.md LICENSE $(PROVE_WHEEL)
+	sed -n 's/^__version__ = "\(.*\)"/\1/p' src/penstock/__init__.py > $(PROVE_WHEEL)/VERSION
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist $(PROVE_WHEEL) > $(PROVE_WHEEL)/log 2>&1 || { cat $(PROVE_WHEEL)/log; exit 1; }
+	ls dist/penstock_prove-*
 
 # On a GPU machine, with its own python and torch: nothing is installed. First what fits into ten minutes, then the rest;
 # a line for each rung goes to OUTPUT/ladder.jsonl (docs/benchmarks.md).

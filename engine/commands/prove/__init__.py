@@ -2,17 +2,21 @@
 
 Without a URL it starts servers of its own with caches that are far too small, and can inject faults into them. The
 package works with any OpenAI-compatible server and needs only the standard library; `own/`, which starts Penstock
-servers, is the exception.
+servers, is the exception. The wheel `penstock-prove` has everything else, and the reference server of --self-test.
 
 Read session.py first: it runs the phases. abilities.py detects what the server can do, questions.py draws requests,
-asker.py sends them, answers.py reads the answers, judge.py compares them, repeat.py writes scripts.
+asker.py sends them, answers.py reads the answers, judge.py compares them, cases.py runs small experiments, report.py and
+repeat.py write reports and scripts.
 """
 
 import argparse
 import asyncio
+from dataclasses import replace
+from importlib import import_module
 
-from .options import ProveError, ProveOptions, add_arguments
-from .session import exit_code, prove
+from .options import ProveError, ProveOptions, add_arguments, chosen
+from .report import exit_code
+from .session import CASES, list_cases, prove
 
 __all__ = ["ProveError", "add_arguments", "run"]
 
@@ -23,10 +27,32 @@ def run(args: argparse.Namespace) -> int:
     """Prove the server or start servers to prove. Print a table and a line of JSON for each run; return 0 without
     findings, 1 with findings, and 3 if too few answers arrived in time to tell."""
     options = ProveOptions.of(args)
+    chosen("case", options.cases, CASES)  # refuses unknown names before a server is started
+    if args.list:
+        print(list_cases())
+        return 0
+    if args.self_test:
+        return _run_self_test(options)
     if args.url is None:
-        from .own.run import run_own  # imports the engine, which is not needed to prove another server
-
-        return run_own(options)
+        return _run_own(options)
     if options.worlds or options.faults or options.model or options.serve_options:
         raise ProveError(f"url: {args.url} given; --world, --fault, --model and --serve-options start a server here")
     return exit_code(asyncio.run(prove(args.url, args.url, options)))
+
+
+def _run_own(options: ProveOptions) -> int:
+    try:
+        from .own.run import run_own  # imports the engine, which is not needed to prove another server
+    except ModuleNotFoundError:
+        raise ProveError("url: none given; only `penstock prove` starts servers of its own") from None
+    return run_own(options)
+
+
+def _run_self_test(options: ProveOptions) -> int:
+    """Prove the reference server with each of its planted defects."""
+    try:
+        server = import_module(f"{__package__}.reference_server")  # in the sources it is in tests/support
+    except ModuleNotFoundError:
+        raise ProveError("self-test: the reference server is part of the wheel penstock-prove") from None
+    fast = replace(options, requests=160, rate=2000.0)
+    return int(server.self_test(lambda url, name, timeout_s: prove(url, name, replace(fast, timeout=timeout_s))))

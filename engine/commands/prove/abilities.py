@@ -56,6 +56,8 @@ async def detect_abilities(asker: Asker, seed: int) -> Abilities:
         }
         is_seen = seen.get(name, not is_lenient or name in ("stop", "cache_salt", "priority"))
         found.note(name, answer.is_done and is_seen, answer.error[:80] or "no effect seen")
+    found.context = first.get("max_model_len") or 0
+    found.note("context", found.context, "/v1/models has no max_model_len")
     found.note(RESET, await asker.reset() == 200, "there is no /reset_prefix_cache")
     found.adapters = [model["id"] for model in others if model.get("parent")]
     found.note("adapter", found.adapters, "/v1/models lists none")
@@ -82,6 +84,8 @@ async def _detect_reuse(asker: Asker, found: Abilities, is_lenient: bool) -> Non
         found.skipped.append(
             "without reuse: no field is known that disables it; requests sent alone may reuse cached blocks too"
         )
+    if not again:  # not even under one salt
+        first, again = [(await asker.ask(body)).num_cached for _ in range(2)]
     uncounted = "not counted, or counted also for prompts that cannot have been cached"
     found.note("cached_tokens", again and not first, uncounted)
 
@@ -100,6 +104,7 @@ async def _choose_material(asker: Asker, found: Abilities, seed: int) -> None:
                 break
     if ids and (await asker.ask({"model": found.model, "prompt": ids[:3], "max_tokens": 1, "temperature": 0})).is_done:
         found.material = ids
+        found.known.add("ids")
         return
     found.material = words
     found.longest //= 4  # words may have several tokens

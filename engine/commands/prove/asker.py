@@ -3,15 +3,14 @@
 import asyncio
 import json
 import math
-import socket
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from .answers import AskResult, loads
 from .http_client import Client, Connection, Events, Target
 
 PATH = "/v1/completions"
+PAUSES_S = {"at once": 0.0, "slowly": 0.05, "never": math.inf}  # after each read
 LAST_S = 5.0  # for a small exchange after the end of the run, e.g. to read the metrics
 
 
@@ -30,7 +29,11 @@ class Asker:
 
     def until(self, share: float) -> None:
         """End every request after this share of the duration."""
-        self.until_s = self._started_s + share * self._duration_s
+        self.until_s = self._share_s = self._started_s + share * self._duration_s
+
+    def limit(self, seconds: float) -> None:
+        """End every request after so many seconds from now, or after the current share if that is earlier."""
+        self.until_s = min(self._share_s, asyncio.get_running_loop().time() + seconds)
 
     @property
     def is_over(self) -> bool:
@@ -60,7 +63,7 @@ class Asker:
         try:
             if leaves_s is not None or reads != "at once":
                 # Connect outside of the timeouts: a cancelled connect would leak its connection.
-                own = await self.client.connect(READERS[reads])
+                own = await self.client.connect(PAUSES_S[reads])
             async with leaving, patience:
                 patience.reschedule(loop.time() + self.timeout_s)
                 leaving.reschedule(min(self.until_s, math.inf if leaves_s is None else loop.time() + leaves_s))
@@ -99,33 +102,3 @@ class Asker:
             return status, loads(data)
         except ValueError:
             return status, data.decode(errors="replace")
-
-
-class SlowConnection(Connection):
-    """A connection that pauses for `delay_s` after each read, or forever with None."""
-
-    def __init__(self, delay_s: float | None) -> None:
-        super().__init__()
-        self._delay_s = delay_s
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
-            if self._delay_s is not None:
-                asyncio.get_running_loop().call_later(self._delay_s, self._resume)
-
-    def _resume(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-
-
-READERS: dict[str, Callable[[], Connection]] = {
-    "at once": Connection,
-    "slowly": partial(SlowConnection, 0.05),
-    "never": partial(SlowConnection, None),
-}

@@ -6,10 +6,13 @@ streamed bodies into server-sent events; nothing here knows of models.
 """
 
 import asyncio
+import math
 import os
+import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -93,17 +96,18 @@ class Client:
             connection.close()
         self._idle.clear()
 
-    async def connect(self, kind: Callable[[], "Connection"] | None = None) -> "Connection":
-        """Open a new connection, which the caller must close."""
+    async def connect(self, pause_s: float = 0.0) -> "Connection":
+        """Open a new connection, which the caller must close. It stops reading for `pause_s` after each read."""
         loop, target = asyncio.get_running_loop(), self.target
-        _, connection = await loop.create_connection(kind or Connection, target.host, target.port, ssl=target.tls)
-        return connection
+        made = partial(Connection, pause_s)
+        return (await loop.create_connection(made, target.host, target.port, ssl=target.tls))[1]
 
 
 class Connection(asyncio.Protocol):
     """One connection, with one exchange at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause_s: float = 0.0) -> None:
+        self._pause_s = pause_s  # inf: nothing is read after the first bytes
         self.has_heard = False  # whether a byte of the current response has arrived
         self.is_reusable = False
         self._transport: asyncio.Transport | None = None
@@ -128,6 +132,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's is not an asyncio.Transport
+        if self._pause_s:
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 
     def data_received(self, data: bytes) -> None:
         if self._ended is None:  # bytes that belong to no exchange
@@ -143,6 +149,10 @@ class Connection(asyncio.Protocol):
         if response.is_done:
             self.is_reusable = response.keeps_alive
             self._end(None)
+        elif self._pause_s and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            if self._pause_s < math.inf:
+                asyncio.get_running_loop().call_later(self._pause_s, self._transport.resume_reading)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_reusable = False

@@ -77,9 +77,14 @@ def _sequences(reference: TextChoice, choice: TextChoice) -> tuple[Sequence[Any]
     """
     if reference.ids and choice.ids:
         return reference.ids, choice.ids
-    if all(each.tokens and "".join(each.tokens) == each.text for each in (reference, choice)):
+    if all(map(_has_all_tokens, (reference, choice))):
         return reference.tokens, choice.tokens
     return reference.text, choice.text
+
+
+def _has_all_tokens(choice: TextChoice) -> bool:
+    """Return whether the tokens are all that was generated: they spell the text, except for reasoning and tool calls."""
+    return bool(choice.tokens and (choice.reasoning or choice.calls or "".join(choice.tokens) == choice.text))
 
 
 def _differs(
@@ -87,6 +92,7 @@ def _differs(
 ) -> Verdict:
     if ours is reference.text:  # convert the character's position to its token's
         lengths = [sum(map(len, reference.tokens[: index + 1])) for index in range(len(reference.tokens))]
+        at += max(0, "".join(reference.tokens).find(reference.text))  # after reasoning
         at = next((index for index, length in enumerate(lengths) if length > at), len(lengths))
     if at >= len(reference.tops):
         return Verdict("wrong", f"token {at}: {what}")

@@ -1,46 +1,29 @@
 """Reads the text that /metrics answers (Prometheus' exposition format) with the standard library alone."""
 
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
-_LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
-_ESCAPE = re.compile(r"\\(.)")
 
 
 class Metrics(NamedTuple):
-    """The metrics of a server at one moment: for each name its samples, each with labels and a value."""
+    """The samples of a server at one moment: the name, the text of the labels, the value."""
 
-    samples: Mapping[str, list[tuple[Mapping[str, str], float]]]
+    samples: list[tuple[str, str, float]]
 
     @classmethod
     def of(cls, text: str) -> "Metrics":
         """Parse the text; raise ValueError where it is not in the exposition format."""
-        samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
-        for line in text.splitlines():
-            if not line.strip() or line.lstrip().startswith("#"):
-                continue
-            found = _SAMPLE.fullmatch(line.strip())
-            if found is None:
+        samples = []
+        for line in filter(None, map(str.strip, text.splitlines())):
+            found = _SAMPLE.fullmatch(line)
+            if found is not None:
+                samples.append((found[1], found[2] or "", float(found[3])))
+            elif not line.startswith("#"):
                 raise ValueError(f"not a sample of a metric: {line[:100]!r}")
-            labels = {name: _unescaped(value) for name, value in _LABEL.findall(found[2] or "")}
-            samples.setdefault(found[1], []).append((labels, float(found[3])))
         return cls(samples)
 
-    def total(self, name: str) -> float | None:
-        """Return the sum over all labels; None where there is no metric of this name."""
-        values = [value for _, value in self.samples.get(name, ())]
+    def total(self, name: str, label: str = "") -> float | None:
+        """Return the sum over the samples that have the label (`name="value"`); None if there are none."""
+        values = [value for each, labels, value in self.samples if each == name and label in labels]
         return sum(values) if values else None
-
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        """Return the sums for each value of one label."""
-        found: dict[str, float] = {}
-        for labels, value in self.samples.get(name, ()):
-            key = labels.get(label, "")
-            found[key] = found.get(key, 0.0) + value
-        return found
-
-
-def _unescaped(value: str) -> str:
-    return _ESCAPE.sub(lambda found: "\n" if found[1] == "n" else found[1], value)

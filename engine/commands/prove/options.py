@@ -3,7 +3,7 @@
 import argparse
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,11 +25,12 @@ class ProveOptions:
     requests: int = 300
     rate: float = 20.0  # requests per second
     concurrency: int = 16
-    duration: float = 600.0  # seconds
+    duration: float = 300.0  # seconds
     max_bytes: int = 64 * 2**20
     timeout: float = 120.0  # seconds
     exact: bool = False
     scripts: str | None = None
+    cases: tuple[str, ...] = ()
     header: tuple[str, ...] = ()
     worlds: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
@@ -72,45 +73,46 @@ NUMBERS: tuple[tuple[str, Callable[[str], float], str, str], ...] = (
 )
 
 
+# Options with a text or without a value: name, further arguments of argparse, and help.
+FLAG, MANY = {"action": "store_true"}, {"action": "append", "default": []}
+NAMES, MORE_WORLDS = {**MANY, "metavar": "NAME"}, "small-steps, drafts, ranks, tiers, router, split"
+TEXTS: tuple[tuple[str, Mapping[str, Any], str], ...] = (
+    ("exact", FLAG, "require the same bits: allow no tie and no difference in a log-probability"),
+    ("case", {**NAMES, "dest": "cases"}, "run only this case, without load (all: every case)"),
+    ("list", FLAG, "list the cases: their requests, and the meaning of a finding"),
+    ("self-test", FLAG, "find the planted defects of the reference server in penstock-prove"),
+    ("scripts", {"metavar": "DIR"}, "write curl scripts that repeat the failures into this folder (default: none)"),
+    ("header", {**MANY, "metavar": "KEY=VALUE"}, "header of every request, besides PENSTOCK_API_KEY or OPENAI_API_KEY"),
+)
+OWN_SERVERS: tuple[tuple[str, Mapping[str, Any], str], ...] = (
+    ("world", {**NAMES, "dest": "worlds"}, f"servers to start: uniproc (default), {MORE_WORLDS} or all"),
+    ("fault", {**NAMES, "dest": "faults"}, "start a server and inject this fault under load; all: every fault"),
+    ("model", {}, "hub name, folder or .gguf file (default: the default model)"),
+    ("serve-options", {"default": "", "metavar": "WORDS"}, "further options of penstock serve, in one argument"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the URL and the options to the parser of the command."""
     defaults = ProveOptions()
-    add = parser.add_argument
-    add("url", nargs="?", help="a server with OpenAI's /v1/completions, or a router (default: start one)")
+    parser.add_argument(
+        "url", nargs="?", help="a server with OpenAI's /v1/completions, or a router (default: start one)"
+    )
     for name, kind, metavar, text in NUMBERS:
-        add(f"--{name}", type=kind, default=getattr(defaults, name.replace("-", "_")), metavar=metavar, help=text)
-    add(
-        "--exact",
-        action="store_true",
-        help="require the same bits: allow no tie and no difference in a log-probability",
-    )
-    add("--scripts", metavar="DIR", help="write curl scripts that repeat the failures into this folder (default: none)")
-    add(
-        "--header",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="header of every request, in addition to the key in PENSTOCK_API_KEY or OPENAI_API_KEY",
-    )
-    add = parser.add_argument_group("servers of its own").add_argument
-    add(
-        "--world",
-        dest="worlds",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="servers to start: uniproc (default without URL), small-steps, drafts, ranks, tiers, router, split, or all",
-    )
-    add(
-        "--fault",
-        dest="faults",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="start a server and inject this fault under load; all: every fault",
-    )
-    add("--model", help="hub name, folder or .gguf file (default: the default model)")
-    add("--serve-options", default="", metavar="WORDS", help="further options of penstock serve, in one argument")
+        default = getattr(defaults, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
+    own = parser.add_argument_group("servers of its own")
+    for group, table in ((parser, TEXTS), (own, OWN_SERVERS)):
+        for name, more, text in table:
+            group.add_argument(f"--{name}", help=text, **more)
+
+
+def chosen(field: str, given: Sequence[str], known: Mapping[str, Any]) -> list[str]:
+    """Return the names that an option gives; "all" is every known name. Raise ProveError if one is not known."""
+    for name in given:
+        if name not in known and name != "all":
+            raise ProveError(f"{field}: {name!r} given; {', '.join(known)} or all is expected")
+    return list(known) if "all" in given else list(given)
 
 
 def request_headers(options: ProveOptions) -> dict[str, str]:

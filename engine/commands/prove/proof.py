@@ -45,6 +45,8 @@ class Finding:
     what: str
     ask: Ask | None = None  # the request that failed
     beside: list[Ask] = field(default_factory=list)  # the requests before and during it, in order, itself included
+    case: str = ""  # the name of the case that found it
+    sent: list[Any] = field(default_factory=list)  # of a case: its requests until then
 
 
 class Proof:
@@ -53,7 +55,8 @@ class Proof:
     def __init__(self, asker: Asker, abilities: Abilities, options: ProveOptions) -> None:
         self.asker, self.abilities, self.options = asker, abilities, options
         self._rng = random.Random(options.seed)
-        num = max(8, min(64, options.requests // 4))
+        # With --case, few questions are enough to measure the numerical error.
+        num = 4 if options.cases else max(8, min(64, options.requests // 4))
         self.questions = questions(self._rng, abilities, num)
         self.references: dict[int, TextChoice] = {}
         self.num_compared = 0  # complete answers that were compared with a reference
@@ -62,14 +65,15 @@ class Proof:
         self.reached: dict[str, float] = {}  # events during the load, from the metrics
         self.measured, self.error = 0.0, MAX_ERROR  # in nats; MAX_ERROR until the error has been measured
         # The name is unique to this run, because the server may remember the salts of an earlier run.
-        self._name, self._num_fresh = secrets.token_hex(4), 0
+        self.name, self._num_fresh = secrets.token_hex(4), 0
+        self.cases: dict[str, str] = {}  # how each case ended
         self.expects_errors = False  # errors are expected now, wrong answers and hangs are not
 
     # -- the parts -----------------------------------------------------------------------------------------
 
     async def ask_alone(self) -> None:
         """Ask every question once, one after the other, as far as the time allows."""
-        self.asker.until(0.4)
+        self.asker.until(0.3)
         for index in range(len(self.questions)):
             choice = await self._ask_fresh(index, "alone")
             if choice is not None:
@@ -77,7 +81,7 @@ class Proof:
 
     async def measure_error(self) -> None:
         """Ask some questions beside each other, still without reuse, to measure the numerical error."""
-        self.asker.until(0.5)
+        self.asker.until(0.35)
         room = asyncio.Semaphore(self.options.concurrency)
         some = list(self.references)[:32]
 
@@ -99,7 +103,7 @@ class Proof:
         options, loop = self.options, asyncio.get_running_loop()
         plan = schedule(self._rng, self.questions, self.abilities.known, options.requests, options.rate)
         room, started_s, begun = asyncio.Semaphore(options.concurrency), loop.time(), await read_metrics(self.asker)
-        self.asker.until(0.8)
+        self.asker.until(0.6)
         halfway: Metrics | None = None
         history: list[Ask] = []
         injected: asyncio.Task[str] | None = None
@@ -133,7 +137,7 @@ class Proof:
 
     async def ask_again(self, manner: str = "after") -> None:
         """Ask each question once more, with reuse, to find blocks that were cached wrongly or damaged under load."""
-        self.asker.until(0.9)
+        self.asker.until(0.7)
         for index in self.references:
             if not self._is_left_out(manner):
                 self._record(Ask(0.0, index, manner, {}), await self.asker.ask(self.body(index)))
@@ -144,7 +148,7 @@ class Proof:
         until_s = loop.time() + SETTLE_S
         while (now := await read_metrics(self.asker)) is not None:
             left = {name: now.total(name) for name in HELD}
-            left["blocks held"] = now.by_label("penstock:kv_device_blocks", "state").get("held")
+            left["blocks held"] = now.total("penstock:kv_device_blocks", 'state="held"')
             if not any(left.values()):
                 break
             if loop.time() > until_s:
@@ -179,7 +183,7 @@ class Proof:
         self._num_fresh += 1
         if RESET in self.abilities.known and "cache_salt" not in self.abilities.known:
             await self.asker.reset()
-        return self.abilities.fresh(f"prove-{self._name}-{self._num_fresh}")
+        return self.abilities.fresh(f"prove-{self.name}-{self._num_fresh}")
 
     async def send(self, ask: Ask) -> AskResult:
         if ask.question < 0:

@@ -32,6 +32,7 @@ class Abilities:
     skipped: list[str] = field(default_factory=list)  # with the reason
     adapters: list[str] = field(default_factory=list)
     block: int = 16
+    context: int = 0  # tokens of a prompt and its answer; 0: not told
     longest: int = 192  # tokens of a prompt
     material: Material = ()
 
@@ -64,28 +65,9 @@ class Question(NamedTuple):
     body: dict[str, Any]
 
 
-class Kind(NamedTuple):
-    """A kind of question: fields that change the answer, with values to draw from, and the required ability."""
-
-    weight: int
-    needs: str = ""
-    fields: Mapping[str, Sequence[Any]] = {}
-
-
-KINDS: dict[str, Kind] = {
-    "plain": Kind(8),
-    "stop": Kind(2, "stop", {"stop": [[" the", "e"], [","], [" a", "o"], [".", "u"]]}),
-    "choice": Kind(1, "structured_outputs", {"structured_outputs": [{"choice": ["yes", "no", "maybe so"]}]}),
-    "regex": Kind(1, "structured_outputs", {"structured_outputs": [{"regex": "[a-z]{3,9}( [a-z]{2,7}){3}"}]}),
-    "schema": Kind(1, "response_format", {"response_format": [FORMATTED]}),
-    "penalty": Kind(1, "repetition_penalty", {"repetition_penalty": [1.1, 1.3]}),
-    "prompt_logprobs": Kind(1, "prompt_logprobs", {"prompt_logprobs": [1]}),
-    "adapter": Kind(2, "adapter"),
-}
-
-
 class Manner(NamedTuple):
-    """A way to ask a question that must not change its answer."""
+    """A way to ask: fields with values to draw from, and the required ability. In KINDS it changes the answer; in
+    MANNERS it must not."""
 
     weight: int
     needs: str = ""
@@ -94,6 +76,18 @@ class Manner(NamedTuple):
     copies: int = 1  # requests sent at the same moment
     reads: Literal["at once", "slowly", "never"] = "at once"
     leaves: bool = False
+
+
+KINDS: dict[str, Manner] = {
+    "plain": Manner(8),
+    "stop": Manner(2, "stop", {"stop": [[" the", "e"], [","], [" a", "o"], [".", "u"]]}),
+    "choice": Manner(1, "structured_outputs", {"structured_outputs": [{"choice": ["yes", "no", "maybe so"]}]}),
+    "regex": Manner(1, "structured_outputs", {"structured_outputs": [{"regex": "[a-z]{3,9}( [a-z]{2,7}){3}"}]}),
+    "schema": Manner(1, "response_format", {"response_format": [FORMATTED]}),
+    "penalty": Manner(1, "repetition_penalty", {"repetition_penalty": [1.1, 1.3]}),
+    "prompt_logprobs": Manner(1, "prompt_logprobs", {"prompt_logprobs": [1]}),
+    "adapter": Manner(2, "adapter"),
+}
 
 
 MANNERS: dict[str, Manner] = {

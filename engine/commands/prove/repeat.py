@@ -24,7 +24,7 @@ HEAD = """#!/bin/sh
 URL=${{1:-{url}}}
 KEY=${{PENSTOCK_API_KEY:-$OPENAI_API_KEY}}
 call() {{ curl -sN "$@" -H 'Content-Type: application/json' ${{KEY:+-H "Authorization: Bearer $KEY"}}; }}
-ask() {{ call --max-time "$1" "$URL{path}" -d "$2"; echo; }}
+ask() {{ call --max-time "$1" "$URL$2" -d "$3"; echo; }}
 """
 
 
@@ -40,7 +40,7 @@ async def write_scripts(proof: Proof, url: str, folder: Path) -> list[Path]:
         asks, note = await _fewest(proof, finding)
         path = folder / f"{len(written) + 1}-{finding.kind.replace(' ', '-')}.sh"
         folder.mkdir(parents=True, exist_ok=True)
-        head = HEAD.format(what=" ".join(finding.what.split()), note=note, name=path.name, url=url, path=PATH)
+        head = HEAD.format(what=" ".join(finding.what.split()), note=note, name=path.name, url=url)
         path.write_text(head + "\n".join(_lines(proof, finding, asks)) + "\n")
         written.append(path)
     return written
@@ -48,7 +48,9 @@ async def write_scripts(proof: Proof, url: str, folder: Path) -> list[Path]:
 
 async def _fewest(proof: Proof, finding: Finding) -> tuple[list[Ask], str]:
     """Return the requests to send, including the failing one, and a note whether they repeated the failure."""
-    ask, run = finding.ask, f"the whole run was: penstock prove URL --seed {proof.options.seed}"
+    ask, run = finding.ask, f"the whole run was: penstock-prove URL --seed {proof.options.seed}"
+    if finding.case:
+        return [], f"the requests of: penstock-prove URL --case {finding.case} --seed {proof.options.seed}"
     if ask is None or ask.question < 0:
         return finding.beside, run
     left = SLOW_TRIES if finding.kind == "hang" else TRIES
@@ -90,6 +92,8 @@ async def _repeats(proof: Proof, finding: Finding, asks: Sequence[Ask]) -> bool:
 
 
 def _lines(proof: Proof, finding: Finding, asks: Sequence[Ask]) -> list[str]:
+    if finding.case:
+        return _case_lines(finding)
     if finding.ask is None or finding.ask.question < 0:
         return ['call "$URL/metrics" | grep -E "num_requests|blocks|resident|open_fds"']
     body = proof.body(finding.ask.question)
@@ -109,5 +113,15 @@ def _lines(proof: Proof, finding: Finding, asks: Sequence[Ask]) -> list[str]:
     return [*lines, "wait"]
 
 
-def _line(body: dict[str, Any], most_s: float) -> str:
-    return f"ask {max(most_s, 0.001):.3f} {shlex.quote(json.dumps(body)).replace('$$', chr(39) + '$$' + chr(39))}"
+def _case_lines(finding: Finding) -> list[str]:
+    lines = []
+    for group in finding.sent:
+        one = [_line(sent.body, 60.0 if sent.leaves_s is None else sent.leaves_s, sent.path) for sent in group]
+        lines += one if len(one) == 1 else [*(f"{each} &" for each in one), "wait"]
+    return lines
+
+
+def _line(body: dict[str, Any], most_s: float, path: str = PATH) -> str:
+    return (
+        f"ask {max(most_s, 0.001):.3f} {path} {shlex.quote(json.dumps(body)).replace('$$', chr(39) + '$$' + chr(39))}"
+    )

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,23 +29,48 @@ from penstock.engine.commands.prove.own.faults import FAULTS as OWN_FAULTS
 from penstock.engine.commands.prove.own.server import WORLDS, OwnServer
 from penstock.engine.commands.prove.proof import HELD, REACHED
 from penstock.engine.commands.prove.questions import Ask
+from penstock.engine.commands.prove.report import exit_code
 from penstock.engine.core.rates import Rates
 from penstock.engine.core.tier_stats import tier_stats
 from penstock.engine.messages import Stats
 from penstock.engine.server.metrics import stats_families
-from tests.support.bench_endpoint import Asked, Endpoint
-from tests.support.wrong_server import FAULTS, WrongServer
+from tests.support import reference_server
+from tests.support.reference_server import DEFECTS, ReferenceServer
 
-KIND_OF = {"stale": "wrong", "foreign": "wrong", "salts": "foreign", "lost": "no end"}
+# The defects that only the load finds, and one for each other kind of finding.
+FAST = [
+    *("full-pool", "slots-swapped", "scale-dropped", "salt-ignored", "finish-lost", "hang", "error-after-reuse"),
+    *("blocks-held", "memory-grows", "descriptors-leak", "short-prefix-never-hits", "context-cut"),
+]
 
 
-def proven(server: WrongServer, **options: Any) -> tuple[dict[str, Any], Endpoint]:
-    async def inside() -> tuple[dict[str, Any], Endpoint]:
-        async with Endpoint(server.answer) as endpoint:
+# A defect that each case finds, where it is another than positions that are shifted after a hit.
+CULPRITS = {
+    "one-token-differs": "hash-ignores-last-token",
+    "vllm-45238": "short-prefix-never-hits",
+    "vllm-50702": "json-cut-beside-others",
+    "vllm-53912": "stale-draft",
+    "llamacpp-n-then-reuse": "n-writes-into-prompt",
+    "trtllm-18156": "salt-never-hits",
+    "adapter-reuse": "adapter-shares-cache",
+    "mini-sglang-142": "freed-twice-by-cancel",
+    "stale-after-reset": "stale-after-reset",
+    "neighbours": "slots-swapped",
+    "ollama-18107": "long-prompt-cut",
+}
+
+
+def proven(server: ReferenceServer, **options: Any) -> dict[str, Any]:
+    async def inside() -> dict[str, Any]:
+        async with server as url:
             chosen = ProveOptions(**{"requests": 200, "rate": 2000.0, "timeout": 60.0, **options})
-            return await session.prove(endpoint.url, "stand-in", chosen), endpoint
+            return await session.prove(url, "stand-in", chosen)
 
     return asyncio.run(inside())
+
+
+def prove_fast(url: str, name: str, timeout_s: float) -> Coroutine[Any, Any, dict[str, Any]]:
+    return session.prove(url, name, ProveOptions(requests=160, rate=2000.0, timeout=timeout_s))
 
 
 @pytest.fixture(autouse=True)
@@ -53,64 +79,83 @@ def is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_is_right_has_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
-    result, endpoint = proven(WrongServer())
+    server = ReferenceServer()
+    result = proven(server)
     printed = capsys.readouterr().out
     assert result["findings"] == {} and result["answers"]["same"] > 200
     assert json.loads(printed.splitlines()[-1]) == result
     assert "no findings in" in printed and "cancelled" in printed
+    assert {*result["cases"].values()} == {"no findings"} and result["cases"].keys() == session.CASES.keys()
     # Never more requests at a time than were allowed, but for those whose clients have left: it sees that later.
-    assert endpoint.most_running <= 24
+    assert server.most_running <= 24
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_is_found_and_called_by_its_name(fault: str) -> None:
-    kind = KIND_OF.get(fault, fault)
-    result, _ = proven(WrongServer(fault), timeout=1.0 if kind == "hang" else 60.0)
-    assert {*result["findings"]} == {kind}
+@pytest.mark.parametrize("defect", FAST)
+def test_a_defect_is_found_and_called_by_its_name(defect: str) -> None:
+    result = asyncio.run(reference_server.find_defect(prove_fast, defect))
+    assert DEFECTS[defect] in result["findings"]
+
+
+@pytest.mark.slow
+def test_every_defect_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reference_server.self_test(prove_fast) == 0
+    assert f"kill rate: {len(DEFECTS)} of {len(DEFECTS)}, 0 false alarms" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", session.CASES)
+def test_every_case_finds_a_defect_alone_and_none_without(case: str) -> None:
+    defect = CULPRITS.get(case, "positions-shifted")
+    result = proven(ReferenceServer(defect), cases=(case,))
+    assert [*result["cases"]] == [case] and DEFECTS[defect] in result["findings"]
+    result = proven(ReferenceServer(), cases=(case,))
+    assert result["cases"] == {case: "no findings"} and exit_code(result) == 0
 
 
 def test_what_a_server_cannot_do_is_skipped_by_name() -> None:
-    result, _ = proven(WrongServer(without=["n", "return_token_ids", "cache_salt"]), requests=60)
+    result = proven(ReferenceServer(without=["n", "return_token_ids", "cache_salt", "reset"]), requests=60)
     assert result["findings"] == {}
     said = " ".join(result["skipped"])
     assert all(name in said for name in ("n: ", "return_token_ids: ", "cache_salt: ", "structured_outputs: ", "reset"))
+    assert result["cases"]["llamacpp-n-then-reuse"] == "skipped: the server lacks n"
     # Without ids and log-probabilities there is the text, and a wrong one is found all the same.
-    result, _ = proven(WrongServer("stale", without=["logprobs", "return_token_ids"]))
-    assert {*result["findings"]} == {"wrong"}
+    result = proven(ReferenceServer("positions-shifted", without=["logprobs", "return_token_ids"]))
+    assert "wrong" in result["findings"]
 
 
 def test_candidates_closer_than_the_numbers_are_exact_are_a_tie_but_not_where_bits_are_compared() -> None:
-    result, _ = proven(WrongServer("tie"))
+    result = proven(ReferenceServer(has_ties=True))
     assert result["findings"] == {} and result["answers"]["tie"] > 10
-    result, _ = proven(WrongServer("tie"), exact=True)
+    result = proven(ReferenceServer(has_ties=True), exact=True)
     assert result["findings"]["wrong"] > 10
 
 
 def test_one_seed_sends_the_same_requests(tmp_path: Path) -> None:
     def bodies(seed: int) -> list[str]:
-        _, endpoint = proven(WrongServer(without=["cache_salt"]), seed=seed, requests=50, concurrency=1)
-        asked = [each.body.decode() for each in endpoint.asked if each.path == "/v1/completions"]
-        return [body for body in asked if "cache_salt" not in body]
+        server = ReferenceServer(without=["cache_salt", "stream"])
+        proven(server, seed=seed, requests=50, concurrency=1)
+        asked = [json.dumps(body) for path, _, body in server.asked if path == "/v1/completions"]
+        # To detect reuse, prompts are sent that no earlier run has sent.
+        return [body for body in asked if "cache_salt" not in body and "return_token_ids" in body]
 
     assert bodies(3) == bodies(3) != bodies(4)
 
 
 def test_time_and_bytes_are_bounded() -> None:
-    result, _ = proven(WrongServer(), max_bytes=200_000, requests=500)
+    result = proven(ReferenceServer(), max_bytes=200_000, requests=500)
     assert result["answers"]["left out"] > 0 and result["bytes"] < 600_000
-    result, _ = proven(WrongServer(), duration=4.0, rate=20.0, requests=500)
+    result = proven(ReferenceServer(), duration=4.0, rate=20.0, requests=500)
     assert result["answers"]["left out"] > 400
 
 
 @pytest.mark.parametrize("num_answered", [40, 90, 160], ids=["alone", "beside", "under load"])
 def test_a_server_that_falls_silent_costs_no_more_than_the_duration(num_answered: int) -> None:
-    class Silent(WrongServer):
-        async def answer(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
-            if asked.path == "/v1/completions" and self._served >= num_answered:
+    class Silent(ReferenceServer):
+        async def answer(self, path: str, body: dict[str, Any], *streams: Any) -> None:
+            if path == "/v1/completions" and self._num_answers >= num_answered:
                 await asyncio.sleep(3600)
-            await super().answer(asked, writer)
+            await super().answer(path, body, *streams)
 
-    result, _ = proven(Silent(), duration=4.0, timeout=60.0)
+    result = proven(Silent(), duration=4.0, timeout=60.0)
     assert result["seconds"] < 60 and result["answers"]["left out"] and "hang" not in result["findings"]
 
 
@@ -118,42 +163,41 @@ def test_a_server_that_falls_silent_costs_no_more_than_the_duration(num_answered
 def test_too_little_time_is_no_verdict(delay_s: float, capsys: pytest.CaptureFixture[str]) -> None:
     """A machine may be so busy that no question is answered alone in its share of the time."""
 
-    class Starved(WrongServer):
-        async def answer(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
-            if asked.path == "/v1/completions" and "prove-" in str(asked.json.get("cache_salt")):
+    class Starved(ReferenceServer):
+        async def answer(self, path: str, body: dict[str, Any], *streams: Any) -> None:
+            if path == "/v1/completions" and "prove-" in str(body.get("cache_salt")):
                 await asyncio.sleep(delay_s)
-            await super().answer(asked, writer)
+            await super().answer(path, body, *streams)
 
     is_starved = delay_s > 0
-    result, _ = proven(Starved(), duration=4.0 if is_starved else 600.0, timeout=60.0, requests=20)
+    result = proven(Starved(), duration=4.0 if is_starved else 600.0, timeout=60.0, requests=20)
     printed = capsys.readouterr().out
     assert result["findings"] == {}
-    assert session.exit_code(result) == (3 if is_starved else 0)
+    assert exit_code(result) == (3 if is_starved else 0)
     assert ("not enough answers: in 4 s 0 of 8 questions were answered alone" in printed) == is_starved
 
 
 def test_a_server_that_takes_any_field_is_asked_for_no_reuse_by_one_that_it_honours() -> None:
-    result, endpoint = proven(WrongServer(is_lax=True))
+    server = ReferenceServer(is_lax=True, without=["reset"])
+    result = proven(server)
     assert result["findings"] == {} and result["answers"]["same"] > 200
     said = " ".join(result["skipped"])
     assert "cache_salt: accepted like" in said and "without reuse" not in said and "repetition_penalty" not in said
-    last = [each.json for each in endpoint.asked if each.path == "/v1/completions"][-1]
-    assert "cache_prompt" not in last  # at the end with reuse
+    is_reuse_off = {body.get("cache_prompt", True) for path, _, body in server.asked if path == "/v1/completions"}
+    assert is_reuse_off == {False, True}
     # Where nothing asks for that, cached tokens are no fault, and the report says what the first answers are worth.
-    result, _ = proven(WrongServer(is_lax=True, without=["cache_prompt"]))
+    result = proven(ReferenceServer(is_lax=True, without=["cache_prompt", "reset"]))
     assert result["findings"] == {} and "without reuse: " in " ".join(result["skipped"])
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the scripts are of curl")
 def test_a_script_repeats_the_failure_with_few_requests(tmp_path: Path) -> None:
     async def inside() -> tuple[list[Path], list[str]]:
-        async with Endpoint(WrongServer("stale").answer) as endpoint:
-            options = ProveOptions(requests=200, rate=2000.0, timeout=1.0, scripts=str(tmp_path))
-            await session.prove(endpoint.url, "stand-in", options)
+        async with ReferenceServer("positions-shifted") as url:
+            options = ProveOptions(requests=200, rate=2000.0, timeout=5.0, scripts=str(tmp_path))
+            await session.prove(url, "stand-in", options)
             scripts = sorted(tmp_path.glob("*.sh"))
-            process = await asyncio.create_subprocess_exec(
-                "sh", str(scripts[0]), endpoint.url, stdout=asyncio.subprocess.PIPE
-            )
+            process = await asyncio.create_subprocess_exec("sh", str(scripts[0]), url, stdout=asyncio.subprocess.PIPE)
             return scripts, (await process.communicate())[0].decode().splitlines()
 
     scripts, printed = asyncio.run(inside())
@@ -194,22 +238,39 @@ def test_every_request_of_a_script_has_the_key(variable: str, tmp_path: Path, mo
     monkeypatch.setenv(variable, "sk-mine")
 
     async def inside() -> list[tuple[str, str | None]]:
-        async with Endpoint(WrongServer("error").answer) as endpoint:
-            asker = Asker(endpoint.url, {}, 1.0)
+        server = ReferenceServer("error-after-reuse")
+        async with server as url:
+            asker = Asker(url, {}, 1.0)
             made = proof.Proof(asker, await detect_abilities(asker, 0), ProveOptions(requests=8))
-            asked, number = Ask(0.0, 0, "whole", {}), len(endpoint.asked)
+            asked, number = Ask(0.0, 0, "whole", {}), len(server.asked)
             finding = proof.Finding("error", "what", asked, [Ask(0.0, -1, "reset", {}), asked])
             monkeypatch.setattr(
                 repeat, "_repeats", lambda _proof, _finding, asks: asyncio.sleep(0, asks[0].question < 0)
             )
             made.findings.append(finding)
-            (script,) = await repeat.write_scripts(made, endpoint.url, tmp_path)
+            (script,) = await repeat.write_scripts(made, url, tmp_path)
             await (await asyncio.create_subprocess_exec("sh", str(script), stdout=subprocess.DEVNULL)).wait()
             asker.client.close()
-            return [(each.path, each.headers.get("Authorization")) for each in endpoint.asked[number:]]
+            return [(path, headers.get("Authorization")) for path, headers, _ in server.asked[number:]]
 
     paths = ("/v1/completions", "/reset_prefix_cache", "/v1/completions")
     assert asyncio.run(inside()) == [(path, "Bearer sk-mine") for path in paths]
+
+
+def test_a_finding_of_a_case_has_a_script_of_its_requests(tmp_path: Path) -> None:
+    proven(ReferenceServer("stale-after-reset"), cases=("stale-after-reset",), scripts=str(tmp_path))
+    script = (tmp_path / "1-foreign.sh").read_text()
+    assert script.count("ask 60.000 /v1/completions") == 2 and "--case stale-after-reset --seed 0" in script
+    assert subprocess.run(["sh", "-n", str(tmp_path / "1-foreign.sh")], check=False).returncode == 0
+
+
+def test_the_cases_are_listed_with_their_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    prove.add_arguments(parser)
+    assert prove.run(parser.parse_args(["--list"])) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [*session.CASES]
+    assert all(" Finding: " in line for line in lines)
 
 
 def test_an_error_of_our_own_under_load_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +282,7 @@ def test_an_error_of_our_own_under_load_is_not_lost(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(proof.Proof, "send", fail_first)
     with pytest.raises(ExceptionGroup):
-        proven(WrongServer(), requests=40)
+        proven(ReferenceServer(), requests=40)
 
 
 def test_the_error_is_measured_and_bounded() -> None:
@@ -279,7 +340,12 @@ def test_a_log_probability_that_is_no_number_is_a_finding() -> None:
 
 
 def test_an_answer_of_another_form_is_an_error_and_ends_nothing() -> None:
-    for body in ({"choices": [5]}, {"choices": [{"logprobs": {"content": [{}]}}]}, {"choices": [], "usage": [1]}):
+    bodies: list[dict[str, Any]] = [
+        {"choices": [5]},
+        {"choices": [{"logprobs": {"content": [{}]}}]},
+        {"choices": [], "usage": [1]},
+    ]
+    for body in bodies:
         answer = AskResult(200)
         answer.take(json.dumps(body).encode())
         assert answer.error.startswith("an answer of another form")
@@ -293,6 +359,8 @@ def test_options_that_cannot_be_meant_are_refused_by_name() -> None:
         (["ftp://127.0.0.1"], "^url: 'ftp"),
         (["http://127.0.0.1:1", "--requests", "0"], "^requests: 0 given; at least 1"),
         (["http://127.0.0.1:1", "--duration", "nan"], "^duration: nan given; above 0"),
+        (["http://127.0.0.1:1", "--case", "moon"], "^case: 'moon' given; vllm-55766, "),
+        (["--self-test"], "^self-test: the reference server is part of the wheel"),
         (["http://127.0.0.1:1", "--header", "x"], "^header: 'x' given; KEY=VALUE"),
         (["http://127.0.0.1:1"], "^url: 127.0.0.1:1/v1/models answers nothing; "),
     ]:

@@ -5,25 +5,23 @@ import contextlib
 import random
 import shlex
 import tempfile
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from penstock.executor.process_life import stop_signals
 
-from ..options import ProveError, ProveOptions, request_headers
+from ..options import ProveOptions, chosen, request_headers
 from ..proof import Proof
-from ..session import NOT_ENOUGH, exit_code, prove
+from ..report import NOT_ENOUGH, exit_code
+from ..session import prove
 from .faults import FAULTS, FaultScene
 from .server import END_SIGNALS, WORLDS, OwnServer
-
-ALL = "all"
 
 
 def run_own(options: ProveOptions) -> int:
     """Prove all worlds and faults in turn; return 1 if any has findings, else 3 if any has too few answers."""
-    names = _named("world", options.worlds, WORLDS) + _named("fault", options.faults, FAULTS)
+    names = chosen("world", options.worlds, WORLDS) + chosen("fault", options.faults, FAULTS)
     try:
         codes = {exit_code(asyncio.run(prove_own(name, options))) for name in names or ["uniproc"]}
     except asyncio.CancelledError:
@@ -52,10 +50,3 @@ async def _inject(server: OwnServer, name: str, proof: Proof) -> None:
         await server.start(proof.asker.headers)
     proof.expects_errors = False
     await proof.ask_again("after it")
-
-
-def _named(field: str, given: Iterable[str], known: dict[str, Any]) -> list[str]:
-    for name in given:
-        if name not in known and name != ALL:
-            raise ProveError(f"{field}: {name!r} given; {', '.join(known)} or {ALL} is expected")
-    return list(known) if ALL in given else list(given)

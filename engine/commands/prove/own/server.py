@@ -19,7 +19,6 @@ from penstock.executor.process_life import STOP_SIGNALS
 
 from ..http_client import Client, Target
 from ..options import ProveError
-from .adapter import write_adapter
 
 START_S, END_S, STOP_GRACE_S = 300.0, 15.0, 10.0
 # The signals on which prove ends its servers. nohup makes a process ignore one of them, a shell's background job two.
@@ -30,7 +29,6 @@ PENSTOCK = (sys.executable, "-c", "import sys; from penstock.cli import main; sy
 DIE_WITH = (sys.executable, "-m", "penstock.executor.process_life")  # then the PID of the parent, then the command
 TINY = "--kv-cache-bytes 16MiB --max-model-len 320 --max-num-seqs 8"  # 21 blocks of the default model
 HOST = "--kv-host-bytes 8MiB"
-ADAPTED = f"{TINY} {{adapter}}"  # with a LoRA adapter if the model is the default
 LOOKUP = '--speculative-config {"method":"ngram"}'
 
 
@@ -42,11 +40,11 @@ class World(NamedTuple):
 
 
 WORLDS: dict[str, World] = {
-    "uniproc": World([ADAPTED]),
+    "uniproc": World([TINY]),
     "small-steps": World([f"{TINY} --block-size 8 --max-num-batched-tokens 40"]),
     "drafts": World([f"{TINY} {LOOKUP}"]),
-    "ranks": World([f"{ADAPTED} --kv-cache-bytes 6MiB --tensor-parallel-size 3"]),  # divides the model's 9 heads
-    "tiers": World([f"{ADAPTED} {HOST} --kv-disk-path {{folder}}/disk --kv-disk-bytes 256MiB"]),
+    "ranks": World([f"{TINY} --kv-cache-bytes 6MiB --tensor-parallel-size 3"]),  # divides the model's 9 heads
+    "tiers": World([f"{TINY} {HOST} --kv-disk-path {{folder}}/disk --kv-disk-bytes 256MiB"]),
     "router": World([TINY, TINY], "--backend {url0} --backend {url1}"),
     "split": World(
         [f"{TINY} {HOST} --kv-peer-listen {{peer}}", f"{TINY} {HOST} --kv-peer {{peer}}"],
@@ -61,8 +59,6 @@ class OwnServer:
     def __init__(self, world: str, model: str | None, more: Sequence[str], folder: Path) -> None:
         self.folder, self._log = folder, folder / "server.log"
         words = {"folder": str(folder), "peer": f"127.0.0.1:{free_port()}"}
-        self._adapter = None if model else folder / "adapter"  # only for the default model, whose shapes are known
-        words["adapter"] = f"--enable-lora --lora-modules random={self._adapter}" if self._adapter else ""
         self._commands: list[list[str]] = []
         servers, router = WORLDS[world]
         for number, options in enumerate(servers):
@@ -83,21 +79,12 @@ class OwnServer:
         ProveError with the server's last log line if it ends early, or if it refuses the key.
         """
         self.servers = []
-        if self._adapter is not None:
-            write_adapter(self._adapter)
         for command in self._commands:
             with self._log.open("ab") as log:
                 command = [*DIE_WITH, str(os.getpid()), *command]
-                self.servers.append(
-                    subprocess.Popen(
-                        command,
-                        stdout=log,
-                        stderr=log,
-                        stdin=subprocess.DEVNULL,
-                        start_new_session=True,
-                        env=_environment(),
-                    )
-                )
+                null, own = subprocess.DEVNULL, _environment()
+                server = subprocess.Popen(command, stdin=null, stdout=log, stderr=log, start_new_session=True, env=own)
+                self.servers.append(server)
         client = Client(Target.of(self.url))
         try:
             async with asyncio.timeout(START_S):

@@ -1,15 +1,12 @@
-"""Writes a small random LoRA adapter in PEFT's format for a server of our own; it changes the answers."""
+"""Writes a small random LoRA adapter in PEFT's format for the default model; it changes the answers."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 
-from penstock.engine.model_files import ModelError, resolve_model
+from penstock.engine.model_files import resolve_model
 from penstock.executor.gguf_header import GgufHeader
-from penstock.executor.protocol import ExecutorError
-
-from ..options import ProveError
 
 RANK, SCALE, SEED = 2, 0.5, 0
 MODULE = "model.layers.{}.self_attn.o_proj"
@@ -17,10 +14,7 @@ MODULE = "model.layers.{}.self_attn.o_proj"
 
 def write_adapter(folder: Path) -> None:
     """Write an adapter for the default model, with the shapes from its GGUF file."""
-    try:
-        metadata = GgufHeader(resolve_model().path).metadata
-    except (ExecutorError, ModelError) as error:
-        raise ProveError(str(error)) from None
+    metadata = GgufHeader(resolve_model().path).metadata
     name = metadata["general.architecture"]
     width, num_layers = metadata[f"{name}.embedding_length"], metadata[f"{name}.block_count"]
     generator = np.random.default_rng(SEED)

@@ -1,0 +1,147 @@
+"""Runs the cases: small experiments of a few requests, most of them named after a public bug.
+
+A case asks for references without reuse, then asks again in the way that showed the bug, and compares. The table is in
+reuse_cases.py.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .answers import AskResult, TextChoice
+from .asker import PATH
+from .judge import FINE, compare, judge
+from .proof import Finding, Proof
+from .questions import as_prompt
+
+MAX_CASE_S = 55.0
+
+
+class CaseRequest(NamedTuple):
+    """A request of a case, for the script that repeats it."""
+
+    path: str
+    body: dict[str, Any]
+    leaves_s: float | None = None
+
+
+class Case(NamedTuple):
+    """A named case. `run` asks and compares; its docstring says what it sends and what a finding means. `needs`:
+    abilities without which it is skipped."""
+
+    run: Callable[["CaseRun"], Coroutine[Any, Any, None]]
+    needs: Sequence[str] = ()
+
+
+@dataclass
+class CaseRun:
+    """A case while it runs."""
+
+    name: str
+    proof: Proof
+    sent: list[list[CaseRequest]] = field(default_factory=list)  # the requests of one list were sent at the same time
+    num_findings: int = 0
+
+    def __post_init__(self) -> None:
+        self.abilities, self.block = self.proof.abilities, self.proof.abilities.block
+        self._reused: list[tuple[dict[str, Any], AskResult, str]] = []
+        self._rng = random.Random(f"{self.proof.options.seed} {self.name}")
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def draw(self, length: int, unlike: Any = None) -> list[Any]:
+        """Draw a prompt that no other request shares a block with, and that does not begin with the token `unlike`."""
+        while (drawn := self._rng.choices(self.abilities.material, k=length))[0] == unlike:
+            pass
+        return drawn
+
+    def body(self, prompt: Sequence[Any], max_tokens: int = 12, **fields: Any) -> dict[str, Any]:
+        """Return a completion request."""
+        shown = {**self.abilities.fields(), "prompt": as_prompt(prompt), "max_tokens": max_tokens, "temperature": 0}
+        return {name: value for name, value in {**shown, **fields}.items() if value is not None}
+
+    async def ask(self, body: dict[str, Any], path: str = PATH, leaves_s: float | None = None) -> AskResult:
+        return (await self.ask_together([body], path, [leaves_s]))[0]
+
+    async def ask_together(
+        self, bodies: Sequence[dict[str, Any]], path: str = PATH, leave: Sequence[float | None] = (None,)
+    ) -> list[AskResult]:
+        """Send the requests at the same moment, as far as the allowed concurrency permits."""
+        room = asyncio.Semaphore(self.proof.options.concurrency)
+        requests = [CaseRequest(path, body, leave[index % len(leave)]) for index, body in enumerate(bodies)]
+        self.sent.append(requests)
+
+        async def one(sent: CaseRequest) -> AskResult:
+            async with room:
+                return await self.proof.asker.ask(sent.body, sent.leaves_s, path=sent.path)
+
+        answers = await asyncio.gather(*map(one, requests))
+        for sent, answer in zip(requests, answers, strict=True):
+            if sent.leaves_s is None and not (answer.is_done or answer.has_left) and answer.status != 429:
+                outcome = judge(TextChoice(), answer, sent.body.get("n", 1), 1.0, is_fresh=False)
+                kind = outcome.outcome if outcome.outcome in ("hang", "error") else "no end"
+                self.find(kind, f"{sent.path}: {answer.error or outcome.what}")
+        return answers
+
+    async def ask_fresh(self, body: dict[str, Any], path: str = PATH) -> AskResult:
+        """Ask without reuse."""
+        return await self.ask({**body, **await self.proof.fresh()}, path)
+
+    # -- comparisons ---------------------------------------------------------------------------------------
+
+    def find(self, kind: str, what: str) -> None:
+        """Add a finding, with the requests so far."""
+        self.num_findings += 1
+        self.proof.findings.append(Finding(kind, f"{self.name}: {what}", case=self.name, sent=[*self.sent]))
+
+    def expect(self, is_right: object, kind: str, what: str) -> None:
+        if not is_right:
+            self.find(kind, what)
+
+    def expect_same(self, reference: AskResult, answer: AskResult, when: str) -> bool:
+        """Compare every choice with the first of the reference; return whether all have the same tokens, without ties."""
+        if not (reference.is_done and answer.is_done):  # reported already, or left out
+            return False
+        found = [compare(reference.first, each, self.proof.error, True) for each in answer.choices.values()]
+        for verdict in found:
+            if verdict.outcome not in FINE:
+                self.find(verdict.outcome, f"{when}: {verdict.what}")
+                break
+        return all(verdict.outcome in ("same", "numbers") for verdict in found)
+
+    async def ask_reused(self, prompt: Sequence[Any], shared: int, when: str, **fields: Any) -> AskResult:
+        """Ask with reuse: `shared` tokens of the prompt can be cached. The reference is asked at the end of the case, so
+        that it neither empties the cache nor evicts what the case is about."""
+        body = self.body(prompt, **fields)
+        answer = await self.ask(body)
+        if {"cached_tokens", "cache_salt", "ids"} <= self.abilities.known:
+            cached = answer.num_cached or 0
+            self.expect(cached <= shared, "foreign", f"{when}: {cached} tokens cached, {shared} can have been")
+        self._reused.append((body, answer, when))
+        return answer
+
+    async def compare_reused(self) -> None:
+        """Ask for the references of all answers with reuse, and compare."""
+        references: dict[str, AskResult] = {}
+        for body, answer, when in self._reused:
+            key = str(body)
+            references[key] = references.get(key) or await self.ask_fresh(body)
+            self.expect_same(references[key], answer, when)
+
+
+async def run_case(name: str, case: Case, proof: Proof) -> None:
+    """Run one case; note in the proof how it ended."""
+    proof.asker.limit(MAX_CASE_S)
+    missing = [need for need in case.needs if need not in proof.abilities.known]
+    if missing:
+        proof.cases[name] = f"skipped: the server lacks {', '.join(missing)}"
+    elif proof.asker.is_over or proof.asker.num_bytes > proof.options.max_bytes:
+        proof.cases[name] = "left out: no time or bytes left"
+    else:
+        run = CaseRun(name, proof)
+        await case.run(run)
+        await run.compare_reused()
+        is_cut = proof.asker.is_over and not run.num_findings
+        proof.cases[name] = "left out: not done in time" if is_cut else f"{run.num_findings or 'no'} findings"

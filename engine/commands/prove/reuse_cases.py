@@ -1,0 +1,187 @@
+"""Cases of reuse, batching and context: the server's answer without reuse is the reference."""
+
+from .answers import AskResult, loads
+from .cases import Case, CaseRun
+from .questions import FORMATTED, RESET
+
+CONTEXT_TOKENS = 8  # generated after a full context
+
+
+async def _hit_past_a_block(run: CaseRun) -> None:
+    """Continue a cached prefix by 4 to 10 tokens. Finding: the hit changes logits, or makes NaN."""
+    end = 3 * run.block
+    root = run.draw(end + 10)
+    await run.ask(run.body(root[:end]))
+    for past in range(4, 11):
+        await run.ask_reused(root[: end + past], end + past, f"hit, {past} tokens past a block")
+
+
+async def _one_token_differs(run: CaseRun) -> None:
+    """Send prompts that differ in one token of a block. Finding: block hashes do not cover every token."""
+    root = run.draw(3 * run.block + 3)
+    await run.ask(run.body(root))
+    for at in (0, run.block - 1, run.block, 2 * run.block + 5):
+        other = [*root[:at], *run.draw(1, unlike=root[at]), *root[at + 1 :]]
+        await run.ask_reused(other, at, f"token {at} differs from a cached prompt")
+
+
+async def _whole_hit(run: CaseRun) -> None:
+    """Send a prompt of whole blocks again, once and four times at once. Finding: no token is computed."""
+    root = run.draw(4 * run.block)
+    await run.ask_reused(root, 0, "first")
+    answer = await run.ask_reused(root, len(root), "again")
+    for other in await run.ask_together([run.body(root)] * 4):
+        run.expect_same(answer, other, "four at once")
+
+
+async def _shifted_prefix(run: CaseRun) -> None:
+    """Share prefixes that are shorter by 20, 50 and 100 tokens. Finding: some lengths are never reused."""
+    hits = {}
+    for shift in (0, 20, 50, 100):
+        shared = run.abilities.longest - run.block - shift
+        if shared < 4 * run.block:
+            continue
+        root = run.draw(shared)
+        tail = run.draw(run.block)
+        await run.ask(run.body(root + tail, 1))
+        other = run.draw(run.block, unlike=tail[0])
+        answer = await run.ask_reused(root + other, shared, f"{shared} tokens shared")
+        hits[shared] = answer.num_cached or 0
+    missed = [shared for shared, cached in hits.items() if not cached]
+    run.expect(not missed, "reuse", f"tokens reused of a shared prefix, by its length: {hits}")
+
+
+async def _json_at_full_pool(run: CaseRun) -> None:
+    """Send long prompts for strict JSON at once. Finding: a full pool damages the output."""
+    bodies = [
+        run.body(run.draw(run.abilities.longest - index), 32, response_format=FORMATTED, logprobs=None)
+        for index in range(5)
+    ]
+    references = [await run.ask_fresh(body) for body in bodies]
+    for reference, answer in zip(references * 2, await run.ask_together(bodies * 2), strict=True):
+        run.expect_same(reference, answer, "beside others")
+        if answer.first.finish == "stop":
+            run.expect(_is_json(answer.first.text), "schema", f"{answer.first.text!r} is not JSON")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return bool(loads(text.encode()))
+    except ValueError:
+        return False
+
+
+async def _drafts_after_a_hit(run: CaseRun) -> None:
+    """Send repetitive prompts, which drafts guess, after a hit. Finding: the state of drafts is stale."""
+    phrase = run.draw(run.block // 2 + 1)
+    root = (phrase * 12)[: 4 * run.block]
+    await run.ask(run.body(root))
+    for end in (len(root) - 3, len(root), len(root) - run.block):
+        await run.ask_reused(root[:end], end, "a repetitive prompt, cached", max_tokens=24)
+
+
+async def _n_then_reuse(run: CaseRun) -> None:
+    """Ask for 2 and 3 choices, then again and longer. Finding: choices write into shared state."""
+    root = run.draw(3 * run.block + 5)
+    many = await run.ask_together([run.body(root, n=3), run.body(root), run.body(root, n=2)])
+    single = await run.ask_reused(root, len(root), "after n > 1")
+    for answer in many:
+        run.expect_same(single, answer, "n > 1")
+    await run.ask_reused(root + run.draw(3), len(root), "longer, after n > 1")
+
+
+async def _salts(run: CaseRun) -> None:
+    """Send one text twice under a salt, then under another. Finding: salts are lost, or never match."""
+    root = run.draw(4 * run.block + 3)
+    first, again, other = [
+        await run.ask(run.body(root, **run.proof.abilities.fresh(f"{run.proof.name}-{salt}"))) for salt in "aab"
+    ]
+    run.expect_same(first, again, "again under one salt")
+    run.expect_same(first, other, "under another salt")
+    if "cached_tokens" in run.abilities.known:
+        run.expect(again.num_cached, "reuse", "nothing is reused under a salt that was used before")
+        run.expect(not other.num_cached, "foreign", f"{other.num_cached} cached tokens under a salt never used")
+
+
+async def _adapters(run: CaseRun) -> None:
+    """Send one text to the base model, an adapter and the base model. Finding: cached blocks are mixed up."""
+    root, adapter = run.draw(4 * run.block + 3), run.abilities.adapters[0]
+    plain, adapted = run.body(root), run.body(root, model=adapter)
+    references = [await run.ask_fresh(body) for body in (plain, adapted)]
+    for reference, body, when in [
+        (references[0], plain, "the base model"),
+        (references[1], adapted, "the adapter, after the base model"),
+        (references[0], plain, "the base model, after the adapter"),
+    ]:
+        run.expect_same(reference, await run.ask(body), when)
+
+
+async def _cancel_then_reuse(run: CaseRun) -> None:
+    """Cancel streams, then send their prompts. Finding: freed or unfinished blocks are read."""
+    root = run.draw(run.abilities.longest - run.block)
+    bodies = [run.body(root[: len(root) - 7 * index], 64, stream=True) for index in range(4)]
+    await run.ask_together(bodies, leave=(0.0, 0.01, 0.05, 0.2))
+    await run.ask_together([run.body(run.draw(run.abilities.longest // 2), 1) for _ in range(4)])
+    for index in range(4):
+        end = len(root) - 7 * index
+        await run.ask_reused(root[:end], end, "after cancelled requests")
+
+
+async def _stale_after_reset(run: CaseRun) -> None:
+    """Send a prompt, reset the cache, send it again. Finding: entries survive the reset."""
+    body = run.body(run.draw(4 * run.block + 3))
+    first = await run.ask(body)
+    if await run.proof.asker.reset() != 200:  # blocks are in use
+        return
+    answer = await run.ask(body)
+    run.expect_same(first, answer, "after a reset")
+    if "cached_tokens" in run.abilities.known:
+        run.expect(not answer.num_cached, "foreign", f"{answer.num_cached} tokens cached after a reset")
+
+
+async def _neighbours(run: CaseRun) -> None:
+    """Send eight prompts alone, then at once. Finding: a request reads the state of another."""
+    bodies = [run.body(run.draw(run.block + 3 * index)) for index in range(8)]
+    references = [await run.ask_fresh(body) for body in bodies]
+    fresh = [{**body, **await run.proof.fresh()} for body in bodies]
+    for reference, answer in zip(references, await run.ask_together(fresh), strict=True):
+        run.expect_same(reference, answer, "eight at once, without reuse")
+
+
+async def _full_context(run: CaseRun) -> None:
+    """Fill the context with one prompt, at once and grown by turns. Finding: input is cut silently."""
+    length = (run.abilities.context or 0) - CONTEXT_TOKENS
+    prompt = run.draw(length)
+    for part in range(1, 5):
+        grown = await run.ask(run.body(prompt[: part * length // 4], CONTEXT_TOKENS))
+        _expect_whole(run, grown, part * length // 4)
+    whole = await run.ask_fresh(run.body(prompt, CONTEXT_TOKENS))
+    run.expect_same(whole, grown, f"a context of {length} tokens, grown by turns")
+    other = await run.ask_fresh(run.body(run.draw(8) + prompt[8:], CONTEXT_TOKENS))
+    if whole.is_done and other.is_done and any(whole.first.tops):
+        is_read = (whole.first.tokens, whole.first.values) != (other.first.tokens, other.first.values)
+        run.expect(is_read, "truncated", "the beginning of a full context has no effect on the answer")
+    over = await run.proof.asker.ask(run.body([*prompt, *run.draw(2 * CONTEXT_TOKENS)], CONTEXT_TOKENS))
+    run.expect(not over.is_done, "truncated", f"a prompt of {length + 2 * CONTEXT_TOKENS} tokens is answered")
+
+
+def _expect_whole(run: CaseRun, answer: AskResult, length: int) -> None:
+    counted = answer.usage.get("prompt_tokens", length)
+    run.expect(counted == length, "truncated", f"a prompt of {length} tokens counts as {counted}")
+
+
+REUSE_CASES = {
+    "vllm-55766": Case(_hit_past_a_block),
+    "one-token-differs": Case(_one_token_differs),
+    "nano-vllm-144": Case(_whole_hit),
+    "vllm-45238": Case(_shifted_prefix, ("cached_tokens",)),
+    "vllm-50702": Case(_json_at_full_pool, ("response_format",)),
+    "vllm-53912": Case(_drafts_after_a_hit),
+    "llamacpp-n-then-reuse": Case(_n_then_reuse, ("n",)),
+    "trtllm-18156": Case(_salts, ("cache_salt",)),
+    "adapter-reuse": Case(_adapters, ("adapter",)),
+    "mini-sglang-142": Case(_cancel_then_reuse),
+    "stale-after-reset": Case(_stale_after_reset, (RESET,)),
+    "neighbours": Case(_neighbours),
+    "ollama-18107": Case(_full_context, ("context", "ids")),
+}
