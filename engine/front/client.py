@@ -11,6 +11,7 @@ import itertools
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -20,7 +21,6 @@ import zmq
 
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.front.answer import Answer, OpenAnswers
-from penstock.engine.front.liveness import TICK_S, Liveness
 from penstock.engine.front.submit import AnswerOptions, begin_answer, check_room
 from penstock.engine.messages import (
     Abort,
@@ -45,12 +45,14 @@ from penstock.engine.messages import (
 )
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.executor.process_life import ChildProcess, receive, start_child
+from penstock.executor.process_life import HEARTBEAT_S, ChildProcess, receive, start_child
 from penstock.executor.protocol import AdapterError, AdapterInfo, ModelInfo, WeightsError
 
 log = logging.getLogger("penstock.engine")
 
 STOP_GRACE_S = 5.0  # time for the core to exit after Shutdown, before it is killed
+SILENCE_S = 5 * HEARTBEAT_S  # a core that is silent for so long gets no new requests
+LOST_S = 120.0  # silence after which the core is lost; on a busy machine heartbeats may be very late
 
 
 class EngineDead(Exception):
@@ -99,8 +101,7 @@ class AsyncEngine:
         self._decoder = msgspec.msgpack.Decoder(FromCore)
         self._is_connected = False
         self._heartbeat = Heartbeat(0.0)
-        self._liveness = Liveness()
-        self._ticking: asyncio.TimerHandle | None = None
+        self._heard_s = 0.0  # when the core sent its last message
         self._death: str | None = None
         self._asked: dict[int, asyncio.Future[Controlled]] = {}  # control messages without an answer, by number
         self._closing = False
@@ -145,14 +146,6 @@ class AsyncEngine:
         start = CoreStart(str(self._directory), self.config)
         self._process = process = start_child(self._core_module, "the engine core", start)
         loop.add_reader(process.channel, self._read_heartbeat, process)
-        self._tick()
-
-    def _tick(self) -> None:
-        before = self._liveness.verdict
-        self._liveness.tick()
-        if self._liveness.verdict != before:
-            log.warning("%s", self._liveness.reason)
-        self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     async def _unlink(self, directory: Path) -> None:
         """Remove the sockets' names once both are connected, so that nothing is left behind however this process ends."""
@@ -165,8 +158,6 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the core at once; running requests end with an error."""
         self._closing = True
-        if self._ticking is not None:
-            self._ticking.cancel()
         process, self._process = self._process, None
         if process is not None:
             if self._is_ready:  # while it loads, it does not read messages
@@ -192,13 +183,13 @@ class AsyncEngine:
 
     def health(self) -> EngineHealth:
         """Return the health, from the core's heartbeat, process and running step, never from the tokens."""
-        heartbeat, liveness = self._heartbeat, self._liveness
+        heartbeat, silent_s = self._heartbeat, time.monotonic() - self._heard_s
         if self._death is not None:
             return EngineHealth(False, False, self._death)
         if not self._is_ready:
             return EngineHealth(True, False, "the model is loading")
-        if liveness.verdict != "heard":
-            return EngineHealth(liveness.verdict == "starved", False, liveness.reason)
+        if silent_s > SILENCE_S:
+            return EngineHealth(silent_s <= LOST_S, False, f"the engine core has been silent for {silent_s:.0f} s")
         if heartbeat.overdue_s > 0:
             late = f"{heartbeat.job} of the engine core is {heartbeat.overdue_s:.0f} s beyond its deadline"
             return EngineHealth(False, False, late)
@@ -319,7 +310,7 @@ class AsyncEngine:
                 self._receive(self._decoder.decode(self._from_core.recv(zmq.NOBLOCK)))
 
     def _receive(self, message: FromCore) -> None:
-        self._liveness.heard()
+        self._heard_s = time.monotonic()
         if isinstance(message, Outputs):
             before, self.stats = self.stats, message.stats
             self.stats.tiers = self.stats.tiers or before.tiers  # they do not come with every step
@@ -340,7 +331,6 @@ class AsyncEngine:
             self._progress(message.line)
         elif isinstance(message, Ready):
             assert self._ready is not None
-            self._liveness.pid = None if self._process is None else self._process.pid  # its heartbeats begin
             if not self._ready.done():
                 self._ready.set_result(message.info)
         elif isinstance(message, Dead):
@@ -374,7 +364,6 @@ class AsyncEngine:
     def _die(self, reason: str) -> None:
         if self._death is None:
             self._death = reason
-        self._liveness.pid = None
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(EngineDead(self._death))
