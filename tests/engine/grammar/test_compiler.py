@@ -1,7 +1,6 @@
 """Compiling in threads: what is kept, what is refused, and that no grammar brings the process down."""
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -70,11 +69,11 @@ def test_grammars_that_were_given_up_hold_up_nobody(monkeypatch: pytest.MonkeyPa
             return super()._compile(source)
 
     compiler = Slow(vocabulary)
-    monkeypatch.setattr(compiler_module, "WAIT_LIMIT_S", 0.05)
+    monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 0.05)
     for number in range(compiler_module.NUM_THREADS + 1):
         with pytest.raises(GrammarRefused, match="not compiled within"):
             compile_within_limits(compiler, source_of(f"slow{number}"))
-    monkeypatch.setattr(compiler_module, "WAIT_LIMIT_S", 30)
+    monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 30)
     compile_within_limits(compiler, source_of("fast"))
     before = {thread for thread in threading.enumerate() if thread.name == "grammars"}
     gate.set()
@@ -83,48 +82,20 @@ def test_grammars_that_were_given_up_hold_up_nobody(monkeypatch: pytest.MonkeyPa
     compiler.close()
 
 
-def test_a_grammar_that_takes_too_long_is_refused_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_working = threading.Event()
-    is_working.set()
+def test_waiting_for_the_vocabulary_does_not_count_against_a_grammar() -> None:
+    gate = threading.Event()
 
-    class Slow(Compiler):
-        def _compile(self, source: str) -> Matcher:
-            while is_working.is_set():
-                pass
-            return super()._compile(source)
-
-    monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 0.05)
-    compiler = Slow(vocabulary)
-    with pytest.raises(GrammarRefused, match=r"takes longer than 0.05 s"):
-        compile_within_limits(compiler, SOURCE)
-    is_working.clear()
-    monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 10)
-    compile_within_limits(compiler, SOURCE)
-    compiler.close()
-
-
-def test_a_busy_machine_refuses_no_grammar_that_an_idle_one_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Waiting(Compiler):
-        def _compile(self, source: str) -> Matcher:
-            time.sleep(0.5)
-            return super()._compile(source)
-
-    monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 0.3)
-    compiler = Waiting(vocabulary)
-    compile_within_limits(compiler, SOURCE)
-    monkeypatch.setattr(compiler_module, "WAIT_LIMIT_S", 0.1)
-    with pytest.raises(GrammarRefused, match=r"was not compiled within 0.1 s"):
-        compile_within_limits(compiler, source_of("abcd"))
-    compiler.close()
-
-
-def test_waiting_for_the_vocabulary_does_not_count_against_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> GrammarVocabulary:
-        time.sleep(0.5)
+        assert gate.wait(60)
         return vocabulary()
 
-    monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 0.3)
-    compile_within_limits(Compiler(load), SOURCE)
+    compiler = Compiler(load)
+    job = compiler.start(SOURCE)
+    assert not job.began_s.done() and job.limit_passed() is None
+    gate.set()
+    job.result.result(60)
+    assert job.began_s.done()
+    compiler.close()
 
 
 def test_what_was_compiled_is_kept_and_every_user_gets_a_matcher_of_its_own() -> None:
