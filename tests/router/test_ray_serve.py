@@ -90,6 +90,7 @@ class Fleet:
             servers["deployments"] = [{"name": "Replica", "num_replicas": num_replicas}]
         router["args"] = {"port": int(self.url.rpartition(":")[2]), "route_options": "--host 127.0.0.1"}
         serve.context._get_global_client().deploy_apps(serve.schema.ServeDeploySchema(**config))
+        until(lambda: all(each.status == "RUNNING" for each in serve.status().applications.values()), timeout_s=400)
 
     def up(self) -> list[str]:
         """The replicas that the router knows, by their addresses, if all of them are up; else none."""
@@ -156,6 +157,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_changed_configuration_rolls_and_no_request_fails(fleet: Fleet) -> None:
+    fleet.deploy()
     before = fleet.wait_for(2)
     with fleet.clients() as clients:
         fleet.deploy(f"{TINY} --max-num-seqs 8")
@@ -180,6 +182,7 @@ def test_a_killed_replica_is_replaced_and_costs_what_it_was_answering_at_most(fl
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_number_of_replicas_goes_up_and_down_and_no_request_fails(fleet: Fleet) -> None:
+    fleet.deploy()  # a roll at the same time would leave one replica without another
     with fleet.clients() as clients:
         for count in (3, 1):
             fleet.deploy(num_replicas=count)
