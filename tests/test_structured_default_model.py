@@ -8,7 +8,8 @@ import jsonschema
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from penstock.engine.front.results import RequestsFailed
+from penstock.engine.sampling_params import StructuredOutputs
 from tests.support.default_file import needs_model
 from tests.support.schemas import random_schema
 
@@ -118,6 +119,6 @@ def test_a_preempted_and_a_cached_request_keep_to_their_grammar() -> None:
         assert small.get_metrics()["prefix_hits"] > 0
 
 
-def test_what_cannot_be_compiled_is_refused_before_anything_runs(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match=r"structured_outputs.json: Invalid type: objct"):
+def test_a_grammar_that_cannot_be_compiled_fails_its_request_with_the_reason(llm: LLM) -> None:
+    with pytest.raises(RequestsFailed, match="the grammar cannot be compiled: Invalid type: objct"):
         llm.generate("x", hot(StructuredOutputs(json={"type": "objct"})), use_tqdm=False)

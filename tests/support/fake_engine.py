@@ -19,7 +19,7 @@ from penstock.engine.front.client import EngineDead, EngineHealth, QueueFull
 from penstock.engine.front.submit import begin_answer, check_room
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
-from penstock.engine.messages import CacheUpdate, FinishReason, Output, Reuse, Stats, Submit
+from penstock.engine.messages import CacheUpdate, FinishReason, MissReason, Output, Reuse, Stats, Submit
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import byte_alphabet
 from penstock.engine.text.template import ChatTemplate
@@ -74,6 +74,7 @@ class FakeEngine:
     ) -> None:
         self.info = info
         self.reply: str | None = None  # what it says in place of the prompt
+        self.miss: MissReason = "partial_block"
         self.config = engine_config("fake", {})
         self.stats = Stats(num_blocks=info.num_blocks)
         self.on_step: Any = None
@@ -215,7 +216,7 @@ class FakeEngine:
             finish_reason="stop" if is_stop else "length" if is_last else None,
             stop_token=token if is_stop else None,
             num_cached_tokens=len(prompt) // 16 * 16 if first else None,
-            reuse=Reuse({"device": len(prompt) // 16 * 16}, "other_salt") if first else None,
+            reuse=Reuse({"device": len(prompt) // 16 * 16}, self.miss) if first else None,
             logprobs=None if params.logprobs is None else [_logprobs(token, params.logprobs)],
             prompt_logprobs=None
             if params.prompt_logprobs is None or not first

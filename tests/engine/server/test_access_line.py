@@ -69,7 +69,7 @@ def test_a_line_has_what_the_request_was_and_took() -> None:
         "key": 2,
         "prompt_tokens": 29,
         "cached_tokens": 16,
-        "cache_miss": "other_salt",
+        "cache_miss": "partial_block",
         "output_tokens": 6,
         "queue_ms": 1.0,
         "finish_reason": "length",

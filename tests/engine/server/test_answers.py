@@ -202,8 +202,9 @@ def test_a_chat_renders_the_template_and_answers_as_the_assistant(client: Any) -
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_usage_explains_the_cache_when_asked_to_and_hides_other_salts(
-    server: Running, path: str, stream: bool
+    server: Running, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(server.engine, "miss", "other_salt")
     asked = {"prompt": "a" * 20} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a" * 9}]}
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 2, "stream": stream, **asked}
     body |= {"stream_options": {"include_usage": True}} if stream else {}
