@@ -91,8 +91,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
 ToCore = Submit | Abort | WatchCache | UnloadAdapter | Control | Shutdown
 
 
-class Reuse(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """The tokens that a prompt took from the prefix cache at its first admission, and the reason why it took no more."""
+class Reuse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tokens that a prompt took from the prefix cache, and why it took no more; clients get it with these names."""
 
     cached: dict[str, int]  # tokens by tier; the first token that is computed follows them
     reason: MissReason

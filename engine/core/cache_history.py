@@ -8,6 +8,8 @@ prompt is explained, which costs a few lookups per request.
 
 from collections.abc import Callable
 
+import numpy as np
+
 from penstock.cache.keys import RecentKeys
 from penstock.engine.core.page_keys import Prefix
 from penstock.engine.core.request import Request
@@ -61,7 +63,8 @@ class CacheHistory:
             if salt != request.message.cache_salt:
                 return Reuse(cached, "other_salt")
             return Reuse(cached, "other_adapter" if adapter != request.message.adapter else "weights_changed")
-        num_shared = max((_num_shared(tokens, each) for each in followers), default=0)
+        differs = [np.frombuffer(tokens, "<i4") != np.frombuffer(each, "<i4") for each in followers]
+        num_shared = max((int(each.argmax()) for each in differs), default=0)  # `tokens` differ from each of them
         return Reuse(cached, "new_tokens", differs_at=num * self._size + num_shared)
 
     def _parent(self, request: Request, block: int) -> bytes:
@@ -69,9 +72,3 @@ class CacheHistory:
 
     def _tokens(self, request: Request, block: int) -> bytes:
         return request.tokens[block * self._size : (block + 1) * self._size].tobytes()
-
-
-def _num_shared(one: bytes, other: bytes) -> int:
-    """Return the number of leading tokens that two blocks share."""
-    pairs = zip(memoryview(one).cast("i"), memoryview(other).cast("i"), strict=True)
-    return next((index for index, (left, right) in enumerate(pairs) if left != right), len(one) // 4)

@@ -159,11 +159,10 @@ class Kv:
         return Claim.ADMITTED
 
     def _note_reuse(self, request: Request, prefix: Prefix, from_tiers: dict[str, int]) -> None:
-        kv = request.kv
+        kv, found = request.kv, prefix.num_blocks * self._size
         if not kv.skips_cache:
             self._stats.prefix_queries += len(request.tokens)
-            self._stats.prefix_hits += prefix.num_blocks * self._size
-        found = prefix.num_blocks * self._size
+            self._stats.prefix_hits += found
         cached = {"device": found - sum(from_tiers.values()), **from_tiers}
         cached[max(cached, key=cached.__getitem__)] -= found - request.num_scheduled  # the last token is computed again
         unread = self._why_unread(kv.keys[prefix.num_blocks]) if prefix.num_blocks < prefix.most else None

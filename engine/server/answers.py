@@ -17,7 +17,7 @@ from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
 from penstock.engine.server.requests import SAMPLING_FIELDS, GenerateRequest
-from penstock.engine.server.responses import CachedTokens, CacheReport, Chat, ChatChunk, Completion, Usage
+from penstock.engine.server.responses import CachedTokens, Chat, ChatChunk, Completion, Usage
 from penstock.engine.server.service import Service
 
 DONE = b"data: [DONE]\n\n"
@@ -98,19 +98,19 @@ def usage(answers: Sequence[Answer], num_tokens: int | UnsetType = UNSET, explai
     `explains`: also why no more of the prompts was cached."""
     num_prompt = sum(answer.num_prompt_tokens for answer in answers)
     cached = [count for answer in answers if (count := answer.num_cached_tokens) is not None]
-    reports = [_report(answer.reuse) for answer in answers if answer.reuse is not None]
     return Usage(
         prompt_tokens=num_prompt,
         total_tokens=num_prompt + (num_tokens or 0),
         completion_tokens=num_tokens,
-        prompt_tokens_details=CachedTokens(sum(cached), reports if explains else UNSET) if cached else None,
+        prompt_tokens_details=CachedTokens(sum(cached), _reports(answers) if explains else UNSET) if cached else None,
     )
 
 
-def _report(reuse: Reuse) -> CacheReport:
-    if reuse.reason == "other_salt":  # nothing may tell it from a prompt that nobody has sent
-        return CacheReport(reuse.cached, "new_tokens", differs_at=0)
-    return CacheReport(**msgspec.structs.asdict(reuse))
+def _reports(answers: Sequence[Answer]) -> list[Reuse]:
+    """Return what clients may know of the cached tokens of each prompt. A salt hides from other users whether a prompt is
+    cached, so a prompt that is known under another salt looks exactly like a new one."""
+    known = [answer.reuse for answer in answers if answer.reuse is not None]
+    return [Reuse(each.cached, "new_tokens", differs_at=0) if each.reason == "other_salt" else each for each in known]
 
 
 async def gather(service: Service, answer: Answer) -> list[Update]:

@@ -129,7 +129,8 @@ def _line(call: Call, route: str, status: int, key: int | None) -> AccessLine:
         times = call.answers[0].metrics
         line.prompt_tokens, line.output_tokens = call.num_prompt_tokens, call.num_tokens
         line.cached_tokens = call.num_cached_tokens
-        line.cache_miss = ",".join(dict.fromkeys(call.miss_reasons)) or None
+        reasons = dict.fromkeys(answer.reuse.reason for answer in call.answers if answer.reuse is not None)
+        line.cache_miss = ",".join(reasons) or None
         line.finish_reason = ",".join(dict.fromkeys(call.finish_reasons))
         line.queue_ms, line.first_token_ms = _ms(times.queued_s), _ms(times.first_token_s)
     return line

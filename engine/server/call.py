@@ -41,11 +41,6 @@ class Call:
         return sum(answer.num_cached_tokens or 0 for answer in self.answers)
 
     @property
-    def miss_reasons(self) -> list[str]:
-        """The reason for each prompt why no more of it was cached, as far as it is known yet."""
-        return [answer.reuse.reason for answer in self.answers if answer.reuse is not None]
-
-    @property
     def finish_reasons(self) -> list[str]:
         """The finish reason of each choice; a choice whose end was not read counts as aborted."""
         found: list[str] = []

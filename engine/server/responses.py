@@ -9,26 +9,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.engine.front.results import Candidates
-from penstock.engine.messages import FinishReason, MissReason
+from penstock.engine.messages import FinishReason, Reuse
 
 ChatFinish = FinishReason | Literal["tool_calls"]
 PromptLogprobs = list[Candidates | None]  # vLLM's format; the entry of the first position is None
 
 
-class CacheReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The cached tokens of one prompt by tier, and why there were no more. Other salts are not shown to clients, because
-    a salt hides from other users whether a prompt is cached."""
-
-    cached: dict[str, int]
-    reason: MissReason
-    differs_at: int | None = None
-    evicted_from: str | None = None
-    evicted_s_ago: float | None = None
-
-
 class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
-    penstock: list[CacheReport] | UnsetType = UNSET  # of each prompt
+    penstock: list[Reuse] | UnsetType = UNSET  # of each prompt
 
 
 class Usage(msgspec.Struct, frozen=True):
