@@ -13,6 +13,8 @@ REMOVED_COMMANDS = {
     "top": "open the server's page in a browser for live charts, or read /metrics (docs/grafana.json is a dashboard)",
 }
 _RESULT = "it was removed; write the result of penstock bench serve with --output-json FILE"
+_RAMP = "it was removed; run the benchmark once for each --request-rate"
+_SCHEMA = "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'"
 _REQUEST = "a field of each request: SamplingParams, or --extra-body '{\"temperature\": 0}' of penstock bench serve"
 
 # Keyed by the name of the keyword; the flag has dashes.
@@ -21,6 +23,8 @@ REMOVED = {
     **dict.fromkeys(
         ("append_result", "label", "metadata", "result_dir", "result_filename", "save_detailed", "save_result"), _RESULT
     ),
+    **dict.fromkeys(("ramp_up_end_rps", "ramp_up_start_rps", "ramp_up_strategy"), _RAMP),
+    **dict.fromkeys(("structured_ratio", "structured_schema"), _SCHEMA),
     **dict.fromkeys(("min_p", "n", "temperature", "top_k", "top_p"), _REQUEST),
     "burstiness": "it was removed; arrivals are a Poisson process, and a trace has its own times (--dataset-name timed_trace)",
     "decode": "it was removed; give the decode replica as --backend URL",
@@ -35,15 +39,9 @@ REMOVED = {
     "percentile_metrics": "it was removed; all metrics are reported",
     "prefill": "it was removed; give the prefill replica as --backend URL,prefill=HOST:PORT",
     "quotas": "it was removed; limit clients in the gateway in front of the router",
-    "ramp_up_end_rps": "it was removed; run the benchmark once for each --request-rate",
-    "ramp_up_start_rps": "it was removed; run the benchmark once for each --request-rate",
-    "ramp_up_strategy": "it was removed; run the benchmark once for each --request-rate",
     "random_prefix_len": "it was removed; use --dataset-name prefix_repetition --prefix-repetition-num-prefixes 1",
     "sharegpt_output_len": "it was removed; give all requests their length: --extra-body '{\"max_tokens\": 128}'",
-    "structured_ratio": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
-    "structured_schema": "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'",
     "tokenize_at_replica": "it was removed; give the replicas' model as --tokenizer",
-    "verify_blocks": "it was removed; `penstock prove` compares answers from outside, and every record on a disk and "
-    "every block from a peer carries a checksum",
+    "verify_blocks": "it was removed; `penstock prove` compares answers; records on disk and blocks from peers carry checksums",
     "workers": "it was removed; run several routers behind one address",
 }

@@ -11,7 +11,6 @@ import itertools
 import logging
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -20,7 +19,9 @@ import msgspec
 import zmq
 
 from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.front.adapter_files import read_ahead
 from penstock.engine.front.answer import Answer, OpenAnswers
+from penstock.engine.front.liveness import TICK_S, Liveness
 from penstock.engine.front.submit import AnswerOptions, begin_answer, check_room
 from penstock.engine.messages import (
     Abort,
@@ -45,14 +46,12 @@ from penstock.engine.messages import (
 )
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.executor.process_life import HEARTBEAT_S, ChildProcess, receive, start_child
+from penstock.executor.process_life import ChildProcess, receive, start_child
 from penstock.executor.protocol import AdapterError, AdapterInfo, ModelInfo, WeightsError
 
 log = logging.getLogger("penstock.engine")
 
 STOP_GRACE_S = 5.0  # time for the core to exit after Shutdown, before it is killed
-SILENCE_S = 5 * HEARTBEAT_S  # a core that is silent for so long gets no new requests
-LOST_S = 120.0  # silence after which the core is lost; on a busy machine heartbeats may be very late
 
 
 class EngineDead(Exception):
@@ -101,7 +100,8 @@ class AsyncEngine:
         self._decoder = msgspec.msgpack.Decoder(FromCore)
         self._is_connected = False
         self._heartbeat = Heartbeat(0.0)
-        self._heard_s = 0.0  # when the core sent its last message
+        self._liveness = Liveness()
+        self._ticking: asyncio.TimerHandle | None = None
         self._death: str | None = None
         self._asked: dict[int, asyncio.Future[Controlled]] = {}  # control messages without an answer, by number
         self._closing = False
@@ -146,6 +146,14 @@ class AsyncEngine:
         start = CoreStart(str(self._directory), self.config)
         self._process = process = start_child(self._core_module, "the engine core", start)
         loop.add_reader(process.channel, self._read_heartbeat, process)
+        self._tick()
+
+    def _tick(self) -> None:
+        before = self._liveness.verdict
+        self._liveness.tick()
+        if self._liveness.verdict != before:
+            log.warning("%s", self._liveness.reason)
+        self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     async def _unlink(self, directory: Path) -> None:
         """Remove the sockets' names once both are connected, so that nothing is left behind however this process ends."""
@@ -158,6 +166,8 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the core at once; running requests end with an error."""
         self._closing = True
+        if self._ticking is not None:
+            self._ticking.cancel()
         process, self._process = self._process, None
         if process is not None:
             if self._is_ready:  # while it loads, it does not read messages
@@ -183,13 +193,13 @@ class AsyncEngine:
 
     def health(self) -> EngineHealth:
         """Return the health, from the core's heartbeat, process and running step, never from the tokens."""
-        heartbeat, silent_s = self._heartbeat, time.monotonic() - self._heard_s
+        heartbeat, liveness = self._heartbeat, self._liveness
         if self._death is not None:
             return EngineHealth(False, False, self._death)
         if not self._is_ready:
             return EngineHealth(True, False, "the model is loading")
-        if silent_s > SILENCE_S:
-            return EngineHealth(silent_s <= LOST_S, False, f"the engine core has been silent for {silent_s:.0f} s")
+        if liveness.verdict != "heard":
+            return EngineHealth(liveness.verdict == "starved", False, liveness.reason)
         if heartbeat.overdue_s > 0:
             late = f"{heartbeat.job} of the engine core is {heartbeat.overdue_s:.0f} s beyond its deadline"
             return EngineHealth(False, False, late)
@@ -257,6 +267,7 @@ class AsyncEngine:
 
     async def load_adapter(self, path: str) -> AdapterInfo:
         """Make the core load the adapter in this folder; raise AdapterError if it cannot."""
+        await read_ahead(path)
         loading = self._ask("load_adapter", path=path)
         try:
             answer = await asyncio.shield(loading)
@@ -284,11 +295,6 @@ class AsyncEngine:
         """Unload an adapter after the requests in flight that use it."""
         self._send(UnloadAdapter(key))
 
-    @property
-    def num_open(self) -> int:
-        """The number of sequences in flight."""
-        return len(self.answers)
-
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set_hwm(100_000)
@@ -310,7 +316,7 @@ class AsyncEngine:
                 self._receive(self._decoder.decode(self._from_core.recv(zmq.NOBLOCK)))
 
     def _receive(self, message: FromCore) -> None:
-        self._heard_s = time.monotonic()
+        self._liveness.heard()
         if isinstance(message, Outputs):
             before, self.stats = self.stats, message.stats
             self.stats.tiers = self.stats.tiers or before.tiers  # they do not come with every step
@@ -331,6 +337,7 @@ class AsyncEngine:
             self._progress(message.line)
         elif isinstance(message, Ready):
             assert self._ready is not None
+            self._liveness.pid = None if self._process is None else self._process.pid  # its heartbeats begin
             if not self._ready.done():
                 self._ready.set_result(message.info)
         elif isinstance(message, Dead):
@@ -364,6 +371,7 @@ class AsyncEngine:
     def _die(self, reason: str) -> None:
         if self._death is None:
             self._death = reason
+        self._liveness.pid = None
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(EngineDead(self._death))

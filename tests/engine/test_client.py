@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import io
 import os
 import signal
 import tempfile
@@ -16,9 +17,10 @@ from typing import Any, cast
 import pytest
 
 from penstock.engine.config import ConfigError, SchedulerConfig
-from penstock.engine.front import client
+from penstock.engine.front import adapter_files
 from penstock.engine.front.answer import Answer, Update, joined
-from penstock.engine.front.client import SILENCE_S, AsyncEngine, EngineDead, QueueFull
+from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
+from penstock.engine.front.liveness import SILENCE_S
 from penstock.engine.messages import Outputs, Stats
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.process_life import ChildProcess
@@ -80,7 +82,7 @@ async def test_a_request_gets_the_tokens_of_the_model_and_every_choice_its_own(e
     assert sorted(choices) == [0, 1, 2] and len({tuple(c.token_ids) for c in choices.values()}) == 3
     again = await read(engine.generate(prompt, params))
     assert {i: c.token_ids for i, c in again.items()} == {i: c.token_ids for i, c in choices.items()}
-    assert engine.num_open == 0
+    assert len(engine.answers) == 0
 
 
 async def test_what_cannot_run_is_refused_before_it_reaches_the_core(engine: AsyncEngine) -> None:
@@ -91,7 +93,7 @@ async def test_what_cannot_run_is_refused_before_it_reaches_the_core(engine: Asy
         engine.generate([1], SamplingParams(max_tokens=1_000_000, detokenize=False))
     with pytest.raises(InvalidRequest, match="at most 999999 can be given"):
         engine.generate([1] * 1_000_000, GREEDY)
-    assert engine.num_open == 0 and (await read(engine.generate([1], GREEDY)))[0].finish_reason == "length"
+    assert len(engine.answers) == 0 and (await read(engine.generate([1], GREEDY)))[0].finish_reason == "length"
 
 
 async def test_an_abort_frees_the_blocks_long_before_the_answer_would_have_ended(engine: AsyncEngine) -> None:
@@ -107,7 +109,7 @@ async def test_an_abort_frees_the_blocks_long_before_the_answer_would_have_ended
 
 async def test_a_reader_that_sleeps_finds_everything_in_one_update(engine: AsyncEngine) -> None:
     answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=500, temperature=0.0, detokenize=False))
-    await until(lambda: engine.num_open == 0)
+    await until(lambda: len(engine.answers) == 0)
     (updates,) = [updates async for updates in answer]
     assert len(updates[0].token_ids) == 500
 
@@ -130,7 +132,7 @@ async def test_a_full_queue_says_when_to_come_back() -> None:
         assert full.value.retry_after_s >= 1
         for answer in answers:
             answer.abort()
-        await until(lambda: engine.num_open == 0)
+        await until(lambda: len(engine.answers) == 0)
         engine.admit()
 
 
@@ -170,17 +172,24 @@ async def test_the_loop_serves_others_while_a_dead_core_takes_its_time_to_leave(
     assert threads and threading.main_thread() not in threads
 
 
-async def test_a_stopped_core_fails_the_health_check_and_comes_back(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stopped_core_fails_the_health_check_and_comes_back(engine: AsyncEngine) -> None:
     await until(lambda: engine.health().ready)  # once the messages that came between two tests are read
     os.kill(pid_of(engine), signal.SIGSTOP)
-    await until(lambda: not engine.health().ready, SILENCE_S + 60)
-    assert engine.health().alive and "silent" in engine.health().reason
-    monkeypatch.setattr(client, "LOST_S", SILENCE_S)
-    assert not engine.health().alive
+    await until(lambda: not engine.health().alive, SILENCE_S + 60)
+    assert "silent" in engine.health().reason
     os.kill(pid_of(engine), signal.SIGCONT)
+    await until(lambda: engine.health().alive)
+
+
+async def test_a_core_that_computes_is_kept_however_silent_it_is(engine: AsyncEngine) -> None:
+    """As on a machine so busy that its heartbeats come late."""
+    answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=900_000, detokenize=False))
+    hearing, engine._receive = engine._receive, lambda message: None  # type: ignore[method-assign]
+    await until(lambda: not engine.health().ready)
+    assert engine.health().alive, engine.health().reason
+    engine._receive = hearing  # type: ignore[method-assign]
     await until(lambda: engine.health().ready)
+    answer.abort()
 
 
 async def test_an_adapter_file_that_blocks_is_refused_and_holds_up_no_request(tmp_path: Path) -> None:
@@ -260,3 +269,15 @@ async def test_a_folder_that_takes_no_sockets_is_named_and_nothing_is_left(
         await engine.start()
     await engine.close()
     assert not list(folder.iterdir())
+
+
+async def test_a_file_that_gives_no_bytes_is_refused_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a mount whose server is gone: the thread that reads hangs in the kernel."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    is_over = threading.Event()
+    monkeypatch.setattr(adapter_files, "open_regular", lambda _path: is_over.wait() and io.BytesIO())
+    with pytest.raises(AdapterError, match=r"reading adapter_config.json has made no progress for 0.1 s"):
+        await adapter_files.read_ahead(str(tmp_path), stall_s=0.1)
+    is_over.set()

@@ -76,7 +76,7 @@ def test_an_answer_is_stopped_and_the_engine_stops_with_it(browser: Any, slow: R
         else:
             page.keyboard.press("Escape")
         assert page.answer() and "stopped" in page.foot()
-        until(lambda: slow.engine.num_open == 0 and len(slow.engine.aborted) == 1)
+        until(lambda: len(slow.engine.answers) == 0 and len(slow.engine.aborted) == 1)
         assert page.is_visible("#send") and page.evaluate("document.activeElement.id") == "say"
 
 

@@ -65,7 +65,7 @@ def test_a_reload_in_the_middle_of_an_answer_keeps_what_had_come(browser: Any, s
         page.begun()
         page.reload()
         assert page.turns()[0] == "abc" and page.turns()[1].startswith("user") and "left unfinished" in page.foot()
-        until(lambda: slow.engine.num_open == 0)
+        until(lambda: len(slow.engine.answers) == 0)
         assert page.is_visible("[data-does=again]")
 
 

@@ -6,7 +6,7 @@ The tokenizer and the template are real ones, the tokenizer over a vocabulary of
 import asyncio
 import contextlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, decoders, pre_tokenizers
@@ -96,8 +96,8 @@ class FakeEngine:
         self.compiler = Compiler(lambda: GrammarVocabulary.of(self.tokenizer, info.vocab_size))
 
     @property
-    def num_open(self) -> int:
-        return len(self._open)
+    def answers(self) -> Collection[Any]:
+        return self._open
 
     def health(self) -> EngineHealth:
         if self._death is not None:

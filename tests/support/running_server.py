@@ -83,7 +83,7 @@ class Running:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         with self.connect() as sock:
             sock.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-            until(lambda: int(self.call(lambda: self.engine.num_open)) == num_open)
+            until(lambda: int(self.call(lambda: len(self.engine.answers))) == num_open)
 
     def complete(self, prompt: Any = "abc", **fields: Any) -> httpx.Response:
         return self.post("/v1/completions", {"model": MODEL, "prompt": prompt, **fields})

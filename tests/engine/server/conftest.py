@@ -17,7 +17,7 @@ def server() -> Iterator[Running]:
         assert started.complete(max_tokens=3).json()["choices"][0]["text"] == "abc"
         service = started.app.service
         until(lambda: started.call(lambda: service.num_open_requests + service._num_preparing) == 0)
-        assert started.engine.num_open == 0
+        assert len(started.engine.answers) == 0
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ def test_answers_in_flight_finish_when_their_adapter_is_unloaded(server: Running
     body = {"max_tokens": 3000, "temperature": 0, "return_token_ids": True, "ignore_eos": True, "model": "sql"}
     asking = threading.Thread(target=lambda: answers.append(server.complete("hello there", **body)))
     asking.start()
-    until(lambda: server.call(lambda: server.engine.num_open) > 0)
+    until(lambda: server.call(lambda: len(server.engine.answers)) > 0)
     assert server.post(UNLOAD, {"lora_name": "sql"}).status_code == 200
     assert server.complete("hello there", model="sql").status_code == 404
     asking.join()

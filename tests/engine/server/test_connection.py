@@ -163,7 +163,7 @@ def test_streams_that_are_not_read_are_cut_off_and_their_requests_freed() -> Non
         for _ in range(10):
             stack.enter_context(server.connect(receive_buffer=1024)).sendall(request(body))
         until(lambda: len(engine.submitted) == 10)
-        until(lambda: engine.num_open == 0, 90)
+        until(lambda: len(engine.answers) == 0, 90)
         assert len(engine.aborted) == 10
         assert_serves(server)
 
@@ -172,7 +172,7 @@ def test_an_unread_stream_holds_a_bounded_number_of_bytes() -> None:
     engine = FakeEngine(info=_long())
     with running(engine, write_timeout_s=60.0) as server, server.connect(receive_buffer=1024) as sock:
         sock.sendall(request(completion(max_tokens=50_000, stream=True)))
-        until(lambda: engine.num_open == 0, 90)  # the engine is done, the client has read nothing
+        until(lambda: len(engine.answers) == 0, 90)  # the engine is done, the client has read nothing
         (connection,) = server.call(lambda: list(server.listener.connections))
         assert server.call(connection.transport.get_write_buffer_size) < 256 * 1024
 
@@ -200,9 +200,9 @@ def test_a_client_that_leaves_has_its_request_aborted_without_a_fuss(
         sock = server.connect()
         body = json.dumps({"model": MODEL, "stream": stream, **fields}).encode()
         sock.sendall(request(body).replace(b"/v1/completions", path.encode(), 1))
-        until(lambda: engine.num_open == len(ids))
+        until(lambda: len(engine.answers) == len(ids))
         sock.close()
-        until(lambda: engine.num_open == 0)  # long before its 900 tokens are there, or nothing would be aborted
+        until(lambda: len(engine.answers) == 0)  # long before its 900 tokens are there, or nothing would be aborted
         assert sorted(engine.aborted) == ids
         until(lambda: server.app.service.metrics.requests[path, 499] == 1)
         until(lambda: not server.call(lambda: list(server.listener.connections)))
@@ -222,7 +222,7 @@ def test_a_client_may_leave_at_any_byte() -> None:
                 if choose.random() < 0.3:  # a reset instead of an orderly end
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         until(lambda: server.call(lambda: server.app.service.num_open_requests) == 0)
-        until(lambda: engine.num_open == 0)
+        until(lambda: len(engine.answers) == 0)
         assert_serves(server)
 
 

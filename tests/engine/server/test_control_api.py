@@ -81,7 +81,7 @@ def test_a_paused_engine_takes_requests_and_answers_them_after_the_resume(server
     ready = server.http.get("/ready")
     assert (ready.status_code, ready.json()) == (503, {"status": "the engine is paused"})
     asking = Asking(server)
-    until(lambda: server.engine.num_open == 1)
+    until(lambda: len(server.engine.answers) == 1)
     assert server.http.post("/resume").json() == {"status": "resumed"}
     assert asking.wait()["finish_reason"] == "length"
     assert server.http.get("/ready").status_code == 200
@@ -90,9 +90,9 @@ def test_a_paused_engine_takes_requests_and_answers_them_after_the_resume(server
 def test_a_pause_waits_for_what_runs_or_ends_it(server: Running) -> None:
     long = {"max_tokens": 2000, "ignore_eos": True}
     asking = Asking(server, **long)
-    until(lambda: server.engine.num_open == 1)
+    until(lambda: len(server.engine.answers) == 1)
     assert server.http.post("/pause?mode=wait").json() == {"status": "paused"}
-    assert asking.wait()["finish_reason"] == "length" and server.engine.num_open == 0
+    assert asking.wait()["finish_reason"] == "length" and len(server.engine.answers) == 0
     server.http.post("/resume")
     asking = Asking(server, **long)
     until(lambda: server.engine.stats.num_running == 1)
@@ -127,7 +127,7 @@ def test_updates_at_once_come_one_after_the_other_and_each_answer_is_of_whole_ve
 ) -> None:
     paths = [content_folder(tmp_path, name) for name in "abcd"]
     asking = [Asking(server, max_tokens=1500, ignore_eos=True) for _ in range(3)]
-    until(lambda: server.engine.num_open == 3)
+    until(lambda: len(server.engine.answers) == 3)
     found: list[Any] = []
     updates = [threading.Thread(target=lambda path=path: found.append(update(server, path).json())) for path in paths]
     for thread in updates:

@@ -21,7 +21,7 @@ def server() -> Iterator[Running]:
 
 
 def num_open(server: Running) -> int:
-    return int(server.call(lambda: server.engine.num_open))
+    return int(server.call(lambda: len(server.engine.answers)))
 
 
 def test_a_stream_and_a_whole_answer_are_the_same(server: Running) -> None:
@@ -117,5 +117,5 @@ def test_an_idle_server_resets_its_cache_and_a_busy_one_says_409(server: Running
         answer = busy.post("/reset_prefix_cache", {})
         assert answer.status_code == 409 and "try again" in answer.json()["error"]["message"]
         busy.call(generation.abort)
-        until(lambda: engine.num_open == 0)
+        until(lambda: len(engine.answers) == 0)
         assert busy.post("/reset_prefix_cache", {}).status_code == 200

@@ -156,7 +156,7 @@ def test_a_request_whose_client_left_counts_as_aborted() -> None:
     engine.hold = True
     with running(engine) as server:
         server.leave(num_open=2, n=2)
-        until(lambda: engine.num_open == 0)
+        until(lambda: len(engine.answers) == 0)
         until(lambda: samples(server).get("penstock:http_requests_total{route=/v1/completions,status=499}") == 1)
         assert samples(server)["vllm:request_success_total{finished_reason=abort}"] == 2
 

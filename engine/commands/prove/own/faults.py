@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ..asker import Asker
 from .server import OwnServer, group_of
 
-STOPPED_S, UNREADY_S = 3.0, 20.0
+STOPPED_S, UNHEALTHY_S = 3.0, 20.0
 
 
 class FaultScene(NamedTuple):
@@ -54,15 +54,15 @@ async def _end(scene: FaultScene, is_good: bool) -> str:
 
 
 async def _stop_core(scene: FaultScene) -> str:
-    """Stop the core: it cannot report that itself, so /ready of the server must fail."""
+    """Stop the core: it cannot report that itself, so /health of the server must fail."""
     stopped = scene.server.children()
     scene.server.signal(stopped, signal.SIGSTOP)
     try:
-        async with asyncio.timeout(UNREADY_S):
-            while (await scene.asker.fetch("GET", "/ready"))[0] == 200:
+        async with asyncio.timeout(UNHEALTHY_S):
+            while (await scene.asker.fetch("GET", "/health"))[0] == 200:
                 await asyncio.sleep(0.1)
     except TimeoutError:
-        return f"/ready is 200 although the core has been stopped for {UNREADY_S:g} s"
+        return f"/health is 200 although the core has been stopped for {UNHEALTHY_S:g} s"
     finally:
         scene.server.signal(stopped, signal.SIGCONT)
     return await _end(scene, is_good=False)

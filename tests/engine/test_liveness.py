@@ -1,0 +1,108 @@
+"""Whether a silent core is starved or lost, by what /proc says of its process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from penstock.engine.front.liveness import RUNAWAY_S, SILENCE_S, STUCK_S, TICK_S, Liveness, ProcessLook, look_at
+
+
+class Rig:
+    """A liveness with a clock and a process of the test's own."""
+
+    def __init__(self, look: ProcessLook | None) -> None:
+        self.now_s, self.cpu_share, self.look = 0.0, 0.0, look
+        self.liveness = Liveness(self._look_at, lambda: self.now_s)
+        self.liveness.pid = 1
+
+    def _look_at(self, _pid: int) -> ProcessLook | None:
+        return self.look and self.look._replace(cpu_s=self.cpu_share * self.now_s)
+
+    def run(self, seconds: float) -> str:
+        for _ in range(int(seconds / TICK_S)):
+            self.now_s += TICK_S
+            self.liveness.tick()
+        return self.liveness.verdict
+
+
+SLEEPING = ProcessLook("S", False, 0.0)
+
+
+@pytest.mark.parametrize("state", "TtZX")
+def test_a_stopped_or_dead_core_is_lost_as_soon_as_it_is_silent(state: str) -> None:
+    rig = Rig(SLEEPING._replace(state=state))
+    assert rig.run(SILENCE_S) == "heard" and rig.run(1.0) == "lost"
+
+
+def test_a_core_without_a_process_is_lost_as_soon_as_it_is_silent() -> None:
+    assert Rig(None).run(SILENCE_S + 1.0) == "lost"
+
+
+def test_a_core_that_is_runnable_or_uses_cpu_is_starved_until_a_far_limit() -> None:
+    for look, share in ((SLEEPING._replace(is_runnable=True), 0.0), (SLEEPING, 0.1)):
+        rig = Rig(look)
+        rig.cpu_share = share
+        assert rig.run(SILENCE_S + 1.0) == "starved" and "too little CPU" in rig.liveness.reason
+        assert rig.run(RUNAWAY_S - SILENCE_S - 2.0) == "starved"
+        assert rig.run(2.0) == "lost"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01])
+def test_a_core_that_hangs_without_progress_is_lost_after_a_while(share: float) -> None:
+    """A thread that waits for the interpreter's lock uses a little CPU."""
+    rig = Rig(SLEEPING)
+    rig.cpu_share = share
+    assert rig.run(SILENCE_S + STUCK_S - 1.0) == "starved" and rig.run(3.0) == "lost"
+
+
+def test_a_message_ends_the_silence() -> None:
+    rig = Rig(SLEEPING)
+    rig.run(SILENCE_S + STUCK_S + 3.0)
+    rig.liveness.heard()
+    assert rig.liveness.verdict == "heard" and rig.run(SILENCE_S) == "heard"
+
+
+def test_the_delay_of_the_server_itself_is_not_the_cores_silence() -> None:
+    rig = Rig(SLEEPING._replace(state="T"))
+    rig.now_s += 1000.0
+    rig.liveness.tick()
+    assert rig.liveness.verdict == "heard" and rig.liveness.silent_s < 1.0
+
+
+@contextmanager
+def program(code: str) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"on\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def seen(pid: int, state: str) -> ProcessLook:
+    deadline_s = time.monotonic() + 60.0
+    while True:
+        look = look_at(pid)
+        if look is not None and look.state in state:
+            return look
+        assert time.monotonic() < deadline_s, look
+        time.sleep(0.01)
+
+
+def test_real_processes_are_seen_as_they_are() -> None:
+    with program("print('on', flush=True)\nwhile True: pass") as busy:
+        first = seen(busy.pid, "R")
+        assert first.is_runnable
+        while seen(busy.pid, "R").cpu_s < first.cpu_s + 0.05:
+            time.sleep(0.01)
+        os.kill(busy.pid, signal.SIGSTOP)
+        assert not seen(busy.pid, "T").is_runnable
+    with program("import time; print('on', flush=True); time.sleep(600)") as asleep:
+        assert not seen(asleep.pid, "S").is_runnable
+    assert look_at(asleep.pid) is None
