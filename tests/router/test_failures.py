@@ -79,7 +79,13 @@ def test_when_a_replica_is_killed_what_waited_there_goes_elsewhere_though_no_ret
     """Its death is no misconduct that retries could make worse: those requests are not computed there any more."""
     with mock_fleet(3, inter_token_s=0.02) as (router, replicas):
         without_retries(router)
-        results = load(router.url, 60, during=lambda: replicas[1].send(signal.SIGKILL))
+
+        def kill_what_others_wait_for() -> None:
+            replicas[1].send(signal.SIGSTOP)
+            until(lambda: router.view(replicas[1].url)["requests_in_flight"] > 0)
+            replicas[1].send(signal.SIGKILL)
+
+        results = load(router.url, 60, during=kill_what_others_wait_for)
         assert Counter(code for code, _ in results) == {200: 60}
         assert router.counts("retries").keys() & {"lost", "unreachable", "moved"}
 
