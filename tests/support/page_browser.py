@@ -69,8 +69,9 @@ class Page:
         self.wait_for("document.querySelector('#talk > li:last-child .text')?.textContent.length > 3")
 
     def wait_for(self, condition: str) -> None:
-        """Wait for a condition in the page. Playwright's own waits are `eval`, which the policy forbids."""
-        until(lambda: self.evaluate(condition))
+        """Wait until a condition holds in the page; it does not hold while an element that it reads is not drawn yet.
+        Playwright's own waits are `eval`, which the policy forbids."""
+        until(lambda: self.evaluate(f"(() => {{ try {{ return {condition}; }} catch {{ return false; }} }})()"))
 
     def foot(self) -> str:
         text: str = self.inner_text("#talk > li:last-child .counts")
