@@ -69,8 +69,7 @@ class Page:
         self.wait_for("document.querySelector('#talk > li:last-child .text')?.textContent.length > 3")
 
     def wait_for(self, condition: str) -> None:
-        """Wait until a condition holds in the page; it does not hold while an element that it reads is not drawn yet.
-        Playwright's own waits are `eval`, which the policy forbids."""
+        """Wait for a condition in the page, whose elements may not be drawn yet. Playwright's own waits need `eval`."""
         until(lambda: self.evaluate(f"(() => {{ try {{ return {condition}; }} catch {{ return false; }} }})()"))
 
     def foot(self) -> str:
