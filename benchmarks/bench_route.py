@@ -3,16 +3,14 @@
     python benchmarks/bench_route.py cost --peer-python PATH   requests and chunks per second of its CPU beside an aiohttp
                                            proxy (an environment with aiohttp and uvloop), and the latency it adds
     python benchmarks/bench_route.py gateways --programs DIR [--nginx PATH]   the same beside others' gateways
-    python benchmarks/bench_route.py failover  [--replicas 8] [--pairs 5]
     python benchmarks/bench_route.py split  [--seconds 6] [--prompt-tokens 6000] [--every 0.5]
 
 `cost`: figures are per CPU second of the proxy's process, so they are per core whatever else runs. The router has
 default options; the aiohttp proxy only forwards. Latency is that of clients at half of the router's throughput, through
 it and directly to the backend in turn. `gateways`: two backends, prompts with different beginnings, and our router with
-its default policy without a tokenizer, because the others work on text; DIR as in benchmarks/gateways.py. `failover`:
-one of eight replicas is killed under 64 clients; any status but 200 is a failure. `split`: 16 answers stream while a
-new prompt of 6,000 tokens arrives every 500 ms; two equal replicas are compared with one that prefills for the other.
-Replicas of the last two are real servers with a model's pace and no model (tests/support/mock_replica.py); they
+its default policy without a tokenizer, because the others work on text; DIR as in benchmarks/gateways.py. `split`: 16
+answers stream while a new prompt of 6,000 tokens arrives every 500 ms; two equal replicas are compared with one that
+prefills for the other. They are real servers with a model's pace and no model (tests/support/mock_replica.py); they
 transfer real but small blocks.
 """
 
@@ -21,7 +19,6 @@ import contextlib
 import itertools
 import json
 import random
-import signal
 import statistics
 import sys
 import time
@@ -34,7 +31,7 @@ import uvloop
 from gateways import Worker, gateway
 from pairs import compare, main, quantile, rounded, rounds, serving, summary, wait_ready
 from tests.support.peer_rig import free_addresses
-from tests.support.router_fleet import MockReplica, mock_replicas
+from tests.support.router_fleet import mock_replicas
 
 from penstock.engine.commands.bench.calls import EncodedCall, drive
 from penstock.engine.commands.prove.http_client import Client, Target
@@ -175,49 +172,6 @@ def gateways(
         return beside(proxies, pairs, seconds, PROMPTS)
 
 
-# -- failover ----------------------------------------------------------------------------------------------------
-
-
-async def out_of_rotation(port: int, victim: MockReplica) -> float:
-    """Kill the replica; return the seconds until the router lists it as not available."""
-    victim.send(signal.SIGKILL)
-    killed_s = time.perf_counter()
-    with client_of(port) as client:
-        while True:
-            _, body = await client.fetch("GET", "/replicas")
-            if not next(each for each in json.loads(body)["replicas"] if each["url"] == victim.url)["is_available"]:
-                return time.perf_counter() - killed_s
-            await asyncio.sleep(0.002)
-
-
-async def one_kill(port: int, victim: MockReplica, clients: int, seconds: float) -> tuple[Counter[int], float]:
-    turns = itertools.count()
-    calls = repeat(port, clients, seconds, lambda: {"prompt": f"the {next(turns)}. question", "max_tokens": 4})
-    asking = asyncio.create_task(calls)
-    await asyncio.sleep(seconds / 2)
-    took_s = await out_of_rotation(port, victim)
-    return Counter(answer.status for answer in await asking), took_s
-
-
-def failover(replicas: int = 8, pairs: int = 5, seconds: float = 4.0) -> dict[str, Any]:
-    statuses, times_ms = Counter[int](), []
-    for number in range(pairs):
-        with contextlib.ExitStack() as stack:
-            servers = stack.enter_context(mock_replicas(replicas, prefill_tps=2000, inter_token_s=0.02))
-            backends = [word for server in servers for word in ("--backend", server.url)]
-            port, _ = stack.enter_context(serving(*ROUTE, *backends))
-            wait_ready(port)
-            seen, took_s = uvloop.run(one_kill(port, servers[number % replicas], 64, seconds))
-            statuses += seen
-            times_ms.append(1000 * took_s)
-    failed = statuses.total() - statuses[200]
-    median, worst = statistics.median(times_ms), max(times_ms)
-    print(f"{failed} of {statuses.total():,} requests failed in {pairs} kills of 1 of {replicas} replicas")
-    print(f"out of rotation after {median:.1f} ms (median), {worst:.1f} ms (worst)")
-    times = {"median": median, "worst": worst}
-    return {"requests": statuses.total(), "failed": failed, "kills": pairs, "out_of_rotation_ms": times}
-
-
 # -- split -------------------------------------------------------------------------------------------------------
 
 
@@ -285,4 +239,4 @@ def split(
 
 
 if __name__ == "__main__":
-    main(__doc__, "route", cost, gateways, failover, split)
+    main(__doc__, "route", cost, gateways, split)

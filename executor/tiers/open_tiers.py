@@ -1,7 +1,6 @@
 """Opens the tiers of one rank as configured: host blocks, the stores below them, and the server for peers.
 
-Every executor calls `open_tiers` and passes a factory for its copier. This module imports no torch, and imports the
-code for disks and peers only if they are configured.
+Every executor calls `open_tiers` and passes a factory for its copier. This module imports no torch.
 """
 
 import hashlib
@@ -16,8 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.cache.tiers.base import DISK, Store, peer_name
+from penstock.cache.tiers.disk.tier import DiskTier
 from penstock.cache.tiers.memory import huge_array
 from penstock.cache.tiers.peer.address import read_address, read_secret
+from penstock.cache.tiers.peer.server import PeerServer
+from penstock.cache.tiers.peer.store import PeerTier
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.tiers.served import ServedBlocks
 from penstock.executor.tiers.transfers import Copier, RankTransfers
@@ -103,8 +105,6 @@ def rank_fingerprint(model: bytes, block_size: int, block_bytes: int, num_ranks:
 
 
 def _open_disk(config: ExecutorConfig, block: RankBlock) -> Store:
-    from penstock.cache.tiers.disk.tier import DiskTier
-
     capacity_bytes = config.kv_disk_bytes // config.tensor_parallel_size
     try:
         return DiskTier(
@@ -121,8 +121,6 @@ def _open_disk(config: ExecutorConfig, block: RankBlock) -> Store:
 
 def _open_peer(config: ExecutorConfig, block: RankBlock, peer: str) -> Store:
     """Open the tier of a peer, whether or not it can be reached now."""
-    from penstock.cache.tiers.peer.store import PeerTier
-
     endpoint = read_address("kv_peers", peer, config.tensor_parallel_size).of_rank(block.rank)
     secret = _secret(config)
     try:
@@ -133,8 +131,6 @@ def _open_peer(config: ExecutorConfig, block: RankBlock, peer: str) -> Store:
 
 def _serve(config: ExecutorConfig, block: RankBlock, served: ServedBlocks) -> Any:
     """Return the started `PeerServer` that listens at `kv_peer_listen`."""
-    from penstock.cache.tiers.peer.server import PeerServer
-
     address = read_address("kv_peer_listen", config.kv_peer_listen, config.tensor_parallel_size)
     try:
         server = PeerServer(
