@@ -82,7 +82,8 @@ def sides_of(figure: str, trees: dict[str, Path], model: Path) -> Iterator[tuple
             unit = "prompt tok/s" if batch.measure == "prefill" else "tok/s"
             yield {side: partial(batch.value, each.ask) for side, each in engines.items()}, unit
         elif figure == "start":
-            yield {side: partial(first_token_s, root) for side, root in trees.items()}, "s"
+            start = partial(startup.first_token_s, SERVE)
+            yield {side: partial(start, env=environment(root)) for side, root in trees.items()}, "s"
         else:
             backend, _ = stack.enter_context(serving(sys.executable, LOADS, "backend"))
             command = (*ROUTE, "--backend", f"http://127.0.0.1:{backend}")
@@ -102,10 +103,6 @@ def engine(root: Path, batch: Batch, model: Path) -> Asked:
         job |= {"model": str(model), "vocab_size": HYBRID["vocab_size"], "options": options}
     job["options"] |= {"max_model_len": 2048}
     return Asked(sys.executable, str(root / "benchmarks/offline_job.py"), json.dumps(job), env=environment(root))
-
-
-def first_token_s(root: Path) -> float:
-    return startup.measure(SERVE, env=environment(root)).first_token_s
 
 
 def environment(root: Path) -> dict[str, str]:

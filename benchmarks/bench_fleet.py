@@ -41,8 +41,8 @@ from pairs import ROOT, child, main, quantile, rounded, rounds, summary, table
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.router_fleet import mock_replicas
 
-from penstock.engine.commands.bench.calls import EncodedCall, drive
-from penstock.engine.commands.bench.report import Outcome
+from penstock.engine.commands.bench.measured import Outcome
+from penstock.engine.commands.bench.serving import EncodedCall, drive
 from penstock.engine.commands.prove.http_client import Client, Target
 
 BLOCK_SIZE, NUM_BLOCKS = 32, 400

@@ -33,7 +33,7 @@ from pairs import compare, main, quantile, rounded, rounds, serving, summary, wa
 from tests.support.peer_rig import free_addresses
 from tests.support.router_fleet import mock_replicas
 
-from penstock.engine.commands.bench.calls import EncodedCall, drive
+from penstock.engine.commands.bench.serving import EncodedCall, drive
 from penstock.engine.commands.prove.http_client import Client, Target
 
 LOADS = f"{sys.path[0]}/route_load.py"

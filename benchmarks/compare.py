@@ -18,17 +18,18 @@ import contextlib
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.request import Request, urlopen
 
 from pairs import child, record, rounds, summary
 
-from penstock.engine.commands.bench import serving as serve
+from penstock.engine.commands import bench
+from penstock.engine.commands.prove.http_client import key_header
 from penstock.engine.commands.prove.own.server import free_port
 
 START_TIMEOUT_S = 900.0
@@ -83,14 +84,16 @@ def started(name: str, what: str, model: str | None) -> Iterator[Side]:
         return
     port = free_port()
     words = [word.replace("{port}", str(port)) for word in command_of(what, model)]
-    with child(f"side {name}", words, lambda: listens(port), START_TIMEOUT_S) as process:
+    with child(f"side {name}", words, lambda: lists_models(port), START_TIMEOUT_S) as process:
         side = Side(name, f"http://127.0.0.1:{port}", process)
         side.signal(signal.SIGSTOP)
         yield side
 
 
-def listens(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+def lists_models(port: int) -> bool:
+    """Tell whether the server lists its models; a server that listens may still be loading."""
+    request = Request(f"http://127.0.0.1:{port}/v1/models", headers=key_header())
+    with contextlib.suppress(OSError), urlopen(request, timeout=5):
         return True
     return False
 
@@ -98,10 +101,10 @@ def listens(port: int) -> bool:
 def measure(side: Side, options: Sequence[str], seeds: Iterator[int]) -> dict[str, float]:
     """Measure one round. Every round has its own prompts, so nothing of them is cached."""
     parser = argparse.ArgumentParser()
-    serve.SERVE.add_arguments(parser)
-    words = ["--base-url", side.url, "--seed", str(next(seeds))]
+    bench.add_arguments(parser)
+    words = ["serve", "--base-url", side.url, "--seed", str(next(seeds))]
     side.signal(signal.SIGCONT)
-    result = asyncio.run(serve.measure(parser.parse_args([*words, "--ready-check-timeout-sec", "900", *options])))
+    result = asyncio.run(bench.serving.measure(parser.parse_args([*words, *options])))
     side.signal(signal.SIGSTOP)
     if result["failed"] or not result["completed"]:
         raise SystemExit(f"side {side.name}: {result['failed']} of {result['num_prompts']} requests failed")

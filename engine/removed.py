@@ -16,6 +16,8 @@ _RESULT = "it was removed; write the result of penstock bench serve with --outpu
 _RAMP = "it was removed; run the benchmark once for each --request-rate"
 _SCHEMA = "it was removed; give all requests their schema: --extra-body '{\"response_format\": …}'"
 _REQUEST = "a field of each request: SamplingParams, or --extra-body '{\"temperature\": 0}' of penstock bench serve"
+_ADDRESS = "it was removed; give the server's address as --base-url http://HOST:PORT"
+_PREFIX = "it was removed; use --random-prefix-len, --random-num-prefixes, --random-input-len and --random-output-len"
 
 # Keyed by the name of the keyword; the flag has dashes.
 REMOVED = {
@@ -24,6 +26,10 @@ REMOVED = {
         ("append_result", "label", "metadata", "result_dir", "result_filename", "save_detailed", "save_result"), _RESULT
     ),
     **dict.fromkeys(("ramp_up_end_rps", "ramp_up_start_rps", "ramp_up_strategy"), _RAMP),
+    **dict.fromkeys(("host", "port"), _ADDRESS),
+    **dict.fromkeys(
+        (f"prefix_repetition_{name}" for name in ("prefix_len", "suffix_len", "num_prefixes", "output_len")), _PREFIX
+    ),
     **dict.fromkeys(("structured_ratio", "structured_schema"), _SCHEMA),
     **dict.fromkeys(("min_p", "n", "temperature", "top_k", "top_p"), _REQUEST),
     "burstiness": "it was removed; arrivals are a Poisson process, and a trace has its own times (--dataset-name timed_trace)",
@@ -36,12 +42,15 @@ REMOVED = {
     "custom_output_len": "it was removed; write the prompts as conversations and use --dataset-name sharegpt",
     "lora_experts": "it was removed; adapters change attention, MLPs and shared experts, no others (docs/adapters.md)",
     "metric_percentiles": "it was removed; compute others than the 99th from the times in --output-json FILE",
+    "model": "penstock serve has the model as its argument; for bench startup give --command 'penstock serve MODEL --port {port}'",
+    "num_warmups": "it was removed; run the benchmark once before, with another --seed",
     "percentile_metrics": "it was removed; all metrics are reported",
     "prefill": "it was removed; give the prefill replica as --backend URL,prefill=HOST:PORT",
     "quotas": "it was removed; limit clients in the gateway in front of the router",
-    "random_prefix_len": "it was removed; use --dataset-name prefix_repetition --prefix-repetition-num-prefixes 1",
+    "ready_check_timeout_sec": "it was removed; wait with curl --retry 60 --retry-connrefused http://HOST:PORT/v1/models",
     "sharegpt_output_len": "it was removed; give all requests their length: --extra-body '{\"max_tokens\": 128}'",
     "tokenize_at_replica": "it was removed; give the replicas' model as --tokenizer",
+    "tokenizer": "the model's own tokenizer is used; bench serve counts four characters of a text as a token",
     "verify_blocks": "it was removed; `penstock prove` compares answers; records on disk and blocks from peers carry checksums",
     "workers": "it was removed; run several routers behind one address",
 }

@@ -4,7 +4,7 @@ import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +12,6 @@ import pytest
 from penstock import __version__, cli
 from penstock.cli import main
 from penstock.engine.commands import serve
-from penstock.engine.commands.bench import startup
 from penstock.engine.config import (
     ConfigError,
     EngineOptions,
@@ -225,23 +224,6 @@ def test_a_reader_that_leaves_costs_no_traceback() -> None:
         ["sh", "-c", f'{{ {sys.executable} -c "sleep=1; {code}"; }} | true'], capture_output=True, text=True, timeout=60
     )
     assert ended.stderr == "alive\n"
-
-
-def test_an_option_may_be_called_as_the_commands_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[Sequence[str]] = []
-
-    def measure(command: Sequence[str], **_: object) -> startup.Startup:
-        commands.append(command)
-        return startup.Startup(1.0, 2.0)
-
-    monkeypatch.setattr(startup, "measure", measure)
-    options = ["--kv-host-bytes", "1GiB", "--kv-peer", "tcp://a:1", "--kv-peer", "tcp://b:1"]
-    assert main(["bench", "startup", "--num-iters-warm", "1", "--num-iters-warmup", "0", *options]) == 0
-    (command,) = commands
-    assert [word for word in command if "tcp" in word] == ["tcp://a:1", "tcp://b:1"]
-    assert command.count("--kv-peer") == 2
-    assert main(["bench", "startup", "--num-iters-warm", "1", "--command", "x {port}"]) == 0
-    assert commands[-1] == ["x", "{port}"]
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,42 @@
 """`penstock bench`: measures a server from outside (serve, startup) or the engine itself (throughput, latency)."""
 
 import argparse
+from collections.abc import Callable
 
-from penstock.engine.commands.bench import offline, serving, startup
-from penstock.engine.config import ConfigError
+from penstock.engine.commands.bench.datasets import DatasetOptions
+from penstock.engine.commands.bench.offline import LatencyOptions, OfflineOptions, latency, throughput
+from penstock.engine.commands.bench.serving import ServingOptions, load_server
+from penstock.engine.commands.bench.startup import StartupOptions, time_starts
+from penstock.engine.config import ConfigError, EngineOptions, add_engine_options, chosen
 from penstock.engine.model_files import ModelError
+from penstock.engine.options import Declared, add_options
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.executor.protocol import ExecutorError
 
 USER_ERRORS = (ConfigError, ExecutorError, InvalidRequest, ModelError)
-
-
-BENCHMARKS = (serving.SERVE, offline.THROUGHPUT, offline.LATENCY, startup.STARTUP)
+# The function of each benchmark, whose docstring is the help text, and its options.
+BENCHMARKS: dict[str, tuple[Callable[[argparse.Namespace], int], tuple[type[Declared], ...]]] = {
+    "serve": (load_server, (ServingOptions, DatasetOptions)),
+    "throughput": (throughput, (OfflineOptions, DatasetOptions, EngineOptions)),
+    "latency": (latency, (OfflineOptions, LatencyOptions, EngineOptions)),
+    "startup": (time_starts, (StartupOptions,)),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    benchmarks = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    for each in BENCHMARKS:
-        benchmark = benchmarks.add_parser(each.name, help=each.summary, description=each.summary, allow_abbrev=False)
-        each.add_arguments(benchmark)
-        benchmark.set_defaults(run_benchmark=each.run)
+    benchmarks = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK", dest="benchmark")
+    for name, (measure, options) in BENCHMARKS.items():
+        summary = measure.__doc__
+        benchmark = benchmarks.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        for kind in options:
+            if kind is EngineOptions:
+                add_engine_options(benchmark)
+            else:
+                add_options(benchmark, kind)
 
 
 def run(args: argparse.Namespace) -> int:
-    code: int = args.run_benchmark(args)
-    return code
+    measure, options = BENCHMARKS[args.benchmark]
+    for kind in options:
+        chosen(args, kind)
+    return measure(args)

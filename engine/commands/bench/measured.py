@@ -3,11 +3,11 @@
 It reads the events of /v1/completions and of /v1/chat/completions, and decodes only the fields that it counts.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from penstock.engine.commands.bench.report import Outcome
 from penstock.engine.commands.prove.http_client import Events
 
 ERROR_BYTES = 2000  # kept of an error's body
@@ -53,72 +53,71 @@ class _Event(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Event)
 
 
-class MeasuredAnswer:
-    """One answer while it arrives. Times are on the caller's clock, in seconds."""
+@dataclass
+class Outcome:
+    """One request and its answer, complete after `finish`. `start_s` is on the caller's clock; other times are durations."""
 
-    def __init__(self, start_s: float) -> None:
-        self.start_s = start_s
-        self.num_pieces = 0
-        self._first_s: float | None = None
-        self._last_piece_s = 0.0
-        self._end_s: float | None = None  # of the last event with a choice
-        self._gaps_s: list[float] = []
-        self._pieces: list[str] = []
-        self._usage: _Usage | None = None
-        self._is_done = False
-        self._error = b""
-        self._events = Events()
+    prompt_len: int  # counted by the server, where it counts
+    start_s: float
+    output_len: int = 0  # tokens counted by the server, otherwise pieces of the stream
+    ttft_s: float = 0.0
+    latency_s: float = 0.0  # until the last event with a choice
+    itls_s: list[float] = field(default_factory=list)  # between pieces; a piece may carry several tokens
+    num_cached: int = 0
+    text: str = ""
+    error: str = ""
+    _events: Events = field(default_factory=Events)
+    _pieces: list[str] = field(default_factory=list)
+    _last_piece_s: float = 0.0
+    _usage: _Usage = field(default_factory=_Usage)
+    _is_done: bool = False
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per token after the first; 0 where there is only one."""
+        return (self.latency_s - self.ttft_s) / (self.output_len - 1) if self.output_len > 1 else 0.0
 
     def take(self, status: int, data: bytes, now_s: float) -> None:
         """Add bytes of the body that have just arrived."""
         if status != 200:
-            self._error += data[: ERROR_BYTES - len(self._error)]
+            self.error += data[: ERROR_BYTES - len(self.error)].decode(errors="replace")
             return
         for payload in self._events.feed(data):
             if payload == b"[DONE]":
                 self._is_done = True
                 continue
             try:
-                self._note(_DECODER.decode(payload), now_s)
+                self._note(_DECODER.decode(payload), now_s - self.start_s)
             except msgspec.DecodeError as error:
-                self._error = self._error or f"an event cannot be read ({error}): {payload[:200]!r}".encode()
+                self.error = self.error or f"an event cannot be read ({error}): {payload[:200]!r}"
 
-    def outcome(self, status: int, prompt_len: int) -> Outcome:
-        """Return the measured request, whose answer is complete. `prompt_len` is used if the server reports none."""
-        usage = self._usage or _Usage()
-        error = self._error.decode(errors="replace").strip()
+    def finish(self, status: int) -> None:
+        """End the answer: take the server's counts, and note an error if it is not whole."""
+        usage, cached = self._usage, self._usage.prompt_tokens_details
+        self.text = "".join(self._pieces)
+        self.prompt_len = usage.prompt_tokens or self.prompt_len
+        self.output_len = len(self._pieces) if usage.completion_tokens is None else usage.completion_tokens
+        self.num_cached = (cached.cached_tokens or 0) if cached else 0
+        if not self._pieces:
+            self.ttft_s = self.latency_s
         if status != 200:
-            error = f"HTTP {status}: {error}"
-        elif not error and (self._end_s is None or not self._is_done):
-            error = "the stream ended early"
-        end_s = self.start_s if self._end_s is None else self._end_s
-        cached = usage.prompt_tokens_details
-        return Outcome(
-            prompt_len=usage.prompt_tokens or prompt_len,
-            output_len=self.num_pieces if usage.completion_tokens is None else usage.completion_tokens,
-            start_s=self.start_s,
-            ttft_s=(end_s if self._first_s is None else self._first_s) - self.start_s,
-            latency_s=end_s - self.start_s,
-            itls_s=self._gaps_s,
-            num_cached=(cached.cached_tokens or 0) if cached else 0,
-            text="".join(self._pieces),
-            error=error,
-        )
+            self.error = f"HTTP {status}: {self.error.strip()}"
+        elif not self.error and not (self._is_done and self.latency_s):
+            self.error = "the stream ended early"
 
-    def _note(self, event: _Event, now_s: float) -> None:
+    def _note(self, event: _Event, after_s: float) -> None:
         if event.error is not None:
-            self._error = self._error or bytes(event.error)[:ERROR_BYTES]
+            self.error = self.error or bytes(event.error)[:ERROR_BYTES].decode(errors="replace")
         if event.usage is not None:
             self._usage = event.usage
         for choice in event.choices or ():
-            self._end_s = now_s
+            self.latency_s = after_s
             piece = choice.piece()
             if piece is None:
                 continue
-            self.num_pieces += 1
-            self._pieces.append(piece)
-            if self._first_s is None:
-                self._first_s = now_s
+            if self._pieces:
+                self.itls_s.append(after_s - self._last_piece_s)
             else:
-                self._gaps_s.append(now_s - self._last_piece_s)
-            self._last_piece_s = now_s
+                self.ttft_s = after_s
+            self._pieces.append(piece)
+            self._last_piece_s = after_s

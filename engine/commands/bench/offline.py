@@ -10,13 +10,14 @@ import time
 from dataclasses import dataclass
 from statistics import fmean
 
-from penstock.engine.commands.bench.benchmark import Benchmark
-from penstock.engine.commands.bench.datasets import DatasetOptions, PromptSource, Sample, load_samples, token_counter
-from penstock.engine.commands.bench.report import output_file, percentiles, write_json
+from penstock.engine.commands.bench.datasets import DATASETS, PromptSource
+from penstock.engine.commands.bench.report import output_file, percentile, write_json
 from penstock.engine.config import EngineOptions
 from penstock.engine.front.llm import LLM
 from penstock.engine.options import Count, Length, flag, given_options
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+
+PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +30,6 @@ class OfflineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputOptions:
-    num_warmups: Length = flag("requests before the measured ones (default: 0)", "N", default=0)
-
-
-@dataclass(frozen=True, kw_only=True)
 class LatencyOptions:
     input_len: Count = flag("tokens of a prompt (default: %(default)s)", "N", default=32)
     output_len: Count = flag("tokens of an answer (default: %(default)s)", "N", default=128)
@@ -43,17 +39,15 @@ class LatencyOptions:
 
 
 def throughput(args: argparse.Namespace) -> int:
+    """Run many requests without a server."""
     with _open_llm(args) as llm:
-        source = PromptSource(llm.info.vocab_size)
-        if not args.skip_tokenizer_init:
-            source = source._replace(count_tokens=token_counter(args.model))
-        samples = load_samples(args, args.num_prompts + args.num_warmups, source)
-        if args.num_warmups:
-            _generate(llm, samples[args.num_prompts :], show=False)
-        samples = samples[: args.num_prompts]
+        samples = DATASETS[args.dataset_name](args, PromptSource(llm.info.vocab_size))
+        params = [SamplingParams(max_tokens=sample.output_len, ignore_eos=True) for sample in samples]
         started = time.perf_counter()
-        num_input, num_output = _generate(llm, samples, show=True)
+        results = llm.generate([sample.prompt for sample in samples], params, use_tqdm=True)
         elapsed_s = time.perf_counter() - started
+    num_input = sum(len(result.prompt_token_ids) for result in results)
+    num_output = sum(len(output.token_ids) for result in results for output in result.outputs)
     num_total = num_input + num_output
     print(
         f"Throughput: {len(samples) / elapsed_s:.2f} requests/s, {num_total / elapsed_s:.2f} total tokens/s, "
@@ -74,60 +68,28 @@ def throughput(args: argparse.Namespace) -> int:
 
 
 def latency(args: argparse.Namespace) -> int:
-    latencies = _batch_seconds(args)
-    percents = percentiles(latencies)
-    print(f"Avg latency: {fmean(latencies)} seconds")
-    for percent, value in percents.items():
-        print(f"{percent}% percentile latency: {value} seconds")
-    result = {
-        "model_id": args.model,
-        "avg_latency": fmean(latencies),
-        "latencies": latencies,
-        "percentiles": percents,
-    }
-    write_json(args.output_json, result)
-    return 0
-
-
-def _open_llm(args: argparse.Namespace) -> LLM:
-    return LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **given_options(args, EngineOptions))
-
-
-def _params(output_len: int) -> SamplingParams:
-    """Return parameters with which an answer has its full length."""
-    return SamplingParams(max_tokens=output_len, ignore_eos=True)
-
-
-def _generate(llm: LLM, samples: list[Sample], show: bool) -> tuple[int, int]:
-    """Run the samples; return the numbers of prompt and output tokens."""
-    params = [_params(sample.output_len) for sample in samples]
-    results = llm.generate([sample.prompt for sample in samples], params, use_tqdm=show)
-    num_output = sum(len(output.token_ids) for result in results for output in result.outputs)
-    return sum(len(result.prompt_token_ids) for result in results), num_output
-
-
-def _batch_seconds(args: argparse.Namespace) -> list[float]:
-    """Return the seconds of each batch. Every batch has new prompts, so that the prefix cache does not shorten it."""
-    params, rng = _params(args.output_len), random.Random(args.seed or 0)
+    """Time one batch of requests without a server."""
+    params, rng = SamplingParams(max_tokens=args.output_len, ignore_eos=True), random.Random(args.seed or 0)
     latencies = []
     with _open_llm(args) as llm:
         length, limit = args.input_len + args.output_len, llm.info.max_model_len
         if length > limit:
             raise InvalidRequest("input_len", f"{length} tokens with the answer; a request may have {limit}")
-        for index in range(args.num_iters_warmup + args.num_iters):
-            tokens = range(llm.info.vocab_size)
-            prompts = [rng.choices(tokens, k=args.input_len) for _ in range(args.batch_size)]
+        for _ in range(args.num_iters_warmup + args.num_iters):
+            # Every batch has new prompts, so that the prefix cache does not shorten it.
+            prompts = [rng.choices(range(llm.info.vocab_size), k=args.input_len) for _ in range(args.batch_size)]
             started = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
-            if index >= args.num_iters_warmup:
-                latencies.append(time.perf_counter() - started)
-    return latencies
+            latencies.append(time.perf_counter() - started)
+    measured = latencies[args.num_iters_warmup :]
+    percents = {percent: percentile(measured, percent) for percent in PERCENTAGES}
+    print(f"Avg latency: {fmean(measured)} seconds")
+    for percent, value in percents.items():
+        print(f"{percent}% percentile latency: {value} seconds")
+    result = {"avg_latency": fmean(measured), "latencies": measured, "percentiles": percents}
+    write_json(args.output_json, {"model_id": args.model, **result})
+    return 0
 
 
-THROUGHPUT = Benchmark(
-    *("throughput", "Run many requests without a server.", throughput),
-    options=(OfflineOptions, ThroughputOptions, DatasetOptions),
-)
-LATENCY = Benchmark(
-    *("latency", "Time one batch of requests without a server.", latency), options=(OfflineOptions, LatencyOptions)
-)
+def _open_llm(args: argparse.Namespace) -> LLM:
+    return LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **given_options(args, EngineOptions))

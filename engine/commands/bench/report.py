@@ -6,10 +6,10 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, pstdev, quantiles
 from typing import Any
 
-import msgspec
-
+from penstock.engine.commands.bench.measured import Outcome
 from penstock.engine.config import ConfigError
 
 METRICS = {
@@ -18,37 +18,36 @@ METRICS = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
 }
+_WIDTH = 50
+_TOTALS = {
+    "completed": "Successful requests:",
+    "failed": "Failed requests:",
+    "max_concurrency": "Maximum request concurrency:",
+    "request_rate": "Request rate configured (RPS):",
+    "duration": "Benchmark duration (s):",
+    "total_input_tokens": "Total input tokens:",
+    "total_cached_tokens": "Total input tokens found in cache:",
+    "total_output_tokens": "Total generated tokens:",
+    "request_throughput": "Request throughput (req/s):",
+    "output_throughput": "Output token throughput (tok/s):",
+    "total_token_throughput": "Total token throughput (tok/s):",
+    "max_send_delay_ms": "Latest send behind schedule (ms):",
+}
 
 
-class Outcome(msgspec.Struct):
-    """One finished request. `start_s` is when it was sent, on any clock; the other times are durations."""
-
-    prompt_len: int
-    output_len: int
-    start_s: float
-    ttft_s: float
-    latency_s: float
-    itls_s: list[float] = []  # between pieces of the stream; a piece may carry several tokens
-    num_cached: int = 0
-    text: str = ""
-    error: str = ""
-
-    @property
-    def tpot_s(self) -> float:
-        """Seconds per token after the first; 0 where there is only one."""
-        return (self.latency_s - self.ttft_s) / (self.output_len - 1) if self.output_len > 1 else 0.0
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return a percentile with linear interpolation, as numpy does."""
+    return values[0] if len(values) == 1 else quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def spread(name: str, values_s: Sequence[float]) -> dict[str, float]:
     """Return mean, median, standard deviation and 99th percentile in milliseconds, under keys like `p99_ttft_ms`."""
-    import numpy as np  # the options of a benchmark are shown without it
-
-    values = 1000 * np.array(values_s or [0.0])
+    values = [1000 * value for value in values_s] or [0.0]
     return {
-        f"mean_{name}_ms": float(values.mean()),
-        f"median_{name}_ms": float(np.median(values)),
-        f"std_{name}_ms": float(values.std()),
-        f"p99_{name}_ms": float(np.percentile(values, 99)),
+        f"mean_{name}_ms": fmean(values),
+        f"median_{name}_ms": percentile(values, 50),
+        f"std_{name}_ms": pstdev(values),
+        f"p99_{name}_ms": percentile(values, 99),
     }
 
 
@@ -57,7 +56,7 @@ def summarize(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
     done = [outcome for outcome in outcomes if not outcome.error]
     num_input = sum(outcome.prompt_len for outcome in done)
     num_output = sum(outcome.output_len for outcome in done)
-    result: dict[str, Any] = {
+    return {
         "duration": duration_s,
         "completed": len(done),
         "failed": len(outcomes) - len(done),
@@ -67,16 +66,11 @@ def summarize(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
         "request_throughput": len(done) / duration_s,
         "output_throughput": num_output / duration_s,
         "total_token_throughput": (num_input + num_output) / duration_s,
+        **spread("ttft", [outcome.ttft_s for outcome in done]),
+        **spread("tpot", [outcome.tpot_s for outcome in done if outcome.output_len > 1]),
+        **spread("itl", [gap for outcome in done for gap in outcome.itls_s]),
+        **spread("e2el", [outcome.latency_s for outcome in done]),
     }
-    values = {
-        "ttft": [outcome.ttft_s for outcome in done],
-        "tpot": [outcome.tpot_s for outcome in done if outcome.output_len > 1],
-        "itl": [gap for outcome in done for gap in outcome.itls_s],
-        "e2el": [outcome.latency_s for outcome in done],
-    }
-    for name in METRICS:
-        result |= spread(name, values[name])
-    return result
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
@@ -93,48 +87,21 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
     }
 
 
-PERCENTAGES = (10, 25, 50, 75, 90, 99)
-_WIDTH = 50
-CACHED = "total_cached_tokens"
-_TOTALS: tuple[tuple[str, str, type[int] | type[float]], ...] = (
-    ("Successful requests:", "completed", int),
-    ("Failed requests:", "failed", int),
-    ("Maximum request concurrency:", "max_concurrency", int),
-    ("Request rate configured (RPS):", "request_rate", float),
-    ("Benchmark duration (s):", "duration", float),
-    ("Total input tokens:", "total_input_tokens", int),
-    ("Total input tokens found in cache:", CACHED, int),
-    ("Total generated tokens:", "total_output_tokens", int),
-    ("Request throughput (req/s):", "request_throughput", float),
-    ("Output token throughput (tok/s):", "output_throughput", float),
-    ("Total token throughput (tok/s):", "total_token_throughput", float),
-    ("Latest send behind schedule (ms):", "max_send_delay_ms", float),
-)
-
-
 def serving_table(result: dict[str, Any]) -> str:
     """Return the table of `penstock bench serve`."""
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
-    # Values that were not requested or did not occur are left out.
-    shown = {key: value for key, value in result.items() if value not in (None, "inf") and (key, value) != (CACHED, 0)}
-    lines += [_line(label, kind(shown[key])) for label, key, kind in _TOTALS if key in shown]
+    lines += [_line(label, result[key]) for key, label in _TOTALS.items() if result[key] not in (None, "inf")]
     for name, (short, title) in METRICS.items():
         lines.append(title.center(_WIDTH, "-"))
-        lines.append(_line(f"Mean {short} (ms):", float(result[f"mean_{name}_ms"])))
-        lines.append(_line(f"Median {short} (ms):", float(result[f"median_{name}_ms"])))
-        lines.append(_line(f"P99 {short} (ms):", float(result[f"p99_{name}_ms"])))
+        lines += [
+            _line(f"{kind.title()} {short} (ms):", result[f"{kind}_{name}_ms"]) for kind in ("mean", "median", "p99")
+        ]
     lines.append("=" * _WIDTH)
     return "\n".join(lines)
 
 
 def _line(label: str, value: float) -> str:
     return f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}"
-
-
-def percentiles(values: list[float]) -> dict[int, float]:
-    import numpy as np
-
-    return {percent: float(np.percentile(values, percent)) for percent in PERCENTAGES}
 
 
 def output_file(name: str) -> str:

@@ -1,62 +1,51 @@
 """`penstock bench serve`: loads any OpenAI-compatible server and reports latency and throughput.
 
-Options, table and JSON keys are those of `vllm bench serve` where both have them, so either tool measures
-either server and the results compare.
+Options, table and JSON keys are those of `vllm bench serve` where both have them, so either tool measures either server
+and the results compare. Benchmarks of this repository send their own calls with `drive`.
 """
 
 import argparse
+import asyncio
 import math
+import random
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 import uvloop
 from msgspec import Meta
+from tqdm import tqdm
 
-from penstock.engine.commands.bench.benchmark import Benchmark
-from penstock.engine.commands.bench.calls import (
-    ENDPOINTS,
-    Run,
-    build_calls,
-    drive,
-    first_model,
-)
-from penstock.engine.commands.bench.datasets import DatasetOptions
+from penstock.engine.commands.bench.datasets import DATASETS, PromptSource
+from penstock.engine.commands.bench.measured import Outcome
 from penstock.engine.commands.bench.report import details, output_file, serving_table, summarize, write_json
 from penstock.engine.commands.prove.http_client import Client, Target, key_header
 from penstock.engine.config import ConfigError
-from penstock.engine.options import Count, Delay, Length, Port, Seed, flag
+from penstock.engine.http.limits import allow_open_files
+from penstock.engine.options import Count, Seed, flag
+
+ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+VOCAB_SIZE = 10_000  # random token ids are below this number, which is less than any usual vocabulary has
+SPARE_FILES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    backend: str = flag(
-        "which API to call; openai-chat sends chats made of words (default: openai)",
-        choices=tuple(ENDPOINTS),
-        default="openai",
-        opens="server",
+    backend: Literal["openai", "openai-chat"] = flag(
+        "which API to call; openai-chat sends chats made of words (default: openai)", default="openai", opens="server"
     )
-    base_url: str | None = flag("URL of the server, instead of --host and --port", "URL")
-    host: str = flag("address of the server (default: %(default)s)", default="127.0.0.1")
-    port: Port = flag("port of the server (default: %(default)s)", default=8000)
+    base_url: str = flag("URL of the server (default: %(default)s)", "URL", default="http://127.0.0.1:8000")
     model: str | None = flag("name of the model (default: the first that the server lists)")
-    ready_check_timeout_sec: Delay = flag(
-        "wait this many seconds for the server to be up (default: 0)", "S", default=0.0
-    )
     request_rate: Annotated[float, Meta(gt=0)] = flag(
-        "requests per second, as a Poisson process (default: all at once)", "R", default=math.inf, opens="traffic"
+        "requests per second, as a Poisson process (default: all at once)", "R", default=math.inf, opens="requests"
     )
     max_concurrency: Count | None = flag("hold requests back while this many are in flight", "N")
-    num_warmups: Length = flag("requests before the measured ones (default: 0)", "N", default=0)
     seed: Seed = flag("of prompts, lengths and arrivals (default: 0)", default=0)
-    random_vocab_size: Count = flag(
-        "draw token ids below this number (default: %(default)s)", "N", default=10_000, opens="requests"
-    )
-    tokenizer: str | None = flag(
-        "model whose tokenizer counts texts (default: four characters count as a token)", "MODEL"
-    )
     ignore_eos: bool = flag("generate exactly the length asked for (default: on)", has_off=True, default=True)
     extra_body: dict[str, Any] | None = flag(
         "further fields of every request, like temperature; they override the others", "JSON"
@@ -66,8 +55,24 @@ class ServingOptions:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Return 0 when at least one request was completed."""
+class EncodedCall(NamedTuple):
+    """A request, encoded before the clock starts."""
+
+    request: bytes
+    prompt_len: int
+    arrival_s: float = 0.0
+
+
+class Run(NamedTuple):
+    """The results of all calls."""
+
+    outcomes: list[Outcome]  # in the order of the calls
+    duration_s: float
+    max_send_delay_s: float  # how far the generator itself fell behind the arrival times
+
+
+def load_server(args: argparse.Namespace) -> int:
+    """Load a server; report latency and throughput."""
     result = uvloop.run(measure(args))
     print(serving_table(result))
     write_json(args.output_json, result)
@@ -76,17 +81,20 @@ def run(args: argparse.Namespace) -> int:
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run the whole benchmark; return the result, with the lists of `details` in it."""
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    base_url = args.base_url or f"http://{host}:{args.port}"
+    headers = key_header()
     try:
-        client = Client(Target.of(base_url))
+        client = Client(Target.of(args.base_url))
     except ValueError as error:
         raise ConfigError(f"base_url: {error}") from None
     try:
-        model, finished = await _load(client, args)
+        model = args.model or await first_model(client, headers)
+        calls = build_calls(args, client.target, model, headers)
+        finished = await drive(client, calls, args.max_concurrency, show=sys.stderr.isatty())
     finally:
         client.close()
-    explain_failures(finished)
+    failures = Counter(outcome.error for outcome in finished.outcomes if outcome.error)
+    for failure, count in failures.most_common(10):
+        print(f"{count} failed: {failure[:300]}", file=sys.stderr)
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "backend": args.backend,
@@ -100,27 +108,87 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def _load(client: Client, args: argparse.Namespace) -> tuple[str, Run]:
-    headers = key_header()
-    model = args.model
-    if model is None or args.ready_check_timeout_sec:
-        listed = await first_model(client, headers, args.ready_check_timeout_sec)
-        model = model or listed
-    warmups, calls = build_calls(args, client.target, model, headers)
-    if warmups:
-        explain_failures(await drive(client, warmups, args.max_concurrency))
-    return model, await drive(client, calls, args.max_concurrency, show=sys.stderr.isatty())
+async def first_model(client: Client, headers: dict[str, str]) -> str:
+    """Return the name of the first model that the server lists. Raise ConfigError if there is no server or no model."""
+    where = f"{client.target.host}:{client.target.port}"
+    try:
+        status, body = await client.fetch("GET", "/v1/models", headers=headers)
+    except OSError as error:
+        raise ConfigError(f"base_url: no server answers at {where} ({error})") from None
+    try:
+        return str(msgspec.json.decode(body)["data"][0]["id"])
+    except (msgspec.DecodeError, LookupError, TypeError):
+        shown = body[:200].decode(errors="replace")
+        raise ConfigError(f"model: {where}/v1/models lists none; give --model ({status}: {shown})") from None
 
 
-def explain_failures(finished: Run) -> None:
-    """Print each kind of failure once, the most frequent first."""
-    kinds = Counter(outcome.error for outcome in finished.outcomes if outcome.error)
-    for error, count in kinds.most_common(10):
-        print(f"{count} failed: {error[:300]}", file=sys.stderr)
+def build_calls(args: argparse.Namespace, target: Target, model: str, headers: dict[str, str]) -> list[EncodedCall]:
+    is_chat = args.backend == "openai-chat"
+    samples = DATASETS[args.dataset_name](args, PromptSource(VOCAB_SIZE, is_chat))
+    times = arrival_times(len(samples), args.request_rate, random.Random(args.seed))
+    if samples[0].arrival_s is not None:
+        if not math.isinf(args.request_rate):
+            raise ConfigError("request_rate: given; a trace has its own arrival times (see --trace-speed)")
+        times = [sample.arrival_s or 0.0 for sample in samples]
+    calls = []
+    for sample, at_s in zip(samples, times, strict=True):
+        body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+        if is_chat:
+            messages = [{"role": "user", "content": sample.prompt}]
+            body |= {"messages": messages, "max_completion_tokens": sample.output_len}
+        else:
+            body |= {"prompt": sample.prompt, "max_tokens": sample.output_len}
+        if args.ignore_eos:
+            body["ignore_eos"] = True
+        content = msgspec.json.encode(body | (args.extra_body or {}))
+        request = target.request("POST", ENDPOINTS[args.backend], content, headers)
+        calls.append(EncodedCall(request, sample.prompt_len, at_s))
+    return calls
 
 
-SERVE = Benchmark(
-    *("serve", "Load a server; report latency and throughput.", run),
-    options=(ServingOptions, DatasetOptions),
-    takes_engine_options=False,
-)
+def arrival_times(count: int, rate: float, rng: random.Random) -> list[float]:
+    """Draw the times to send `count` requests, in seconds after the start, from a Poisson process.
+
+    An infinite rate sends all at once. The times are scaled so that the last one is count / rate, so that two seeds put
+    the same load on a server.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    times: list[float] = []
+    now = 0.0
+    for _ in range(count):
+        now += rng.expovariate(1.0)
+        times.append(now)
+    return [time * count / (rate * now) for time in times]
+
+
+async def drive(
+    client: Client, calls: Sequence[EncodedCall], max_concurrency: int | None = None, show: bool = False
+) -> Run:
+    """Send every call at its arrival time, or later if `max_concurrency` delays it in the client."""
+    most = max_concurrency or len(calls)
+    allow_open_files(min(len(calls), most) + SPARE_FILES)
+    room, tasks = asyncio.Semaphore(most), list[asyncio.Task[Outcome]]()
+    started, max_delay_s = time.perf_counter(), 0.0
+    with tqdm(total=len(calls), unit="request", disable=not show) as bar:
+        async with asyncio.TaskGroup() as group:
+            for call in calls:
+                due = started + call.arrival_s
+                wait_s = due - time.perf_counter()
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+                max_delay_s = max(max_delay_s, time.perf_counter() - due)
+                tasks.append(group.create_task(_send(client, call, room, bar.update)))
+    return Run([task.result() for task in tasks], time.perf_counter() - started, max_delay_s)
+
+
+async def _send(client: Client, call: EncodedCall, room: asyncio.Semaphore, ended: Callable[[], object]) -> Outcome:
+    """Send one call when `max_concurrency` allows it, and measure its answer."""
+    async with room:
+        outcome = Outcome(call.prompt_len, time.perf_counter())
+        try:
+            outcome.finish(await client.exchange(call.request, outcome.take))
+        except OSError as error:
+            outcome.error = str(error) or repr(error)
+        ended()
+        return outcome

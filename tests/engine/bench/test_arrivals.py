@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from penstock.engine.commands.bench.calls import arrival_times
+from penstock.engine.commands.bench.serving import arrival_times
 
 
 def gaps(rate: float, count: int = 20_000) -> list[float]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.commands.bench.measured import MeasuredAnswer
+from penstock.engine.commands.bench.measured import Outcome
 from penstock.engine.commands.prove.http_client import Target
 from tests.support.bench_endpoint import Answer, Asked, Endpoint, completion, plain, speak_openai
 
@@ -25,11 +25,10 @@ def post(endpoint: Endpoint, body: dict[str, Any]) -> bytes:
     return endpoint.client.target.request("POST", "/v1/completions", json.dumps(body).encode(), {"X-Id": "7"})
 
 
-async def complete(endpoint: Endpoint) -> MeasuredAnswer:
-    reply = MeasuredAnswer(0.0)
-    status = await endpoint.client.exchange(post(endpoint, {"max_tokens": 3}), reply.take)
-    reply.status = status  # type: ignore[attr-defined]
-    return reply
+async def complete(endpoint: Endpoint) -> Outcome:
+    outcome = Outcome(1, 0.0)
+    outcome.finish(await endpoint.client.exchange(post(endpoint, {"max_tokens": 3}), outcome.take))
+    return outcome
 
 
 async def test_an_answer_cut_anywhere_in_two_is_read_whole() -> None:
@@ -44,7 +43,7 @@ async def test_an_answer_cut_anywhere_in_two_is_read_whole() -> None:
 
     async with Endpoint(halves) as endpoint:
         for _ in range(len(data) - 1):
-            assert (await complete(endpoint)).outcome(200, 1).text == " t0 t1"
+            assert (await complete(endpoint)).text == " t0 t1"
         assert endpoint.num_connections == 1
 
 
@@ -76,7 +75,7 @@ async def test_a_reused_connection_that_ends_without_an_answer_is_tried_once_mor
 
     async with Endpoint(second_is_dropped) as endpoint:
         await complete(endpoint)
-        assert (await complete(endpoint)).outcome(200, 1).error == ""
+        assert (await complete(endpoint)).error == ""
         assert len(endpoint.asked) == 3
 
 

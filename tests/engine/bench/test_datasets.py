@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.commands.bench.datasets import DatasetOptions, PromptSource, Sample, load_samples
+from penstock.engine.commands.bench.datasets import DATASETS, DatasetOptions, PromptSource, Sample
 from penstock.engine.config import ConfigError, chosen
 from penstock.engine.options import add_options
 from tests.support.refusals import table
@@ -19,10 +19,10 @@ IDS = PromptSource(1000)
 def samples(*options: str, count: int = 50, source: PromptSource = IDS, seed: int = 0) -> list[Sample]:
     parser = argparse.ArgumentParser()
     add_options(parser, DatasetOptions)
-    args = parser.parse_args(options)
+    args = parser.parse_args(["--num-prompts", str(count), *options])
     args.seed = seed
     chosen(args, DatasetOptions)
-    return load_samples(args, count, source)
+    return DATASETS[args.dataset_name](args, source)
 
 
 def test_lengths_are_exact_without_a_range() -> None:
@@ -56,16 +56,12 @@ def test_a_value_out_of_range_is_named(option: str, value: str, field: str) -> N
 
 
 def test_a_few_prefixes_come_again_and_again() -> None:
-    lengths = [
-        word
-        for name, value in (("prefix-len", 20), ("suffix-len", 5), ("num-prefixes", 3), ("output-len", 7))
-        for word in (f"--prefix-repetition-{name}", str(value))
-    ]
-    made = samples("--dataset-name", "prefix_repetition", *lengths, count=12)
+    lengths = ("--random-prefix-len", "20", "--random-num-prefixes", "3", "--input-len", "5", "--output-len", "7")
+    made = samples(*lengths, count=60)
     heads = Counter(tuple(sample.prompt[:20]) for sample in made)
-    assert sorted(heads.values()) == [4, 4, 4]
+    assert len(heads) == 3 and min(heads.values()) > 10
     assert {(len(sample.prompt), sample.prompt_len, sample.output_len) for sample in made} == {(25, 25, 7)}
-    assert len({tuple(sample.prompt) for sample in made}) == 12
+    assert len({tuple(sample.prompt) for sample in made}) == 60
 
 
 def conversation(question: str, *answers: str) -> dict[str, Any]:
@@ -79,17 +75,8 @@ def test_conversations_give_their_first_question_and_the_length_of_its_answer(tm
     path.write_text(json.dumps([long, short, alone, good]))
     options = ("--dataset-name", "sharegpt", "--dataset-path", str(path))
     assert samples(*options, count=1) == [Sample("Where does the river end?", 7, 11)]
-    assert samples(*options, count=1, source=PromptSource(9, False, len))[0].output_len == 42
-
-
-def test_conversations_are_repeated_where_they_do_not_suffice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "few.json"
-    path.write_text(json.dumps([conversation(f"{each} questions about a river", "a" * 40) for each in ("Two", "Six")]))
-    first, second, third = samples("--dataset-name", "sharegpt", "--dataset-path", str(path), count=3)
-    assert first == third != second
-    assert "few.json has 2 prompts; they are repeated to 3" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"num_prompts: 2 given; {path} has 1 to use"):
+        samples(*options, count=2)
 
 
 def test_a_trace_of_mooncake_keeps_its_times_lengths_and_shared_beginnings(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from penstock.engine.commands.bench.report import Outcome, details, spread, summarize
+from penstock.engine.commands.bench.measured import Outcome
+from penstock.engine.commands.bench.report import details, spread, summarize
 
 TOTALS = """
     duration completed failed total_input_tokens total_output_tokens request_throughput output_throughput
@@ -20,7 +21,7 @@ def outcomes(count: int, seed: int = 0) -> list[Outcome]:
         gaps = [rng.expovariate(50) for _ in range(rng.randint(0, 40))]
         ttft = rng.expovariate(10)
         start = rng.uniform(0, 5)
-        made.append(Outcome(rng.randint(1, 100), len(gaps) + 1, start, ttft, ttft + sum(gaps), gaps))
+        made.append(Outcome(rng.randint(1, 100), start, len(gaps) + 1, ttft, ttft + sum(gaps), gaps))
     return made
 
 
@@ -29,13 +30,13 @@ def test_nothing_measured_is_zero_and_not_an_error() -> None:
 
 
 def test_time_per_token_leaves_out_the_first() -> None:
-    assert Outcome(1, 5, 0.0, ttft_s=1.0, latency_s=3.0).tpot_s == 0.5
-    assert Outcome(1, 1, 0.0, ttft_s=1.0, latency_s=1.0).tpot_s == 0.0
+    assert Outcome(1, 0.0, 5, ttft_s=1.0, latency_s=3.0).tpot_s == 0.5
+    assert Outcome(1, 0.0, 1, ttft_s=1.0, latency_s=1.0).tpot_s == 0.0
 
 
 def test_totals_count_completed_requests_only() -> None:
     done = outcomes(20)
-    failed = [Outcome(1000, 0, 0.0, 0.0, 0.0, error="HTTP 429")] * 3
+    failed = [Outcome(1000, 0.0, error="HTTP 429")] * 3
     result = summarize([*done, *failed], 4.0)
     assert result["completed"] == 20 and result["failed"] == 3
     assert result["total_input_tokens"] == sum(o.prompt_len for o in done)
@@ -43,7 +44,10 @@ def test_totals_count_completed_requests_only() -> None:
     assert result["request_throughput"] == 5.0
     assert result["output_throughput"] == result["total_output_tokens"] / 4
     assert result["total_token_throughput"] == (result["total_input_tokens"] + result["total_output_tokens"]) / 4
-    assert result["mean_e2el_ms"] == pytest.approx(1000 * np.mean([o.latency_s for o in done]))
+    seconds = [o.latency_s for o in done]
+    assert result["mean_e2el_ms"] == pytest.approx(1000 * np.mean(seconds))
+    assert result["std_e2el_ms"] == pytest.approx(1000 * np.std(seconds))
+    assert result["p99_e2el_ms"] == pytest.approx(1000 * np.percentile(seconds, 99))
 
 
 def test_the_result_has_the_keys_that_scripts_read() -> None:
@@ -57,6 +61,6 @@ def test_the_result_has_the_keys_that_scripts_read() -> None:
 
 
 def test_time_per_token_is_not_diluted_by_requests_with_one_token() -> None:
-    many = Outcome(1, 11, 0.0, ttft_s=0.0, latency_s=1.0)
-    one = Outcome(1, 1, 0.0, ttft_s=0.5, latency_s=0.5)
+    many = Outcome(1, 0.0, 11, ttft_s=0.0, latency_s=1.0)
+    one = Outcome(1, 0.0, 1, ttft_s=0.5, latency_s=0.5)
     assert summarize([many, one, one], 1.0)["mean_tpot_ms"] == pytest.approx(100)

@@ -59,11 +59,11 @@ def test_throughput_counts_prompts_and_all_answers(
     counting: type[CountingLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "out.json"
-    options = ("--num-prompts", "4", "--input-len", "10", "--output-len", "3", "--num-warmups", "1")
+    options = ("--num-prompts", "4", "--input-len", "10", "--output-len", "3")
     assert run("throughput", *options, "--model", "m", "--dtype", "float32", "--output-json", str(path)) == 0
     (llm,) = counting.made
     assert llm.model == "m" and llm.options == {"skip_tokenizer": False, "dtype": "float32"} and llm.is_closed
-    assert [len(prompts) for prompts, _ in llm.batches] == [1, 4]
+    assert [len(prompts) for prompts, _ in llm.batches] == [4]
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("Throughput: ") and printed[0].endswith(" output tokens/s")
     assert printed[1:] == ["Total num prompt tokens:  40", "Total num output tokens:  12"]

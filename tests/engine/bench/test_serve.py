@@ -8,27 +8,29 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.commands.bench import serving as serve
-from penstock.engine.commands.bench.calls import EncodedCall, drive
+from penstock.engine.commands import bench
+from penstock.engine.commands.bench import serving
 from penstock.engine.commands.bench.report import serving_table, write_json
-from penstock.engine.config import ConfigError
+from penstock.engine.commands.bench.serving import EncodedCall, drive
+from penstock.engine.config import ConfigError, chosen
 from tests.support.bench_endpoint import Asked, Endpoint, completion, plain, speak_openai
 from tests.support.refusals import cases, table
 
 
 def parse(*options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    serve.SERVE.add_arguments(parser)
-    args = parser.parse_args(options)
-    serve.SERVE.check(args)
+    bench.add_arguments(parser)
+    args = parser.parse_args(["serve", *options])
+    for kind in bench.BENCHMARKS["serve"][1]:
+        chosen(args, kind)
     return args
 
 
-def bench(*options: str, answer: Any = speak_openai) -> tuple[dict[str, Any], Endpoint]:
+def measured(*options: str, answer: Any = speak_openai) -> tuple[dict[str, Any], Endpoint]:
     async def inside() -> tuple[dict[str, Any], Endpoint]:
         async with Endpoint(answer) as endpoint:
             small = ("--num-prompts", "6", "--random-input-len", "8", "--random-output-len", "3")
-            result = await serve.measure(parse("--base-url", endpoint.url, *small, *options))
+            result = await serving.measure(parse("--base-url", endpoint.url, *small, *options))
             return result, endpoint
 
     return asyncio.run(inside())
@@ -39,7 +41,7 @@ def bodies(endpoint: Endpoint) -> list[dict[str, Any]]:
 
 
 def test_completions_are_sent_as_token_ids_and_counted() -> None:
-    result, endpoint = bench("--extra-body", '{"temperature": 0, "top_k": 5}')
+    result, endpoint = measured("--extra-body", '{"temperature": 0, "top_k": 5}')
     assert [asked.path for asked in endpoint.asked] == ["/v1/models"] + 6 * ["/v1/completions"]
     for body in bodies(endpoint):
         assert body["model"] == "a/model" and len(body["prompt"]) == 8 and body["max_tokens"] == 3
@@ -51,7 +53,7 @@ def test_completions_are_sent_as_token_ids_and_counted() -> None:
 
 
 def test_chats_are_sent_as_words_to_the_chat_endpoint() -> None:
-    result, endpoint = bench("--backend", "openai-chat", "--no-ignore-eos")
+    result, endpoint = measured("--backend", "openai-chat", "--no-ignore-eos")
     assert endpoint.asked[-1].path == "/v1/chat/completions"
     body = bodies(endpoint)[0]
     (message,) = body["messages"]
@@ -64,20 +66,10 @@ def test_chats_are_sent_as_words_to_the_chat_endpoint() -> None:
 def test_extra_fields_and_the_key_go_with_every_request(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
     monkeypatch.setenv(variable, "secret")
-    _, endpoint = bench("--extra-body", '{"max_tokens": 1, "min_p": 0.5}', "--model", "m")
+    _, endpoint = measured("--extra-body", '{"max_tokens": 1, "min_p": 0.5}', "--model", "m")
     assert all(body["max_tokens"] == 1 and body["min_p"] == 0.5 and body["model"] == "m" for body in bodies(endpoint))
     assert all(asked.headers["Authorization"] == "Bearer secret" for asked in endpoint.asked)
     assert all(asked.method == "POST" for asked in endpoint.asked), "a given model is not asked for"
-
-
-def test_warm_ups_are_neither_measured_nor_the_same_prompts() -> None:
-    alone, first = bench()
-    result, endpoint = bench("--num-warmups", "2")
-    assert result["completed"] == alone["completed"] == 6
-    prompts = [body["prompt"] for body in bodies(endpoint)]
-    assert len(prompts) == 8
-    assert sorted(prompts[2:]) == sorted(body["prompt"] for body in bodies(first)), "warm-ups do not change the load"
-    assert not any(prompt in prompts[2:] for prompt in prompts[:2])
 
 
 async def slow(asked: Asked, writer: asyncio.StreamWriter) -> None:
@@ -87,7 +79,7 @@ async def slow(asked: Asked, writer: asyncio.StreamWriter) -> None:
 
 
 def test_no_more_requests_are_in_flight_than_allowed() -> None:
-    _, endpoint = bench("--max-concurrency", "2", answer=slow)
+    _, endpoint = measured("--max-concurrency", "2", answer=slow)
     assert endpoint.most_running == 2
     everyone = asyncio.Barrier(6)
 
@@ -97,7 +89,7 @@ def test_no_more_requests_are_in_flight_than_allowed() -> None:
                 await everyone.wait()
         await speak_openai(asked, writer)
 
-    _, endpoint = bench(answer=when_all_are_here)
+    _, endpoint = measured(answer=when_all_are_here)
     assert endpoint.most_running == 6
 
 
@@ -122,7 +114,7 @@ def test_failures_are_counted_explained_and_kept_out_of_the_figures(capsys: pyte
         else:
             await speak_openai(asked, writer)
 
-    result, _ = bench(answer=every_other)
+    result, _ = measured(answer=every_other)
     assert (result["completed"], result["failed"]) == (3, 3)
     assert "3 failed: HTTP 429: the queue is full" in capsys.readouterr().err
     assert sum(bool(error) for error in result["errors"]) == 3
@@ -137,13 +129,13 @@ def test_a_server_that_hangs_up_fails_its_request_only() -> None:
         else:
             await speak_openai(asked, writer)
 
-    result, _ = bench(answer=hang_up)
+    result, _ = measured(answer=hang_up)
     assert (result["completed"], result["failed"]) == (0, 6)
     assert result["mean_ttft_ms"] == 0.0
 
 
 def test_the_table_has_the_lines_that_scripts_look_for() -> None:
-    result, _ = bench("--max-concurrency", "3", "--request-rate", "500")
+    result, _ = measured("--max-concurrency", "3", "--request-rate", "500")
     lines = serving_table(result).splitlines()
     assert lines[0] == "============ Serving Benchmark Result ============"
     assert lines[-1] == "=" * 50
@@ -170,7 +162,7 @@ def test_the_table_has_the_lines_that_scripts_look_for() -> None:
 
 def test_a_saved_result_has_the_lists_of_every_request(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    result, _ = bench("--output-json", str(path))
+    result, _ = measured("--output-json", str(path))
     write_json(str(path), result)
     saved = json.loads(path.read_text())
     assert saved["request_rate"] == "inf" and saved["model_id"] == "a/model" and saved["backend"] == "openai"
@@ -181,7 +173,7 @@ def test_a_saved_result_has_the_lists_of_every_request(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("options", "message"), cases(__file__, "unusable options"))
 def test_an_option_that_cannot_be_used_is_named(options: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        bench(*options)
+        measured(*options)
 
 
 def test_fields_that_are_no_json_object_are_named_by_their_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,11 +184,15 @@ def test_fields_that_are_no_json_object_are_named_by_their_flag(capsys: pytest.C
 
 def test_a_missing_server_is_reported_and_not_traced() -> None:
     with pytest.raises(ConfigError, match="no server answers at 127.0.0.1:1 "):
-        asyncio.run(serve.measure(parse("--port", "1")))
-    with pytest.raises(
-        ConfigError, match=r"no server answers at 127.0.0.1:1 .* in 0.2 s \(--ready-check-timeout-sec\)"
-    ):
-        asyncio.run(serve.measure(parse("--port", "1", "--ready-check-timeout-sec", "0.2")))
+        asyncio.run(serving.measure(parse("--base-url", "http://127.0.0.1:1")))
+
+
+def test_a_server_that_refuses_the_key_is_reported_with_its_answer() -> None:
+    async def refuse(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(plain(b"the key is not accepted", "401 Unauthorized"))
+
+    with pytest.raises(ConfigError, match="lists none; give --model .401: the key is not accepted"):
+        measured(answer=refuse)
 
 
 def test_a_trace_is_replayed_at_its_own_times_and_no_rate_may_be_given_beside(tmp_path: Path) -> None:
@@ -204,27 +200,27 @@ def test_a_trace_is_replayed_at_its_own_times_and_no_rate_may_be_given_beside(tm
     entry = {"input_length": 9, "output_length": 3, "hash_ids": [4]}
     path.write_text("".join(json.dumps({"timestamp": at, **entry}) + "\n" for at in (0, 40, 80, 90, 95, 100)))
     options = ("--dataset-name", "timed_trace", "--dataset-path", str(path))
-    result, endpoint = bench(*options)
+    result, endpoint = measured(*options)
     assert result["completed"] == 6 and {len(body["prompt"]) for body in bodies(endpoint)} == {9}
     assert result["duration"] >= 0.1
     with pytest.raises(ConfigError, match="request_rate: given; a trace has its own arrival times"):
-        bench(*options, "--request-rate", "5")
+        measured(*options, "--request-rate", "5")
 
 
 def test_texts_of_a_file_go_to_completions_and_to_chats(tmp_path: Path) -> None:
     path = tmp_path / "conversations.json"
     question, answer = "Where does the river end?", "In the sea, far from here."
-    path.write_text(json.dumps([{"conversations": [{"value": question}, {"value": answer}]}]))
+    path.write_text(json.dumps([{"conversations": [{"value": question}, {"value": answer}]}] * 6))
     options = ("--dataset-name", "sharegpt", "--dataset-path", str(path))
-    assert bodies(bench(*options)[1])[0]["prompt"] == question
-    chat = bodies(bench(*options, "--backend", "openai-chat")[1])[0]
+    assert bodies(measured(*options)[1])[0]["prompt"] == question
+    chat = bodies(measured(*options, "--backend", "openai-chat")[1])[0]
     assert chat["messages"] == [{"role": "user", "content": question}] and chat["max_completion_tokens"] == 7
 
 
 @pytest.mark.parametrize(("options", "words"), table(__file__, "serve numbers"))
 def test_a_number_out_of_range_is_named_before_a_server_is_asked(options: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        asyncio.run(serve.measure(parse("--base-url", "http://127.0.0.1:1", *options)))
+        asyncio.run(serving.measure(parse("--base-url", "http://127.0.0.1:1", *options)))
 
 
 def test_a_result_that_cannot_be_written_is_refused_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.commands.bench.measured import MeasuredAnswer
+from penstock.engine.commands.bench.measured import Outcome
 from penstock.engine.commands.prove.http_client import Events
 
 STREAM = b': ping\n\ndata: {"a": "\xc3\xa9"}\n\ndata:{"b": 2}\n\nevent: x\ndata: one\ndata: two\n\ndata: [DONE]\n\n'
@@ -22,13 +22,14 @@ def test_events_are_whole_wherever_the_stream_is_cut(stream: bytes) -> None:
     assert [payload for byte in stream for payload in events.feed(bytes([byte]))] == PAYLOADS
 
 
-def reply_to(*events: Any, start_s: float = 10.0, step_s: float = 1.0) -> MeasuredAnswer:
-    """A reply whose events arrive one step apart; a string is sent as it is."""
-    reply = MeasuredAnswer(start_s)
+def reply_to(*events: Any) -> Outcome:
+    """Return the outcome of a stream whose events arrive one second apart; a string is sent as it is."""
+    outcome = Outcome(5, 10.0)
     for index, event in enumerate(events):
         payload = event if isinstance(event, str) else json.dumps(event)
-        reply.take(200, f"data: {payload}\n\n".encode(), start_s + (index + 1) * step_s)
-    return reply
+        outcome.take(200, f"data: {payload}\n\n".encode(), 11.0 + index)
+    outcome.finish(200)
+    return outcome
 
 
 def text(piece: str, finish: str | None = None) -> dict[str, Any]:
@@ -43,7 +44,7 @@ USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 4, "t
 
 
 def test_a_completion_is_timed_from_its_first_piece_to_its_last() -> None:
-    outcome = reply_to(text("a"), text("b"), text("c", "length"), USAGE, "[DONE]").outcome(200, prompt_len=5)
+    outcome = reply_to(text("a"), text("b"), text("c", "length"), USAGE, "[DONE]")
     assert outcome.error == ""
     assert (outcome.ttft_s, outcome.itls_s, outcome.latency_s) == (1.0, [1.0, 1.0], 3.0)
     assert (outcome.prompt_len, outcome.output_len) == (7, 4), "the server's counts, not the number of pieces"
@@ -51,24 +52,24 @@ def test_a_completion_is_timed_from_its_first_piece_to_its_last() -> None:
 
 
 def test_without_usage_the_pieces_are_counted() -> None:
-    outcome = reply_to(text("a"), text("b", "stop"), "[DONE]").outcome(200, prompt_len=5)
+    outcome = reply_to(text("a"), text("b", "stop"), "[DONE]")
     assert (outcome.prompt_len, outcome.output_len) == (5, 2)
 
 
 def test_a_chats_role_and_its_bare_end_are_not_tokens() -> None:
     events = [delta(role="assistant", content=""), delta(content="a"), delta(content="b"), delta("stop"), USAGE]
-    outcome = reply_to(*events, "[DONE]").outcome(200, 1)
+    outcome = reply_to(*events, "[DONE]")
     assert (outcome.ttft_s, outcome.itls_s, outcome.latency_s) == (2.0, [1.0], 4.0)
 
 
 @pytest.mark.parametrize("field", [{"reasoning": "hm"}, {"reasoning_content": "hm"}, {"tool_calls": [{"index": 0}]}])
 def test_reasoning_and_tool_calls_are_tokens_too(field: dict[str, Any]) -> None:
-    outcome = reply_to(delta(role="assistant"), delta(**field), delta("stop", content="x"), "[DONE]").outcome(200, 1)
+    outcome = reply_to(delta(role="assistant"), delta(**field), delta("stop", content="x"), "[DONE]")
     assert (outcome.ttft_s, outcome.output_len) == (2.0, 2)
 
 
 def test_a_token_whose_characters_are_incomplete_is_a_token() -> None:
-    outcome = reply_to(text(""), text("é"), text("", "length"), "[DONE]").outcome(200, 1)
+    outcome = reply_to(text(""), text("é"), text("", "length"), "[DONE]")
     assert (outcome.ttft_s, outcome.itls_s, outcome.latency_s) == (1.0, [1.0], 3.0)
 
 
@@ -77,29 +78,29 @@ def test_cached_tokens_are_counted_where_the_server_reports_them() -> None:
         "choices": [],
         "usage": {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": None},
     }
-    assert reply_to(text("a", "stop"), usage, "[DONE]").outcome(200, 1).num_cached == 0
+    assert reply_to(text("a", "stop"), usage, "[DONE]").num_cached == 0
     usage["usage"]["prompt_tokens_details"] = {"cached_tokens": 8}
-    assert reply_to(text("a", "stop"), usage, "[DONE]").outcome(200, 1).num_cached == 8
+    assert reply_to(text("a", "stop"), usage, "[DONE]").num_cached == 8
 
 
 def test_an_error_in_the_middle_of_a_stream_is_a_failure() -> None:
-    outcome = reply_to(text("a"), {"error": {"message": "out of memory"}}, "[DONE]").outcome(200, 1)
+    outcome = reply_to(text("a"), {"error": {"message": "out of memory"}}, "[DONE]")
     assert "out of memory" in outcome.error
 
 
 @pytest.mark.parametrize("events", [[], [text("a")], [text("a", "stop"), USAGE], ["[DONE]"]])
 def test_a_stream_that_ends_early_is_a_failure(events: list[Any]) -> None:
-    assert reply_to(*events).outcome(200, 1).error == "the stream ended early"
+    assert reply_to(*events).error == "the stream ended early"
 
 
 def test_an_event_that_is_no_completion_is_a_failure() -> None:
-    assert "cannot be read" in reply_to("{'choices'", "[DONE]").outcome(200, 1).error
+    assert "cannot be read" in reply_to("{'choices'", "[DONE]").error
 
 
 def test_a_refusal_keeps_the_beginning_of_its_body() -> None:
-    reply = MeasuredAnswer(0.0)
+    outcome = Outcome(3, 0.0)
     for _ in range(1000):
-        reply.take(429, b"too many ", 1.0)
-    outcome = reply.outcome(429, 3)
+        outcome.take(429, b"too many ", 1.0)
+    outcome.finish(429)
     assert outcome.error.startswith("HTTP 429: too many")
     assert len(outcome.error) < 2100
