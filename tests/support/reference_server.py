@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-BLOCK, NUM_BLOCKS, CONTEXT, NUM_REASONING = 8, 64, 256, 3
+BLOCK, NUM_BLOCKS, CONTEXT, NUM_REASONING = 8, 96, 640, 3
 MODEL, ADAPTER = "reference", "adapter"
 VOCABULARY = [
     f" {a}{b}" for a in ("ba", "de", "fi", "go", "lu", "ma", "ne", "si") for b in ("r", "st", "l", "nd", "mp")
@@ -60,7 +60,22 @@ DEFECTS = {
     "context-cut": "truncated",
     "context-count-cut": "truncated",
     "long-prompt-cut": "truncated",
+    "chunk-lost": "stream",
+    "reasoning-lost": "stream",
+    "tool-chunk-lost": "stream",
+    "tool-argument-cut": "schema",
+    "tool-renamed": "schema",
     "json-cut-beside-others": "schema",
+    "usage-off-by-one": "usage",
+    "stream-usage-off-by-one": "usage",
+    "chat-usage-without-template": "usage",
+    "seed-ignored": "seed",
+    "seed-depends-on-batch": "seed",
+    "one-seed": "seed",
+    "stop-string-leaks": "stop",
+    "stop-cuts-too-much": "stop",
+    "responses-without-instructions": "wrong",
+    "messages-without-system": "wrong",
     "finish-lost": "no end",
     "hang": "hang",
     "error-after-reuse": "error",

@@ -8,10 +8,10 @@ import random
 import secrets
 from typing import Any
 
-from .asker import PATH, Asker
+from .asker import CHAT_PATH, MESSAGES_PATH, PATH, RESPONSES_PATH, Asker
 from .metrics import Metrics
 from .options import ProveError
-from .questions import FORMATTED, NUM_TOPS, RESET, WORDS, Abilities, as_prompt
+from .questions import FORMATTED, NUM_TOPS, RESET, SCHEMA, WORDS, Abilities, as_prompt
 
 FIELDS: dict[str, dict[str, Any]] = {
     "stop": {"stop": ["zq"]},
@@ -24,6 +24,25 @@ FIELDS: dict[str, dict[str, Any]] = {
     "priority": {"priority": 1},
     "structured_outputs": {"structured_outputs": {"regex": "[a-z]{3,9}"}, "max_tokens": 20},
     "response_format": {"response_format": FORMATTED, "max_tokens": 40},
+}
+TOOL_CONTEXT = 640  # tokens of the schema of a tool, and of a call
+_HELLO = [{"role": "user", "content": "Hello"}]
+_TOOL = {"name": "count", "parameters": SCHEMA}
+# Trial requests of the other APIs. Each is known if it is answered; the tool must be called.
+APIS: dict[str, tuple[str, dict[str, Any]]] = {
+    "seed": (PATH, {"prompt": "On", "max_tokens": 2, "seed": 1, "temperature": 1}),
+    "chat": (CHAT_PATH, {"messages": _HELLO, "max_tokens": 2}),
+    "tools": (
+        CHAT_PATH,
+        {
+            "messages": _HELLO,
+            "max_tokens": 40,
+            "tools": [{"type": "function", "function": _TOOL}],
+            "tool_choice": {"type": "function", "function": {"name": "count"}},
+        },
+    ),
+    "responses": (RESPONSES_PATH, {"input": "Hello", "max_output_tokens": 2}),
+    "messages": (MESSAGES_PATH, {"messages": _HELLO, "max_tokens": 2}),
 }
 
 
@@ -56,6 +75,11 @@ async def detect_abilities(asker: Asker, seed: int) -> Abilities:
         }
         is_seen = seen.get(name, not is_lenient or name in ("stop", "cache_salt", "priority"))
         found.note(name, answer.is_done and is_seen, answer.error[:80] or "no effect seen")
+    for name, (path, body) in APIS.items():
+        answer = await asker.ask({"model": found.model, **body}, path=path)
+        is_answered = answer.is_done and bool(answer.first.calls or name != "tools")
+        is_answered &= name != "tools" or not 0 < (first.get("max_model_len") or 0) < TOOL_CONTEXT
+        found.note(name, is_answered, answer.error[:80] or "no effect seen")
     found.context = first.get("max_model_len") or 0
     found.note("context", found.context, "/v1/models has no max_model_len")
     found.note(RESET, await asker.reset() == 200, "there is no /reset_prefix_cache")

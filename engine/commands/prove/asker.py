@@ -9,7 +9,8 @@ from typing import Any
 from .answers import AskResult, loads
 from .http_client import Client, Connection, Events, Target
 
-PATH = "/v1/completions"
+PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
+RESPONSES_PATH, MESSAGES_PATH = "/v1/responses", "/v1/messages"
 PAUSES_S = {"at once": 0.0, "slowly": 0.05, "never": math.inf}  # after each read
 LAST_S = 5.0  # for a small exchange after the end of the run, e.g. to read the metrics
 

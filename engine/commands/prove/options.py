@@ -31,6 +31,9 @@ class ProveOptions:
     exact: bool = False
     scripts: str | None = None
     cases: tuple[str, ...] = ()
+    json: str | None = None
+    junit: str | None = None
+    badge: str | None = None
     header: tuple[str, ...] = ()
     worlds: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
@@ -81,7 +84,10 @@ TEXTS: tuple[tuple[str, Mapping[str, Any], str], ...] = (
     ("case", {**NAMES, "dest": "cases"}, "run only this case, without load (all: every case)"),
     ("list", FLAG, "list the cases: their requests, and the meaning of a finding"),
     ("self-test", FLAG, "find the planted defects of the reference server in penstock-prove"),
-    ("scripts", {"metavar": "DIR"}, "write curl scripts that repeat the failures into this folder (default: none)"),
+    ("scripts", {"metavar": "DIR"}, "write a curl script and a bug report for the failures here (default: none)"),
+    ("json", {"metavar": "FILE"}, "write the result as JSON (default: only its line on standard output)"),
+    ("junit", {"metavar": "FILE"}, "write the result as JUnit XML (default: none)"),
+    ("badge", {"metavar": "FILE"}, "write an SVG badge with the number of findings (default: none)"),
     ("header", {**MANY, "metavar": "KEY=VALUE"}, "header of every request, besides PENSTOCK_API_KEY or OPENAI_API_KEY"),
 )
 OWN_SERVERS: tuple[tuple[str, Mapping[str, Any], str], ...] = (

@@ -14,6 +14,7 @@ from typing import Any
 from .asker import PATH
 from .proof import Finding, Proof
 from .questions import Ask
+from .report import bug_report
 
 TRIES, SLOW_TRIES = 10, 3  # each try of a hang takes a timeout
 PER_KIND = 2  # failures of one kind that get a script
@@ -42,6 +43,7 @@ async def write_scripts(proof: Proof, url: str, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         head = HEAD.format(what=" ".join(finding.what.split()), note=note, name=path.name, url=url)
         path.write_text(head + "\n".join(_lines(proof, finding, asks)) + "\n")
+        path.with_suffix(".md").write_text(bug_report(proof, finding, path.name))
         written.append(path)
     return written
 

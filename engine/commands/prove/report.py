@@ -1,12 +1,20 @@
-"""Reports the result of a proof: as a table, and as it is written as JSON."""
+"""Reports the result of a proof: a table, JSON, JUnit XML, a badge and a bug report for each finding."""
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape, quoteattr
 
 from .judge import OUTCOMES
-from .proof import Proof
+from .proof import Finding, Proof
 
 NOT_ENOUGH = 3  # exit code: too few answers arrived in time to tell
+BADGE = """<svg xmlns="http://www.w3.org/2000/svg" width="220" height="20" font-family="Verdana,sans-serif" font-size="11">
+<rect width="110" height="20" fill="#555"/><rect x="110" width="110" height="20" fill="{color}"/>
+<g fill="#fff" text-anchor="middle"><text x="55" y="14">penstock-prove</text><text x="165" y="14">{text}</text></g>
+</svg>
+"""
 
 
 def result_of(proof: Proof, name: str, seconds: float) -> dict[str, Any]:
@@ -65,3 +73,44 @@ def table(proof: Proof, result: dict[str, Any]) -> str:
         )
     lines.append(f"{len(proof.findings) or 'no'} findings in {result['seconds']} s")
     return "\n".join(lines)
+
+
+def write_reports(proof: Proof, result: dict[str, Any]) -> None:
+    """Write the files that the options ask for."""
+    options, num = proof.options, len(proof.findings)
+    color, text = ("#c33", f"{num} findings") if num else ("#383", "no findings")
+    if exit_code(result) == NOT_ENOUGH:
+        color, text = "#777", "not enough answers"
+    for path, content in [
+        (options.json, json.dumps(result, indent=1) + "\n"),
+        (options.junit, _junit(proof, result)),
+        (options.badge, BADGE.format(color=color, text=text)),
+    ]:
+        if path is not None:
+            Path(path).write_text(content)
+
+
+def _junit(proof: Proof, result: dict[str, Any]) -> str:
+    """Return a test case for the load and for every case."""
+    rows = []
+    for name in (*([] if proof.options.cases else ["load"]), *proof.cases):
+        found = [each for each in proof.findings if each.case == ("" if name == "load" else name)]
+        inner = [f"<failure type={quoteattr(each.kind)}>{escape(each.what)}</failure>" for each in found]
+        if not proof.cases.get(name, "findings").endswith("findings"):
+            inner = [f"<skipped message={quoteattr(proof.cases[name])}/>"]
+        rows.append(f"<testcase classname='penstock-prove' name={quoteattr(name)}>{''.join(inner)}</testcase>")
+    head = f"<testsuite name={quoteattr(result['name'])} tests='{len(rows)}' time='{result['seconds']}'>"
+    return "\n".join(["<?xml version='1.0' encoding='utf-8'?>", head, *rows, "</testsuite>", ""])
+
+
+def bug_report(proof: Proof, finding: Finding, script: str) -> str:
+    """Return one paragraph about a finding, ready to be pasted into a bug tracker."""
+    found = f"the case `{finding.case}`" if finding.case else "requests under load"
+    error = f"Log-probabilities of this server repeat to {proof.measured:.2g} nats without reuse; {proof.error:.2g}"
+    return (
+        f"**{finding.kind}: {finding.what}**\n\n"
+        f"With the model `{proof.abilities.model}`, {found} of `penstock-prove --seed {proof.options.seed}` found an "
+        f'answer of the kind "{finding.kind}": {finding.what}. The server\'s own answer, asked alone and without reuse '
+        f"of its cache, is the reference. {error} were allowed. The script `{script}` sends the requests "
+        "with curl.\n"
+    )

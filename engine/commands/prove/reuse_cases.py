@@ -1,8 +1,9 @@
 """Cases of reuse, batching and context: the server's answer without reuse is the reference."""
 
-from .answers import AskResult, loads
+from .answers import AskResult
 from .cases import Case, CaseRun
-from .questions import FORMATTED, RESET
+from .questions import FORMATTED, RESET, SCHEMA
+from .schema import errors_of
 
 CONTEXT_TOKENS = 8  # generated after a full context
 
@@ -61,14 +62,8 @@ async def _json_at_full_pool(run: CaseRun) -> None:
     for reference, answer in zip(references * 2, await run.ask_together(bodies * 2), strict=True):
         run.expect_same(reference, answer, "beside others")
         if answer.first.finish == "stop":
-            run.expect(_is_json(answer.first.text), "schema", f"{answer.first.text!r} is not JSON")
-
-
-def _is_json(text: str) -> bool:
-    try:
-        return bool(loads(text.encode()))
-    except ValueError:
-        return False
+            wrong = errors_of(answer.first.text, SCHEMA)
+            run.expect(not wrong, "schema", f"{wrong}: {answer.first.text!r}")
 
 
 async def _drafts_after_a_hit(run: CaseRun) -> None:

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from .abilities import detect_abilities
+from .api_cases import API_CASES
 from .asker import Asker
 from .cases import run_case
 from .options import ProveError, ProveOptions, chosen, request_headers
 from .proof import Proof
 from .repeat import write_scripts
-from .report import result_of, table
+from .report import result_of, table, write_reports
 from .reuse_cases import REUSE_CASES
 
-CASES = REUSE_CASES
 Injection = Callable[[Proof], Coroutine[Any, Any, None]]
+CASES = {**REUSE_CASES, **API_CASES}
 
 
 async def prove(url: str, name: str, options: ProveOptions, inject: Injection | None = None) -> dict[str, Any]:
@@ -45,6 +46,7 @@ async def prove(url: str, name: str, options: ProveOptions, inject: Injection | 
             scripts = await write_scripts(proof, url, Path(options.scripts))
     asker.client.close()
     result = result_of(proof, name, time.monotonic() - started_s)
+    write_reports(proof, result)
     print(table(proof, result), *scripts, json.dumps(result), sep="\n", flush=True)
     return result
 

@@ -13,6 +13,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -30,6 +31,7 @@ from penstock.engine.commands.prove.own.server import WORLDS, OwnServer
 from penstock.engine.commands.prove.proof import HELD, REACHED
 from penstock.engine.commands.prove.questions import Ask
 from penstock.engine.commands.prove.report import exit_code
+from penstock.engine.commands.prove.schema import errors_of
 from penstock.engine.core.rates import Rates
 from penstock.engine.core.tier_stats import tier_stats
 from penstock.engine.messages import Stats
@@ -40,7 +42,8 @@ from tests.support.reference_server import DEFECTS, ReferenceServer
 # The defects that only the load finds, and one for each other kind of finding.
 FAST = [
     *("full-pool", "slots-swapped", "scale-dropped", "salt-ignored", "finish-lost", "hang", "error-after-reuse"),
-    *("blocks-held", "memory-grows", "descriptors-leak", "short-prefix-never-hits", "context-cut"),
+    *("blocks-held", "memory-grows", "descriptors-leak", "short-prefix-never-hits", "context-cut", "chunk-lost"),
+    *("tool-argument-cut", "usage-off-by-one", "seed-depends-on-batch", "stop-string-leaks"),
 ]
 
 
@@ -57,6 +60,13 @@ CULPRITS = {
     "stale-after-reset": "stale-after-reset",
     "neighbours": "slots-swapped",
     "ollama-18107": "long-prompt-cut",
+    "stream-equals-whole": "reasoning-lost",
+    "tool-arguments": "tool-renamed",
+    "usage-counts": "chat-usage-without-template",
+    "seed-repeats": "one-seed",
+    "stop-at-chunk-border": "stop-cuts-too-much",
+    "responses-equal-chat": "responses-without-instructions",
+    "messages-equal-chat": "messages-without-system",
 }
 
 
@@ -257,11 +267,20 @@ def test_every_request_of_a_script_has_the_key(variable: str, tmp_path: Path, mo
     assert asyncio.run(inside()) == [(path, "Bearer sk-mine") for path in paths]
 
 
-def test_a_finding_of_a_case_has_a_script_of_its_requests(tmp_path: Path) -> None:
-    proven(ReferenceServer("stale-after-reset"), cases=("stale-after-reset",), scripts=str(tmp_path))
-    script = (tmp_path / "1-foreign.sh").read_text()
-    assert script.count("ask 60.000 /v1/completions") == 2 and "--case stale-after-reset --seed 0" in script
-    assert subprocess.run(["sh", "-n", str(tmp_path / "1-foreign.sh")], check=False).returncode == 0
+def test_a_finding_of_a_case_has_a_script_a_bug_report_and_stands_in_every_report(tmp_path: Path) -> None:
+    files = {name: str(tmp_path / name) for name in ("json", "junit", "badge")}
+    names = ("seed-repeats", "usage-counts")
+    proven(ReferenceServer("one-seed"), cases=names, scripts=str(tmp_path), **files)
+    assert json.loads((tmp_path / "json").read_text())["findings"] == {"seed": 1}
+    suite = ElementTree.parse(tmp_path / "junit").getroot()
+    assert [(case.get("name"), len(case)) for case in suite] == [("seed-repeats", 1), ("usage-counts", 0)]
+    failure = suite[0][0]
+    assert failure.get("type") == "seed" and "six seeds give the same output" in (failure.text or "")
+    assert ">1 findings<" in (tmp_path / "badge").read_text() and ElementTree.parse(tmp_path / "badge")
+    script, report = (tmp_path / "1-seed.sh").read_text(), (tmp_path / "1-seed.md").read_text()
+    assert script.count("ask 60.000 /v1/completions") == 12 and "--case seed-repeats --seed 0" in script
+    assert subprocess.run(["sh", "-n", str(tmp_path / "1-seed.sh")], check=False).returncode == 0
+    assert "six seeds give the same output" in report and "`1-seed.sh`" in report
 
 
 def test_the_cases_are_listed_with_their_meaning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,6 +290,29 @@ def test_the_cases_are_listed_with_their_meaning(capsys: pytest.CaptureFixture[s
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [*session.CASES]
     assert all(" Finding: " in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "said"),
+    [
+        ("5", {"type": "integer", "maximum": 4}, "5 is out of range"),
+        ("true", {"type": "integer"}, "True is no integer"),
+        ('"abc"', {"type": "string", "maxLength": 2}, "length of 3"),
+        ("[]", {"type": "array", "minItems": 1}, "length of 0"),
+        ("[1, null]", {"type": "array", "items": {"type": "integer"}}, "None is no integer"),
+        ('{"a": 1}', {"type": "object", "properties": {}, "additionalProperties": False}, "not allowed ['a']"),
+        ("{}", {"type": "object", "required": ["a"]}, "missing ['a']"),
+        ('"c"', {"enum": ["a", "b"]}, "none of"),
+        ("1", {"anyOf": [{"type": "null"}, {"type": "string"}]}, "none of anyOf"),
+        ("1", {"$ref": "#/$defs/x", "$defs": {"x": {"type": "null"}}}, "no null"),
+        ('{"a"', {}, "not JSON"),
+    ],
+)
+def test_a_text_that_violates_its_schema_is_refused_with_the_reason(
+    value: str, schema: dict[str, Any], said: str
+) -> None:
+    assert said in errors_of(value, schema)
+    assert not errors_of('{"a": [1.5, "b", null, true]}', {"type": "object", "properties": {"a": {"type": "array"}}})
 
 
 def test_an_error_of_our_own_under_load_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
