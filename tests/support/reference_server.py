@@ -23,21 +23,10 @@ MODEL, ADAPTER = "reference", "adapter"
 VOCABULARY = [
     f" {a}{b}" for a in ("ba", "de", "fi", "go", "lu", "ma", "ne", "si") for b in ("r", "st", "l", "nd", "mp")
 ]
-FIELDS = {
-    *(
-        "model",
-        "prompt",
-        "messages",
-        "input",
-        "instructions",
-        "system",
-        "max_tokens",
-        "max_output_tokens",
-        "temperature",
-    ),
-    *("stream", "stream_options", "n", "logprobs", "top_logprobs", "return_token_ids", "cache_salt", "seed", "stop"),
-    *("response_format", "tools", "tool_choice", "repetition_penalty"),
-}
+_FIELDS = """model prompt messages input instructions system max_tokens max_output_tokens temperature stream
+stream_options n logprobs top_logprobs return_token_ids cache_salt seed stop response_format tools tool_choice
+repetition_penalty"""
+FIELDS = {*_FIELDS.split()}
 # The defects that can be planted, each with the kind of finding that must come of it.
 DEFECTS = {
     "hash-ignores-last-token": "wrong",
@@ -181,19 +170,19 @@ class ReferenceServer:
     ) -> None:
         if path == "/v1/models":
             models = [{"id": MODEL, "block_size": BLOCK, "max_model_len": CONTEXT}, {"id": ADAPTER, "parent": MODEL}]
-            _write(writer, {"data": models})
+            write(writer, {"data": models})
         elif path == "/metrics":
-            _write(writer, self._metrics())
+            write(writer, self._metrics())
         elif path == "/tokenize":
-            _write(writer, {"tokens": tokenize(body["prompt"]) if "prompt" in body else _templated(body["messages"])})
+            write(writer, {"tokens": tokenize(body["prompt"]) if "prompt" in body else _templated(body["messages"])})
         elif path == "/reset_prefix_cache" and RESET not in self.without:
             if self.defect != "stale-after-reset":
                 self.pool.block_of.clear()
-            _write(writer, {})
+            write(writer, {})
         elif path in APIS and (self.is_lax or {*body} <= FIELDS - {*self.without}):
             await APIS[path](self, body, reader, writer).run()
         else:
-            _write(writer, {"error": {"message": f"not here: {sorted({*body} - FIELDS)}"}}, "400 Bad Request")
+            write(writer, {"error": {"message": f"not here: {sorted({*body} - FIELDS)}"}}, "400 Bad Request")
 
     def _metrics(self) -> str:
         resident = 2**28 + (self._num_answers * 2**22 if self.defect == "memory-grows" else 0)
@@ -335,7 +324,7 @@ class Answer:
         server, body, ids = self.server, self.body, self.ids()
         if len(ids) + self.most > CONTEXT:
             if server.defect != "long-prompt-cut":
-                _write(self.writer, {"error": {"message": "the prompt is too long"}}, "400 Bad Request")
+                write(self.writer, {"error": {"message": "the prompt is too long"}}, "400 Bad Request")
                 return
             ids = ids[: CONTEXT - self.most]
         salt = "" if server.is_lax else body.get("cache_salt", "")
@@ -348,7 +337,7 @@ class Answer:
             if prompt.num_cached and server.defect == "hang" and server._num_reused % 40 == 39:
                 await asyncio.sleep(3600)
             if prompt.num_cached and server.defect == "error-after-reuse" and server._num_reused % 20 == 19:
-                _write(self.writer, {"error": {"message": "out of blocks"}}, "500 Internal Server Error")
+                write(self.writer, {"error": {"message": "out of blocks"}}, "500 Internal Server Error")
             else:
                 await self._choices(prompt)
             is_whole = True
@@ -390,7 +379,7 @@ class Answer:
         if self.is_stream:
             await self._end(usage, choices[0])
         else:
-            _write(self.writer, self.whole(choices, usage))
+            write(self.writer, self.whole(choices, usage))
 
     def _usage(self, prompt: Prompt, num_tokens: int) -> dict[str, Any]:
         defect, cached, length = self.server.defect, prompt.num_cached, len(self.ids())
@@ -562,9 +551,7 @@ async def find_defect(prove: Prove, defect: str) -> dict[str, Any]:
     """Prove this server with one defect, silently; return the result."""
     async with ReferenceServer(defect) as url:
         with contextlib.redirect_stdout(io.StringIO()):
-            return await prove(
-                url, defect, 2.0 if defect == "hang" else 60.0
-            )  # on a busy machine seconds are not a hang
+            return await prove(url, defect, 2.0 if defect == "hang" else 60.0)  # a busy machine is no hang
 
 
 def tokenize(text: str) -> list[int]:
@@ -616,6 +603,6 @@ def _instance(schema: dict[str, Any], rng: random.Random, root: dict[str, Any]) 
     return None
 
 
-def _write(writer: asyncio.StreamWriter, body: Any, status: str = "200 OK") -> None:
+def write(writer: asyncio.StreamWriter, body: Any, status: str = "200 OK") -> None:
     content = (body if isinstance(body, str) else json.dumps(body)).encode()
     writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status.encode(), len(content), content))

@@ -11,7 +11,8 @@ from typing import Any
 from .asker import CHAT_PATH, MESSAGES_PATH, PATH, RESPONSES_PATH, Asker
 from .metrics import Metrics
 from .options import ProveError
-from .questions import FORMATTED, NUM_TOPS, RESET, SCHEMA, WORDS, Abilities, as_prompt
+from .questions import NUM_TOPS, RESET, WORDS, Abilities, as_prompt, in_form_of
+from .schema import FORCED, FORMATTED
 
 FIELDS: dict[str, dict[str, Any]] = {
     "stop": {"stop": ["zq"]},
@@ -24,26 +25,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "priority": {"priority": 1},
     "structured_outputs": {"structured_outputs": {"regex": "[a-z]{3,9}"}, "max_tokens": 20},
     "response_format": {"response_format": FORMATTED, "max_tokens": 40},
+    "seed": {"seed": 1, "temperature": 1},
 }
-TOOL_CONTEXT = 640  # tokens of the schema of a tool, and of a call
-_HELLO = [{"role": "user", "content": "Hello"}]
-_TOOL = {"name": "count", "parameters": SCHEMA}
-# Trial requests of the other APIs. Each is known if it is answered; the tool must be called.
-APIS: dict[str, tuple[str, dict[str, Any]]] = {
-    "seed": (PATH, {"prompt": "On", "max_tokens": 2, "seed": 1, "temperature": 1}),
-    "chat": (CHAT_PATH, {"messages": _HELLO, "max_tokens": 2}),
-    "tools": (
-        CHAT_PATH,
-        {
-            "messages": _HELLO,
-            "max_tokens": 40,
-            "tools": [{"type": "function", "function": _TOOL}],
-            "tool_choice": {"type": "function", "function": {"name": "count"}},
-        },
-    ),
-    "responses": (RESPONSES_PATH, {"input": "Hello", "max_output_tokens": 2}),
-    "messages": (MESSAGES_PATH, {"messages": _HELLO, "max_tokens": 2}),
-}
+APIS = {"chat": CHAT_PATH, "tools": CHAT_PATH, "responses": RESPONSES_PATH, "messages": MESSAGES_PATH}
+LEAST_BLOCK, MOST_BLOCK = 16, 128  # usual sizes, for servers that do not tell theirs
 
 
 async def detect_abilities(asker: Asker, seed: int) -> Abilities:
@@ -53,8 +38,11 @@ async def detect_abilities(asker: Asker, seed: int) -> Abilities:
         where = f"{asker.client.target.host}:{asker.client.target.port}"
         raise ProveError(f"url: {where}/v1/models answers {status or 'nothing'}; a list of models is expected")
     first, *others = models["data"]
-    found = Abilities(first["id"], block=first.get("block_size") or 16)
-    found.longest = min(12 * found.block, (first.get("max_model_len") or 4096) - 64)
+    _, properties = await asker.fetch("GET", "/props")  # llama.cpp has the context of a slot there
+    settings = (properties.get("default_generation_settings") or {}) if isinstance(properties, dict) else {}
+    context = first.get("max_model_len") or settings.get("n_ctx") or 0
+    found = Abilities(first["id"], block=first.get("block_size") or LEAST_BLOCK, context=context)
+    found.note("context", context, "neither /v1/models nor /props has it")
     plain = {"model": found.model, "prompt": "On the river", "max_tokens": 4, "temperature": 0}
     answer = await asker.ask(plain)
     if not answer.is_done:
@@ -63,35 +51,41 @@ async def detect_abilities(asker: Asker, seed: int) -> Abilities:
     is_lenient = (await asker.ask({**plain, "there_is_no_such_field": 1})).is_done
     for name, fields in FIELDS.items():
         answer = await asker.ask({**plain, **fields})
-        choice = answer.choices.get(0)
-        seen = {
+        choice = answer.first
+        seen: dict[str, object] = {
             "n": len(answer.choices) == 2,
-            "logprobs": bool(choice and choice.tops and any(choice.tops)),
-            "return_token_ids": bool(choice and choice.ids),
-            "prompt_logprobs": bool(choice and choice.num_prompt),
-            "structured_outputs": bool(choice and choice.text.isalpha() and choice.text.islower()),
-            "response_format": bool(choice and choice.text.lstrip().startswith("{")),
-            "repetition_penalty": bool(choice and (not is_lenient or choice.text != first_text)),
+            "logprobs": any(choice.tops),
+            "return_token_ids": choice.ids,
+            "prompt_logprobs": choice.num_prompt,
+            "structured_outputs": choice.text.isalpha() and choice.text.islower(),
+            "response_format": choice.text.lstrip().startswith("{"),
+            "repetition_penalty": not is_lenient or choice.text != first_text,
         }
-        is_seen = seen.get(name, not is_lenient or name in ("stop", "cache_salt", "priority"))
+        is_seen = seen.get(name, not is_lenient or name in ("stop", "cache_salt", "priority", "seed"))
         found.note(name, answer.is_done and is_seen, answer.error[:80] or "no effect seen")
-    for name, (path, body) in APIS.items():
-        answer = await asker.ask({"model": found.model, **body}, path=path)
-        is_answered = answer.is_done and bool(answer.first.calls or name != "tools")
-        is_answered &= name != "tools" or not 0 < (first.get("max_model_len") or 0) < TOOL_CONTEXT
-        found.note(name, is_answered, answer.error[:80] or "no effect seen")
-    found.context = first.get("max_model_len") or 0
-    found.note("context", found.context, "/v1/models has no max_model_len")
+    for name, path in APIS.items():
+        body = in_form_of(path, found.chat("Hello", 2))
+        answer = await asker.ask({**body, **(FORCED["move_file"] if name == "tools" else {})}, path=path)
+        found.note(
+            name, answer.is_done and (answer.first.calls or name != "tools"), answer.error[:80] or "no effect seen"
+        )
+    found.note("another API", found.known & {"responses", "messages"}, "neither /v1/responses nor /v1/messages")
     found.note(RESET, await asker.reset() == 200, "there is no /reset_prefix_cache")
     found.adapters = [model["id"] for model in others if model.get("parent")]
     found.note("adapter", found.adapters, "/v1/models lists none")
     await _choose_material(asker, found, seed)
-    await _detect_reuse(asker, found, is_lenient)
+    num_cached = await _detect_reuse(asker, found, is_lenient)
+    # Whole blocks are cached: the largest power of two in their number is the size of a block, or a multiple of it.
+    block = min(MOST_BLOCK, num_cached & -num_cached)
+    if "ids" in found.known and not first.get("block_size") and block > found.block:
+        found.block = block
+        await _choose_material(asker, found, seed)
     return found
 
 
-async def _detect_reuse(asker: Asker, found: Abilities, is_lenient: bool) -> None:
-    """Detect whether cache salts separate cached blocks, which only shows on servers that count cached tokens.
+async def _detect_reuse(asker: Asker, found: Abilities, is_lenient: bool) -> int:
+    """Detect whether cache salts separate cached blocks, which only shows on servers that count cached tokens. Return
+    the number of cached tokens of a prompt that was sent before.
 
     Behind a router with prefill servers, even a new prompt has cached tokens: its blocks come from there.
     """
@@ -112,17 +106,19 @@ async def _detect_reuse(asker: Asker, found: Abilities, is_lenient: bool) -> Non
         first, again = [(await asker.ask(body)).num_cached for _ in range(2)]
     uncounted = "not counted, or counted also for prompts that cannot have been cached"
     found.note("cached_tokens", again and not first, uncounted)
+    return again or 0
 
 
 async def _choose_material(asker: Asker, found: Abilities, seed: int) -> None:
     """Make the text that prompts are cut from, as token ids where the server has /tokenize and accepts ids."""
+    # Twelve blocks, fewer of large blocks; the rest of the context is for the answer.
+    found.longest = min(12 * found.block, max(192, 6 * found.block), (found.context or 4096) - 64)
     words = random.Random(seed).choices(WORDS.split(), k=6 * found.longest)
     ids: list[int] = []
     for first in range(0, len(words), found.longest // 4):  # keeps each text shorter than the longest prompt
         text = " ".join(words[first : first + found.longest // 4])
-        body = {"model": found.model, "prompt": text, "content": text}
-        for name in ("content", "prompt"):  # servers differ in the name, and may refuse a body with both
-            status, reply = await asker.fetch("POST", "/tokenize", {each: body[each] for each in body if each != name})
+        for name in ("prompt", "content"):  # servers differ in the name, and may refuse a body with both
+            status, reply = await asker.fetch("POST", "/tokenize", {"model": found.model, name: text})
             if status == 200 and isinstance(reply, dict) and reply.get("tokens"):
                 ids += reply["tokens"]
                 break
@@ -135,10 +131,7 @@ async def _choose_material(asker: Asker, found: Abilities, seed: int) -> None:
     found.skipped.append("ids: prompts are text, so cuts do not meet the borders of blocks")
 
 
-async def read_metrics(asker: Asker) -> Metrics | None:
-    """Return the server's metrics, or None if it has none."""
+async def read_metrics(asker: Asker) -> Metrics:
+    """Return the server's metrics, none if it does not answer or has no such page."""
     status, text = await asker.fetch("GET", "/metrics")
-    try:
-        return Metrics.of(text) if status == 200 and isinstance(text, str) else None
-    except ValueError:
-        return None
+    return Metrics.of(text if status == 200 and isinstance(text, str) else "")

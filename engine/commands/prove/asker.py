@@ -86,8 +86,7 @@ class Asker:
 
     async def reset(self) -> int:
         """Empty the prefix cache; return the status."""
-        status, _ = await self.fetch("POST", "/reset_prefix_cache", {})
-        return status
+        return (await self.fetch("POST", "/reset_prefix_cache", {}))[0]
 
     async def fetch(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Make a small exchange; return the status (0: no answer) and the body, decoded where it is JSON."""

@@ -14,7 +14,7 @@ from .answers import AskResult, TextChoice
 from .asker import PATH
 from .judge import FINE, compare, judge
 from .proof import Finding, Proof
-from .questions import NUM_TOPS, WORDS, as_prompt
+from .questions import WORDS, as_prompt
 
 MAX_CASE_S = 55.0
 
@@ -62,14 +62,10 @@ class CaseRun:
         shown = {**self.abilities.fields(), "prompt": as_prompt(prompt), "max_tokens": max_tokens, "temperature": 0}
         return {name: value for name, value in {**shown, **fields}.items() if value is not None}
 
-    def chat(self, num_words: int = 12, max_tokens: int = 24, **fields: Any) -> dict[str, Any]:
+    def chat(self, max_tokens: int = 24, **fields: Any) -> dict[str, Any]:
         """Return a chat request with a random text."""
-        text = " ".join(self._rng.choices(WORDS.split(), k=num_words))
-        messages = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": text}]
-        shown = {"model": self.abilities.model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
-        if "logprobs" in self.abilities.known:
-            shown |= {"logprobs": True, "top_logprobs": NUM_TOPS}
-        return {**shown, **fields}
+        text = " ".join(self._rng.choices(WORDS.split(), k=12))
+        return {**self.abilities.chat(text, max_tokens), **fields}
 
     async def ask(self, body: dict[str, Any], path: str = PATH, leaves_s: float | None = None) -> AskResult:
         return (await self.ask_together([body], path, [leaves_s]))[0]

@@ -18,12 +18,11 @@ from urllib.parse import urlsplit
 
 Take = Callable[[int, bytes, float], None]  # status, bytes of the body, time at which they were read
 MAX_HEAD_BYTES = 256 * 2**10  # of a response
-KEY_VARIABLES = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")  # environment variables; the first one that is set is sent
 
 
 def key_header() -> dict[str, str]:
     """Return the header with the API key from the environment, or no header if no variable is set."""
-    key = next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
+    key = os.environ.get("PENSTOCK_API_KEY") or os.environ.get("OPENAI_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -99,8 +98,7 @@ class Client:
     async def connect(self, pause_s: float = 0.0) -> "Connection":
         """Open a new connection, which the caller must close. It stops reading for `pause_s` after each read."""
         loop, target = asyncio.get_running_loop(), self.target
-        made = partial(Connection, pause_s)
-        return (await loop.create_connection(made, target.host, target.port, ssl=target.tls))[1]
+        return (await loop.create_connection(partial(Connection, pause_s), target.host, target.port, ssl=target.tls))[1]
 
 
 class Connection(asyncio.Protocol):

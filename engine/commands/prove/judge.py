@@ -64,9 +64,8 @@ def compare(reference: TextChoice, choice: TextChoice, error: float, is_done: bo
         return Verdict("wrong", f"{what}{reference.num_prompt}")
     apart = farthest(reference, choice)
     if apart > error:
-        return Verdict(
-            "numbers", f"the same tokens, but a log-probability is {apart:.2g} nats off (allowed: {error:.2g})"
-        )
+        what = f"the same tokens, but a log-probability is {apart:.2g} nats off (allowed: {error:.2g})"
+        return Verdict("numbers", what)
     return Verdict("same")
 
 

@@ -3,7 +3,8 @@
 import re
 from typing import NamedTuple
 
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
+_NUMBER = r"[+-]?(?:Inf|NaN|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)"
+_SAMPLE = re.compile(rf"\s*([a-zA-Z_:][\w:]*)(?:\{{(.*)\}})?\s+({_NUMBER})(?:\s+-?\d+)?\s*")
 
 
 class Metrics(NamedTuple):
@@ -13,15 +14,9 @@ class Metrics(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "Metrics":
-        """Parse the text; raise ValueError where it is not in the exposition format."""
-        samples = []
-        for line in filter(None, map(str.strip, text.splitlines())):
-            found = _SAMPLE.fullmatch(line)
-            if found is not None:
-                samples.append((found[1], found[2] or "", float(found[3])))
-            elif not line.startswith("#"):
-                raise ValueError(f"not a sample of a metric: {line[:100]!r}")
-        return cls(samples)
+        """Parse the text; skip lines that are no samples."""
+        found = filter(None, map(_SAMPLE.fullmatch, text.splitlines()))
+        return cls([(each[1], each[2] or "", float(each[3])) for each in found])
 
     def total(self, name: str, label: str = "") -> float | None:
         """Return the sum over the samples that have the label (`name="value"`); None if there are none."""

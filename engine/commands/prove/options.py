@@ -2,9 +2,11 @@
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from .http_client import key_header
@@ -44,6 +46,9 @@ class ProveOptions:
         for name in ("requests", "concurrency", "max_bytes"):
             if getattr(self, name) < 1:
                 raise ProveError(f"{name}: {getattr(self, name)} given; at least 1 is expected")
+        for name in ("json", "junit", "badge"):
+            if (path := getattr(self, name)) and not os.access(Path(path).parent, os.W_OK):
+                raise ProveError(f"{name}: {path} given; a file in a folder that can be written is expected")
         for name in ("rate", "duration", "timeout"):
             value = getattr(self, name)
             if not (math.isfinite(value) and 0 < value <= MAX_SECONDS):
@@ -101,9 +106,7 @@ OWN_SERVERS: tuple[tuple[str, Mapping[str, Any], str], ...] = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the URL and the options to the parser of the command."""
     defaults = ProveOptions()
-    parser.add_argument(
-        "url", nargs="?", help="a server with OpenAI's /v1/completions, or a router (default: start one)"
-    )
+    parser.add_argument("url", nargs="?", help="a server or router with OpenAI's /v1/completions (default: start one)")
     for name, kind, metavar, text in NUMBERS:
         default = getattr(defaults, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
@@ -123,11 +126,10 @@ def chosen(field: str, given: Sequence[str], known: Mapping[str, Any]) -> list[s
 
 def request_headers(options: ProveOptions) -> dict[str, str]:
     """Return the headers of every request: those given, and the API key from the environment."""
-    return {**key_header(), **dict(map(_pair, options.header))}
-
-
-def _pair(item: str) -> tuple[str, str]:
-    name, separator, value = item.partition("=")
-    if not separator or not name.strip():
-        raise ProveError(f"header: {item!r} given; KEY=VALUE is expected")
-    return name.strip(), value.strip()
+    headers = key_header()
+    for item in options.header:
+        name, separator, value = item.partition("=")
+        if not separator or not name.strip():
+            raise ProveError(f"header: {item!r} given; KEY=VALUE is expected")
+        headers[name.strip()] = value.strip()
+    return headers

@@ -102,9 +102,9 @@ class Proof:
         """
         options, loop = self.options, asyncio.get_running_loop()
         plan = schedule(self._rng, self.questions, self.abilities.known, options.requests, options.rate)
-        room, started_s, begun = asyncio.Semaphore(options.concurrency), loop.time(), await read_metrics(self.asker)
+        room, started_s = asyncio.Semaphore(options.concurrency), loop.time()
+        begun = halfway = await read_metrics(self.asker)
         self.asker.until(0.6)
-        halfway: Metrics | None = None
         history: list[Ask] = []
         injected: asyncio.Task[str] | None = None
 
@@ -142,26 +142,24 @@ class Proof:
             if not self._is_left_out(manner):
                 self._record(Ask(0.0, index, manner, {}), await self.asker.ask(self.body(index)))
 
-    async def _settled(self) -> Metrics | None:
+    async def _settled(self) -> Metrics:
         """Wait until no request runs or waits and no block is held; add a finding if that takes too long."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + SETTLE_S
-        while (now := await read_metrics(self.asker)) is not None:
+        while True:
+            now = await read_metrics(self.asker)
             left = {name: now.total(name) for name in HELD}
             left["blocks held"] = now.total("penstock:kv_device_blocks", 'state="held"')
             if not any(left.values()):
-                break
+                return now
             if loop.time() > until_s:
                 what = ", ".join(f"{name} {value:g}" for name, value in left.items() if value)
                 self._report("blocks", f"{SETTLE_S:g} s after the last request: {what}")
-                break
+                return now
             await asyncio.sleep(0.1)
-        return now
 
-    def _compare(self, begun: Metrics | None, halfway: Metrics | None, now: Metrics | None) -> None:
+    def _compare(self, begun: Metrics, halfway: Metrics, now: Metrics) -> None:
         """Compare the metrics before and after the load: events that occurred, and resources that grew."""
-        if begun is None or halfway is None or now is None:
-            return
         for what, name in REACHED.items():
             if (value := now.total(name)) is not None:
                 self.reached[what] = value - (begun.total(name) or 0.0)

@@ -9,18 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from .asker import MESSAGES_PATH, RESPONSES_PATH
+from .schema import FORMATTED
+
 Material = Sequence[int] | Sequence[str]  # token ids of a text, or its words if a server does not accept ids
 
 NUM_TOPS = 5  # alternatives requested for each token
 WORDS = """the a of in on under over near river bridge bread moon ship chess winter violin map bee glass train blue old
 slow quiet seven twelve said wrote found kept lost gave began and but because while until every other long small"""
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "count": {"type": "integer", "maximum": 999}},
-    "required": ["name", "count"],
-    "additionalProperties": False,
-}
-FORMATTED = {"type": "json_schema", "json_schema": {"name": "counted", "schema": SCHEMA}}
 
 
 @dataclass
@@ -50,6 +46,12 @@ class Abilities:
         if "logprobs" in self.known:
             asked["logprobs"] = NUM_TOPS
         return asked
+
+    def chat(self, text: str, max_tokens: int) -> dict[str, Any]:
+        """Return a chat request with instructions and one message."""
+        messages = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": text}]
+        asked = {"model": self.model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+        return asked | ({"logprobs": True, "top_logprobs": NUM_TOPS} if "logprobs" in self.known else {})
 
     def fresh(self, name: str) -> dict[str, Any]:
         """Return fields with which a request reuses nothing that was computed before."""
@@ -130,15 +132,11 @@ def questions(rng: random.Random, abilities: Abilities, num: int) -> list[Questi
         prompt = rng.choice(roots)[: max(1, min(cut, longest))]
         if rng.random() < 0.7:
             prompt = (prompt + _piece(rng, material, rng.randint(1, 2 * block)))[:longest]
-        body = {
-            "prompt": as_prompt(prompt),
-            "max_tokens": rng.choice((1, 8, 2 * block + 4, 3 * block)),
-            "temperature": 0,
-        }
+        most = rng.choice((1, 8, 2 * block + 4, 3 * block))
+        most = 40 if kind in ("choice", "regex", "schema") else most
+        body = {"prompt": as_prompt(prompt), "max_tokens": most, "temperature": 0}
         if kind == "adapter":
             body["model"] = rng.choice(abilities.adapters)
-        if kind in ("choice", "regex", "schema"):
-            body["max_tokens"] = 40
         found.append(Question(kind, body | _drawn(rng, kinds[kind].fields)))
     return found
 
@@ -163,6 +161,18 @@ def schedule(rng: random.Random, asked: Sequence[Question], known: set[str], num
         leaves_s = rng.choice((0.0, 0.002, 0.02, 0.1, 0.5)) * rng.random() if manner.leaves else None
         asks += [Ask(now_s, question, name, fields, leaves_s, manner.reads)] * manner.copies
     return asks
+
+
+def in_form_of(path: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request of `Abilities.chat` in the form of the API at the path."""
+    system, user = asked["messages"]
+    common = {"model": asked["model"], "temperature": 0}
+    if path == RESPONSES_PATH:
+        told = {"instructions": system["content"], "input": user["content"]}
+        return {**common, **told, "max_output_tokens": asked["max_tokens"]}
+    if path == MESSAGES_PATH:
+        return {**common, "system": system["content"], "messages": [user], "max_tokens": asked["max_tokens"]}
+    return dict(asked)
 
 
 def as_prompt(material: Sequence[Any]) -> list[int] | str:

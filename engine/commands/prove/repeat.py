@@ -124,6 +124,5 @@ def _case_lines(finding: Finding) -> list[str]:
 
 
 def _line(body: dict[str, Any], most_s: float, path: str = PATH) -> str:
-    return (
-        f"ask {max(most_s, 0.001):.3f} {path} {shlex.quote(json.dumps(body)).replace('$$', chr(39) + '$$' + chr(39))}"
-    )
+    content = shlex.quote(json.dumps(body)).replace("$$", "'$$'")  # the shell replaces $$ by its process id
+    return f"ask {max(most_s, 0.001):.3f} {path} {content}"

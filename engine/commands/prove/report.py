@@ -106,11 +106,10 @@ def _junit(proof: Proof, result: dict[str, Any]) -> str:
 def bug_report(proof: Proof, finding: Finding, script: str) -> str:
     """Return one paragraph about a finding, ready to be pasted into a bug tracker."""
     found = f"the case `{finding.case}`" if finding.case else "requests under load"
-    error = f"Log-probabilities of this server repeat to {proof.measured:.2g} nats without reuse; {proof.error:.2g}"
     return (
         f"**{finding.kind}: {finding.what}**\n\n"
-        f"With the model `{proof.abilities.model}`, {found} of `penstock-prove --seed {proof.options.seed}` found an "
-        f'answer of the kind "{finding.kind}": {finding.what}. The server\'s own answer, asked alone and without reuse '
-        f"of its cache, is the reference. {error} were allowed. The script `{script}` sends the requests "
-        "with curl.\n"
+        f"This was found with the model `{proof.abilities.model}` by {found} of `penstock-prove --seed "
+        f"{proof.options.seed}`. The reference is the server's own answer, asked alone and without reuse of its cache; "
+        f"{proof.error:.2g} nats of difference in a log-probability were allowed, four times the measured error. The "
+        f"script `{script}` sends the requests with curl.\n"
     )

@@ -1,9 +1,8 @@
 """Cases of reuse, batching and context: the server's answer without reuse is the reference."""
 
-from .answers import AskResult
 from .cases import Case, CaseRun
-from .questions import FORMATTED, RESET, SCHEMA
-from .schema import errors_of
+from .questions import RESET
+from .schema import FORMATTED, SCHEMA, errors_of
 
 CONTEXT_TOKENS = 8  # generated after a full context
 
@@ -54,10 +53,8 @@ async def _shifted_prefix(run: CaseRun) -> None:
 
 async def _json_at_full_pool(run: CaseRun) -> None:
     """Send long prompts for strict JSON at once. Finding: a full pool damages the output."""
-    bodies = [
-        run.body(run.draw(run.abilities.longest - index), 32, response_format=FORMATTED, logprobs=None)
-        for index in range(5)
-    ]
+    fields = {"response_format": FORMATTED, "logprobs": None}
+    bodies = [run.body(run.draw(run.abilities.longest - index), 32, **fields) for index in range(5)]
     references = [await run.ask_fresh(body) for body in bodies]
     for reference, answer in zip(references * 2, await run.ask_together(bodies * 2), strict=True):
         run.expect_same(reference, answer, "beside others")
@@ -101,14 +98,9 @@ async def _salts(run: CaseRun) -> None:
 async def _adapters(run: CaseRun) -> None:
     """Send one text to the base model, an adapter and the base model. Finding: cached blocks are mixed up."""
     root, adapter = run.draw(4 * run.block + 3), run.abilities.adapters[0]
-    plain, adapted = run.body(root), run.body(root, model=adapter)
-    references = [await run.ask_fresh(body) for body in (plain, adapted)]
-    for reference, body, when in [
-        (references[0], plain, "the base model"),
-        (references[1], adapted, "the adapter, after the base model"),
-        (references[0], plain, "the base model, after the adapter"),
-    ]:
-        run.expect_same(reference, await run.ask(body), when)
+    await run.ask_reused(root, 0, "the base model")
+    await run.ask_reused(root, 0, "the adapter, after the base model", model=adapter)
+    await run.ask_reused(root, len(root), "the base model, after the adapter")
 
 
 async def _cancel_then_reuse(run: CaseRun) -> None:
@@ -147,9 +139,10 @@ async def _full_context(run: CaseRun) -> None:
     """Fill the context with one prompt, at once and grown by turns. Finding: input is cut silently."""
     length = (run.abilities.context or 0) - CONTEXT_TOKENS
     prompt = run.draw(length)
-    for part in range(1, 5):
-        grown = await run.ask(run.body(prompt[: part * length // 4], CONTEXT_TOKENS))
-        _expect_whole(run, grown, part * length // 4)
+    for end in (length // 4, length // 2, 3 * length // 4, length):
+        grown = await run.ask(run.body(prompt[:end], CONTEXT_TOKENS))
+        counted = grown.usage.get("prompt_tokens", end)
+        run.expect(counted == end, "truncated", f"a prompt of {end} tokens counts as {counted}")
     whole = await run.ask_fresh(run.body(prompt, CONTEXT_TOKENS))
     run.expect_same(whole, grown, f"a context of {length} tokens, grown by turns")
     other = await run.ask_fresh(run.body(run.draw(8) + prompt[8:], CONTEXT_TOKENS))
@@ -158,11 +151,6 @@ async def _full_context(run: CaseRun) -> None:
         run.expect(is_read, "truncated", "the beginning of a full context has no effect on the answer")
     over = await run.proof.asker.ask(run.body([*prompt, *run.draw(2 * CONTEXT_TOKENS)], CONTEXT_TOKENS))
     run.expect(not over.is_done, "truncated", f"a prompt of {length + 2 * CONTEXT_TOKENS} tokens is answered")
-
-
-def _expect_whole(run: CaseRun, answer: AskResult, length: int) -> None:
-    counted = answer.usage.get("prompt_tokens", length)
-    run.expect(counted == length, "truncated", f"a prompt of {length} tokens counts as {counted}")
 
 
 REUSE_CASES = {

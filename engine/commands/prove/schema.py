@@ -1,24 +1,48 @@
-"""Checks a text against a JSON schema, as far as the schemas of our own cases need it."""
+"""The JSON schemas of our own requests, and a check of a text against them that supports what they need."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "boolean": (bool,),
-    "null": (type(None),),
-    "integer": (int,),
-    "number": (int, float),
+from .answers import loads
+
+TOOL_TOKENS = 160  # most of a call
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+_WORD, _COUNT = {"type": "string", "maxLength": 8}, {"type": "integer", "minimum": 0, "maximum": 999}
+SCHEMA = _object(name=_WORD, count=_COUNT)
+FORMATTED = {"type": "json_schema", "json_schema": {"name": "counted", "schema": SCHEMA}}
+TOOLS: dict[str, dict[str, Any]] = {
+    "get_weather": _object(city=_WORD, unit={"enum": ["celsius", "fahrenheit"]}, days=_COUNT),
+    "order_parts": _object(
+        parts={"type": "array", "items": _object(name=_WORD, count=_COUNT), "minItems": 1, "maxItems": 2},
+        is_urgent={"type": "boolean"},
+        note={"anyOf": [_WORD, {"type": "null"}]},
+    ),
+    "move_file": {
+        **_object(source={"$ref": "#/$defs/place"}, target={"$ref": "#/$defs/place"}, mode={"enum": ["copy", "move"]}),
+        "$defs": {"place": _object(disk=_COUNT, path=_WORD)},
+    },
 }
+# The fields of a chat that force a call of a tool.
+FORCED: dict[str, dict[str, Any]] = {
+    name: {
+        "tools": [{"type": "function", "function": {"name": name, "parameters": parameters}}],
+        "tool_choice": {"type": "function", "function": {"name": name}},
+        "max_tokens": TOOL_TOKENS,
+    }
+    for name, parameters in TOOLS.items()
+}
+TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int}
 
 
 def errors_of(text: str, schema: Mapping[str, Any]) -> str:
     """Return the first violation of the schema, or an empty text."""
     try:
-        return _violation(json.loads(text), schema, schema)
+        return _violation(loads(text.encode()), schema, schema)
     except ValueError as error:
         return f"not JSON ({error})"
 
@@ -32,14 +56,15 @@ def _violation(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any]) -
     if value not in schema.get("enum", [value]):
         return f"{value!r} is none of {schema['enum']}"
     kind = schema.get("type")
-    is_of_kind = kind is None or (isinstance(value, TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool)))
-    if not is_of_kind:
+    if kind == "integer" and isinstance(value, float) and value.is_integer():
+        value = int(value)  # 1.0 is an integer in JSON schemas
+    if kind and not (isinstance(value, TYPES[kind]) and isinstance(value, bool) == (kind == "boolean")):
         return f"{value!r} is no {kind}"
     if isinstance(value, str | list):
         low, high = ("minLength", "maxLength") if isinstance(value, str) else ("minItems", "maxItems")
         if not schema.get(low, 0) <= len(value) <= schema.get(high, len(value)):
             return f"{value!r} has a length of {len(value)}"
-    if kind in ("integer", "number") and not schema.get("minimum", value) <= value <= schema.get("maximum", value):
+    if kind == "integer" and not schema.get("minimum", value) <= value <= schema.get("maximum", value):
         return f"{value!r} is out of range"
     if isinstance(value, list):
         return next(filter(None, (_violation(each, schema.get("items", {}), root) for each in value)), "")

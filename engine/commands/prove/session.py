@@ -17,7 +17,7 @@ from .report import result_of, table, write_reports
 from .reuse_cases import REUSE_CASES
 
 Injection = Callable[[Proof], Coroutine[Any, Any, None]]
-CASES = {**REUSE_CASES, **API_CASES}
+CASES = {**API_CASES, **REUSE_CASES}  # the longest is last
 
 
 async def prove(url: str, name: str, options: ProveOptions, inject: Injection | None = None) -> dict[str, Any]:
@@ -46,8 +46,8 @@ async def prove(url: str, name: str, options: ProveOptions, inject: Injection | 
             scripts = await write_scripts(proof, url, Path(options.scripts))
     asker.client.close()
     result = result_of(proof, name, time.monotonic() - started_s)
-    write_reports(proof, result)
     print(table(proof, result), *scripts, json.dumps(result), sep="\n", flush=True)
+    write_reports(proof, result)
     return result
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.commands import prove
-from penstock.engine.commands.prove import proof, repeat, session
+from penstock.engine.commands.prove import abilities, proof, repeat, session
 from penstock.engine.commands.prove.abilities import detect_abilities
 from penstock.engine.commands.prove.answers import AskResult, TextChoice
 from penstock.engine.commands.prove.asker import Asker
@@ -29,7 +29,7 @@ from penstock.engine.commands.prove.own import server as own_server
 from penstock.engine.commands.prove.own.faults import FAULTS as OWN_FAULTS
 from penstock.engine.commands.prove.own.server import WORLDS, OwnServer
 from penstock.engine.commands.prove.proof import HELD, REACHED
-from penstock.engine.commands.prove.questions import Ask
+from penstock.engine.commands.prove.questions import Abilities, Ask
 from penstock.engine.commands.prove.report import exit_code
 from penstock.engine.commands.prove.schema import errors_of
 from penstock.engine.core.rates import Rates
@@ -37,7 +37,8 @@ from penstock.engine.core.tier_stats import tier_stats
 from penstock.engine.messages import Stats
 from penstock.engine.server.metrics import stats_families
 from tests.support import reference_server
-from tests.support.reference_server import DEFECTS, ReferenceServer
+from tests.support.reference_server import CONTEXT, DEFECTS, MODEL, ReferenceServer, write
+from tests.support.refusals import cases
 
 # The defects that only the load finds, and one for each other kind of finding.
 FAST = [
@@ -65,8 +66,7 @@ CULPRITS = {
     "usage-counts": "chat-usage-without-template",
     "seed-repeats": "one-seed",
     "stop-at-chunk-border": "stop-cuts-too-much",
-    "responses-equal-chat": "responses-without-instructions",
-    "messages-equal-chat": "messages-without-system",
+    "apis-equal-chat": "messages-without-system",
 }
 
 
@@ -200,6 +200,39 @@ def test_a_server_that_takes_any_field_is_asked_for_no_reuse_by_one_that_it_hono
     assert result["findings"] == {} and "without reuse: " in " ".join(result["skipped"])
 
 
+class LikeLlama(ReferenceServer):
+    """Tells its context as llama.cpp's server does and tokenizes no chats. `without` instructions: refuses them."""
+
+    async def answer(self, path: str, body: dict[str, Any], *streams: Any) -> None:
+        is_told = "instructions" in str(self.without) and "system" in str(body)
+        answers = {
+            "/v1/models": {"data": [{"id": MODEL}]},
+            "/props": {"default_generation_settings": {"n_ctx": CONTEXT}},
+            "/tokenize": {"tokens": []} if "messages" in body else None,
+            "/v1/chat/completions": {"error": "no system role"} if is_told else None,
+        }
+        if shown := answers.get(path):
+            write(streams[1], shown, "400 Bad Request" if "error" in shown else "200 OK")
+        else:
+            await super().answer(path, body, *streams)
+
+
+def test_a_server_that_tells_little_is_understood_without_a_false_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def detect() -> Abilities:
+        async with LikeLlama() as url:
+            asker = Asker(url, {}, 60.0)
+            with contextlib.closing(asker.client):
+                return await detect_abilities(asker, 0)
+
+    monkeypatch.setattr(abilities, "LEAST_BLOCK", 4)
+    found = asyncio.run(detect())
+    assert (found.block, found.context) == (reference_server.BLOCK, CONTEXT)
+    result = proven(LikeLlama(), cases=("all",))
+    assert result["findings"] == {} and result["cases"]["ollama-18107"] == "no findings"
+    result = proven(LikeLlama(without=["instructions"]), cases=("all",))
+    assert result["findings"] == {} and "chat: 400: " in " ".join(result["skipped"])
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the scripts are of curl")
 def test_a_script_repeats_the_failure_with_few_requests(tmp_path: Path) -> None:
     async def inside() -> tuple[list[Path], list[str]]:
@@ -292,27 +325,13 @@ def test_the_cases_are_listed_with_their_meaning(capsys: pytest.CaptureFixture[s
     assert all(" Finding: " in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("value", "schema", "said"),
-    [
-        ("5", {"type": "integer", "maximum": 4}, "5 is out of range"),
-        ("true", {"type": "integer"}, "True is no integer"),
-        ('"abc"', {"type": "string", "maxLength": 2}, "length of 3"),
-        ("[]", {"type": "array", "minItems": 1}, "length of 0"),
-        ("[1, null]", {"type": "array", "items": {"type": "integer"}}, "None is no integer"),
-        ('{"a": 1}', {"type": "object", "properties": {}, "additionalProperties": False}, "not allowed ['a']"),
-        ("{}", {"type": "object", "required": ["a"]}, "missing ['a']"),
-        ('"c"', {"enum": ["a", "b"]}, "none of"),
-        ("1", {"anyOf": [{"type": "null"}, {"type": "string"}]}, "none of anyOf"),
-        ("1", {"$ref": "#/$defs/x", "$defs": {"x": {"type": "null"}}}, "no null"),
-        ('{"a"', {}, "not JSON"),
-    ],
-)
+@pytest.mark.parametrize(("value", "schema", "said"), cases(__file__, "violations"))
 def test_a_text_that_violates_its_schema_is_refused_with_the_reason(
     value: str, schema: dict[str, Any], said: str
 ) -> None:
     assert said in errors_of(value, schema)
     assert not errors_of('{"a": [1.5, "b", null, true]}', {"type": "object", "properties": {"a": {"type": "array"}}})
+    assert not errors_of("[1, 2.0]", {"type": "array", "items": {"type": "integer", "maximum": 2}})
 
 
 def test_an_error_of_our_own_under_load_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,13 +381,6 @@ def test_an_answer_is_compared_to_its_end() -> None:
     assert compare(whole, near, 0.001, is_done=True).outcome == "wrong"
 
 
-def test_an_answer_that_is_no_object_is_an_error_and_ends_nothing() -> None:
-    for payload in (b"[]", b"5", b"null", b"{", b'"error"'):
-        answer = AskResult(200)
-        answer.take(payload)
-        assert answer.error == f"not an object of JSON: {payload!r}"
-
-
 def test_a_log_probability_that_is_no_number_is_a_finding() -> None:
     choice = {"text": " a", "finish_reason": "stop", "logprobs": {"tokens": [" a"], "token_logprobs": [-1.0]}}
     reference, answer, broken = AskResult(200), AskResult(200), AskResult(200)
@@ -381,35 +393,19 @@ def test_a_log_probability_that_is_no_number_is_a_finding() -> None:
     assert broken.error.startswith("not an object of JSON: ")
 
 
-def test_an_answer_of_another_form_is_an_error_and_ends_nothing() -> None:
-    bodies: list[dict[str, Any]] = [
-        {"choices": [5]},
-        {"choices": [{"logprobs": {"content": [{}]}}]},
-        {"choices": [], "usage": [1]},
-    ]
-    for body in bodies:
-        answer = AskResult(200)
-        answer.take(json.dumps(body).encode())
-        assert answer.error.startswith("an answer of another form")
+@pytest.mark.parametrize(("payload", "said"), cases(__file__, "other forms"))
+def test_an_answer_of_another_form_is_an_error_and_ends_nothing(payload: bytes, said: str) -> None:
+    answer = AskResult(200)
+    answer.take(payload)
+    assert answer.error.startswith(said)
 
 
-def test_options_that_cannot_be_meant_are_refused_by_name() -> None:
-    for words, named in [
-        (["http://127.0.0.1:1", "--world", "uniproc"], "^url: "),
-        (["--world", "moon"], "^world: 'moon' given; uniproc, "),
-        (["--fault", "rain"], "^fault: 'rain' given; "),
-        (["ftp://127.0.0.1"], "^url: 'ftp"),
-        (["http://127.0.0.1:1", "--requests", "0"], "^requests: 0 given; at least 1"),
-        (["http://127.0.0.1:1", "--duration", "nan"], "^duration: nan given; above 0"),
-        (["http://127.0.0.1:1", "--case", "moon"], "^case: 'moon' given; vllm-55766, "),
-        (["--self-test"], "^self-test: the reference server is part of the wheel"),
-        (["http://127.0.0.1:1", "--header", "x"], "^header: 'x' given; KEY=VALUE"),
-        (["http://127.0.0.1:1"], "^url: 127.0.0.1:1/v1/models answers nothing; "),
-    ]:
-        parser = argparse.ArgumentParser()
-        prove.add_arguments(parser)
-        with pytest.raises(ProveError, match=named):
-            prove.run(parser.parse_args(words))
+@pytest.mark.parametrize(("words", "named"), cases(__file__, "options"))
+def test_options_that_cannot_be_meant_are_refused_by_name(words: list[str], named: str) -> None:
+    parser = argparse.ArgumentParser()
+    prove.add_arguments(parser)
+    with pytest.raises(ProveError, match=named):
+        prove.run(parser.parse_args(words))
 
 
 KEYED_SERVER = """

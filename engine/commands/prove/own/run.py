@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.executor.process_life import stop_signals
 
-from ..options import ProveOptions, chosen, request_headers
+from ..options import ProveError, ProveOptions, chosen, request_headers
 from ..proof import Proof
 from ..report import NOT_ENOUGH, exit_code
 from ..session import prove
@@ -22,6 +22,8 @@ from .server import END_SIGNALS, WORLDS, OwnServer
 def run_own(options: ProveOptions) -> int:
     """Prove all worlds and faults in turn; return 1 if any has findings, else 3 if any has too few answers."""
     names = chosen("world", options.worlds, WORLDS) + chosen("fault", options.faults, FAULTS)
+    if len(names) > 1 and (options.json or options.junit or options.badge):
+        raise ProveError("json, junit, badge: a file has the result of one run; give one --world or --fault")
     try:
         codes = {exit_code(asyncio.run(prove_own(name, options))) for name in names or ["uniproc"]}
     except asyncio.CancelledError:
