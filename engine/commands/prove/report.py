@@ -110,6 +110,6 @@ def bug_report(proof: Proof, finding: Finding, script: str) -> str:
         f"**{finding.kind}: {finding.what}**\n\n"
         f"This was found with the model `{proof.abilities.model}` by {found} of `penstock-prove --seed "
         f"{proof.options.seed}`. The reference is the server's own answer, asked alone and without reuse of its cache; "
-        f"{proof.error:.2g} nats of difference in a log-probability were allowed, four times the measured error. The "
-        f"script `{script}` sends the requests with curl.\n"
+        f"{proof.error:.2g} nats of difference in a log-probability were allowed. The script `{script}` sends the "
+        "requests with curl.\n"
     )
