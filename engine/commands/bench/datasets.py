@@ -23,7 +23,7 @@ _WORDS = WORDS.split()
 _SPECIAL_IDS = 100  # the lowest ids are often special tokens, so they are not drawn
 # Conversations outside of these limits are skipped, as other benchmarks of this data do.
 MIN_TOKENS, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048
-HASH_TOKENS = 512  # of a prompt for each hash id, in Mooncake's format
+HASH_TOKENS = 512  # tokens of the prompt for each hash id, in Mooncake's format
 
 
 T = TypeVar("T")

@@ -45,7 +45,7 @@ class ServingOptions:
         "requests per second, as a Poisson process (default: all at once)", "R", default=math.inf, opens="requests"
     )
     max_concurrency: Count | None = flag("hold requests back while this many are in flight", "N")
-    seed: Seed = flag("of prompts, lengths and arrivals (default: 0)", default=0)
+    seed: Seed = flag("seed of prompts, lengths and arrivals (default: 0)", default=0)
     ignore_eos: bool = flag("generate exactly the length asked for (default: on)", has_off=True, default=True)
     extra_body: dict[str, Any] | None = flag(
         "further fields of every request, like temperature; they override the others", "JSON"
