@@ -59,8 +59,7 @@ async def _usage(run: CaseRun) -> None:
         _expect_count(run, answer, "completion_tokens", answer.first.ids)
     if "chat" in run.abilities.known:
         body = run.chat()
-        asked = {"model": body["model"], "messages": body["messages"]}
-        _, reply = await run.proof.asker.fetch("POST", "/tokenize", asked)
+        _, reply = await run.proof.asker.fetch("POST", "/tokenize", {key: body[key] for key in ("model", "messages")})
         ids = reply.get("tokens") if isinstance(reply, dict) else []
         _expect_count(run, await run.ask(body, CHAT_PATH), "prompt_tokens", ids)
 

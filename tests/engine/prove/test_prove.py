@@ -121,6 +121,15 @@ def test_every_case_finds_a_defect_alone_and_none_without(case: str) -> None:
     assert result["cases"] == {case: "no findings"} and exit_code(result) == 0
 
 
+def test_a_second_run_with_the_same_seed_is_no_false_alarm() -> None:
+    async def inside() -> list[Any]:
+        options = ProveOptions(cases=("one-token-differs",))
+        async with ReferenceServer() as url:
+            return [(await session.prove(url, "stand-in", options))["findings"] for _ in range(2)]
+
+    assert asyncio.run(inside()) == [{}, {}]
+
+
 def test_what_a_server_cannot_do_is_skipped_by_name() -> None:
     result = proven(ReferenceServer(without=["n", "return_token_ids", "cache_salt", "reset"]), requests=60)
     assert result["findings"] == {}
