@@ -214,7 +214,7 @@ class LikeLlama(ReferenceServer):
 
     async def answer(self, path: str, body: dict[str, Any], *streams: Any) -> None:
         is_told = "instructions" in str(self.without) and "system" in str(body)
-        answers = {
+        answers: dict[str, Any] = {
             "/v1/models": {"data": [{"id": MODEL}]},
             "/props": {"default_generation_settings": {"n_ctx": CONTEXT}},
             "/tokenize": {"tokens": []} if "messages" in body else None,
