@@ -127,7 +127,7 @@ SPELLINGS = """
     //v1/models /v1//models /v1/models/ /v1/./models /./v1/models /health/../v1/models /health/%2e%2e/v1/models
     /%2e/v1/models /V1/MODELS /V1/models /HEALTH //health /health/ /health%20 /health%00 /health;/v1/models
     /health/../metrics /health/..;/metrics /metrics?/health /v1/models%2f /%761/models /%76%31/models /metrics
-    /openapi.json /invocations /load * http://x/v1/models http://health/metrics
+    /invocations /load * http://x/v1/models http://health/metrics
 """
 
 

@@ -109,13 +109,8 @@ async def update_weights(service: Service, call: Call, body: bytes) -> Updated:
     return Updated(state.weights_version, state.fingerprint.hex())
 
 
-POSTS = (
-    PostRoute("/pause", pause, PauseRequest, Status, takes_none=True),
-    PostRoute("/resume", resume, ResumeRequest, Status, takes_none=True),
-    PostRoute("/sleep", sleep, SleepRequest, Status, takes_none=True),
-    PostRoute("/wake_up", wake_up, WakeRequest, Status, takes_none=True),
-    PostRoute("/update_weights", update_weights, UpdateRequest, Updated, takes_none=True),
-)
+HANDLERS = (pause, resume, sleep, wake_up, update_weights)
+POSTS = tuple(PostRoute(f"/{handler.__name__}", handler, takes_none=True) for handler in HANDLERS)
 GETS: dict[str, Callable[[Service], dict[str, Any]]] = {
     "/is_paused": lambda service: {"is_paused": service.engine.state.is_paused},
     "/is_sleeping": lambda service: {"is_sleeping": bool(service.engine.state.asleep)},

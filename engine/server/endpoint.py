@@ -25,13 +25,8 @@ Handler = Callable[[Service, Call, bytes], Awaitable[Reply]]
 
 
 class PostRoute(NamedTuple):
-    """A POST route with the schemas of its request and its replies."""
-
     path: str
     handler: Handler
-    takes: type[msgspec.Struct]
-    gives: type[msgspec.Struct]
-    streams: type[msgspec.Struct] | None = None
     takes_ids: bool = False  # accepts the prompt as token ids (token_form.py)
     takes_none: bool = False  # accepts requests without body and content type
 

@@ -22,19 +22,6 @@ SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not
 
 Request = TypeVar("Request", bound=msgspec.Struct)
 
-_TEXTS_OR_IDS = Meta(
-    extra_json_schema={
-        "anyOf": [
-            {"type": "string"},
-            {"type": "array", "items": {"type": "string"}},
-            {"type": "array", "items": {"type": "integer"}},
-            {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-        ]
-    }
-)
-# Decoded by prompts.py and conversation.py after they have checked the size.
-Inputs = Annotated[Raw, _TEXTS_OR_IDS]
-Messages = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"$ref": "#/components/schemas/Message"}})]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
@@ -102,7 +89,7 @@ def with_sampling(kind: type[Request], without: Collection[str] = ()) -> type[Re
 class CompletionRequest(GenerateRequest, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: Inputs
+    prompt: Raw  # decoded by prompts.py after it has checked the size, as `input`
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -165,7 +152,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 class ChatRequest(GenerateRequest, kw_only=True):
     """POST /v1/chat/completions"""
 
-    messages: Messages
+    messages: Raw  # decoded by conversation.py after it has checked the size
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -186,7 +173,7 @@ CHAT_FIELDS = frozenset(ChatRequest.__struct_fields__) - {"messages", "tools", "
 class EmbeddingRequest(PromptRequest, kw_only=True):
     """POST /v1/embeddings"""
 
-    input: Inputs
+    input: Raw
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     pooling: Pooling | None = None
@@ -198,7 +185,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages = msgspec.field(default_factory=Raw)
+    messages: Raw = msgspec.field(default_factory=Raw)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

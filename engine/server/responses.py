@@ -184,7 +184,3 @@ class Models(msgspec.Struct):
 
 class Status(msgspec.Struct):
     status: str
-
-
-class Version(msgspec.Struct):
-    version: str

@@ -1,9 +1,8 @@
-"""The table of all routes, and the handlers of the GET routes."""
+"""The tables of all routes, and the handlers of the GET routes."""
 
-import re
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -13,48 +12,35 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 import penstock
-from penstock.engine.http.errors import ErrorReply
 from penstock.engine.http.page.document import document
 from penstock.engine.server import control, scoring
-from penstock.engine.server import requests as schema
 from penstock.engine.server import responses as reply
-from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from penstock.engine.server.agents import items_api, messages_api
-from penstock.engine.server.agents.block_writer import MessageReply
-from penstock.engine.server.agents.item_writer import ItemsReply
-from penstock.engine.server.agents.items_schema import ResponsesRequest
-from penstock.engine.server.agents.messages_schema import CountRequest, MessagesRequest
 from penstock.engine.server.chat import chat
 from penstock.engine.server.completions import completions
-from penstock.engine.server.endpoint import Endpoint, Handler, PostRoute
+from penstock.engine.server.endpoint import Endpoint, PostRoute
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.service import Service
 from penstock.engine.server.tokens import detokenize, load_adapter, reset_prefix_cache, tokenize, unload_adapter
 
 Shown = Callable[[Service], dict[str, Any]]
 
-RESPONSE = "/v1/responses/{response_id}"
 POSTS = (
-    PostRoute("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk, takes_ids=True),
-    PostRoute(
-        "/v1/completions", completions, schema.CompletionRequest, reply.Completion, reply.Completion, takes_ids=True
-    ),
-    PostRoute("/v1/embeddings", scoring.embeddings, schema.EmbeddingRequest, reply.Embeddings),
-    PostRoute("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
-    PostRoute("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
-    PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status, takes_none=True),
+    PostRoute("/v1/chat/completions", chat, takes_ids=True),
+    PostRoute("/v1/completions", completions, takes_ids=True),
+    PostRoute("/v1/embeddings", scoring.embeddings),
+    PostRoute("/tokenize", tokenize),
+    PostRoute("/detokenize", detokenize),
+    PostRoute("/reset_prefix_cache", reset_prefix_cache, takes_none=True),
     *scoring.ROUTES,
-    PostRoute("/v1/responses", items_api.responses, ResponsesRequest, ItemsReply, ItemsReply),
-    PostRoute("/v1/messages", messages_api.messages, MessagesRequest, MessageReply, MessageReply),
-    PostRoute("/v1/messages/count_tokens", messages_api.count_tokens, CountRequest, messages_api.CountReply),
+    PostRoute("/v1/responses", items_api.responses),
+    PostRoute("/v1/messages", messages_api.messages),
+    PostRoute("/v1/messages/count_tokens", messages_api.count_tokens),
 )
-WITHOUT_SCHEMA: tuple[tuple[str, str, Handler], ...] = (
-    ("GET", RESPONSE, items_api.get),
-    ("DELETE", RESPONSE, items_api.delete),
-)
+STORED_RESPONSE = {"GET": items_api.get, "DELETE": items_api.delete}
 ADAPTER_POSTS = (
-    PostRoute("/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, reply.Status),
-    PostRoute("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest, reply.Status),
+    PostRoute("/v1/load_lora_adapter", load_adapter),
+    PostRoute("/v1/unload_lora_adapter", unload_adapter),
 )
 
 
@@ -62,36 +48,31 @@ def routes(service: Service, kv_events: KvEvents) -> list[Route]:
     posts, shown = (*POSTS, *(ADAPTER_POSTS if service.config.allow_lora_updates else ())), {}
     if service.config.allow_weight_updates:
         posts, shown = (*posts, *control.POSTS), control.GETS
-    made = [Route(path, get, methods=["GET"]) for path, get in Gets(service, kv_events, posts, shown).table.items()]
-    for post in posts:
-        endpoint = Endpoint(service, post.handler, post.takes_ids, post.takes_none)
-        made.append(Route(post.path, endpoint, methods=["POST"]))
-    for method, path, handler in WITHOUT_SCHEMA:
-        made.append(Route(path, Endpoint(service, handler), methods=[method]))
+    made = [Route(path, get, methods=["GET"]) for path, get in Gets(service, kv_events, shown).table.items()]
+    for path, handler, *takes in posts:
+        made.append(Route(path, Endpoint(service, handler, *takes), methods=["POST"]))
+    for method, handler in STORED_RESPONSE.items():
+        made.append(Route("/v1/responses/{response_id}", Endpoint(service, handler), methods=[method]))
     return made
 
 
 class Gets:
     """The GET routes: `table` maps each path to a function or an ASGI application, such as a constant response."""
 
-    def __init__(
-        self, service: Service, kv_events: KvEvents, posts: Sequence[PostRoute], shown: dict[str, Shown]
-    ) -> None:
-        self._service, self._posts = service, posts
+    def __init__(self, service: Service, kv_events: KvEvents, shown: dict[str, Shown]) -> None:
+        self._service = service
         self._started = int(time.time())
-        self._page = cache(self._make_page)
         self.table: dict[str, Any] = {
-            "/": self.unchanging,
+            "/": self.page,
             "/health": self.health,
             "/ping": self.health,
             "/ready": self.ready,
             "/metrics": self.metrics,
             "/tokenizer_info": self.tokenizer_info,
-            "/version": _json(reply.Version(penstock.__version__)),
+            "/version": _json({"version": penstock.__version__}),
             "/v1/models": self.models,
             "/v1/models/{model:path}": self.models,
             "/kv_events": kv_events,
-            "/openapi.json": self.unchanging,
             **{path: partial(self.showing, what) for path, what in shown.items()},
         }
 
@@ -142,62 +123,15 @@ class Gets:
     async def metrics(self, _request: Request) -> Response:
         return Response(self._service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    async def unchanging(self, request: Request) -> Response:
-        return self._page(request.scope["path"])
+    async def page(self, _request: Request) -> Response:
+        return self._page
 
-    def _make_page(self, path: str) -> Response:
-        """Build a constant page when it is first requested."""
-        if path == "/":
-            found = document()
-            return HTMLResponse(found.body, headers=found.headers)
-        others = [("GET", path) for path in self.table] + [(method, path) for method, path, _ in WITHOUT_SCHEMA]
-        described = _openapi(self._posts, others, ErrorReply)
-        return Response(msgspec.json.encode(described), media_type="application/json")
+    @cached_property
+    def _page(self) -> Response:
+        """The page, built when it is first requested."""
+        found = document()
+        return HTMLResponse(found.body, headers=found.headers)
 
 
 def _json(body: msgspec.Struct | dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
-
-
-def _openapi(
-    posts: Sequence[PostRoute], others: Iterable[tuple[str, str]], error: type[msgspec.Struct]
-) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of all routes, from the structs of their requests and replies. `others` has the
-    methods and paths of routes without a schema."""
-    types = [kind for post in posts for kind in (post.takes, post.gives, post.streams) if kind]
-    types += [schema.Message, error]
-    _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    refused = {"description": "An error", "content": _content(error)}
-    paths: dict[str, Any] = {}
-    for method, path in others:
-        shown = path.replace(":path", "")
-        names = re.findall(r"{(\w+)}", shown)
-        paths.setdefault(shown, {})[method.lower()] = {
-            "parameters": [
-                {"name": each, "in": "path", "required": True, "schema": {"type": "string"}} for each in names
-            ],
-            "responses": {"200": {"description": "OK"}, "4XX": refused},
-        }
-    for post in posts:
-        replies = _content(post.gives)
-        if post.streams is not None:
-            replies |= _content(post.streams, "text/event-stream")
-        paths.setdefault(post.path, {})["post"] = {
-            "summary": (post.handler.__doc__ or "").strip(),
-            "requestBody": {"required": True, "content": _content(post.takes)},
-            "responses": {"200": {"description": "OK", "content": replies}, "4XX": refused, "5XX": refused},
-        }
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Penstock", "version": penstock.__version__},
-        "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-        "security": [{"key": []}],
-    }
-
-
-def _content(kind: type[msgspec.Struct], media_type: str = "application/json") -> dict[str, Any]:
-    return {media_type: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}

@@ -3,10 +3,10 @@
 import base64
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from penstock.engine.front.labels import asking_for, labels_of, shown
 from penstock.engine.front.results import unit_length
@@ -15,7 +15,7 @@ from penstock.engine.server.answers import gather, usage
 from penstock.engine.server.call import Call
 from penstock.engine.server.endpoint import PostRoute
 from penstock.engine.server.prompts import decode_inputs, in_thread_if, to_ids
-from penstock.engine.server.requests import EmbeddingRequest, Inputs, PromptRequest
+from penstock.engine.server.requests import EmbeddingRequest, PromptRequest
 from penstock.engine.server.responses import Embedding, Embeddings, NamedAnswer, Usage
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS, pair_prompts
@@ -26,8 +26,6 @@ INLINE_FLOATS = 16 * 1024  # takes a millisecond; 2048 vectors of 4096 would blo
 MAX_CHARS = 1 << 24  # total length of all pairs; a text that is in every pair counts once per pair
 
 _PARAMS = SamplingParams(max_tokens=1, detokenize=False)
-
-Each = TypeVar("Each")
 
 
 async def embeddings(service: Service, call: Call, body: bytes) -> Embeddings:
@@ -91,7 +89,7 @@ class LabelRequest(PromptRequest, kw_only=True):
 class ClassifyRequest(LabelRequest, kw_only=True):
     """POST /classify"""
 
-    input: Inputs
+    input: Raw
 
 
 class ScoreRequest(LabelRequest, kw_only=True):
@@ -125,10 +123,10 @@ class Score(msgspec.Struct):
     object: Literal["score"] = "score"
 
 
-class Labelled(NamedAnswer, Generic[Each]):
+class Labelled(NamedAnswer):
     """The answer of /classify and of /score."""
 
-    data: list[Each]
+    data: list[Classified] | list[Score]
     usage: Usage
     object: Literal["list"] = "list"
 
@@ -146,7 +144,7 @@ class Reranked(msgspec.Struct):
     usage: Usage
 
 
-async def classify(service: Service, call: Call, body: bytes) -> Labelled[Classified]:
+async def classify(service: Service, call: Call, body: bytes) -> Labelled:
     """Classify every input: its most likely label, and the probabilities of all labels."""
     request = service.accept(call, body, ClassifyRequest)
     labels = labels_of(service.info)
@@ -159,7 +157,7 @@ async def classify(service: Service, call: Call, body: bytes) -> Labelled[Classi
     return Labelled(f"classify-{call.id}", call.created, call.model, data, usage(call.answers, 0))
 
 
-async def score(service: Service, call: Call, body: bytes) -> Labelled[Score]:
+async def score(service: Service, call: Call, body: bytes) -> Labelled:
     """Score how well the two texts of every pair go together: one text with each of many, or each with its own."""
     request = service.accept(call, body, ScoreRequest)
     ones, others = (request.text_1, request.queries), (request.text_2, request.documents)
@@ -219,7 +217,7 @@ def _texts(given: str | TextObject | Sequence[str | TextObject]) -> list[str]:
 
 
 ROUTES = (
-    PostRoute("/classify", classify, ClassifyRequest, Labelled[Classified]),
-    *(PostRoute(path, score, ScoreRequest, Labelled[Score]) for path in ("/score", "/v1/score")),
-    *(PostRoute(path, rerank, RerankRequest, Reranked) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+    PostRoute("/classify", classify),
+    *(PostRoute(path, score) for path in ("/score", "/v1/score")),
+    *(PostRoute(path, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
 )

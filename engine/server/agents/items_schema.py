@@ -88,7 +88,6 @@ VENDOR_TOOLS = re.compile(
     r"web_search(_preview)?(_\d{4}_\d\d_\d\d)?|file_search|code_interpreter|image_generation|mcp|namespace|tool_search"
     r"|programmatic_tool_calling"
 )
-AnyTool = Annotated[Raw, Meta(extra_json_schema={"type": "object", "properties": {"type": {"type": "string"}}})]
 
 
 class FlatTool(Strict, frozen=True):
@@ -110,12 +109,10 @@ class ChosenTool(Strict, frozen=True, tag_field="type", tag="function"):
 class ResponsesRequest(PromptRequest, kw_only=True):
     """POST /v1/responses"""
 
-    input: Annotated[Raw, Meta(extra_json_schema={"anyOf": [{"type": "string"}, {"type": "array"}]})] = msgspec.field(
-        default_factory=Raw
-    )
+    input: Raw = msgspec.field(default_factory=Raw)
     instructions: str | None = None
     previous_response_id: Id | None = None
-    tools: list[AnyTool] | None = None
+    tools: list[Raw] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, field
 
-from penstock.engine.server.agents.items_schema import AnyTool, Id, Strict
+from penstock.engine.server.agents.items_schema import Id, Strict
 from penstock.engine.server.requests import UNSERVED, PromptRequest, Unserved
 
 
@@ -84,9 +84,9 @@ class OutputConfig(Strict, frozen=True):
 class CountRequest(PromptRequest, kw_only=True):
     """POST /v1/messages/count_tokens: what a prompt is made of"""
 
-    messages: Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})]
+    messages: Raw
     system: str | list[TextBlock] | None = None
-    tools: list[AnyTool] | None = None
+    tools: list[Raw] | None = None
     tool_choice: BlockChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None

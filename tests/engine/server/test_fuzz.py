@@ -6,13 +6,30 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.engine.server import requests, scoring
+from penstock.engine.server.agents.items_schema import ResponsesRequest
+from penstock.engine.server.agents.messages_schema import CountRequest, MessagesRequest
 from penstock.engine.server.requests import HARMLESS, UNSERVED
 from penstock.engine.server.routes import POSTS
 from penstock.executor.protocol import LabelInfo
 from tests.support.fake_engine import INFO, FakeEngine
 from tests.support.running_server import MODEL, Running, running, until
 
-PATHS = {post.path: post.takes.__struct_fields__ or ("model",) for post in POSTS}
+REQUESTS: dict[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": requests.ChatRequest,
+    "/v1/completions": requests.CompletionRequest,
+    "/v1/embeddings": requests.EmbeddingRequest,
+    "/tokenize": requests.TokenizeRequest,
+    "/detokenize": requests.DetokenizeRequest,
+    "/reset_prefix_cache": requests.ResetRequest,
+    "/classify": scoring.ClassifyRequest,
+    **dict.fromkeys(("/score", "/v1/score"), scoring.ScoreRequest),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), scoring.RerankRequest),
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
+}
+PATHS = {post.path: REQUESTS[post.path].__struct_fields__ or ("model",) for post in POSTS}
 # Numbers and texts at and beyond the limits of fields.
 SCALARS: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 7, 299, 300, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.0, 0.5, 1e300, -1.5),
