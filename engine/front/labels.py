@@ -34,12 +34,12 @@ def asking_for(labels: LabelInfo, tokenizer: Tokenizer | None) -> SamplingParams
     return SamplingParams(max_tokens=1, detokenize=False, allowed_token_ids=[id_ for id_ in ids if id_ is not None])
 
 
-def shown(labels: LabelInfo, numbers: bytes, activates: bool = True) -> list[float]:
-    """Return one number for each label: its probability, or the model's output if `activates` is false."""
+def shown(labels: LabelInfo, numbers: bytes) -> list[float]:
+    """Return one number for each label: its probability, or the output of a regression model."""
     values = array("f", numbers).tolist()
     if labels.tokens is not None:
         values = [values[1] - values[0]]  # the softmax of two logits is the sigmoid of their difference
-    if not activates or labels.activation == "identity":
+    if labels.activation == "identity":
         return values
     if labels.activation == "sigmoid":
         return [1 / (1 + math.exp(-value)) if value > -700 else 0.0 for value in values]

@@ -16,7 +16,7 @@ from penstock.engine.http.body import decode, split_object
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
 
 MAX_FIELD_BYTES = 256 * 1024  # JSON size of a single field, except fields that carry the text
-TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens", "query", "queries", "documents", "text_1", "text_2"})
+TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens", "query", "documents", "text_1", "text_2"})
 # Fields of SamplingParams that requests have under the same name and with the same meaning.
 SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in ("logprobs", "detokenize")]
 
@@ -55,7 +55,6 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
-    request_id: str | None = None
 
 
 class GenerateRequest(PromptRequest, kw_only=True):
@@ -193,7 +192,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -212,7 +210,7 @@ class ResetRequest(msgspec.Struct, kw_only=True):
 HARMLESS = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "session_id", "stream_interval"),
-        *("prompt_cache_key", "prompt_cache_retention", "prediction", "parallel_tool_calls"),
+        *("request_id", "prompt_cache_key", "prompt_cache_retention", "prediction", "parallel_tool_calls"),
     }
 )
 
@@ -254,6 +252,7 @@ UNSERVED: dict[str, Unserved] = {
     "verbosity": Unserved("the model has no such setting", ("medium",)),
     "web_search_options": Unserved("there is no web search"),
     "documents": Unserved("documents are not supported; put their text into a message", ([],)),
+    "use_activation": Unserved("scores are always probabilities, except for a regression model", (True,)),
     "rank_fields": Unserved("documents are ranked by their text"),
     "chat_template": Unserved("a template from a request is never run; start the server with --chat-template"),
     "mm_processor_kwargs": Unserved("only text is understood", ({},)),

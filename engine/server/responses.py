@@ -154,7 +154,6 @@ class Tokens(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None = None
 
 
 class Detokenized(msgspec.Struct):

@@ -82,26 +82,20 @@ class TextObject(msgspec.Struct, forbid_unknown_fields=True):
 Texts = str | TextObject | list[str | TextObject]
 
 
-class LabelRequest(PromptRequest, kw_only=True):
-    use_activation: bool | None = None  # false: return the model's logits instead of probabilities
-
-
-class ClassifyRequest(LabelRequest, kw_only=True):
+class ClassifyRequest(PromptRequest, kw_only=True):
     """POST /classify"""
 
     input: Raw
 
 
-class ScoreRequest(LabelRequest, kw_only=True):
-    """POST /score, /v1/score: `text_1` and `text_2`, or `queries` and `documents`"""
+class ScoreRequest(PromptRequest, kw_only=True):
+    """POST /score, /v1/score"""
 
-    text_1: Texts | None = None
-    text_2: Texts | None = None
-    queries: Texts | None = None
-    documents: Texts | None = None
+    text_1: Texts
+    text_2: Texts
 
 
-class RerankRequest(LabelRequest, kw_only=True):
+class RerankRequest(PromptRequest, kw_only=True):
     """POST /rerank, /v1/rerank, /v2/rerank"""
 
     query: str
@@ -160,11 +154,7 @@ async def classify(service: Service, call: Call, body: bytes) -> Labelled:
 async def score(service: Service, call: Call, body: bytes) -> Labelled:
     """Score how well the two texts of every pair go together: one text with each of many, or each with its own."""
     request = service.accept(call, body, ScoreRequest)
-    ones, others = (request.text_1, request.queries), (request.text_2, request.documents)
-    given = [_texts(each) for pair in (ones, others) for each in pair if each is not None]
-    if None not in ones or None not in others or len(given) != 2:
-        raise InvalidRequest("text_1", "one of text_1 and queries, and one of text_2 and documents, are expected")
-    first, second = given
+    first, second = _texts(request.text_1), _texts(request.text_2)
     found = await _of_pairs(service, call, request, first, second, ("text_1", "text_2"))
     data = [Score(index, value) for index, value in enumerate(found)]
     return Labelled(f"score-{call.id}", call.created, call.model, data, usage(call.answers, 0))
@@ -182,7 +172,7 @@ async def rerank(service: Service, call: Call, body: bytes) -> Reranked:
 
 
 async def _of_pairs(
-    service: Service, call: Call, request: LabelRequest, first: list[str], second: list[str], fields: tuple[str, str]
+    service: Service, call: Call, request: PromptRequest, first: list[str], second: list[str], fields: tuple[str, str]
 ) -> list[float]:
     labels, template = labels_of(service.info, is_scored=True), service.template
     size = sum(map(len, first)) * (len(second) if len(first) == 1 else 1) + sum(map(len, second))
@@ -199,7 +189,7 @@ async def _of_pairs(
 async def _numbers(
     service: Service,
     call: Call,
-    request: LabelRequest,
+    request: PromptRequest,
     field: str,
     inputs: Sequence[str | list[int]],
     labels: LabelInfo,
@@ -207,7 +197,7 @@ async def _numbers(
     found = await pooled(service, call, request, field, inputs, asking_for(labels, service.tokenizer), "labels")
     return await in_thread_if(
         len(found) * len(labels.names) > INLINE_FLOATS,
-        lambda: [shown(labels, numbers, request.use_activation is not False) for numbers in found],
+        lambda: [shown(labels, numbers) for numbers in found],
     )
 
 

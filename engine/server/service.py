@@ -15,7 +15,7 @@ import msgspec
 from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
 from penstock.engine.grammar.source import grammar_source
-from penstock.engine.http.errors import HttpError, clean_id, clip
+from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.adapters import Adapters
 from penstock.engine.server.agents.response_store import ResponseStore
@@ -100,9 +100,6 @@ class Service:
         """Decode the request in `body`; raise an error if it is invalid or its model is not served."""
         request = parse(body, kind, call.ignored, unserved)
         call.model = self.check_model(request.model)
-        # An id in the body is used only if the headers have none.
-        if request.request_id is not None and call.client_id is None:
-            call.client_id = clean_id(request.request_id)
         return request
 
     def grammar(self, wanted: Wanted) -> str | None:

@@ -32,10 +32,7 @@ async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
             text = await render(request, conversation, service)
         field = "messages" if has_messages else "prompt"
         (ids,) = await to_ids(field, [text], service, request.add_special_tokens, num_answered=0)
-        texts = None
-        if request.return_token_strs:
-            texts = await in_thread_if(len(ids) > INLINE_CHARS, lambda: [*map(service.tokenizer.token_text, ids)])
-    return Tokens(len(ids), service.info.max_model_len, ids, texts)
+    return Tokens(len(ids), service.info.max_model_len, ids)
 
 
 async def detokenize(service: Service, call: Call, body: bytes) -> Detokenized:

@@ -339,8 +339,8 @@ def test_pooling_is_the_server_s_unless_asked_for() -> None:
 
 
 def test_tokenizing_and_back(server: Running) -> None:
-    tokens = server.post("/tokenize", {"prompt": "né", "return_token_strs": True}).json()
-    assert tokens == {"count": 3, "max_model_len": 1000, "tokens": [110, 195, 169], "token_strs": ["n", "�", "�"]}
+    tokens = server.post("/tokenize", {"prompt": "né"}).json()
+    assert tokens == {"count": 3, "max_model_len": 1000, "tokens": [110, 195, 169]}
     assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "né"}
     assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
     messages = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}

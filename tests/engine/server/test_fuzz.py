@@ -43,7 +43,7 @@ TEXTS = ["hello", ["a"], ["a", {"text": "b"}], ["", "b"], None]
 LIKELY: dict[str, list[Any]] = {
     **{name: [0, 1, 2, 3, 4] for name in SMALL},
     **dict.fromkeys(("prompt", "input"), PROMPTS),
-    **dict.fromkeys(("documents", "text_1", "text_2", "queries"), TEXTS),
+    **dict.fromkeys(("documents", "text_1", "text_2"), TEXTS),
     "query": ["", "hello"],
     "model": [MODEL],
     "stop": ["x", ["l", "lo"]],

@@ -87,8 +87,6 @@ def test_one_text_is_scored_with_each_of_several(server: Running, scores: list[f
     assert [each["index"] for each in answer["data"]] == [0, 1, 2] and answer["data"][0]["object"] == "score"
     assert [each["score"] for each in answer["data"]] == pytest.approx(scores, rel=1e-3)
     assert answer["usage"]["prompt_tokens"] == sum(len(QUERY + text) for text in DOCUMENTS)
-    plain = server.post(path, {"queries": [QUERY], "documents": DOCUMENTS, "use_activation": False}).json()
-    assert [sigmoid(each["score"]) for each in plain["data"]] == pytest.approx(scores, rel=1e-3)
 
 
 def test_texts_are_scored_each_with_its_own(server: Running, scores: list[float]) -> None:
