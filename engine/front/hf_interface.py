@@ -5,19 +5,9 @@ from typing import Any
 
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.prompt import chat_prompt
-from penstock.engine.text.template import ChatTemplate, load_template
+from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.template_messages import Message
 from penstock.engine.text.tokenizer import Tokenizer
-
-
-class Encoded(dict[str, Any]):
-    """A dictionary whose entries can be read as attributes, like transformers' BatchEncoding."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
 
 
 class FamiliarTokenizer:
@@ -30,20 +20,12 @@ class FamiliarTokenizer:
             tokenizer.special_id, ("bos_token", "eos_token", "pad_token")
         )
 
-    def with_template(self, chat_template: str) -> "FamiliarTokenizer":
-        """Return this tokenizer with another chat template, given as its text or its file."""
-        return FamiliarTokenizer(self._tokenizer, load_template(self._tokenizer, chat_template))
-
     def __len__(self) -> int:
         return self.vocab_size
 
-    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> "Encoded":
-        texts = [text] if isinstance(text, str) else text
-        many = self._tokenizer.encode_batch(texts, add_special_tokens)
-        masks = [[1] * len(ids) for ids in many]
-        if isinstance(text, str):
-            return Encoded(input_ids=many[0], attention_mask=masks[0])
-        return Encoded(input_ids=many, attention_mask=masks)
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        many = self._tokenizer.encode_batch([text] if isinstance(text, str) else text, add_special_tokens)
+        return {"input_ids": many[0] if isinstance(text, str) else many}
 
     def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
@@ -58,7 +40,6 @@ class FamiliarTokenizer:
         self,
         conversation: list[Message],
         tools: list[dict[str, Any]] | None = None,
-        documents: list[dict[str, Any]] | None = None,
         *,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
@@ -71,7 +52,6 @@ class FamiliarTokenizer:
         """
         text = self.prompt(
             conversation,
-            documents,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -79,12 +59,8 @@ class FamiliarTokenizer:
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
-    def prompt(self, conversation: list[Message], documents: list[dict[str, Any]] | None = None, **options: Any) -> str:
+    def prompt(self, conversation: list[Message], **options: Any) -> str:
         """Render a conversation. The options are those of `chat_prompt`."""
         if self._template is None:
             raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
-        if documents and not self._template.has_documents:
-            raise InvalidRequest(
-                "documents", "the model's chat template does not support them; put their text into a message"
-            )
-        return chat_prompt(self._template, conversation, documents=documents, **options)
+        return chat_prompt(self._template, conversation, **options)

@@ -131,7 +131,6 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
-        documents: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         lora_request: LoraRequests = None,
     ) -> list[RequestOutput]:
@@ -139,14 +138,12 @@ class LLM:
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
         if self.tokenizer is None:
             raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
-        tokenizer = self.get_tokenizer()
-        if chat_template is not None:
-            tokenizer = tokenizer.with_template(chat_template)
+        template = self.template if chat_template is None else load_template(self.tokenizer, chat_template)
+        tokenizer = FamiliarTokenizer(self.tokenizer, template)
         many: list[Messages] = messages if messages and isinstance(messages[0], list) else [messages]  # type: ignore
         texts = [
             tokenizer.prompt(
                 conversation,
-                documents,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

@@ -251,7 +251,7 @@ UNSERVED: dict[str, Unserved] = {
     "audio": Unserved("only text is generated"),
     "verbosity": Unserved("the model has no such setting", ("medium",)),
     "web_search_options": Unserved("there is no web search"),
-    "documents": Unserved("documents are not supported; put their text into a message", ([],)),
+    "documents": Unserved("use chat_template_kwargs.documents, or put their text into a message", ([],)),
     "use_activation": Unserved("scores are always probabilities, except for a regression model", (True,)),
     "rank_fields": Unserved("documents are ranked by their text"),
     "chat_template": Unserved("a template from a request is never run; start the server with --chat-template"),

@@ -10,7 +10,7 @@ MAX_CHARS_PER_TOKEN = 128  # a text longer than this times the context length is
 INLINE_CHARS = 2048  # up to this length, tokenizing on the event loop costs about as much as using a thread
 # Request fields that control how the chat is rendered, and names that chat_template_kwargs may not set.
 RENDERING = ("add_generation_prompt", "continue_final_message", "reasoning_effort", "chat_template_kwargs")
-NOT_VARIABLES = frozenset(RENDERING) - {"chat_template_kwargs"} | {"tools", "tools_as_text", "documents"}
+NOT_VARIABLES = frozenset(RENDERING) - {"chat_template_kwargs"} | {"tools", "tools_as_text"}
 
 
 def chat_prompt(

@@ -58,7 +58,6 @@ class ChatTemplate:
         self.has_tools = re.search(r"\btools\b", self.source) is not None
         self._prints_arguments = bool(_PRINTED.search(self.source)) and not _UNPACKED.search(self.source)
         self._has_developer = re.search(r"\bdeveloper\b", self.source) is not None
-        self.has_documents = re.search(r"\bdocuments\b", self.source) is not None
 
     def render(
         self,
@@ -67,7 +66,6 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
-        documents: list[dict[str, Any]] | None = None,
         continue_final_message: bool = False,
         tools_as_text: bool = False,
         **template_kwargs: Any,
@@ -90,10 +88,10 @@ class ChatTemplate:
         mark = _mark_end(chat) if continue_final_message else ""
         variables = {
             **self._special_tokens,
+            "documents": None,
             **plain(template_kwargs, "chat_template_kwargs"),
             "messages": chat,
             "tools": tools,
-            "documents": objects(documents, "documents"),
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._template(bool(tools))(variables)

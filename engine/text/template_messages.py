@@ -1,4 +1,4 @@
-"""Validates messages, tools and documents, and converts them to the form that chat templates expect.
+"""Validates messages and tools, and converts them to the form that chat templates expect.
 
 Clients use OpenAI's form; templates expect text as one string and call arguments as objects. Errors name the field in
 the request. Only JSON data is accepted. Templates without tool support get tools as text; other templates render tools

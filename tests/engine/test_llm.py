@@ -151,15 +151,13 @@ def test_no_keyword_of_a_chat_is_ignored_in_silence(llm: LLM) -> None:
         cast(Any, llm).chat([{"role": "user", "content": "hi"}], GREEDY, misspelt=1)
 
 
-def test_tools_are_shown_and_documents_refused_where_the_template_knows_neither(folder: Path) -> None:
+def test_tools_are_shown_where_the_template_knows_none(folder: Path) -> None:
     with oracle_llm(folder, hf_overrides={"vocab_size": 300}, max_model_len=1000) as llm:
         llm.tokenizer, llm.template = byte_tokenizer(), line_template()
         messages = [{"role": "user", "content": "hi"}]
         tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
         (result,) = llm.chat(messages, GREEDY, use_tqdm=False, tools=[tool])
         assert b'"name": "weather"' in bytes(result.prompt_token_ids)
-        with pytest.raises(InvalidRequest, match="^documents: the model's chat template does not support them"):
-            llm.chat(messages, GREEDY, use_tqdm=False, documents=[{"text": "x"}])
 
 
 def test_a_share_of_a_gpu_that_is_not_there_is_said_to_be_without_effect(folder: Path) -> None:

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 from transformers import AutoTokenizer
 
 from penstock.engine.front.hf_interface import FamiliarTokenizer
 from penstock.engine.model_files import resolve_model
-from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.prompt import chat_prompt
 from penstock.engine.text.template import ChatTemplate
@@ -45,9 +43,3 @@ def test_tools_that_a_template_does_not_know_are_written_as_text_as_in_a_chat(tm
     text = ours.apply_chat_template(chat, tools=TOOLS, tokenize=False)
     assert isinstance(text, str) and '"weather"' in text and "<tool_response>" in text
     assert text == chat_prompt(ChatTemplate(LINES), chat, add_generation_prompt=False, tools=TOOLS)
-
-
-def test_documents_that_a_template_does_not_know_are_refused_as_in_a_chat(tmp_path: Path) -> None:
-    ours = tokenizer_of(text_samples.folder(tmp_path, text_samples.byte_level()))
-    with pytest.raises(InvalidRequest, match="documents"):
-        ours.apply_chat_template([USER], documents=[{"text": "x"}])
