@@ -52,5 +52,6 @@ REMOVED = {
     "tokenize_at_replica": "it was removed; give the replicas' model as --tokenizer",
     "tokenizer": "the model's own tokenizer is used; bench serve counts four characters of a text as a token",
     "verify_blocks": "it was removed; `penstock prove` compares answers; records on disk and blocks from peers carry checksums",
+    "trace_share": "it was removed; set OTEL_TRACES_SAMPLER=parentbased_traceidratio and OTEL_TRACES_SAMPLER_ARG",
     "workers": "it was removed; run several routers behind one address",
 }

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Literal
 from urllib.parse import urlsplit
 
-from penstock.engine.options import Share, flag
+from penstock.engine.options import flag
 from penstock.executor.process_life import LOG_VARIABLE, log_levels
 
 TRACES_PATH = "/v1/traces"
@@ -26,9 +26,6 @@ class Telemetry:
         f"send OpenTelemetry spans of requests to this URL over OTLP/HTTP, like http://127.0.0.1:4318{TRACES_PATH}; needs "
         "penstock[otel] (default: none)",
         "URL",
-    )
-    trace_share: Share | None = flag(
-        "trace this share of the requests without a traceparent header (default: OTEL_TRACES_SAMPLER, else 1)", "X"
     )
     log_level: str | None = flag(
         f"one level for all rooms, others for single rooms, like info,router=debug,cache=error (default: {LOG_VARIABLE} in the "
@@ -63,8 +60,6 @@ def check(telemetry: Telemetry, environment: Mapping[str, str]) -> None:
             raise ValueError(
                 "otlp_traces_endpoint: needs the OpenTelemetry SDK, which is not installed; run `pip install penstock[otel]`"
             )
-    elif telemetry.trace_share is not None:
-        raise ValueError("trace_share: given; it requires otlp_traces_endpoint")
 
 
 def has_sdk() -> bool:

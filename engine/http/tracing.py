@@ -1,7 +1,7 @@
 """Spans of the OpenTelemetry SDK, and the trace that a request belongs to (W3C Trace Context).
 
 Imported only if tracing is enabled: the SDK is the extra `penstock[otel]`. Its own environment variables configure the
-exporter, the batches, the resource and, without --trace-share, the sampler. Spans are made from times on the monotonic
+exporter, the batches, the resource and the sampler. Spans are made from times on the monotonic
 clock; all spans of a request are shifted to the wall clock by the same offset.
 """
 
@@ -17,7 +17,6 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -37,12 +36,7 @@ class Tracing:
     def __init__(self, telemetry: Telemetry, service: str) -> None:
         # The propagator logs a warning for every invalid header, which any client can send.
         logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
-        share = telemetry.trace_share
-        self._provider = TracerProvider(
-            None if share is None else ParentBased(TraceIdRatioBased(share)),
-            _resource(service),
-            shutdown_on_exit=False,
-        )
+        self._provider = TracerProvider(resource=_resource(service), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(open_exporter(telemetry)))
         self._tracer = self._provider.get_tracer("penstock", penstock.__version__)
 

@@ -106,8 +106,8 @@ def value(found: AnyValue) -> Any:
     return [value(each) for each in found.array_value.values] if kind == "array_value" else getattr(found, kind)
 
 
-def traced(collector: Collector, share: float | None = None) -> Telemetry:
-    return Telemetry(otlp_traces_endpoint=collector.url, trace_share=share)
+def traced(collector: Collector) -> Telemetry:
+    return Telemetry(otlp_traces_endpoint=collector.url)
 
 
 @contextlib.contextmanager

@@ -161,8 +161,12 @@ def test_probes_and_pages_are_not_traced(collector: Collector) -> None:
     assert {span.name for span in collector.spans} == {f"text_completion {MODEL}", "queue", "prefill", "decode"}
 
 
-def test_the_clients_flag_decides_and_the_share_does_where_there_is_none(collector: Collector) -> None:
-    with running(telemetry=traced(collector, share=0.0)) as server:
+def test_the_clients_flag_decides_and_the_sampler_does_where_there_is_none(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    with running(telemetry=traced(collector)) as server:
         server.complete(max_tokens=1)
         server.complete(max_tokens=1, prompt="unsampled")
         for flag in ("00", "01"):
