@@ -64,11 +64,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """The field that error messages name."""
         return f"structured_outputs.{self.kind}"
 
-    def check(self, field: str | None = None) -> None:
+    def check(self) -> None:
         """Raise InvalidRequest unless exactly one form is given and its size is within the limits.
 
-        `field` is the user's name for the value if it differs from the one here. Only engine/grammar/compiler.py, which
-        takes longer, checks that the value can be compiled.
+        Only engine/grammar/compiler.py, which takes longer, checks that the value can be compiled.
         """
         given = self._given()
         if len(given) != 1:
@@ -78,14 +77,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
         if self.coerce_one_of and not self.has_schema:
             raise InvalidRequest("structured_outputs.coerce_one_of", f"{given[0]} holds no oneOf")
-        field = field or self.field
         value = getattr(self, given[0])
         if given == ["choice"]:
-            _choices(field, value)
+            _choices(self.field, value)
         elif isinstance(value, str):
-            _grammar_size(field, len(value))
+            _grammar_size(self.field, len(value))
         elif isinstance(value, dict):
-            check_depth(field, value)
+            check_depth(self.field, value)
 
     @property
     def has_schema(self) -> bool:

@@ -12,11 +12,10 @@ from penstock.engine.grammar.rules import Rules
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 
 
-def grammar_source(wanted: StructuredOutputs, field: str | None = None) -> str:
-    """Return the text of the grammar. `field` is the client's name for the value if it differs from the one in
-    `wanted`."""
-    wanted.check(field)
-    kind, field = wanted.kind, field or wanted.field
+def grammar_source(wanted: StructuredOutputs) -> str:
+    """Return the text of the grammar."""
+    wanted.check()
+    kind, field = wanted.kind, wanted.field
     value = getattr(wanted, kind)
     if kind == "grammar":
         if "::=" in value:

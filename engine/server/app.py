@@ -96,8 +96,8 @@ def _error(error: HttpError) -> Response:
     return Response(error.body(), error.status, error.headers, "application/json")
 
 
-async def _refuse(_request: Request, error: Exception) -> Response:
-    return _error(as_http_error(error))
+async def _refuse(request: Request, error: Exception) -> Response:
+    return _error(as_http_error(error, request.scope["penstock.call"]))
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:

@@ -23,6 +23,7 @@ class Call:
         self.begun_s = time.monotonic()
         self.model = ""  # the name that the client used
         self.prompt_ids: list[int] | None = None  # sent by a router instead of the text
+        self.paths: dict[str, str] = {}  # for errors: a field's name in the chat API → its name in the request
         self.ignored: list[str] = []  # names of ignored request fields, for the log and a header
         self.reports = False  # a router asked for the number of cached tokens
         self.scope: Mapping[str, Any] = {}  # the ASGI scope
@@ -53,6 +54,15 @@ class Call:
     def num_tokens(self) -> int:
         """The number of tokens generated so far."""
         return sum(answer.num_tokens for answer in self.answers)
+
+    def client_path(self, field: str) -> str:
+        """Return the client's name of a field: its longest prefix in `paths` is replaced."""
+        end = len(field)
+        while end > 0:
+            if (found := self.paths.get(field[:end])) is not None:
+                return found + field[end:]
+            end = max(field.rfind(".", 0, end), field.rfind("[", 0, end))
+        return field
 
 
 class NoSpans:

@@ -35,9 +35,8 @@ async def chat(service: Service, call: Call, body: bytes) -> msgspec.Struct | As
     request = service.accept(call, body, ChatRequest)
     # For error messages: the engine's name of a field may differ from the client's name.
     names = (("max_tokens", "max_completion_tokens"), ("logprobs", "top_logprobs"))
-    conversation = Conversation(
-        len(body), {name: other for name, other in names if getattr(request, other) is not None}
-    )
+    call.paths |= {name: other for name, other in names if getattr(request, other) is not None}
+    conversation = Conversation(len(body), call.paths)
     prompt_ids = given_ids(call, "messages", request.messages)
     if prompt_ids is None:
         conversation.read(request.messages, service.info)
@@ -54,22 +53,15 @@ async def ask(
 ) -> ReadingPlan:
     """Check the request and submit it to the engine; return the plan for parsing its answers. `prompt_ids` replace the
     conversation's messages."""
-    with conversation.named_by_client():
-        return await _ask(service, call, request, conversation, prompt_ids)
-
-
-async def _ask(
-    service: Service, call: Call, request: ChatRequest, conversation: Conversation, prompt_ids: list[int] | None
-) -> ReadingPlan:
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     if max_tokens == 0:
         raise InvalidRequest("max_tokens", "0 is out of range; it must be at least 1")
-    wanted = wanted_outputs(request, service.config.coerce_one_of)
+    wanted = wanted_outputs(call, request, service.config.coerce_one_of)
     tools = service.tools
     calls = tools.calls(request)
-    special: dict[str, Any] = {"structured_outputs": wanted.outputs}
+    special: dict[str, Any] = {"structured_outputs": wanted}
     special["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     if max_tokens is not None or "max_tokens" not in service.config.default_sampling:
         special["max_tokens"] = max_tokens  # None: limited by the context only
@@ -88,16 +80,15 @@ async def _ask(
                 call,
                 request,
                 [prompt],
-                msgspec.structs.replace(params, structured_outputs=held.outputs),
+                msgspec.structs.replace(params, structured_outputs=held),
                 is_length_asked=max_tokens is not None,
                 kv_transfer=request.kv_transfer_params,
-                grammar=service.grammar(held),
                 shown_ids=frozenset() if plan.is_plain else tools.shown_ids,
             )
-        await service.compiled(call, held)
+        await service.compiled(call, "tools" if plan.is_certain else None if wanted is None else wanted.field)
         return plan
 
-    if calls is None or calls.must or wanted.outputs is not None or any(each.is_strict for each in calls.functions):
+    if calls is None or calls.must or wanted is not None or any(each.is_strict for each in calls.functions):
         return await begin(holds_optional=True)
     # The client did not request a grammar, so if the grammar is refused, optional calls are not constrained.
     key = tools.key(calls)

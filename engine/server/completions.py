@@ -22,11 +22,11 @@ async def completions(service: Service, call: Call, body: bytes) -> msgspec.Stru
     request = service.accept(call, body, CompletionRequest)
     # An echoed prompt includes its log-probabilities.
     asked = [request.prompt_logprobs, request.logprobs if request.echo else None]
-    wanted = wanted_outputs(request, service.config.coerce_one_of)
+    wanted = wanted_outputs(call, request, service.config.coerce_one_of)
     params = sampling_params(
         service,
         request,
-        structured_outputs=wanted.outputs,
+        structured_outputs=wanted,
         logprobs=request.logprobs,
         prompt_logprobs=max((value for value in asked if value is not None), default=None),
     )
@@ -53,9 +53,8 @@ async def completions(service: Service, call: Call, body: bytes) -> msgspec.Stru
             is_length_asked=request.max_tokens is not None,
             is_continuation=True,
             kv_transfer=request.kv_transfer_params,
-            grammar=service.grammar(wanted),
         )
-    await service.compiled(call, wanted)
+    await service.compiled(call, None if wanted is None else wanted.field)
     return await respond(service, call, request, CompletionReply(service, call, request, inputs))
 
 

@@ -1,8 +1,5 @@
-"""A conversation, in the same form for all APIs: the messages for the chat template, and the client's names of request
-fields for error messages."""
+"""A conversation, in the same form for all APIs: the messages for the chat template."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -19,13 +16,13 @@ MAX_PAST_CALLS = 128  # calls in one message
 
 
 class Conversation:
-    """The messages of one request, as dictionaries in the form of OpenAI's chat API. `paths` maps the chat API's names
-    of fields to the client's names if they differ; an entry also applies to all nested fields."""
+    """The messages of one request, as dictionaries in the form of OpenAI's chat API. Their paths in the client's request
+    are added to `paths` (Call.paths) if they differ."""
 
-    def __init__(self, size_bytes: int, paths: Mapping[str, str] | None = None) -> None:
+    def __init__(self, size_bytes: int, paths: dict[str, str]) -> None:
         """Create an empty conversation. `size_bytes`: size of the request and of the stored turns that it continues."""
         self.messages: list[dict[str, Any]] = []
-        self.paths = dict(paths or {})
+        self.paths = paths
         self.size_bytes = size_bytes
 
     def read(self, raw: Raw, info: ModelInfo) -> None:
@@ -99,23 +96,6 @@ class Conversation:
                 raise InvalidRequest(f"{field}.tool_calls", "two calls have the same id")
             called.update(ids)
             _check_result(f"{field}.tool_call_id", role, message.get("tool_call_id"), called)
-
-    @contextmanager
-    def named_by_client(self) -> Iterator[None]:
-        """Replace the field in an InvalidRequest with the client's name of it."""
-        try:
-            yield
-        except InvalidRequest as error:
-            raise InvalidRequest(self._client_path(error.field), error.message) from None
-
-    def _client_path(self, field: str) -> str:
-        """Return the path with its longest known prefix replaced by the client's name."""
-        end = len(field)
-        while end > 0:
-            if (found := self.paths.get(field[:end])) is not None:
-                return found + field[end:]
-            end = max(field.rfind(".", 0, end), field.rfind("[", 0, end))
-        return field
 
 
 def check_braces(field: str, raw: Raw, info: ModelInfo) -> None:

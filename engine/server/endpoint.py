@@ -104,7 +104,7 @@ async def _send_events(send: Send, events: AsyncGenerator[bytes, None], call: Ca
             async for data in events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except REFUSALS as error:
-            body = b"data: " + as_http_error(error).body() + b"\n\n" + DONE
+            body = b"data: " + as_http_error(error, call).body() + b"\n\n" + DONE
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 

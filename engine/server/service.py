@@ -22,7 +22,6 @@ from penstock.engine.server.agents.response_store import ResponseStore
 from penstock.engine.server.call import Call, NoSpans
 from penstock.engine.server.metrics import ServerMetrics
 from penstock.engine.server.requests import UNSERVED, PromptRequest, Unserved, parse
-from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.tool_choice import Tools
 from penstock.engine.text.model_text import text_digest
@@ -102,20 +101,14 @@ class Service:
         call.model = self.check_model(request.model)
         return request
 
-    def grammar(self, wanted: Wanted) -> str | None:
-        """Return the grammar for the requested format, for `generate`. The core compiles it later; see `compiled`."""
-        if wanted.outputs is None:
-            return None
-        return grammar_source(wanted.outputs, wanted.field)
-
-    async def compiled(self, call: Call, wanted: Wanted) -> None:
-        """Wait for the first tokens of a call with a grammar. The core may refuse the grammar, and a 400 is only
-        possible before anything is sent."""
-        for answer in call.answers if wanted.outputs is not None else ():
+    async def compiled(self, call: Call, field: str | None) -> None:
+        """Wait for the first tokens of a call whose grammar comes from this field. The core may refuse the grammar, and a
+        400 is only possible before anything is sent."""
+        for answer in call.answers if field is not None else ():
             await answer.begun()
             if answer.is_refused:
-                assert wanted.outputs is not None and answer.error is not None
-                raise InvalidRequest(wanted.field or wanted.outputs.field, answer.error)
+                assert field is not None and answer.error is not None
+                raise InvalidRequest(field, answer.error)
 
     @contextlib.contextmanager
     def admit(self, num_sequences: int) -> Iterator[None]:
@@ -149,6 +142,8 @@ class Service:
         """
         options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt}
         options |= {"adapter": self.adapter_of(call.model), "sampling": params.sampling(self.tokenizer.eos_ids)}
+        outputs = params.structured_outputs
+        options["grammar"] = None if outputs is None else grammar_source(outputs)
         for ids in prompts:
             fitting = params
             if params.seed is None and self._seeds is not None:
@@ -189,10 +184,12 @@ class Service:
             answer.abort()
 
 
-def as_http_error(error: Exception) -> HttpError:
-    """Convert one of REFUSALS, raised by the engine or a check before it, to an HTTP error."""
+def as_http_error(error: Exception, call: Call) -> HttpError:
+    """Convert one of REFUSALS, raised by the engine or a check before it, to an HTTP error with the client's name of the
+    field."""
     if isinstance(error, InvalidRequest):
-        return HttpError(400, str(error), param=error.field)
+        field = call.client_path(error.field)
+        return HttpError(400, f"{field}: {error.message}", param=field)
     if isinstance(error, QueueFull):
         return HttpError(429, str(error), headers={"retry-after": str(error.retry_after_s)})
     if isinstance(error, EngineDead):

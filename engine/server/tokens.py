@@ -27,7 +27,7 @@ async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
     with service.admit(1):
         text = request.prompt
         if text is None:
-            conversation = Conversation(len(body))
+            conversation = Conversation(len(body), call.paths)
             conversation.read(request.messages, service.info)
             text = await render(request, conversation, service)
         field = "messages" if has_messages else "prompt"

@@ -18,7 +18,6 @@ from penstock.engine.http.errors import clip
 from penstock.engine.messages import FinishReason
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.server.requests import ChatRequest, NamedTool, Tool
-from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.responses import ChatFinish
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.text.template import ChatTemplate
@@ -161,18 +160,18 @@ class Tools:
         begun: str,
         calls: Calls | None,
         prompt: list[int],
-        wanted: Wanted,
+        wanted: StructuredOutputs | None,
         *,
         holds_optional: bool = True,
-    ) -> tuple[ReadingPlan, Wanted]:
+    ) -> tuple[ReadingPlan, StructuredOutputs | None]:
         """Return the parsing plan, and the constraint for `wanted`, the calls and the reasoning together. `begun`: the
         text that the answer continues. If `holds_optional` is false, optional calls are parsed but not constrained."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
         holds = self._constrains_auto and holds_optional
-        is_held = calls is not None and (calls.must or wanted.outputs is not None or holds)
-        outputs = self._constraint(calls if is_held else None, wanted.outputs, thought)
+        is_held = calls is not None and (calls.must or wanted is not None or holds)
         shows = request.include_reasoning is not False
-        return ReadingPlan(calls, thought, is_held, shows), Wanted(outputs, "tools" if is_held else wanted.field)
+        outputs = self._constraint(calls if is_held else None, wanted, thought)
+        return ReadingPlan(calls, thought, is_held, shows), outputs
 
     def key(self, calls: Calls) -> bytes:
         """Return the key of these calls in `unheld`."""

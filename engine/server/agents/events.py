@@ -112,14 +112,13 @@ async def write(
     except REFUSALS as error:
         if raises or (call.reports and not has_begun):  # the router retries on another engine
             raise
-        await writer.fail(as_http_error(error))
+        await writer.fail(as_http_error(error, call))
         yield writer.taken()
 
 
 async def num_prompt_tokens(service: Service, request: ChatRequest, conversation: Conversation) -> int:
     """Return the number of tokens of a chat's prompt, without a limit on its length."""
-    with conversation.named_by_client():
-        text = await render(request, conversation, service)
+    text = await render(request, conversation, service)
     adds = bool(request.add_special_tokens)
     return len(await in_thread_if(len(text) > INLINE_CHARS, lambda: service.tokenizer.encode(text, adds)))
 

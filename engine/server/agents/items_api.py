@@ -87,9 +87,10 @@ def _chat(
     service: Service, call: Call, request: ResponsesRequest, size_bytes: int
 ) -> tuple[schema.ChatRequest, Conversation, list[FlatTool], list[AnyItem]]:
     """Convert the request to a chat; return it with its tools and its items. `size_bytes`: size of the body."""
-    conversation = Conversation(size_bytes, PATHS)
+    call.paths |= PATHS
+    conversation = Conversation(size_bytes, call.paths)
     tools = own_tools(request.tools, FlatTool, VENDOR_TOOLS, call.ignored)
-    fields = _fields(request, tools, conversation)
+    fields = _fields(request, tools, call)
     past = _past(service, call, request.previous_response_id)
     given = checked_items(given_items(request.input, service.info), "input")
     placed: list[tuple[str, AnyItem]] = [
@@ -103,14 +104,14 @@ def _chat(
     return schema.ChatRequest(messages=Raw(), **fields), conversation, [*tools.values()], given
 
 
-def _fields(request: ResponsesRequest, tools: dict[int, FlatTool], conversation: Conversation) -> dict[str, Any]:
+def _fields(request: ResponsesRequest, tools: dict[int, FlatTool], call: Call) -> dict[str, Any]:
     """Return all fields of the chat request except its messages."""
     choice = request.tool_choice
     fields: dict[str, Any] = {name: getattr(request, name) for name in SAME}
     fields |= {"tool_choice": choice, "max_tokens": request.max_output_tokens}
     if isinstance(choice, ChosenTool):
         fields["tool_choice"] = schema.NamedTool(schema.FunctionName(choice.name))
-    fields["tools"] = chat_tools(tools, conversation.paths, "parameters")
+    fields["tools"] = chat_tools(tools, call.paths, "parameters")
     form = request.text.format if request.text is not None else None
     if form is not None:
         of_json = schema.JsonSchema(form.schema) if form.type == "json_schema" else None

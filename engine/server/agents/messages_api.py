@@ -75,20 +75,21 @@ def _chat(
         raise InvalidRequest("messages", "at least one is needed")
     if given[-1].role == "assistant" and not given[-1].content and len(given) > 1:
         given.pop()  # an empty assistant message begins no answer
-    conversation = Conversation(size_bytes, PATHS)
+    # A last message of the assistant is the beginning of the answer, which the model continues.
+    begun = given[-1].content if given[-1].role == "assistant" else ""
+    if not isinstance(begun, str) and not (begun and isinstance(begun[-1], TextBlock)):
+        what = "a turn of the assistant that ends the messages is gone on with, so its last block has to be a text"
+        raise InvalidRequest(f"messages[{len(given) - 1}].content", what)
+    call.paths |= PATHS
+    conversation = Conversation(size_bytes, call.paths)
     if request.system:
         conversation.say("system", "system", _text(request.system), "")
     for index, message in enumerate(given):
         _add(conversation, f"messages[{index}]", message)
     fields: dict[str, Any] = {name: getattr(request, name, None) for name in SAME}
-    if given[-1].role == "assistant":  # the beginning of the answer, which the model continues
-        begun = given[-1].content
-        if not isinstance(begun, str) and not (begun and isinstance(begun[-1], TextBlock)):
-            what = "a turn of the assistant that ends the messages is gone on with, so its last block has to be a text"
-            raise InvalidRequest(f"messages[{len(given) - 1}].content", what)
-        fields["continue_final_message"] = True
+    fields["continue_final_message"] = True if given[-1].role == "assistant" else None
     tools = own_tools(request.tools, BlockTool, VENDOR_TOOLS, call.ignored)
-    fields |= _options(request) | {"tools": chat_tools(tools, conversation.paths, "input_schema")}
+    fields |= _options(request) | {"tools": chat_tools(tools, call.paths, "input_schema")}
     return schema.ChatRequest(messages=Raw(), **fields), conversation
 
 

@@ -44,8 +44,8 @@ def test_a_schema_that_no_grammar_holds_is_refused_with_our_field_and_the_reason
     schema: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises((InvalidRequest, GrammarRefused)) as caught:
-        compile_within_limits(COMPILER, grammar_source(StructuredOutputs(json=schema), field="some.field"))
-    assert str(caught.value).removeprefix("some.field: ").startswith(reason)
+        compile_within_limits(COMPILER, grammar_source(StructuredOutputs(json=schema)))
+    assert str(caught.value).removeprefix("structured_outputs.json: ").startswith(reason)
 
 
 def test_a_one_of_that_is_not_held_exactly_is_taken_for_any_of_where_the_user_says_so() -> None:

@@ -46,7 +46,7 @@ def served(body: bytes, service: Service = SERVICE) -> list[int] | str:
 
     async def ids() -> list[int]:
         request = parse(body, ChatRequest, [])
-        conversation = Conversation(len(body))
+        conversation = Conversation(len(body), {})
         conversation.read(request.messages, service.info)
         text = await render(request, conversation, service)
         return (await to_ids("messages", [text], service, request.add_special_tokens))[0]
