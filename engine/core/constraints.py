@@ -19,7 +19,7 @@ COMPILED_WAIT_S = 0.005  # how long an otherwise idle core waits for a grammar b
 
 
 class Constraints:
-    def __init__(self, scheduler: Scheduler, executor: Executor, compiler: Compiler) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, compiler: Compiler | None) -> None:
         self._scheduler, self._executor, self._compiler = scheduler, executor, compiler
         self._compiled: queue.SimpleQueue[str] = queue.SimpleQueue()  # ids of requests
         self._jobs: dict[str, Job] = {}  # by the ids of the requests that wait for them
@@ -29,6 +29,8 @@ class Constraints:
     def submit(self, message: Submit) -> Output | None:
         """Queue a request with a grammar. A new grammar is compiled while the request waits."""
         assert message.grammar is not None
+        if self._compiler is None:
+            return message.refused("grammar: this engine has no tokenizer to constrain an answer with")
         matcher = self._compiler.cached(message.grammar)
         output = self._scheduler.submit(message, matcher)
         if output is not None:
@@ -44,6 +46,10 @@ class Constraints:
             return self._scheduler.end(request, "error", f"the grammar cannot be compiled: {error}")
         return None
 
+    def warm(self) -> None:
+        if self._compiler is not None:
+            self._compiler.warm()
+
     def take_compiled(self) -> list[Output]:
         """Queue the requests whose grammars are compiled, and end those whose grammars failed or take too long."""
         outputs: list[Output] = []
@@ -54,6 +60,7 @@ class Constraints:
             if request is not None and limit is None:
                 continue
             del self._jobs[request_id]
+            assert self._compiler is not None
             self._compiler.give_up(job)
             if request is not None:
                 outputs.append(
@@ -92,7 +99,7 @@ class Constraints:
     def begin_masks(self) -> None:
         """Start filling the masks of the only step in flight, before it is submitted, so that this overlaps its forward
         pass."""
-        rows = self._masked_rows()
+        rows = None if self._filler is None else self._masked_rows()
         if rows is not None:
             assert self._filler is not None
             self._is_filling = True
@@ -137,3 +144,5 @@ class Constraints:
     def close(self) -> None:
         if self._filler is not None:
             self._filler.close()
+        if self._compiler is not None:
+            self._compiler.close()

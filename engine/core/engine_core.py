@@ -47,15 +47,13 @@ class EngineCore:
         self,
         config: EngineConfig,
         executor: Executor,
-        make_compiler: Callable[[], Compiler] | None = None,
+        compiler: Compiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`make_compiler` is called for the first request with a grammar; without it, such requests are refused."""
+        """Without a `compiler`, requests with a grammar are refused."""
         self.executor = executor
         self.scheduler = Scheduler(config.scheduler, executor.info, clock)
-        self._make_compiler = make_compiler
-        self._compiler: Compiler | None = None
-        self._constraints: Constraints | None = None
+        self._constraints = Constraints(self.scheduler, executor, compiler)
         kv = self.scheduler.kv
         pools: Mapping[str, BlockPool | UsableKeys] = kv.pools()
         if len(executor.info.groups) > 1:
@@ -107,11 +105,6 @@ class EngineCore:
         """Queue a request that `submit` accepted; its adapter may have been unloaded since."""
         if message.grammar is None:
             return self.scheduler.submit(message)
-        if self._constraints is None:
-            compiler = self._made_compiler()
-            if compiler is None:
-                return message.refused("grammar: this engine has no tokenizer to constrain an answer with")
-            self._constraints = Constraints(self.scheduler, self.executor, compiler)
         return self._constraints.submit(message)
 
     def abort(self, request_id: str) -> Output | None:
@@ -119,14 +112,7 @@ class EngineCore:
 
     def warm_grammars(self) -> None:
         """Build the vocabulary in a thread before the first constrained request needs it. Further calls do nothing."""
-        compiler = self._made_compiler()
-        if compiler is not None:
-            compiler.warm()
-
-    def _made_compiler(self) -> Compiler | None:
-        if self._compiler is None and self._make_compiler is not None:
-            self._compiler = self._make_compiler()
-        return self._compiler
+        self._constraints.warm()
 
     def has_work(self) -> bool:
         return bool(self.scheduler.in_flight) if self.pauses.is_paused else self.scheduler.has_work()
@@ -143,7 +129,7 @@ class EngineCore:
         another are set as soon as that one is collected; those of a single step are filled while it computes.
         """
         scheduler, constraints = self.scheduler, self._constraints
-        outputs = [] if constraints is None else constraints.take_compiled()
+        outputs = constraints.take_compiled()
         self.last_step_tokens = 0
         plans = plans and not self.pauses.is_paused
         while plans and len(scheduler.in_flight) < self.info.max_in_flight:
@@ -152,7 +138,7 @@ class EngineCore:
                 break
             if self.step_started_s is None:
                 self._runs(step)
-            if constraints is None or len(scheduler.in_flight) > 1:
+            if len(scheduler.in_flight) > 1:
                 self.executor.submit(step)
             else:
                 constraints.begin_masks()
@@ -161,7 +147,7 @@ class EngineCore:
         if not scheduler.in_flight:
             if not plans:
                 return outputs
-            if constraints is not None and scheduler.held:
+            if scheduler.held:
                 return outputs + constraints.wait_for_compiled()
             # A pool that holds the longest request alone can always admit one.
             assert not scheduler.has_work(), "requests wait, and nothing runs that could make room"
@@ -172,7 +158,7 @@ class EngineCore:
         self._experts = result.experts or self._experts
         outputs += scheduler.apply(result)
         self._drop_adapters()
-        if constraints is not None and scheduler.in_flight:
+        if scheduler.in_flight:
             outputs += constraints.set_masks()
         transfers = result.transfers
         if not result.tokens and transfers and not (transfers.completions or transfers.num_copied):
@@ -207,10 +193,7 @@ class EngineCore:
 
     def close(self) -> None:
         self.settle()
-        if self._constraints is not None:
-            self._constraints.close()
-        if self._compiler is not None:
-            self._compiler.close()
+        self._constraints.close()
         self.executor.close()
 
 

@@ -68,7 +68,7 @@ def main(open_executor: Callable[[ExecutorConfig, Callable[[str], None]], Execut
     link.send(Connected())
     try:
         executor = open_executor(config.executor, lambda line: link.send(LoadProgress(line)))
-        core = EngineCore(config, executor, lambda: Compiler(lambda: load_vocabulary(config.executor, executor.info)))
+        core = EngineCore(config, executor, Compiler(lambda: load_vocabulary(config.executor, executor.info)))
         link.send(Ready(core.info))
         reporter.beat(lambda: heartbeat(core, duty))
         settle_garbage()

@@ -279,12 +279,11 @@ class LLM:
         self.shutdown()
 
     def _start(self, config: EngineConfig) -> None:
-        executor, tokenizer = self._open_executor(config.executor), self.tokenizer
-        if tokenizer is None:
-            self._core = EngineCore(config, executor)
-            return
-        vocab_size = executor.info.vocab_size
-        self._core = EngineCore(config, executor, lambda: Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size)))
+        executor, tokenizer, compiler = self._open_executor(config.executor), self.tokenizer, None
+        if tokenizer is not None:
+            vocab_size = executor.info.vocab_size
+            compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
+        self._core = EngineCore(config, executor, compiler)
 
     def _running(self) -> EngineCore:
         if self._core is None:

@@ -126,7 +126,7 @@ class World:
     def __init__(self, executor: Executor, config: ExecutorConfig, family: str, **options: Any) -> None:
         self.tokenizer, compiler = tools(family)
         scheduler = SchedulerConfig(**{"max_num_seqs": MAX_SEQS, "max_num_batched_tokens": 128, **options})
-        self.core = EngineCore(EngineConfig(executor=config, scheduler=scheduler), executor, lambda: compiler)
+        self.core = EngineCore(EngineConfig(executor=config, scheduler=scheduler), executor, compiler)
         self._asked: dict[str, Asked] = {}
         self._choices: dict[str, Choice] = {}
         self._updates: dict[str, list[Update]] = {}

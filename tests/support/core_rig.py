@@ -45,9 +45,8 @@ class CoreRig(Recorder):
         scheduler = SchedulerConfig(speculative_config=self.drafts, patience_s=self.patience_s, **sizes)
         self.executor = OracleExecutor(executor, self.max_in_flight)
         compiler = self.compiler
-        make_compiler = None if compiler is None else lambda: compiler
         config = EngineConfig(executor=executor, scheduler=scheduler)
-        self.core = EngineCore(config, self.executor, make_compiler, clock=lambda: self.now_s)
+        self.core = EngineCore(config, self.executor, compiler, clock=lambda: self.now_s)
 
     def submit(self, message: Submit) -> None:
         self.outputs[message.request_id] = []
