@@ -7,7 +7,7 @@ thousand times as large.
 
 import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any
 
 import msgspec
 
@@ -25,18 +25,6 @@ _TYPES = {
     500: "server_error",
     503: "service_unavailable",
 }
-
-
-class ErrorInfo(msgspec.Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: int
-
-
-class ErrorReply(msgspec.Struct, frozen=True):
-    error: ErrorInfo
-    type: Literal["error"] = "error"
 
 
 class HttpError(Exception):
@@ -59,15 +47,18 @@ class ClientGone(Exception):
     """Raised when the client has closed the connection, so that nobody would read a response."""
 
 
+def error_info(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """Return the object `error` of a response, bounded in size."""
+    return {
+        "message": clip(message, MAX_MESSAGE_CHARS),
+        "type": _TYPES.get(status, "invalid_request_error"),
+        "param": None if param is None else clip(param),
+        "code": status,
+    }
+
+
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
-    """Return the JSON of an error, bounded in size."""
-    info = ErrorInfo(
-        message=clip(message, MAX_MESSAGE_CHARS),
-        type=_TYPES.get(status, "invalid_request_error"),
-        param=None if param is None else clip(param),
-        code=status,
-    )
-    return msgspec.json.encode(ErrorReply(info))
+    return msgspec.json.encode({"type": "error", "error": error_info(status, message, param)})
 
 
 def clip(text: str, limit: int = MAX_ECHO_CHARS) -> str:

@@ -17,7 +17,6 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.call import Call
 from penstock.engine.server.endpoint import PostRoute
 from penstock.engine.server.requests import parse
-from penstock.engine.server.responses import Status
 from penstock.engine.server.service import Service
 from penstock.executor.protocol import Part, SleepLevel, WeightsError
 
@@ -56,26 +55,21 @@ class UpdateRequest(msgspec.Struct, kw_only=True):
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
-class Updated(msgspec.Struct):
-    weights_version: int
-    fingerprint: str
-
-
-async def pause(service: Service, call: Call, body: bytes) -> Status:
+async def pause(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Stop computing between two steps. New requests wait; those that run are ended ("abort"), waited for ("wait") or kept ("keep")."""
     request = _asked(PauseRequest, call, body)
     await _control(service, "pause", mode=request.mode)
-    return Status("paused")
+    return {"status": "paused"}
 
 
-async def resume(service: Service, call: Call, body: bytes) -> Status:
+async def resume(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Go on after a pause."""
     _asked(ResumeRequest, call, body)
     await _control(service, "resume")
-    return Status("resumed")
+    return {"status": "resumed"}
 
 
-async def sleep(service: Service, call: Call, body: bytes) -> Status:
+async def sleep(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Pause, and give memory back: of the cache, and with level 2 that of the weights."""
     request = _asked(SleepRequest, call, body)
     was_paused = service.engine.state.is_paused
@@ -86,27 +80,27 @@ async def sleep(service: Service, call: Call, body: bytes) -> Status:
         if not was_paused:
             await _control(service, "resume")
         raise
-    return Status("asleep")
+    return {"status": "asleep"}
 
 
-async def wake_up(service: Service, call: Call, body: bytes) -> Status:
+async def wake_up(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Take memory back, and go on when weights and cache are both there."""
     request = _asked(WakeRequest, call, body)
     await _control(service, "wake_up", parts=request.tags)
     if not service.engine.state.asleep:
         await _control(service, "resume")
-        return Status("awake")
-    return Status(f"asleep, without {' and '.join(service.engine.state.asleep)}")
+        return {"status": "awake"}
+    return {"status": f"asleep, without {' and '.join(service.engine.state.asleep)}"}
 
 
-async def update_weights(service: Service, call: Call, body: bytes) -> Updated:
+async def update_weights(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Compute with other weights of the same model: all of them or, where they cannot be used, none. Requests that run wait, and go on with the new ones."""
     request = _asked(UpdateRequest, call, body)
     try:
         state = await service.engine.control("update_weights", path=request.path)
     except WeightsError as error:
         raise InvalidRequest("path", str(error)) from None
-    return Updated(state.weights_version, state.fingerprint.hex())
+    return {"weights_version": state.weights_version, "fingerprint": state.fingerprint.hex()}
 
 
 HANDLERS = (pause, resume, sleep, wake_up, update_weights)

@@ -1,6 +1,6 @@
 """Connects ASGI to a handler: reads the body, watches for the client's disconnect, writes the reply or the stream.
 
-A handler gets the body as bytes and returns either a reply object or an iterator of server-sent events. It is cancelled
+A handler gets the body as bytes and returns either an object for JSON or an iterator of server-sent events. It is cancelled
 as soon as the client disconnects, streaming or not, and its requests in the engine are aborted.
 """
 
@@ -20,7 +20,7 @@ from penstock.engine.server.answers import DONE
 from penstock.engine.server.call import Call
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
 
-Reply = msgspec.Struct | msgspec.Raw | AsyncGenerator[bytes, None]
+Reply = msgspec.Struct | dict[str, Any] | msgspec.Raw | AsyncGenerator[bytes, None]
 Handler = Callable[[Service, Call, bytes], Awaitable[Reply]]
 
 
@@ -73,12 +73,12 @@ class Endpoint:
 
     async def _answer(self, call: Call, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await self._handler(self._service, call, body)
-        if isinstance(reply, (msgspec.Struct, msgspec.Raw)):
-            whole = Response(msgspec.json.encode(reply), 200, _report(call), "application/json")
-            await whole(scope, receive, send)
-        else:
+        if isinstance(reply, AsyncGenerator):
             call.is_stream = True
             await _send_events(send, reply, call)
+        else:
+            whole = Response(msgspec.json.encode(reply), 200, _report(call), "application/json")
+            await whole(scope, receive, send)
 
 
 def _report(call: Call) -> dict[str, str]:

@@ -11,6 +11,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 import zmq
@@ -26,29 +27,6 @@ log = logging.getLogger("penstock.server")
 MEDIA = {"device": "GPU", "host": "CPU"}
 END = (-1).to_bytes(8, "big", signed=True)
 SPARE = 2**14  # blocks remembered in addition to the cached ones, for requests in flight
-
-
-class Event(msgspec.Struct, omit_defaults=True, tag=True):
-    pass
-
-
-class BlockStored(Event):
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str
-    lora_name: str | None
-    extra_keys: list[list[str] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-
-
-class BlockRemoved(Event):
-    block_hashes: list[int]
-    medium: str
-    group_idx: int | None = None
 
 
 class KvPublisher:
@@ -86,9 +64,10 @@ class KvPublisher:
         """Publish an update of the core. `cached`: the keys in each tier after the update."""
         self.remember(update.blocks, cached)
         medium = MEDIA[update.tier]
-        events: list[Event] = []
+        events: list[dict[str, Any]] = []
         if update.removed:
-            events.append(BlockRemoved([_number(key) for key in keys_in(update.removed)], medium, group_idx=0))
+            hashes = [_number(key) for key in keys_in(update.removed)]
+            events.append({"type": "BlockRemoved", "block_hashes": hashes, "medium": medium, "group_idx": 0})
         events += [self._stored(run, medium) for run in self._runs(keys_in(update.stored))]
         if events:
             payload = msgspec.msgpack.encode([time.time(), events, 0])
@@ -118,21 +97,22 @@ class KvPublisher:
         if run:
             yield run
 
-    def _stored(self, run: list[KeyedBlock], medium: str) -> Event:
+    def _stored(self, run: list[KeyedBlock], medium: str) -> dict[str, Any]:
         first = run[0]
         extra = [[word for word in (block.adapter, block.salt) if word is not None] or None for block in run]
-        return BlockStored(
-            block_hashes=[_number(block.key) for block in run],
-            parent_block_hash=_number(first.parent) if first.parent else None,
-            token_ids=array("i", b"".join(block.tokens for block in run)).tolist(),
-            block_size=self._info.block_size,
-            lora_id=None,
-            medium=medium,
-            lora_name=first.adapter,
-            extra_keys=extra if any(extra) else None,
-            group_idx=0,
-            kv_cache_spec_kind="full_attention",
-        )
+        return {
+            "type": "BlockStored",
+            "block_hashes": [_number(block.key) for block in run],
+            "parent_block_hash": _number(first.parent) if first.parent else None,
+            "token_ids": array("i", b"".join(block.tokens for block in run)).tolist(),
+            "block_size": self._info.block_size,
+            "lora_id": None,
+            "medium": medium,
+            "lora_name": first.adapter,
+            "extra_keys": extra if any(extra) else None,
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+        }
 
     def _repeat(self) -> None:
         """Answer all pending replay requests, since the descriptor is edge-triggered."""

@@ -1,4 +1,4 @@
-"""The response schemas: the objects of the OpenAI API, with vLLM's additions that clients use.
+"""The responses of completions and chats: the objects of the OpenAI API, with vLLM's additions that clients use.
 
 An UNSET field is omitted from the JSON; None is sent as null.
 """
@@ -134,52 +134,3 @@ class ChatChunk(NamedAnswer):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class Embedding(msgspec.Struct):
-    index: int
-    embedding: list[float] | str
-    object: Literal["embedding"] = "embedding"
-
-
-class Embeddings(msgspec.Struct):
-    data: list[Embedding]
-    model: str
-    usage: Usage
-    id: str
-    object: Literal["list"] = "list"
-
-
-class Tokens(msgspec.Struct):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-
-
-class Detokenized(msgspec.Struct):
-    prompt: str
-
-
-class Model(msgspec.Struct):
-    id: str
-    created: int
-    max_model_len: int
-    root: str  # the first of the served names
-    block_size: int  # a router needs it and `fingerprint` to compute the keys of cached blocks
-    fingerprint: str
-    num_blocks: int
-    max_num_batched_tokens: int
-    text_digest: str  # digest of tokenizer and template; a router with the same digest may send ids instead of text
-    parent: str | None = None  # for an adapter: its base model …
-    adapter: str | None = None  # … and the digest that is part of the keys of its blocks
-    object: Literal["model"] = "model"
-    owned_by: str = "penstock"
-
-
-class Models(msgspec.Struct):
-    data: list[Model]
-    object: Literal["list"] = "list"
-
-
-class Status(msgspec.Struct):
-    status: str

@@ -14,7 +14,6 @@ from starlette.routing import Route
 import penstock
 from penstock.engine.http.page.document import document
 from penstock.engine.server import control, scoring
-from penstock.engine.server import responses as reply
 from penstock.engine.server.agents import items_api, messages_api
 from penstock.engine.server.chat import chat
 from penstock.engine.server.completions import completions
@@ -86,33 +85,37 @@ class Gets:
         if one is not None:
             return _json(self._model(service.check_model(one)))
         names = (*service.config.served_model_names, *service.adapters.served)
-        return _json(reply.Models([self._model(name) for name in names]))
+        return _json({"object": "list", "data": [self._model(name) for name in names]})
 
-    def _model(self, name: str) -> reply.Model:
+    def _model(self, name: str) -> dict[str, Any]:
         service, info = self._service, self._service.info
-        return reply.Model(
-            id=name,
-            created=self._started,
-            max_model_len=info.max_model_len,
-            root=service.model_name,
-            parent=service.model_name if (adapter := service.adapter_of(name)) else None,
-            adapter=adapter,
-            block_size=info.block_size,
-            fingerprint=info.fingerprint.hex(),
-            num_blocks=info.num_blocks - 1,  # block 0 is padding and never allocated
-            max_num_batched_tokens=info.max_num_batched_tokens,
-            text_digest=service.text_digest,
-        )
+        adapter = service.adapter_of(name)
+        return {
+            "id": name,
+            "object": "model",
+            "owned_by": "penstock",
+            "created": self._started,
+            "max_model_len": info.max_model_len,
+            "root": service.model_name,
+            "parent": service.model_name if adapter else None,
+            "adapter": adapter,  # the digest that is part of the keys of its blocks
+            # A router needs these two to compute the keys of cached blocks …
+            "block_size": info.block_size,
+            "fingerprint": info.fingerprint.hex(),
+            "num_blocks": info.num_blocks - 1,  # block 0 is padding and never allocated
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "text_digest": service.text_digest,  # … and with the same digest may send ids instead of text
+        }
 
     async def health(self, _request: Request) -> Response:
         state = self._service.engine.health()
-        return _json(reply.Status(state.reason), 200 if state.alive else 503)
+        return _json({"status": state.reason}, 200 if state.alive else 503)
 
     async def ready(self, _request: Request) -> Response:
         state = self._service.engine.health()
         if self._service.is_draining:
-            return _json(reply.Status("the server is shutting down"), 503)
-        return _json(reply.Status(state.reason), 200 if state.alive and state.ready else 503)
+            return _json({"status": "the server is shutting down"}, 503)
+        return _json({"status": state.reason}, 200 if state.alive and state.ready else 503)
 
     async def tokenizer_info(self, _request: Request) -> Response:
         """Return special tokens and template under tokenizer_config.json's names, for clients that render prompts."""

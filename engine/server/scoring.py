@@ -3,10 +3,10 @@
 import base64
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import Meta, Raw
 
 from penstock.engine.front.labels import asking_for, labels_of, shown
 from penstock.engine.front.results import unit_length
@@ -16,7 +16,7 @@ from penstock.engine.server.call import Call
 from penstock.engine.server.endpoint import PostRoute
 from penstock.engine.server.prompts import decode_inputs, in_thread_if, to_ids
 from penstock.engine.server.requests import EmbeddingRequest, PromptRequest
-from penstock.engine.server.responses import Embedding, Embeddings, NamedAnswer, Usage
+from penstock.engine.server.responses import Usage
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS, pair_prompts
 from penstock.executor.protocol import LabelInfo, Pooled
@@ -28,7 +28,7 @@ MAX_CHARS = 1 << 24  # total length of all pairs; a text that is in every pair c
 _PARAMS = SamplingParams(max_tokens=1, detokenize=False)
 
 
-async def embeddings(service: Service, call: Call, body: bytes) -> Embeddings:
+async def embeddings(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Embed every input, by the hidden state of its last token or the mean over all of them."""
     request = service.accept(call, body, EmbeddingRequest)
     size = service.info.hidden_size
@@ -41,12 +41,8 @@ async def embeddings(service: Service, call: Call, body: bytes) -> Embeddings:
     vectors = await in_thread_if(
         size * len(inputs) > INLINE_FLOATS, lambda: [_vector(embedding, request) for embedding in found]
     )
-    return Embeddings(
-        data=[Embedding(index, vector) for index, vector in enumerate(vectors)],
-        model=call.model,
-        usage=usage(call.answers),
-        id=f"embd-{call.id}",
-    )
+    data = [{"index": index, "embedding": vector, "object": "embedding"} for index, vector in enumerate(vectors)]
+    return _reply(call, "embd", usage(call.answers), data)
 
 
 async def pooled(
@@ -104,71 +100,43 @@ class RerankRequest(PromptRequest, kw_only=True):
     return_documents: bool | None = None
 
 
-class Classified(msgspec.Struct):
-    index: int
-    label: str  # the most likely one
-    probs: list[float]  # one for each label
-    num_classes: int
-
-
-class Score(msgspec.Struct):
-    index: int
-    score: float
-    object: Literal["score"] = "score"
-
-
-class Labelled(NamedAnswer):
-    """The answer of /classify and of /score."""
-
-    data: list[Classified] | list[Score]
-    usage: Usage
-    object: Literal["list"] = "list"
-
-
-class Ranked(msgspec.Struct):
-    index: int  # position among the request's documents
-    relevance_score: float
-    document: TextObject | UnsetType = UNSET
-
-
-class Reranked(msgspec.Struct):
-    id: str
-    model: str
-    results: list[Ranked]
-    usage: Usage
-
-
-async def classify(service: Service, call: Call, body: bytes) -> Labelled:
+async def classify(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Classify every input: its most likely label, and the probabilities of all labels."""
     request = service.accept(call, body, ClassifyRequest)
     labels = labels_of(service.info)
     inputs = decode_inputs("input", request.input, MAX_INPUTS, service.info)
     found = await _numbers(service, call, request, "input", inputs, labels)
     data = [
-        Classified(index, labels.names[values.index(max(values))], values, len(values))
+        {"index": index, "label": labels.names[values.index(max(values))], "probs": values, "num_classes": len(values)}
         for index, values in enumerate(found)
     ]
-    return Labelled(f"classify-{call.id}", call.created, call.model, data, usage(call.answers, 0))
+    return _reply(call, "classify", usage(call.answers, 0), data)
 
 
-async def score(service: Service, call: Call, body: bytes) -> Labelled:
+async def score(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Score how well the two texts of every pair go together: one text with each of many, or each with its own."""
     request = service.accept(call, body, ScoreRequest)
     first, second = _texts(request.text_1), _texts(request.text_2)
     found = await _of_pairs(service, call, request, first, second, ("text_1", "text_2"))
-    data = [Score(index, value) for index, value in enumerate(found)]
-    return Labelled(f"score-{call.id}", call.created, call.model, data, usage(call.answers, 0))
+    data = [{"index": index, "score": value, "object": "score"} for index, value in enumerate(found)]
+    return _reply(call, "score", usage(call.answers, 0), data)
 
 
-async def rerank(service: Service, call: Call, body: bytes) -> Reranked:
+async def rerank(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Rank the documents by how well they go with the query."""
     request = service.accept(call, body, RerankRequest)
     texts = _texts(request.documents)
     found = await _of_pairs(service, call, request, [request.query], texts, ("query", "documents"))
     order = sorted(range(len(found)), key=lambda index: -found[index])[: request.top_n or None]
-    shows = request.return_documents is not False
-    results = [Ranked(index, found[index], TextObject(texts[index]) if shows else UNSET) for index in order]
-    return Reranked(f"rerank-{call.id}", call.model, results, usage(call.answers))
+    results: list[dict[str, Any]] = [{"index": index, "relevance_score": found[index]} for index in order]
+    for result in results if request.return_documents is not False else ():
+        result["document"] = {"text": texts[result["index"]]}
+    return {"id": f"rerank-{call.id}", "model": call.model, "results": results, "usage": usage(call.answers)}
+
+
+def _reply(call: Call, prefix: str, used: Usage, data: list[dict[str, Any]]) -> dict[str, Any]:
+    names = {"id": f"{prefix}-{call.id}", "created": call.created, "model": call.model}
+    return {**names, "object": "list", "data": data, "usage": used}
 
 
 async def _of_pairs(

@@ -1,5 +1,7 @@
 """POST routes that do not run the model: /tokenize, /detokenize, /reset_prefix_cache, and loading of adapters."""
 
+from typing import Any
+
 from penstock.engine.front.submit import token_bytes
 from penstock.engine.http.errors import HttpError
 from penstock.engine.sampling_params import InvalidRequest
@@ -8,12 +10,11 @@ from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.prompts import decode_ids, in_thread_if, render, to_ids
 from penstock.engine.server.requests import DetokenizeRequest, ResetRequest, TokenizeRequest, parse
-from penstock.engine.server.responses import Detokenized, Status, Tokens
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS, RENDERING
 
 
-async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
+async def tokenize(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Return the token ids of `prompt`, or of `messages` under the chat template."""
     request = parse(body, TokenizeRequest, call.ignored)
     service.check_model(request.model)
@@ -32,42 +33,42 @@ async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
             text = await render(request, conversation, service)
         field = "messages" if has_messages else "prompt"
         (ids,) = await to_ids(field, [text], service, request.add_special_tokens, num_answered=0)
-    return Tokens(len(ids), service.info.max_model_len, ids)
+    return {"count": len(ids), "max_model_len": service.info.max_model_len, "tokens": ids}
 
 
-async def detokenize(service: Service, call: Call, body: bytes) -> Detokenized:
+async def detokenize(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Return the text of `tokens`."""
     request = parse(body, DetokenizeRequest, call.ignored)
     service.check_model(request.model)
     with service.admit(1):
         ids = decode_ids("tokens", request.tokens, service.info)
         if not ids:
-            return Detokenized("")
+            return {"prompt": ""}
         token_bytes(ids, service.info.vocab_size, "tokens")
         skips = bool(request.skip_special_tokens)
         text = await in_thread_if(
             len(ids) > INLINE_CHARS, lambda: service.tokenizer.decode(ids, skip_special_tokens=skips)
         )
-    return Detokenized(text)
+    return {"prompt": text}
 
 
-async def reset_prefix_cache(service: Service, call: Call, body: bytes) -> Status:
+async def reset_prefix_cache(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Forget all cached content, in all tiers. 409 while requests run or transfers are in flight."""
     parse(body or b"{}", ResetRequest, call.ignored)
     if not await service.engine.reset_prefix_cache():
         raise HttpError(409, "requests or transfers between the tiers are in flight; try again when they are done")
-    return Status("reset")
+    return {"status": "reset"}
 
 
-async def load_adapter(service: Service, call: Call, body: bytes) -> Status:
+async def load_adapter(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Serve the PEFT adapter in a folder of the server under a name of its own, beside the model."""
     request = parse(body, LoadAdapterRequest, call.ignored)
     await service.adapters.load(request.lora_name, request.lora_path, bool(request.load_inplace))
-    return Status(f"adapter {request.lora_name!r} is loaded")
+    return {"status": f"adapter {request.lora_name!r} is loaded"}
 
 
-async def unload_adapter(service: Service, call: Call, body: bytes) -> Status:
+async def unload_adapter(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Accept no more requests for an adapter; requests in flight finish."""
     request = parse(body, UnloadAdapterRequest, call.ignored)
     service.adapters.unload(request.lora_name)
-    return Status(f"adapter {request.lora_name!r} is unloaded")
+    return {"status": f"adapter {request.lora_name!r} is unloaded"}

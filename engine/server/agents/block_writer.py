@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.http.errors import HttpError, error_body
+from penstock.engine.http.errors import HttpError, error_info
 from penstock.engine.server.agents.events import Kind, Writer
 from penstock.engine.server.call import Call
 from penstock.engine.server.responses import ChatFinish
@@ -67,8 +67,7 @@ class BlockWriter(Writer):
         self._event("message_stop")
 
     async def fail(self, error: HttpError) -> None:
-        found = msgspec.json.decode(error_body(error.status, error.message))
-        self._event("error", error=found["error"])
+        self._event("error", error=error_info(error.status, error.message))
 
     def _close(self, kind: Kind, text: str, _status: str) -> None:
         """Complete a block. A truncated call is removed from the whole answer."""

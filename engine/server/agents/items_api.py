@@ -147,12 +147,6 @@ def _keep(service: Service, call: Call, request: ResponsesRequest, given: list[A
 # Stored responses.
 
 
-class Deleted(msgspec.Struct, frozen=True):
-    id: str
-    object: str = "response"
-    deleted: bool = True
-
-
 async def get(service: Service, call: Call, _body: bytes) -> Reply:
     """Return a stored response."""
     query = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True)
@@ -165,9 +159,9 @@ async def get(service: Service, call: Call, _body: bytes) -> Reply:
     return Raw(stored.reply)
 
 
-async def delete(service: Service, call: Call, _body: bytes) -> Deleted:
+async def delete(service: Service, call: Call, _body: bytes) -> dict[str, Any]:
     """Delete a response. Responses that continue it cannot be continued any more either."""
     response_id = call.scope["path_params"]["response_id"]
     if not service.responses.delete(owner_of(call), response_id):
         raise not_stored("response_id", response_id)
-    return Deleted(response_id)
+    return {"id": response_id, "object": "response", "deleted": True}

@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import msgspec
 from msgspec import Raw
 
 from penstock.engine.http.body import decode
@@ -39,10 +38,6 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 SAME = schema.CHAT_FIELDS & {*MessagesRequest.__struct_fields__}
 
 
-class CountReply(msgspec.Struct, frozen=True):
-    input_tokens: int
-
-
 async def messages(service: Service, call: Call, body: bytes) -> MessageReply | AsyncGenerator[bytes, None]:
     """Answer a conversation of blocks."""
     request = service.accept(call, body, MessagesRequest, NOT_SERVED)
@@ -57,12 +52,12 @@ async def messages(service: Service, call: Call, body: bytes) -> MessageReply | 
     return writer.reply
 
 
-async def count_tokens(service: Service, call: Call, body: bytes) -> CountReply:
+async def count_tokens(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Return how many tokens the prompt of a message would have."""
     request = service.accept(call, body, CountRequest, NOT_SERVED)
     chat, conversation = _chat(service, call, request, len(body))
     with service.admit(1):
-        return CountReply(await num_prompt_tokens(service, chat, conversation))
+        return {"input_tokens": await num_prompt_tokens(service, chat, conversation)}
 
 
 def _chat(
