@@ -15,7 +15,7 @@ from penstock.engine.messages import PauseMode
 from penstock.engine.options import objection
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.call import Call
-from penstock.engine.server.endpoint import PostRoute
+from penstock.engine.server.endpoint import HandledRoute
 from penstock.engine.server.requests import parse
 from penstock.engine.server.service import Service
 from penstock.executor.protocol import Part, SleepLevel, WeightsError
@@ -104,7 +104,7 @@ async def update_weights(service: Service, call: Call, body: bytes) -> dict[str,
 
 
 HANDLERS = (pause, resume, sleep, wake_up, update_weights)
-POSTS = tuple(PostRoute(f"/{handler.__name__}", handler, takes_none=True) for handler in HANDLERS)
+POSTS = tuple(HandledRoute(f"/{handler.__name__}", handler, takes_none=True) for handler in HANDLERS)
 GETS: dict[str, Callable[[Service], dict[str, Any]]] = {
     "/is_paused": lambda service: {"is_paused": service.engine.state.is_paused},
     "/is_sleeping": lambda service: {"is_sleeping": bool(service.engine.state.asleep)},

@@ -124,16 +124,9 @@ def _plain(place: str, message: Message) -> dict[str, Any]:
     for field, what in (("function_call", "use tool_calls"), ("audio", "only text is understood")):
         if getattr(message, field) is not None:
             raise InvalidRequest(f"{place}.{field}", what)
-    plain: dict[str, Any] = {"role": message.role, "content": message.content}
-    others = {
-        "name": message.name,
-        "reasoning_content": message.reasoning_content,
-        "tool_call_id": message.tool_call_id,
-    }
-    plain |= {name: value for name, value in others.items() if value is not None}
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {"id": call.id, "type": call.type, "function": msgspec.structs.asdict(call.function)}
-            for call in message.tool_calls
-        ]
+    plain = {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
+    for name in ("refusal", "annotations"):
+        plain.pop(name, None)
+    for call in plain.get("tool_calls", ()):
+        del call["index"]
     return plain

@@ -24,9 +24,10 @@ Reply = msgspec.Struct | dict[str, Any] | msgspec.Raw | AsyncGenerator[bytes, No
 Handler = Callable[[Service, Call, bytes], Awaitable[Reply]]
 
 
-class PostRoute(NamedTuple):
+class HandledRoute(NamedTuple):
     path: str
     handler: Handler
+    method: str = "POST"
     takes_ids: bool = False  # accepts the prompt as token ids (token_form.py)
     takes_none: bool = False  # accepts requests without body and content type
 
@@ -35,13 +36,10 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 
 class Endpoint:
-    """The ASGI application of one route. For `takes_ids` and `takes_none`, see PostRoute."""
+    """The ASGI application of one route."""
 
-    def __init__(self, service: Service, handler: Handler, takes_ids: bool = False, takes_none: bool = False) -> None:
-        self._service = service
-        self._handler = handler
-        self._takes_ids = takes_ids
-        self._takes_none = takes_none
+    def __init__(self, service: Service, route: HandledRoute) -> None:
+        self._service, self._route = service, route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, call = self._service, scope["penstock.call"]
@@ -64,15 +62,15 @@ class Endpoint:
     def _content_type(self, scope: Scope) -> bytes:
         """Return the content type; refuse all but JSON, since any web page can make a browser post plain text."""
         given: bytes = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-        if self._takes_none and not given and all(name != b"origin" for name, _ in scope["headers"]):
+        if self._route.takes_none and not given and all(name != b"origin" for name, _ in scope["headers"]):
             return b""  # not from a web page, whose requests have a content type or an origin
         kind = given.split(b";")[0].strip().lower()
-        if kind == b"application/json" or (self._takes_ids and kind == token_form.CONTENT_TYPE):
+        if kind == b"application/json" or (self._route.takes_ids and kind == token_form.CONTENT_TYPE):
             return kind
         raise HttpError(415, "content-type: 'application/json' is expected", param="content-type")
 
     async def _answer(self, call: Call, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = await self._handler(self._service, call, body)
+        reply = await self._route.handler(self._service, call, body)
         if isinstance(reply, AsyncGenerator):
             call.is_stream = True
             await _send_events(send, reply, call)

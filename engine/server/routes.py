@@ -17,7 +17,7 @@ from penstock.engine.server import control, scoring
 from penstock.engine.server.agents import items_api, messages_api
 from penstock.engine.server.chat import chat
 from penstock.engine.server.completions import completions
-from penstock.engine.server.endpoint import Endpoint, PostRoute
+from penstock.engine.server.endpoint import Endpoint, HandledRoute
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.service import Service
 from penstock.engine.server.tokens import detokenize, load_adapter, reset_prefix_cache, tokenize, unload_adapter
@@ -25,34 +25,34 @@ from penstock.engine.server.tokens import detokenize, load_adapter, reset_prefix
 Shown = Callable[[Service], dict[str, Any]]
 
 POSTS = (
-    PostRoute("/v1/chat/completions", chat, takes_ids=True),
-    PostRoute("/v1/completions", completions, takes_ids=True),
-    PostRoute("/v1/embeddings", scoring.embeddings),
-    PostRoute("/tokenize", tokenize),
-    PostRoute("/detokenize", detokenize),
-    PostRoute("/reset_prefix_cache", reset_prefix_cache, takes_none=True),
+    HandledRoute("/v1/chat/completions", chat, takes_ids=True),
+    HandledRoute("/v1/completions", completions, takes_ids=True),
+    HandledRoute("/v1/embeddings", scoring.embeddings),
+    HandledRoute("/tokenize", tokenize),
+    HandledRoute("/detokenize", detokenize),
+    HandledRoute("/reset_prefix_cache", reset_prefix_cache, takes_none=True),
     *scoring.ROUTES,
-    PostRoute("/v1/responses", items_api.responses),
-    PostRoute("/v1/messages", messages_api.messages),
-    PostRoute("/v1/messages/count_tokens", messages_api.count_tokens),
+    HandledRoute("/v1/responses", items_api.responses),
+    HandledRoute("/v1/messages", messages_api.messages),
+    HandledRoute("/v1/messages/count_tokens", messages_api.count_tokens),
 )
-STORED_RESPONSE = {"GET": items_api.get, "DELETE": items_api.delete}
+STORED_RESPONSE = "/v1/responses/{response_id}"
+OTHERS = (
+    HandledRoute(STORED_RESPONSE, items_api.get, "GET"),
+    HandledRoute(STORED_RESPONSE, items_api.delete, "DELETE"),
+)
 ADAPTER_POSTS = (
-    PostRoute("/v1/load_lora_adapter", load_adapter),
-    PostRoute("/v1/unload_lora_adapter", unload_adapter),
+    HandledRoute("/v1/load_lora_adapter", load_adapter),
+    HandledRoute("/v1/unload_lora_adapter", unload_adapter),
 )
 
 
 def routes(service: Service, kv_events: KvEvents) -> list[Route]:
-    posts, shown = (*POSTS, *(ADAPTER_POSTS if service.config.allow_lora_updates else ())), {}
+    handled, shown = (*POSTS, *OTHERS, *(ADAPTER_POSTS if service.config.allow_lora_updates else ())), {}
     if service.config.allow_weight_updates:
-        posts, shown = (*posts, *control.POSTS), control.GETS
+        handled, shown = (*handled, *control.POSTS), control.GETS
     made = [Route(path, get, methods=["GET"]) for path, get in Gets(service, kv_events, shown).table.items()]
-    for path, handler, *takes in posts:
-        made.append(Route(path, Endpoint(service, handler, *takes), methods=["POST"]))
-    for method, handler in STORED_RESPONSE.items():
-        made.append(Route("/v1/responses/{response_id}", Endpoint(service, handler), methods=[method]))
-    return made
+    return made + [Route(route.path, Endpoint(service, route), methods=[route.method]) for route in handled]
 
 
 class Gets:

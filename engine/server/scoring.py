@@ -13,7 +13,7 @@ from penstock.engine.front.results import unit_length
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.answers import gather, usage
 from penstock.engine.server.call import Call
-from penstock.engine.server.endpoint import PostRoute
+from penstock.engine.server.endpoint import HandledRoute
 from penstock.engine.server.prompts import decode_inputs, in_thread_if, to_ids
 from penstock.engine.server.requests import EmbeddingRequest, PromptRequest
 from penstock.engine.server.responses import Usage
@@ -175,7 +175,7 @@ def _texts(given: str | TextObject | Sequence[str | TextObject]) -> list[str]:
 
 
 ROUTES = (
-    PostRoute("/classify", classify),
-    *(PostRoute(path, score) for path in ("/score", "/v1/score")),
-    *(PostRoute(path, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+    HandledRoute("/classify", classify),
+    *(HandledRoute(path, score) for path in ("/score", "/v1/score")),
+    *(HandledRoute(path, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
 )

@@ -7,6 +7,8 @@ shorter by every length that is tried in vain.
 
 from collections.abc import Sequence
 
+from penstock.engine.text.tools.scan import num_held
+
 
 class StopStrings:
     """The matching state of one text. Once `found` is set, the text has ended and nothing more may be pushed."""
@@ -15,7 +17,6 @@ class StopStrings:
         self.found: str | None = None
         self._stops = tuple(stops)
         self._firsts = frozenset(stop[0] for stop in stops)
-        self._longest = max(map(len, stops), default=1)
         self._include = include_in_output
         self._held = ""
 
@@ -24,17 +25,17 @@ class StopStrings:
         but a match may begin in it."""
         if not self._held and self._firsts.isdisjoint(text):
             return text
-        num_held, pending = len(self._held), self._held + text
+        num_before, pending = len(self._held), self._held + text
         ends = []
         for stop in self._stops if may_stop else ():
-            place = pending.find(stop, max(0, num_held - len(stop) + 1))  # one that ends in `text`
+            place = pending.find(stop, max(0, num_before - len(stop) + 1))  # one that ends in `text`
             if place >= 0:
                 ends.append((place + len(stop), -len(stop), stop))
         if ends:
             end, _, self.found = min(ends)
             self._held = ""
             return pending[: end if self._include else end - len(self.found)]
-        cut = len(pending) - self._num_held(pending)
+        cut = len(pending) - num_held(pending, 0, self._stops)
         self._held = pending[cut:]
         return pending[:cut]
 
@@ -42,12 +43,3 @@ class StopStrings:
         """Return the text held back so far; call it if the text ends without a stop string."""
         held, self._held = self._held, ""
         return held
-
-    def _num_held(self, text: str) -> int:
-        """Return the length of the longest end of the text that may be the beginning of a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            if text[-length] in self._firsts:
-                tail = text[-length:]
-                if any(length < len(stop) and stop.startswith(tail) for stop in self._stops):
-                    return length
-        return 0

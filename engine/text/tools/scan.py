@@ -132,9 +132,9 @@ class Source:
 
 def num_held(text: str, at: int, marks: Collection[str]) -> int:
     """Return the number of characters at the end of the text, from `at` on, that may be the beginning of a mark."""
-    longest = min(max(map(len, marks)) - 1, len(text) - at)
+    longest, firsts = min(max(map(len, marks)) - 1, len(text) - at), {mark[0] for mark in marks}
     for length in range(longest, 0, -1):
-        if any(mark.startswith(text[-length:]) for mark in marks):
+        if text[-length] in firsts and any(length < len(mark) and mark.startswith(text[-length:]) for mark in marks):
             return length
     return 0
 
