@@ -9,7 +9,6 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from penstock.engine.front.answer import Answer, Update, joined
 from penstock.engine.messages import Reuse
@@ -17,12 +16,13 @@ from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
 from penstock.engine.server.requests import SAMPLING_FIELDS, GenerateRequest
-from penstock.engine.server.responses import CachedTokens, Chat, ChatChunk, Completion, Usage
 from penstock.engine.server.service import Service
 
 DONE = b"data: [DONE]\n\n"
 LONG_ANSWER = 2048  # positions with log-probabilities; formatting more of them would block the event loop
 TOKENS_PER_LOGPROB = 16  # tokens whose text is parsed in the time of formatting one such position
+
+Json = dict[str, Any]  # an object of a response: OpenAI's fields, with vLLM's additions that clients use
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -30,13 +30,13 @@ _ENCODER = msgspec.json.Encoder()
 class Reply(Protocol):
     """Formats the answers of one call for its endpoint."""
 
-    def whole(self, choices: list[list[Update]], /) -> Completion | Chat:
+    def whole(self, choices: list[list[Update]], /) -> Json:
         """Return the whole answer. `choices`: for each prompt a list of its choices, each as one update."""
 
-    def chunks(self, place: int, update: Update, /) -> Sequence[Completion | ChatChunk]:
+    def chunks(self, place: int, update: Update, /) -> Sequence[Json]:
         """Return the events of a stream for an update of one choice of the prompt at `place`."""
 
-    def empty(self) -> Completion | ChatChunk:
+    def empty(self) -> Json:
         """Return an event without choices, for the usage."""
 
 
@@ -54,7 +54,7 @@ def sampling_params(service: Service, request: GenerateRequest, **special: Any) 
 
 async def respond(
     service: Service, call: Call, request: GenerateRequest, reply: Reply
-) -> msgspec.Struct | AsyncGenerator[bytes, None]:
+) -> Json | AsyncGenerator[bytes, None]:
     """Return the whole reply, or its server-sent events if the request asks for a stream."""
     if request.stream:
         return _stream(service, call, request, reply)
@@ -63,7 +63,7 @@ async def respond(
     for answer, updates in zip(call.answers, choices, strict=True):
         num_positions += len(answer.prompt_logprobs or ()) + sum(len(update.logprobs or ()) for update in updates)
     whole = await in_thread_if(num_positions > LONG_ANSWER, lambda: reply.whole(choices))
-    whole.usage = usage(call.answers, call.num_tokens, request.explain_cache)
+    whole["usage"] = usage(call.answers, call.num_tokens, request.explain_cache)
     return whole
 
 
@@ -80,30 +80,38 @@ async def _stream(service: Service, call: Call, request: GenerateRequest, reply:
                 counts[place] += len(update.token_ids)
                 for chunk in reply.chunks(place, update):
                     if continuously:
-                        chunk.usage = usage([call.answers[place]], counts[place], explains)
+                        chunk["usage"] = usage([call.answers[place]], counts[place], explains)
                     elif with_usage:
-                        chunk.usage = None
+                        chunk["usage"] = None
                     events.append(_event(chunk))
             if events:
                 yield b"".join(events)
     if with_usage:
         last = reply.empty()
-        last.usage = usage(call.answers, call.num_tokens, explains)
+        last["usage"] = usage(call.answers, call.num_tokens, explains)
         yield _event(last)
     yield DONE
 
 
-def usage(answers: Sequence[Answer], num_tokens: int | UnsetType = UNSET, explains: bool | None = False) -> Usage:
-    """Return the numbers of prompt and generated tokens; `num_tokens` is UNSET if the endpoint generates nothing.
+def token_fields(request: GenerateRequest, update: Update) -> Json:
+    """Return the token ids of a choice if the client wants them, and their weights versions after an update of them."""
+    if not request.return_token_ids:
+        return {}
+    return {"token_ids": update.token_ids, **({"weights_versions": update.versions} if update.versions else {})}
+
+
+def usage(answers: Sequence[Answer], num_tokens: int | None = None, explains: bool | None = False) -> Json:
+    """Return the numbers of prompt and generated tokens; `num_tokens` is None if the endpoint generates nothing.
     `explains`: also why no more of the prompts was cached."""
     num_prompt = sum(answer.num_prompt_tokens for answer in answers)
+    found: Json = {"prompt_tokens": num_prompt, "total_tokens": num_prompt + (num_tokens or 0)}
+    if num_tokens is not None:
+        found["completion_tokens"] = num_tokens
     cached = [count for answer in answers if (count := answer.num_cached_tokens) is not None]
-    return Usage(
-        prompt_tokens=num_prompt,
-        total_tokens=num_prompt + (num_tokens or 0),
-        completion_tokens=num_tokens,
-        prompt_tokens_details=CachedTokens(sum(cached), _reports(answers) if explains else UNSET) if cached else None,
-    )
+    details: Json = {"cached_tokens": sum(cached)}
+    if explains:
+        details["penstock"] = _reports(answers)
+    return found | {"prompt_tokens_details": details if cached else None}
 
 
 def _reports(answers: Sequence[Answer]) -> list[Reuse]:
@@ -143,5 +151,5 @@ async def _interleave(service: Service, answers: Sequence[Answer]) -> AsyncGener
             task.cancel()
 
 
-def _event(chunk: msgspec.Struct) -> bytes:
+def _event(chunk: Json) -> bytes:
     return b"data: " + _ENCODER.encode(chunk) + b"\n\n"

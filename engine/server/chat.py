@@ -4,33 +4,22 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
 from penstock.engine.front.answer import Update
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.server.answers import respond, sampling_params
+from penstock.engine.server.answers import Json, respond, sampling_params, token_fields
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import given_ids, render, to_ids
 from penstock.engine.server.requests import ChatRequest
 from penstock.engine.server.response_format import wanted_outputs
-from penstock.engine.server.responses import (
-    CalledFunction,
-    Chat,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatLogprobs,
-    ChatMessage,
-    ToolCall,
-)
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import Reading, ReadingPlan
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 
 
-async def chat(service: Service, call: Call, body: bytes) -> msgspec.Struct | AsyncGenerator[bytes, None]:
+async def chat(service: Service, call: Call, body: bytes) -> Json | AsyncGenerator[bytes, None]:
     """Answer the conversation, n times."""
     request = service.accept(call, body, ChatRequest)
     # For error messages: the engine's name of a field may differ from the client's name.
@@ -113,31 +102,32 @@ class ChatReply:
         self._is_plain = plan.is_plain  # the common case, whose chunks need no parser
         self._begun: dict[int, Reading] = {}  # choice → its parser
 
-    def whole(self, choices: list[list[Update]]) -> Chat:
-        call, request, (answer,) = self._call, self._request, self._call.answers
-        reply = Chat(f"chatcmpl-{call.id}", call.created, call.model, [self._choice(update) for update in choices[0]])
+    def whole(self, choices: list[list[Update]]) -> Json:
+        request, (answer,) = self._request, self._call.answers
+        reply = self._object("chat.completion", [self._choice(update) for update in choices[0]])
         if request.return_token_ids:
-            reply.prompt_token_ids = answer.prompt_token_ids
+            reply["prompt_token_ids"] = answer.prompt_token_ids
         if request.prompt_logprobs is not None:
-            reply.prompt_logprobs = prompt_logprobs(self._tokenizer, answer.prompt_logprobs)
+            reply["prompt_logprobs"] = prompt_logprobs(self._tokenizer, answer.prompt_logprobs)
         return reply
 
-    def _choice(self, update: Update) -> ChatChoice:
+    def _choice(self, update: Update) -> Json:
         reading = self._plan.begin()
-        return ChatChoice(
-            update.index,
-            _message(reading.pieces(update.text, is_last=True)),
-            self._logprobs(update) if self._request.logprobs else None,
-            reading.finish_reason(update.finish_reason),
-            update.stop_reason,
-            update.token_ids if self._request.return_token_ids else UNSET,
-            (update.versions or UNSET) if self._request.return_token_ids else UNSET,
-        )
+        return {
+            "index": update.index,
+            "message": _message(reading.pieces(update.text, is_last=True)),
+            "logprobs": self._logprobs(update),
+            "finish_reason": reading.finish_reason(update.finish_reason),
+            "stop_reason": update.stop_reason,
+            **token_fields(self._request, update),
+        }
 
-    def _logprobs(self, update: Update) -> ChatLogprobs:
+    def _logprobs(self, update: Update) -> Json | None:
+        if not self._request.logprobs:
+            return None
         return chat_logprobs(self._tokenizer, update.logprobs or (), self._request.return_tokens_as_token_ids)
 
-    def chunks(self, _place: int, update: Update) -> list[ChatChunk]:
+    def chunks(self, _place: int, update: Update) -> list[Json]:
         request = self._request
         is_first = update.index not in self._begun
         if is_first:
@@ -145,55 +135,57 @@ class ChatReply:
         reading = self._begun[update.index]
         reason = update.finish_reason
         if self._is_plain:
-            deltas = [ChatMessage(content=update.text)] if update.text else []
+            deltas: list[Json] = [{"content": update.text}] if update.text else []
         else:
             deltas = [*map(_delta, reading.pieces(update.text, is_last=reason is not None))]
         shows_tokens = request.return_token_ids or request.logprobs
         if not deltas and (is_first or reason or (shows_tokens and update.token_ids)):
-            deltas = [ChatMessage(content="") if self._is_plain else ChatMessage()]
+            deltas = [{"content": ""} if self._is_plain else {}]
         if not deltas:
             return []  # text is held back: part of a character, or of a possible stop string, call or mark
-        chunks = [self._chunk([ChatChunkChoice(update.index, delta)]) for delta in deltas]
+        choices: list[Json] = [
+            {"index": update.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+        ]
+        chunks = [self._object("chat.completion.chunk", [choice]) for choice in choices]
         if is_first:
-            deltas[0].role = "assistant"
+            deltas[0]["role"] = "assistant"
             if request.return_token_ids:
-                chunks[0].prompt_token_ids = self._call.answers[0].prompt_token_ids
+                chunks[0]["prompt_token_ids"] = self._call.answers[0].prompt_token_ids
         # The last chunk of an update carries its other fields.
-        last = chunks[-1].choices[0]
-        if request.logprobs:
-            last.logprobs = self._logprobs(update)
+        choices[-1] |= {"logprobs": self._logprobs(update), **token_fields(request, update)}
         if reason is not None:
-            last.finish_reason, last.stop_reason = reading.finish_reason(reason), update.stop_reason
-        if request.return_token_ids:
-            last.token_ids, last.weights_versions = update.token_ids, update.versions or UNSET
+            choices[-1] |= {"finish_reason": reading.finish_reason(reason), "stop_reason": update.stop_reason}
         return chunks
 
-    def empty(self) -> ChatChunk:
-        return self._chunk([])
+    def empty(self) -> Json:
+        return self._object("chat.completion.chunk", [])
 
-    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+    def _object(self, kind: str, choices: list[Json]) -> Json:
         call = self._call
-        return ChatChunk(id=f"chatcmpl-{call.id}", created=call.created, model=call.model, choices=choices)
+        names = {"id": f"chatcmpl-{call.id}", "object": kind, "created": call.created, "model": call.model}
+        return names | {"choices": choices}
 
 
-def _message(pieces: list[Piece]) -> ChatMessage:
+def _message(pieces: list[Piece]) -> Json:
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
-    calls: list[ToolCall] = []
+    calls: list[Json] = []
     for piece in pieces:
         if isinstance(piece, CallStart):
-            calls.append(ToolCall(CalledFunction(piece.name), id=piece.id, type="function"))
+            calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
         elif isinstance(piece, Arguments):
-            calls[piece.call].function.arguments += piece.text
+            calls[piece.call]["function"]["arguments"] += piece.text
     given = content or (None if calls or reasoning else "")
-    return ChatMessage("assistant", given, None, reasoning or UNSET, calls or UNSET)
+    message: Json = {"role": "assistant", "content": given, "refusal": None}
+    return message | {name: value for name, value in (("reasoning_content", reasoning), ("tool_calls", calls)) if value}
 
 
-def _delta(piece: Piece) -> ChatMessage:
+def _delta(piece: Piece) -> Json:
     if isinstance(piece, Content):
-        return ChatMessage(content=piece.text)
+        return {"content": piece.text}
     if isinstance(piece, Reasoning):
-        return ChatMessage(reasoning_content=piece.text)
+        return {"reasoning_content": piece.text}
     if isinstance(piece, Arguments):
-        return ChatMessage(tool_calls=[ToolCall(CalledFunction(arguments=piece.text), piece.call)])
-    return ChatMessage(tool_calls=[ToolCall(CalledFunction(piece.name), piece.call, piece.id, "function")])
+        return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+    function = {"name": piece.name, "arguments": ""}
+    return {"tool_calls": [{"index": piece.call, "id": piece.id, "type": "function", "function": function}]}

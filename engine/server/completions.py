@@ -2,22 +2,18 @@
 
 from collections.abc import AsyncGenerator, Sequence
 
-import msgspec
-from msgspec import UNSET
-
 from penstock.engine.front.answer import Update
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.server.answers import respond, sampling_params
+from penstock.engine.server.answers import Json, respond, sampling_params, token_fields
 from penstock.engine.server.call import Call
 from penstock.engine.server.logprobs import completion_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import decode_inputs, given_ids, to_ids
 from penstock.engine.server.requests import CompletionRequest
 from penstock.engine.server.response_format import wanted_outputs
-from penstock.engine.server.responses import Completion, CompletionChoice, CompletionLogprobs
 from penstock.engine.server.service import MAX_SEQUENCES, Service
 
 
-async def completions(service: Service, call: Call, body: bytes) -> msgspec.Struct | AsyncGenerator[bytes, None]:
+async def completions(service: Service, call: Call, body: bytes) -> Json | AsyncGenerator[bytes, None]:
     """Complete the prompt or prompts, n times each."""
     request = service.accept(call, body, CompletionRequest)
     # An echoed prompt includes its log-probabilities.
@@ -68,10 +64,10 @@ class CompletionReply:
         self._call, self._request, self._inputs = call, request, inputs
         self._offsets: dict[int, int] = {}  # choice → offset of its next token's text
 
-    def whole(self, choices: list[list[Update]]) -> Completion:
+    def whole(self, choices: list[list[Update]]) -> Json:
         return self._completion([self._whole(place, update) for place, each in enumerate(choices) for update in each])
 
-    def chunks(self, place: int, update: Update) -> list[Completion]:
+    def chunks(self, place: int, update: Update) -> list[Json]:
         index = self._index(place, update)
         is_first = index not in self._offsets
         shows_tokens = self._request.return_token_ids or self._request.logprobs is not None
@@ -79,36 +75,41 @@ class CompletionReply:
             return []  # text is held back: part of a character or of a possible stop string
         return [self._completion([self._choice(place, update, is_first)])]
 
-    def empty(self) -> Completion:
+    def empty(self) -> Json:
         return self._completion([])
 
-    def _completion(self, choices: list[CompletionChoice]) -> Completion:
+    def _completion(self, choices: list[Json]) -> Json:
         call = self._call
-        return Completion(id=f"cmpl-{call.id}", created=call.created, model=call.model, choices=choices)
+        names = {"id": f"cmpl-{call.id}", "object": "text_completion", "created": call.created, "model": call.model}
+        return names | {"choices": choices}
 
-    def _whole(self, place: int, update: Update) -> CompletionChoice:
+    def _whole(self, place: int, update: Update) -> Json:
         choice = self._choice(place, update, is_first=True)
         if self._request.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(self._tokenizer, self._call.answers[place].prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self._call.answers[place].prompt_logprobs)
         return choice
 
-    def _choice(self, place: int, update: Update, is_first: bool) -> CompletionChoice:
+    def _choice(self, place: int, update: Update, is_first: bool) -> Json:
         """Return an update as a choice. With `echo`, the first one begins with the prompt."""
         request, index = self._request, self._index(place, update)
-        logprobs = self._logprobs(place, update, index, is_first)
-        choice = CompletionChoice(index, update.text, logprobs, update.finish_reason, update.stop_reason)
+        choice: Json = {
+            "index": index,
+            "text": update.text,
+            "logprobs": self._logprobs(place, update, index, is_first),
+            "finish_reason": update.finish_reason,
+            "stop_reason": update.stop_reason,
+            **token_fields(request, update),
+        }
         if is_first and request.echo:
-            choice.text = self._echo(place) + choice.text
-        if request.return_token_ids:
-            choice.token_ids, choice.weights_versions = update.token_ids, update.versions or UNSET
-            if is_first:
-                choice.prompt_token_ids = self._call.answers[place].prompt_token_ids
+            choice["text"] = self._echo(place) + update.text
+        if is_first and request.return_token_ids:
+            choice["prompt_token_ids"] = self._call.answers[place].prompt_token_ids
         return choice
 
     def _index(self, place: int, update: Update) -> int:
         return place * len(self._call.answers[place].choices) + update.index
 
-    def _logprobs(self, place: int, update: Update, index: int, is_first: bool) -> CompletionLogprobs | None:
+    def _logprobs(self, place: int, update: Update, index: int, is_first: bool) -> Json | None:
         offset = self._offsets.setdefault(index, 0)
         if self._request.logprobs is None:
             return None

@@ -1,9 +1,9 @@
 """Converts the engine's log-probabilities to the three formats of the API."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from penstock.engine.front.results import candidates
-from penstock.engine.server.responses import ChatLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob, TopLogprob
+from penstock.engine.front.results import Candidates, candidates
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import TokenLogprobs
 
@@ -15,34 +15,34 @@ def id_text(id_: int) -> str:
     return f"token_id:{id_}"
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], as_ids: bool | None) -> ChatLogprobs:
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], as_ids: bool | None) -> dict[str, Any]:
     read = id_text if as_ids else tokenizer.token_text
 
-    def shown(id_: int, value: float) -> TopLogprob:
-        return TopLogprob(read(id_), value, list(tokenizer.token_bytes(id_)))
+    def shown(id_: int, value: float) -> dict[str, Any]:
+        return {"token": read(id_), "logprob": value, "bytes": list(tokenizer.token_bytes(id_))}
 
     content = []
     for token in map(_bounded, tokens):
         chosen, *top = [shown(id_, value) for id_, value in zip(token.ids, token.values, strict=True)]
-        content.append(TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
-    return ChatLogprobs(content)
+        content.append(chosen | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
 
 
 def completion_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], offset: int, first_id: int | None, as_ids: bool | None
-) -> tuple[CompletionLogprobs, int]:
+) -> tuple[dict[str, Any], int]:
     """Return the completions format (parallel lists) and the text offset after it. `first_id` is a first token without
     a probability. All tokens of one character have the same offset."""
-    reply = CompletionLogprobs([], [], [], [])
+    reply: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     read = id_text if as_ids else tokenizer.token_text
 
     def add(id_: int, value: float | None, top: dict[str, float] | None) -> None:
         nonlocal offset
-        reply.tokens.append(read(id_))
-        reply.token_logprobs.append(value)
-        reply.top_logprobs.append(top)
+        reply["tokens"].append(read(id_))
+        reply["token_logprobs"].append(value)
+        reply["top_logprobs"].append(top)
         begins = [byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(id_)]  # whether a byte begins a UTF-8 character
-        reply.text_offset.append(max(offset - (begins[:1] == [False]), 0))
+        reply["text_offset"].append(max(offset - (begins[:1] == [False]), 0))
         offset += sum(begins)
 
     if first_id is not None:
@@ -56,8 +56,8 @@ def completion_logprobs(
     return reply, offset
 
 
-def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs] | None) -> PromptLogprobs:
-    """Return one entry per prompt position, by token id; the entry of the first position is None."""
+def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs] | None) -> list[Candidates | None]:
+    """Return, in vLLM's format, one entry per prompt position, by token id; the entry of the first position is None."""
     return [None, *(candidates(_bounded(token), tokenizer.token_text) for token in tokens or ())]
 
 

@@ -3,7 +3,7 @@
 import base64
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Raw
@@ -11,12 +11,11 @@ from msgspec import Meta, Raw
 from penstock.engine.front.labels import asking_for, labels_of, shown
 from penstock.engine.front.results import unit_length
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
-from penstock.engine.server.answers import gather, usage
+from penstock.engine.server.answers import Json, gather, usage
 from penstock.engine.server.call import Call
 from penstock.engine.server.endpoint import HandledRoute
 from penstock.engine.server.prompts import decode_inputs, in_thread_if, to_ids
 from penstock.engine.server.requests import EmbeddingRequest, PromptRequest
-from penstock.engine.server.responses import Usage
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS, pair_prompts
 from penstock.executor.protocol import LabelInfo, Pooled
@@ -28,7 +27,7 @@ MAX_CHARS = 1 << 24  # total length of all pairs; a text that is in every pair c
 _PARAMS = SamplingParams(max_tokens=1, detokenize=False)
 
 
-async def embeddings(service: Service, call: Call, body: bytes) -> dict[str, Any]:
+async def embeddings(service: Service, call: Call, body: bytes) -> Json:
     """Embed every input, by the hidden state of its last token or the mean over all of them."""
     request = service.accept(call, body, EmbeddingRequest)
     size = service.info.hidden_size
@@ -100,7 +99,7 @@ class RerankRequest(PromptRequest, kw_only=True):
     return_documents: bool | None = None
 
 
-async def classify(service: Service, call: Call, body: bytes) -> dict[str, Any]:
+async def classify(service: Service, call: Call, body: bytes) -> Json:
     """Classify every input: its most likely label, and the probabilities of all labels."""
     request = service.accept(call, body, ClassifyRequest)
     labels = labels_of(service.info)
@@ -113,7 +112,7 @@ async def classify(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     return _reply(call, "classify", usage(call.answers, 0), data)
 
 
-async def score(service: Service, call: Call, body: bytes) -> dict[str, Any]:
+async def score(service: Service, call: Call, body: bytes) -> Json:
     """Score how well the two texts of every pair go together: one text with each of many, or each with its own."""
     request = service.accept(call, body, ScoreRequest)
     first, second = _texts(request.text_1), _texts(request.text_2)
@@ -122,19 +121,19 @@ async def score(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     return _reply(call, "score", usage(call.answers, 0), data)
 
 
-async def rerank(service: Service, call: Call, body: bytes) -> dict[str, Any]:
+async def rerank(service: Service, call: Call, body: bytes) -> Json:
     """Rank the documents by how well they go with the query."""
     request = service.accept(call, body, RerankRequest)
     texts = _texts(request.documents)
     found = await _of_pairs(service, call, request, [request.query], texts, ("query", "documents"))
     order = sorted(range(len(found)), key=lambda index: -found[index])[: request.top_n or None]
-    results: list[dict[str, Any]] = [{"index": index, "relevance_score": found[index]} for index in order]
+    results: list[Json] = [{"index": index, "relevance_score": found[index]} for index in order]
     for result in results if request.return_documents is not False else ():
         result["document"] = {"text": texts[result["index"]]}
     return {"id": f"rerank-{call.id}", "model": call.model, "results": results, "usage": usage(call.answers)}
 
 
-def _reply(call: Call, prefix: str, used: Usage, data: list[dict[str, Any]]) -> dict[str, Any]:
+def _reply(call: Call, prefix: str, used: Json, data: list[Json]) -> Json:
     names = {"id": f"{prefix}-{call.id}", "created": call.created, "model": call.model}
     return {**names, "object": "list", "data": data, "usage": used}
 

@@ -9,7 +9,7 @@ import logging
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,7 +18,6 @@ from penstock.engine.http.errors import clip
 from penstock.engine.messages import FinishReason
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.server.requests import ChatRequest, NamedTool, Tool
-from penstock.engine.server.responses import ChatFinish
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
@@ -39,6 +38,8 @@ MAX_SCHEMA_BYTES = 64 * 1024  # JSON size of one function's parameters
 MAX_UNHELD = 256
 SHORT_ID = 9  # an id of this length has no prefix: Mistral's templates only allow letters and digits
 END_TOKENS = 16  # tokens at the end of a prompt: enough for a mark and whitespace after it
+
+ChatFinish = FinishReason | Literal["tool_calls"]
 
 _OFF = "the server was started without them (--tool-call-parser none)"
 _UNKNOWN = "how this model's chat template writes calls is not known here; --tool-call-parser can name a format"

@@ -7,7 +7,7 @@ import msgspec
 from penstock.engine.http.errors import HttpError, error_info
 from penstock.engine.server.agents.events import Kind, Writer
 from penstock.engine.server.call import Call
-from penstock.engine.server.responses import ChatFinish
+from penstock.engine.server.tool_choice import ChatFinish
 from penstock.engine.text.tools.reader import CallStart, object_in
 
 UNSIGNED = "unsigned"  # placeholder for the signature, which some clients require

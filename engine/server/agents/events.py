@@ -14,9 +14,8 @@ from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.prompts import in_thread_if, render
 from penstock.engine.server.requests import ChatRequest
-from penstock.engine.server.responses import ChatFinish
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
-from penstock.engine.server.tool_choice import ReadingPlan
+from penstock.engine.server.tool_choice import ChatFinish, ReadingPlan
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 

@@ -10,7 +10,7 @@ from penstock.engine.http.errors import HttpError
 from penstock.engine.server.agents.events import Kind, Writer
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
-from penstock.engine.server.responses import ChatFinish
+from penstock.engine.server.tool_choice import ChatFinish
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.reader import CallStart, object_in
