@@ -343,7 +343,7 @@ class RouterApp:
 
 
 def _admits(keys: Keys, request: ClientRequest) -> bool:
-    return keys.admit((b"authorization", value) for value in request.authorization)
+    return keys.number((b"authorization", value) for value in request.authorization) is not None
 
 
 def _line(request: ClientRequest, status: int, key: int | None, exchange: Exchange | None) -> AccessLine:

@@ -33,14 +33,9 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Return whether the request has a key, as `Authorization: Bearer KEY` or `x-api-key: KEY`, and no wrong
-        one."""
-        return self.number(headers) is not None
-
     def number(self, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-        """Return the number of the request's key, from 1, which may be logged; None: it has none, or one that is not
-        accepted. If it has several accepted keys, the first counts."""
+        """Return the number of the request's key (`Authorization: Bearer KEY` or `x-api-key: KEY`), from 1, which may be
+        logged; None: it has none, or one that is not accepted. If it has several accepted keys, the first counts."""
         numbers = [self._number_of(given) for given in _digests_of(headers)]
         return None if not numbers or None in numbers else numbers[0]
 
@@ -58,7 +53,7 @@ class Authentication:
         self.app, self.keys, self.refusal = app, keys, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_admitted = not self.keys or self._is_open(scope) or self.keys.admit(scope["headers"])
+        is_admitted = not self.keys or self._is_open(scope) or self.keys.number(scope["headers"]) is not None
         await (self.app if is_admitted else self.refusal)(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:

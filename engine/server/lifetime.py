@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.listen import Listener
@@ -46,7 +46,12 @@ async def serve(
     with stop_signals(stopping.take), contextlib.ExitStack() as at_the_end:
         at_the_end.callback(app.service.spans.close)  # runs after the last request has ended
         listener = Listener(app, sockets, config.limits, app.service.metrics.refused)
-        at_the_end.enter_context(published(app, config))
+        if config.kv_events_config is not None and config.kv_events_config.is_on:
+            publisher = KvPublisher(app.service.info, config.kv_events_config)
+            publisher.start()
+            at_the_end.callback(publisher.close)
+            app.kv_events.publish_to(publisher.publish)
+            at_the_end.callback(app.kv_events.publish_to, None)
         async with listener:
             on_listening(url_of(sockets[0]))
             await wait_for(lambda: not engine.health().alive, stopping.drain)
@@ -54,22 +59,6 @@ async def serve(
                 return await _leave_dead(engine, app.service)
             await _drain(app.service, config.drain_timeout_s, stopping.stop)
             return 0 if engine.health().alive else 1
-
-
-@contextlib.contextmanager
-def published(app: ServerApp, config: ServerConfig) -> Iterator[None]:
-    """Publish cache events over ZMQ within the context, if that is configured."""
-    if config.kv_events_config is None or not config.kv_events_config.is_on:
-        yield
-        return
-    publisher = KvPublisher(app.service.info, config.kv_events_config)
-    publisher.start()
-    try:
-        app.kv_events.publish_to(publisher.publish)
-        yield
-    finally:
-        app.kv_events.publish_to(None)
-        publisher.close()
 
 
 async def _drain(service: Service, timeout_s: float, stop: asyncio.Event) -> None:
