@@ -5,6 +5,7 @@ takes a few hundred milliseconds for a large vocabulary; the `Compiler` does it 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer as Backend
 
@@ -115,17 +116,16 @@ def _another(backend: Backend) -> Backend:
     return other
 
 
+@dataclass
 class _Wrapper:
     """Provides the attributes that LLTokenizer reads."""
 
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(
-        self, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int, encode: Callable[[str], list[int]]
-    ) -> None:
-        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_token_ids, eos_token_id
-        self._encode = encode
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_id: int
+    encode: Callable[[str], list[int]]
+    bos_token_id: None = None
+    is_tokenizer_wrapper: bool = True
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        return self.encode(text)

@@ -16,7 +16,7 @@ from penstock.engine.options import objection
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.call import Call
 from penstock.engine.server.endpoint import HandledRoute
-from penstock.engine.server.requests import parse
+from penstock.engine.server.requests import NoFields, parse
 from penstock.engine.server.service import Service
 from penstock.executor.protocol import Part, SleepLevel, WeightsError
 
@@ -29,10 +29,6 @@ class PauseRequest(msgspec.Struct, kw_only=True):
     mode: PauseMode = "abort"  # what happens to running requests
     # Clearing is not needed, because blocks of other weights are never hit. True is accepted, as vLLM's default.
     clear_cache: Literal[True] | None = None
-
-
-class ResumeRequest(msgspec.Struct, kw_only=True):
-    """POST /resume"""
 
 
 class SleepRequest(msgspec.Struct, kw_only=True):
@@ -64,7 +60,7 @@ async def pause(service: Service, call: Call, body: bytes) -> dict[str, Any]:
 
 async def resume(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Go on after a pause."""
-    _asked(ResumeRequest, call, body)
+    _asked(NoFields, call, body)
     await _control(service, "resume")
     return {"status": "resumed"}
 

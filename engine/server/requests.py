@@ -202,8 +202,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-class ResetRequest(msgspec.Struct, kw_only=True):
-    """POST /reset_prefix_cache"""
+class NoFields(msgspec.Struct, kw_only=True):
+    """POST /reset_prefix_cache, /resume"""
 
 
 # Accepted and ignored if a struct does not declare them: metadata and billing fields do not change the answer.

@@ -9,7 +9,7 @@ from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterReq
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.prompts import decode_ids, in_thread_if, render, to_ids
-from penstock.engine.server.requests import DetokenizeRequest, ResetRequest, TokenizeRequest, parse
+from penstock.engine.server.requests import DetokenizeRequest, NoFields, TokenizeRequest, parse
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS, RENDERING
 
@@ -54,7 +54,7 @@ async def detokenize(service: Service, call: Call, body: bytes) -> dict[str, Any
 
 async def reset_prefix_cache(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Forget all cached content, in all tiers. 409 while requests run or transfers are in flight."""
-    parse(body or b"{}", ResetRequest, call.ignored)
+    parse(body or b"{}", NoFields, call.ignored)
     if not await service.engine.reset_prefix_cache():
         raise HttpError(409, "requests or transfers between the tiers are in flight; try again when they are done")
     return {"status": "reset"}

@@ -21,7 +21,7 @@ REQUESTS: dict[str, type[msgspec.Struct]] = {
     "/v1/embeddings": requests.EmbeddingRequest,
     "/tokenize": requests.TokenizeRequest,
     "/detokenize": requests.DetokenizeRequest,
-    "/reset_prefix_cache": requests.ResetRequest,
+    "/reset_prefix_cache": requests.NoFields,
     "/classify": scoring.ClassifyRequest,
     **dict.fromkeys(("/score", "/v1/score"), scoring.ScoreRequest),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), scoring.RerankRequest),
