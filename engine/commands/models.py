@@ -2,9 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Container
 
-from penstock.engine.text.tools import formats, thinking
 from penstock.executor.models.catalogue import FAMILIES
 
 USER_ERRORS: tuple[type[Exception], ...] = ()
@@ -20,19 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    rows = table(formats.NAMES, thinking.NAMES)
+    rows = table()
     print(json.dumps(rows, indent=2) if args.json else as_text(rows))
     return 0
 
 
-def table(tools: Container[str], reasoning: Container[str]) -> list[dict[str, object]]:
-    """Return a row per family, with only those tool-call and reasoning formats that are in `tools` and `reasoning`."""
+def table() -> list[dict[str, object]]:
+    """Return a row per family."""
     rows: list[dict[str, object]] = []
     for family in FAMILIES:
         row: dict[str, object] = family._asdict()
         row["architectures"] = [f"{name}ForCausalLM" for name in family.architectures]
-        row["tools"] = [name for name in family.tools if name in tools]
-        row["reasoning"] = family.reasoning if family.reasoning in reasoning else ""
         rows.append(row | {"dtypes": DTYPES, "stored": STORED})
     return rows
 

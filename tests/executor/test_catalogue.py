@@ -61,9 +61,14 @@ def test_no_refused_name_hides_one_that_runs() -> None:
     assert not [name for name in registry.ARCHITECTURES if catalogue.missing(name)]
 
 
+def test_formats_of_tool_calls_and_reasoning_exist() -> None:
+    assert {name for family in catalogue.FAMILIES for name in family.tools} <= {*formats.NAMES}
+    assert {family.reasoning for family in catalogue.FAMILIES} <= {"", *thinking.NAMES}
+
+
 def test_the_page_has_the_table_that_the_command_prints() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
-    assert models.as_text(models.table(formats.NAMES, thinking.NAMES)) in page
+    assert models.as_text(models.table()) in page
 
 
 def test_the_command_lists_them_without_torch() -> None:
