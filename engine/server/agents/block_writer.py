@@ -15,27 +15,20 @@ FIELDS = {"reasoning": "thinking", "text": "text"}  # kind of part → type of i
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageReply(msgspec.Struct, kw_only=True):
-    """`usage.input_tokens` are those that were not cached."""
-
-    id: str
-    model: str
-    content: list[dict[str, Any]] = []
-    type: str = "message"
-    role: str = "assistant"
-    stop_reason: str | None = None
-    stop_sequence: str | None = None
-    usage: dict[str, int] = {}
-
-
 class BlockWriter(Writer):
     def __init__(self, call: Call, *, is_stream: bool) -> None:
         super().__init__(call, is_stream=is_stream)
-        self.reply = MessageReply(id=f"msg_{call.id}", model=call.model)
+        self.reply: dict[str, Any] = {
+            "id": f"msg_{call.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": call.model,
+        }
+        self.reply |= {"content": [], "stop_reason": None, "stop_sequence": None, "usage": {}}
         self._index = -1  # index of the last block in the stream, where truncated calls count too
 
     def begin(self) -> None:
-        self.reply.usage = self._usage()
+        self.reply["usage"] = self._usage()
         self._event("message_start", message=self.reply)
         self._event("ping")
 
@@ -45,7 +38,7 @@ class BlockWriter(Writer):
             block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
         else:
             block = {"type": FIELDS[kind], FIELDS[kind]: "", **({"signature": ""} if kind == "reasoning" else {})}
-        self.reply.content.append(block)
+        self.reply["content"].append(block)
         self._index += 1
         self._event("content_block_start", index=self._index, content_block=block)
 
@@ -53,17 +46,17 @@ class BlockWriter(Writer):
         if self._kind == "call":
             self._delta("input_json_delta", partial_json=text)
         else:
-            name = self.reply.content[-1]["type"]
+            name = self.reply["content"][-1]["type"]
             self._delta(f"{name}_delta", **{name: text})
 
     async def end(self, reason: ChatFinish, stop: int | str | None) -> None:
         self._end_part("completed")
         reply = self.reply
-        reply.stop_reason, reply.usage = REASONS.get(reason, "end_turn"), self._usage()
+        reply |= {"stop_reason": REASONS.get(reason, "end_turn"), "usage": self._usage()}
         if isinstance(stop, str):
-            reply.stop_reason, reply.stop_sequence = "stop_sequence", stop
-        ended = {"stop_reason": reply.stop_reason, "stop_sequence": reply.stop_sequence}
-        self._event("message_delta", delta=ended, usage=reply.usage)
+            reply |= {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        ended = {name: reply[name] for name in ("stop_reason", "stop_sequence")}
+        self._event("message_delta", delta=ended, usage=reply["usage"])
         self._event("message_stop")
 
     async def fail(self, error: HttpError) -> None:
@@ -71,7 +64,7 @@ class BlockWriter(Writer):
 
     def _close(self, kind: Kind, text: str, _status: str) -> None:
         """Complete a block. A truncated call is removed from the whole answer."""
-        block = self.reply.content[-1]
+        block = self.reply["content"][-1]
         if kind == "reasoning":
             block["signature"] = UNSIGNED
             self._delta("signature_delta", signature=UNSIGNED)
@@ -81,7 +74,7 @@ class BlockWriter(Writer):
         elif (given := object_in(text or "{}")) is not None:
             block["input"] = msgspec.Raw(given.encode())  # not decoded: a number may be too large for a float
         else:
-            self.reply.content.pop()
+            self.reply["content"].pop()
 
     def _delta(self, kind: str, **fields: str) -> None:
         self._event("content_block_delta", index=self._index, delta={"type": kind, **fields})

@@ -4,8 +4,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.agents.events import Kind, Writer
 from penstock.engine.server.call import Call
@@ -30,41 +28,24 @@ EVENT_FIELDS: dict[Kind, dict[str, Any]] = {
 }
 
 
-class ItemsReply(msgspec.Struct, kw_only=True):
-    """A response: the request's options, and the items of the answer. Has every field that Open Responses requires."""
-
-    id: str
-    created_at: int
-    model: str
-    object: str = "response"
-    status: str = "in_progress"
-    completed_at: int | None = None
-    error: dict[str, str] | None = None
-    incomplete_details: dict[str, str] | None = None
-    output: list[dict[str, Any]] = []
-    usage: dict[str, Any] | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    background: bool = False
-    store: bool = True
-    metadata: dict[str, str] = {}
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: str = "default"
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    top_logprobs: int = 0
-    max_output_tokens: int | None = None
-    max_tool_calls: int | None = None
-    tools: list[Any] = []
-    tool_choice: Any = "auto"
-    parallel_tool_calls: bool = True
-    text: Any = None
-    reasoning: Any = None
-    truncation: str = "disabled"
+# The fields of a response besides its names and its content; Open Responses requires all of them.
+DEFAULTS: dict[str, Any] = {
+    "object": "response",
+    "status": "in_progress",
+    "background": False,
+    "store": True,
+    "metadata": {},
+    "service_tier": "default",
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "top_logprobs": 0,
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "truncation": "disabled",
+    **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage", "instructions", "previous_response_id")),
+    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "max_output_tokens", "max_tool_calls")),
+    **dict.fromkeys(("temperature", "top_p", "reasoning")),
+}
 
 
 class ItemWriter(Writer):
@@ -74,9 +55,9 @@ class ItemWriter(Writer):
     def __init__(
         self,
         call: Call,
-        reply: ItemsReply,
+        reply: dict[str, Any],
         tokenizer: Tokenizer,
-        keep: Callable[[ItemsReply], bool],
+        keep: Callable[[dict[str, Any]], bool],
         *,
         is_stream: bool,
     ) -> None:
@@ -91,14 +72,14 @@ class ItemWriter(Writer):
 
     def _open(self, kind: Kind, call: CallStart | None) -> None:
         item_type = TYPES[kind][0]
-        item_id = f"{PREFIXES[item_type]}_{self._call.id}{len(self.reply.output):04x}"
+        item_id = f"{PREFIXES[item_type]}_{self._call.id}{len(self.reply['output']):04x}"
         item: dict[str, Any] = {"type": item_type, "id": item_id, "status": "in_progress"}
         if call is not None:
             item |= {"call_id": call.id, "name": call.name, "arguments": ""}
         else:
             item |= {"role": "assistant", "content": []} if kind == "text" else {"summary": [], "content": []}
-        self.reply.output.append(item)
-        self._event("response.output_item.added", output_index=len(self.reply.output) - 1, item=item)
+        self.reply["output"].append(item)
+        self._event("response.output_item.added", output_index=len(self.reply["output"]) - 1, item=item)
         if call is None:
             self._about("response.content_part.added", content_index=0, part=self._part())
 
@@ -108,27 +89,27 @@ class ItemWriter(Writer):
 
     async def end(self, reason: ChatFinish, _stop: int | str | None) -> None:
         if reason == "length":
-            self.reply.incomplete_details = {"reason": "max_output_tokens"}
+            self.reply["incomplete_details"] = {"reason": "max_output_tokens"}
             await self._finish("incomplete")
             return
         if self._kind in (None, "reasoning"):
             self._begin_part("text", None)
-        self.reply.completed_at = int(time.time())
+        self.reply["completed_at"] = int(time.time())
         await self._finish("completed")
 
     async def fail(self, error: HttpError) -> None:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
-        self.reply.error = {"code": code, "message": error.message}
+        self.reply["error"] = {"code": code, "message": error.message}
         await self._finish("failed")
 
     async def _finish(self, status: str) -> None:
         self._end_part("completed" if status == "completed" else "incomplete")
-        self.reply.status, self.reply.usage = status, await self._usage()
-        self.reply.store = self._keep(self.reply)
+        self.reply |= {"status": status, "usage": await self._usage()}
+        self.reply["store"] = self._keep(self.reply)
         self._event(f"response.{status}", response=self.reply)
 
     def _close(self, kind: Kind, text: str, status: str) -> None:
-        item, what = self.reply.output[-1], TYPES[kind][1]
+        item, what = self.reply["output"][-1], TYPES[kind][1]
         item["status"] = status
         if kind == "call":
             item["arguments"] = text
@@ -138,7 +119,7 @@ class ItemWriter(Writer):
             item["content"] = [self._part()]
             self._about(f"response.{what}.done", text=text, **EVENT_FIELDS[kind])
             self._about("response.content_part.done", content_index=0, part=item["content"][0])
-        self._event("response.output_item.done", output_index=len(self.reply.output) - 1, item=item)
+        self._event("response.output_item.done", output_index=len(self.reply["output"]) - 1, item=item)
 
     def _part(self) -> dict[str, Any]:
         assert self._kind is not None
@@ -147,7 +128,7 @@ class ItemWriter(Writer):
 
     def _about(self, kind: str, **fields: Any) -> None:
         """Add an event about the last item."""
-        output = self.reply.output
+        output = self.reply["output"]
         self._event(kind, item_id=output[-1]["id"], output_index=len(output) - 1, **fields)
 
     def _event(self, kind: str, **fields: Any) -> None:
@@ -157,7 +138,7 @@ class ItemWriter(Writer):
     async def _usage(self) -> dict[str, Any]:
         call = self._call
         thought = [
-            part["text"] for item in self.reply.output if item["type"] == "reasoning" for part in item["content"]
+            part["text"] for item in self.reply["output"] if item["type"] == "reasoning" for part in item["content"]
         ]
         is_long = sum(map(len, thought)) > INLINE_CHARS
         ids = await in_thread_if(is_long, lambda: [self._tokenizer.encode(text, False) for text in thought])

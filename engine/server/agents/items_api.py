@@ -16,7 +16,7 @@ from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.events import thinking_switch, write
-from penstock.engine.server.agents.item_writer import ItemsReply, ItemWriter
+from penstock.engine.server.agents.item_writer import DEFAULTS, ItemWriter
 from penstock.engine.server.agents.items import add_items, chat_tools, checked_items, given_items, own_tools
 from penstock.engine.server.agents.items_schema import (
     ITEM,
@@ -46,7 +46,7 @@ PATHS = {  # the chat API's field → the field in this API
 SAME = schema.CHAT_FIELDS & {*ResponsesRequest.__struct_fields__}
 
 
-async def responses(service: Service, call: Call, body: bytes) -> ItemsReply | AsyncGenerator[bytes, None]:
+async def responses(service: Service, call: Call, body: bytes) -> dict[str, Any] | AsyncGenerator[bytes, None]:
     """Answer a conversation of items."""
     request = service.accept(call, body, ResponsesRequest, NOT_SERVED)
     chat, conversation, tools, given = _chat(service, call, request, len(body))
@@ -122,26 +122,23 @@ def _fields(request: ResponsesRequest, tools: dict[int, FlatTool], call: Call) -
     return fields
 
 
-def _reply(service: Service, call: Call, request: ResponsesRequest, tools: list[FlatTool]) -> ItemsReply:
+def _reply(service: Service, call: Call, request: ResponsesRequest, tools: list[FlatTool]) -> dict[str, Any]:
     """Return the response without an answer yet, with the effective options of the request."""
-    names = {*ItemsReply.__struct_fields__} & {*ResponsesRequest.__struct_fields__} - {"model", "text", "tools"}
-    asked = {name: value for name in names if (value := getattr(request, name)) is not None}
+    asked = {name: value for name in DEFAULTS if (value := getattr(request, name, None)) is not None}
     defaults = {name: service.config.default_sampling.get(name, 1.0) for name in ("temperature", "top_p")}
-    reply = ItemsReply(
-        id=f"resp_{call.id}", created_at=call.created, model=call.model, tools=tools, **{**defaults, **asked}
-    )
     form = msgspec.to_builtins(request.text.format) if request.text is not None else None
-    reply.text = {"format": {name: value for name, value in (form or {"type": "text"}).items() if value is not None}}
-    return reply
+    text = {"format": {name: value for name, value in (form or {"type": "text"}).items() if value is not None}}
+    names = {"id": f"resp_{call.id}", "created_at": call.created, "model": call.model}
+    return {**names, **DEFAULTS, **defaults, **asked, "tools": tools, "text": text, "output": []}
 
 
-def _keep(service: Service, call: Call, request: ResponsesRequest, given: list[AnyItem], reply: ItemsReply) -> bool:
+def _keep(service: Service, call: Call, request: ResponsesRequest, given: list[AnyItem], reply: dict[str, Any]) -> bool:
     """Store the response unless the client has disabled it; return whether it is stored."""
     if request.store is False:
         return False
-    items = msgspec.json.encode([*given, *reply.output])
+    items = msgspec.json.encode([*given, *reply["output"]])
     stored = StoredResponse(owner_of(call), msgspec.json.encode(reply), items, request.previous_response_id)
-    return service.responses.put(reply.id, stored)
+    return service.responses.put(reply["id"], stored)
 
 
 # Stored responses.

@@ -8,7 +8,7 @@ from msgspec import Raw
 from penstock.engine.http.body import decode
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
-from penstock.engine.server.agents.block_writer import BlockWriter, MessageReply
+from penstock.engine.server.agents.block_writer import BlockWriter
 from penstock.engine.server.agents.events import num_prompt_tokens, thinking_switch, write
 from penstock.engine.server.agents.items import chat_tools, own_tools
 from penstock.engine.server.agents.messages_schema import (
@@ -38,7 +38,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 SAME = schema.CHAT_FIELDS & {*MessagesRequest.__struct_fields__}
 
 
-async def messages(service: Service, call: Call, body: bytes) -> MessageReply | AsyncGenerator[bytes, None]:
+async def messages(service: Service, call: Call, body: bytes) -> dict[str, Any] | AsyncGenerator[bytes, None]:
     """Answer a conversation of blocks."""
     request = service.accept(call, body, MessagesRequest, NOT_SERVED)
     chat, conversation = _chat(service, call, request, len(body))
