@@ -14,13 +14,11 @@ from penstock.engine.server.agents.items_schema import (
     ITEM,
     AnyItem,
     CallItem,
-    FlatTool,
     MessageItem,
     ReasoningItem,
     ResultItem,
     TextPart,
 )
-from penstock.engine.server.agents.messages_schema import BlockTool
 from penstock.engine.server.conversation import MAX_MESSAGES, Conversation, check_braces
 from penstock.engine.server.requests import Function, Tool
 from penstock.engine.server.tool_choice import MAX_TOOLS
@@ -102,12 +100,12 @@ def own_tools(given: Sequence[Raw] | None, kind: type[T], vendors: re.Pattern[st
     return tools
 
 
-def chat_tools(tools: Mapping[int, FlatTool | BlockTool], paths: dict[str, str], schema_field: str) -> list[Tool]:
+def chat_tools(tools: Mapping[int, Function], paths: dict[str, str], schema_field: str) -> list[Tool]:
     """Return the tools in the chat API's form, and add the client's names of their fields to `paths`."""
     for index, place in enumerate(tools):
         paths[f"tools[{index}].function"] = f"tools[{place}]"
         paths[f"tools[{index}].function.parameters"] = f"tools[{place}].{schema_field}"
-    return [Tool(Function(tool.name, tool.description, tool.parameters, tool.strict)) for tool in tools.values()]
+    return [Tool(tool) for tool in tools.values()]
 
 
 def chat_text(content: str | list[TextPart]) -> str | list[dict[str, str]]:

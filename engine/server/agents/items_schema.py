@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from penstock.engine.server.requests import UNSERVED, JsonSchema, PromptRequest, Unserved, with_sampling
+from penstock.engine.server.requests import UNSERVED, Function, JsonSchema, PromptRequest, Unserved, with_sampling
 
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Metadata = Annotated[
@@ -90,14 +90,8 @@ VENDOR_TOOLS = re.compile(
 )
 
 
-class FlatTool(Strict, frozen=True):
-    """A function."""
-
+class FlatTool(Function, frozen=True, kw_only=True):
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
     output_schema: dict[str, Any] | None = None  # ignored, since it does not affect calls
 
 
@@ -131,8 +125,7 @@ class ResponsesRequest(PromptRequest, kw_only=True):
     prompt_cache_options: Any = None  # without effect: all KV blocks are cached as long as they fit
 
 
-NOT_SERVED = {
-    **{name: why for name, why in UNSERVED.items() if name not in ResponsesRequest.__struct_fields__},
+NOT_SERVED = UNSERVED | {
     "n": Unserved("a response is one answer", (1,)),
     "max_tokens": Unserved("use max_output_tokens"),
     "max_completion_tokens": Unserved("use max_output_tokens"),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw, field
 
 from penstock.engine.server.agents.items_schema import Id, Strict
-from penstock.engine.server.requests import UNSERVED, PromptRequest, Unserved
+from penstock.engine.server.requests import UNSERVED, Function, PromptRequest, Unserved
 
 
 class ContentBlock(Strict, frozen=True, tag_field="type", kw_only=True):
@@ -52,14 +52,11 @@ class ThinkingConfig(Strict, frozen=True):
 VENDOR_TOOLS = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_(regex|bm25))(_\d{8})?|mcp_toolset")
 
 
-class BlockTool(Strict, frozen=True, kw_only=True):
+class BlockTool(Function, frozen=True, kw_only=True):
     """A function, which the client runs."""
 
-    name: str
     parameters: dict[str, Any] = field(name="input_schema")
     type: Literal["custom"] | None = None
-    description: str | None = None
-    strict: bool | None = None
     input_examples: list[dict[str, Any]] | None = None  # not shown to the model
     cache_control: Any = None
     eager_input_streaming: bool | None = None  # without effect: input is always streamed eagerly
@@ -105,8 +102,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     seed: int | None = None
 
 
-NOT_SERVED = {
-    **{name: why for name, why in UNSERVED.items() if name not in MessagesRequest.__struct_fields__},
+NOT_SERVED = UNSERVED | {
     "container": Unserved("nothing is run here"),
     "mcp_servers": Unserved("nothing is run here; give their tools as functions", ([],)),
     # Many agents send the last value, which keeps all reasoning and so changes nothing.
