@@ -52,19 +52,6 @@ class CompletionOutput(msgspec.Struct):
         return self.finish_reason is not None
 
 
-class RequestOutput(msgspec.Struct):
-    """A finished request, as `LLM.generate` returns it."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0
-    prompt_logprobs: list[Candidates | None] | None = None  # None for the first token, which is not predicted
-    metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
-    finished: bool = True
-
-
 def unit_length(vector: "array[float]") -> "array[float]":
     """Scale a vector to length 1; return a vector of zeros as it is."""
     length = math.sqrt(sum(value * value for value in vector)) or 1.0
@@ -99,6 +86,12 @@ class PooledRequestOutput(msgspec.Struct, Generic[Shown]):
     finished: bool = True
 
 
+class RequestOutput(PooledRequestOutput[list[CompletionOutput]]):
+    """A finished request, as `LLM.generate` returns it."""
+
+    prompt_logprobs: list[Candidates | None] | None = None  # None for the first token, which is not predicted
+
+
 class RequestsFailed(RuntimeError):
     """Some requests of a call failed while they ran. `results` has the results of the others, at their positions."""
 
@@ -114,26 +107,25 @@ def completed(answer: Answer, prompt: str | None, text: TokenText | None) -> Req
     """Return the result of a finished answer whose updates have not been read yet."""
     entries, is_scored = answer.prompt_logprobs, answer.messages[0].sampling.prompt_logprobs is not None
     return RequestOutput(
-        request_id=answer.request_id,
-        prompt=prompt,
-        prompt_token_ids=answer.prompt_token_ids,
+        **_request(answer, prompt),
         outputs=[_completion(update, text) for update in answer.updates()],
-        num_cached_tokens=answer.num_cached_tokens or 0,
         prompt_logprobs=[None, *(candidates(entry, text) for entry in entries or ())] if is_scored else None,
-        metrics=answer.metrics,
     )
 
 
 def pooled(answer: Answer, prompt: str | None, show: Callable[[bytes], Shown]) -> PooledRequestOutput[Shown]:
     assert answer.embedding is not None
-    return PooledRequestOutput(
-        request_id=answer.request_id,
-        prompt=prompt,
-        prompt_token_ids=answer.prompt_token_ids,
-        outputs=show(answer.embedding),
-        num_cached_tokens=answer.num_cached_tokens or 0,
-        metrics=answer.metrics,
-    )
+    return PooledRequestOutput(**_request(answer, prompt), outputs=show(answer.embedding))
+
+
+def _request(answer: Answer, prompt: str | None) -> dict[str, Any]:
+    return {
+        "request_id": answer.request_id,
+        "prompt": prompt,
+        "prompt_token_ids": answer.prompt_token_ids,
+        "num_cached_tokens": answer.num_cached_tokens or 0,
+        "metrics": answer.metrics,
+    }
 
 
 def embedded(numbers: bytes, normalize: bool) -> EmbeddingOutput:
