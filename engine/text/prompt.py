@@ -21,11 +21,12 @@ def chat_prompt(
     continue_final_message: bool | None = None,
     reasoning_effort: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    documents: list[dict[str, Any]] | None = None,
     **given: Any,
 ) -> str:
     """Render the messages; `given` is passed on to `template.render`. For a template without tool support, tools and
     their calls are rendered as text, since it would drop them. Raise InvalidRequest for invalid messages or options."""
-    variables = dict(chat_template_kwargs or {})
+    variables = {"documents": documents, **(chat_template_kwargs or {})}
     for name in NOT_VARIABLES & variables.keys():
         raise InvalidRequest("chat_template_kwargs", f"{name!r} cannot be set there")
     if reasoning_effort is not None:
