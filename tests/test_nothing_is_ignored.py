@@ -195,6 +195,8 @@ def test_what_is_accepted_without_effect_is_documented() -> None:
         *schema.SAMPLING_FIELDS,
         *RENDERING,
         "reasoning_content",
+        "tool_calls",
+        "tool_call_id",
         "arguments",
         "include_stop_str_in_output",
     }
