@@ -2,12 +2,12 @@
 
     python benchmarks/bench_placement.py decision [--tokens 39000] [--replicas 8] [--rounds 1000]
     python benchmarks/bench_placement.py scale [--blocks-each 8192]      8 to 1,000 replicas: memory, updates, decisions
-    python benchmarks/bench_placement.py trace --trace TRACE.jsonl       Mooncake's format: timestamp, lengths, hash_ids
+    python benchmarks/bench_placement.py trace [--trace TRACE.jsonl]     Mooncake's format: timestamp, lengths, hash_ids
 
 `decision`: keys of a long prompt, the match, and the complete choice of a replica, where every replica holds as many
-other blocks as a real one; microseconds of this thread's CPU. `trace`: a recorded hour of requests in simulated time
-(tests/support/route_model.py), with every policy, compared with one cache of the size of all replicas' caches together
-without delay; idle means one request at a time.
+other blocks as a real one; microseconds of this thread's CPU. `trace`: a recorded hour of requests, or half an hour of
+agents, in simulated time (tests/support/route_model.py), with every policy, with and without cache events, by one router
+and by two that take turns.
 """
 
 import json
@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 from pairs import main, quantile, table
-from tests.support.route_model import BLOCK_SIZE, Arrival, Settings, Simulation, pooled_hit
+from tests.support.route_model import BLOCK_SIZE, Arrival, Settings, Simulation, agent_arrivals, pooled_hit
 
 from penstock.cache.keys import block_keys
 from penstock.engine.http.kv_stream import Changes, Snapshot
+from penstock.router.config import PolicyName
 from penstock.router.placement.load import POLICIES, PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
 
@@ -168,25 +169,23 @@ def trace(
     tokens_per_s: float = 12_000.0,
     cache_tokens: int = 1_000_000,
     interference: float = 0.0,
-    idle_gap_s: float = 6.0,
+    agents_per_s: float = 2.0,
 ) -> dict[str, Any]:
-    """Simulate a trace. Per replica: prefill speed, cache size, and the slowdown per answer in flight."""
-    if trace is None:
-        raise SystemExit("--trace: none given; Mooncake's conversation_trace.jsonl is what the page shows")
+    """Simulate a trace, or half an hour of agents without one. Per replica: prefill speed, cache size, and the slowdown per
+    answer in flight."""
     settings = Settings(replicas, tokens_per_s, cache_tokens // BLOCK_SIZE, interference=interference)
-    arrivals = read_trace(Path(trace))
+    arrivals = read_trace(Path(trace)) if trace else agent_arrivals(1800.0, agents_per_s)
     pooled = pooled_hit(arrivals, settings.num_replicas * settings.num_blocks)
     print(f"{len(arrivals)} requests; a pooled cache would hit {pooled:.3f}")
 
-    def play(name: str, policy: Any, given: list[Arrival]) -> dict[str, Any]:
-        simulation = Simulation(settings, PolicyConfig(name=policy))
-        simulation.run(given)
-        report = simulation.report()
-        return {"policy": name, **report, "of_pooled": report["hit"] / pooled}
+    def play(name: PolicyName, routers: int, has_events: bool) -> dict[str, Any]:
+        simulation = Simulation(settings._replace(num_routers=routers, has_events=has_events), PolicyConfig(name=name))
+        simulation.run(arrivals)
+        named = name if has_events else f"{name}, no events"
+        return {"policy": named, "routers": routers, **simulation.report()}
 
-    rows = [play(name, name, arrivals) for name in POLICIES]
-    one_by_one = [arrival._replace(at_s=number * idle_gap_s) for number, arrival in enumerate(arrivals)]
-    rows.append(play(f"{POLICIES[0]}, idle", POLICIES[0], one_by_one))
+    ways = [(POLICIES[0], False), *((name, True) for name in POLICIES)]
+    rows = [play(name, routers, has_events) for routers in (1, 2) for name, has_events in ways]
     table(rows)
     return {"settings": settings._asdict(), "pooled_hit": pooled, "policies": rows}
 

@@ -134,27 +134,39 @@ class Settings(NamedTuple):
     lag_s: float = 0.010
     token_s: float = 0.02
     interference: float = 0.0  # of its prefill speed, what each answer in flight costs a replica
+    num_routers: int = (
+        1  # arrivals take turns; a router sees the events of all replicas, but the load of its own requests
+    )
+    has_events: bool = True  # otherwise the routers guess the caches
 
 
 class Simulation:
     def __init__(self, settings: Settings, policy: PolicyConfig, seed: int = 0) -> None:
         self.world = World()
         self.settings = settings
-        self.placement = Placement(policy, self.world, seed)
-        self.say: Callable[[str, Frame], None] = lambda name, frame: self.placement.apply_events(name, [frame])
+        self.routers = [Placement(policy, self.world, seed + number) for number in range(settings.num_routers)]
+        self.placement = self.routers[0]
+        self._turns = itertools.cycle(self.routers)
+        self.say: Callable[[str, Frame], None] = self.tell if settings.has_events else lambda name, frame: None
         self.replicas = {
             name: ModelReplica(self.world, name, settings, lambda name, frame: self.say(name, frame))
             for name in (f"r{number}" for number in range(settings.num_replicas))
         }
         info = ReplicaInfo(SPACE.fingerprint, BLOCK_SIZE, settings.num_blocks)
         for name, replica in self.replicas.items():
-            self.placement.add_replica(name, info)
-            self.placement.set_available(name, True)
-            self.placement.apply_events(name, replica.snapshot())
+            for router in self.routers:
+                router.add_replica(name, info)
+                router.set_available(name, True)
+            for frame in replica.snapshot():
+                self.say(name, frame)
+
+    def tell(self, name: str, frame: Frame) -> None:
+        for router in self.routers:
+            router.apply_events(name, [frame])
 
     def arrive(self, arrival: Arrival) -> None:
         prompt = Prompt(arrival.num_tokens, ((SPACE, PromptKeys(arrival.keys, len(arrival.keys))),))
-        charge = self.placement.choose(prompt, num_tokens=arrival.num_tokens, session=arrival.session)
+        charge = next(self._turns).choose(prompt, num_tokens=arrival.num_tokens, session=arrival.session)
         assert charge is not None
         self.replicas[charge.replica].send(arrival, charge)
 
@@ -187,6 +199,23 @@ class Simulation:
             **{f"ttft_p{p}_s": float(np.percentile(ttft, p)) for p in (50, 95, 99)},
             "imbalance": max(work) / (sum(work) / len(work)),
         }
+
+
+def agent_arrivals(seconds: float, rate: float, seed: int = 0) -> list[Arrival]:
+    """Return the requests of agents: sessions that begin at `rate` per second with one of twenty system prompts, of which a
+    few are common, and have 3 to 24 turns. 86 % of the pauses between two turns are about half a second."""
+    rng, arrivals, start_s = np.random.default_rng(seed), list[Arrival](), 0.0
+    prompts = [rng.integers(1, 2**63, int(rng.integers(4, 16)), np.uint64) for _ in range(20)]
+    while (start_s := start_s + rng.exponential(1 / rate)) < seconds:
+        at_s, keys, rest = start_s, prompts[int(min(rng.zipf(1.5), 20)) - 1], 0
+        for _ in range(int(rng.integers(3, 25))):
+            num_blocks, rest = divmod(rest + int(rng.lognormal(6.5, 0.9)), BLOCK_SIZE)
+            keys = np.concatenate([keys, rng.integers(1, 2**63, num_blocks, np.uint64)])
+            answer = int(rng.integers(30, 400))
+            arrivals.append(Arrival(at_s, len(keys) * BLOCK_SIZE + rest, answer, keys))
+            rest += answer
+            at_s += 0.5 + answer * 0.02 + rng.exponential(0.6 if rng.random() < 0.86 else 8.0)
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
 
 def pooled_hit(arrivals: Iterable[Arrival], num_blocks: int) -> float:
