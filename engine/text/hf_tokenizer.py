@@ -1,10 +1,15 @@
 """Loads the tokenizer from a model folder in Hugging Face layout.
 
 tokenizer.json is used unchanged, as the model's authors published it; transformers' model classes agree with it except
-for details that they rebuild. A folder with only another format (a SentencePiece .model, a tiktoken file) is refused;
-transformers can convert it once. Code from the folder is never run.
+for details that they rebuild. A folder with only another format (a SentencePiece .model, a tiktoken file) is converted
+by transformers in a separate process. This keeps its slow imports, torch, and a parser crash on an unusual file out of
+the server. Code from the folder is never run.
 """
 
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +21,24 @@ from penstock.engine.text.tokenizer import Tokenizer, refusing
 
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest known tokenizer.json is 35 MB
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+CONVERSION_LIMIT_S = 300
+CONVERSION = """
+import sys
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False, local_files_only=True)
+if not hasattr(tokenizer, "backend_tokenizer"):
+    sys.exit(f"{type(tokenizer).__name__} has no equivalent in the tokenizers library")
+tokenizer.backend_tokenizer.save(sys.argv[2])
+"""
+OTHER_FORMATS = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def tokenizer_from_folder(folder: Path, model_config: dict[str, Any]) -> Tokenizer:
     config = read_json(folder / "tokenizer_config.json")
     named = {**read_json(folder / "special_tokens_map.json"), **config}
     special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(named.get(name)))}
-    backend = _backend(folder / "tokenizer.json")
+    path = folder / "tokenizer.json"
+    backend = _read_file(path) if path.is_file() else _convert_backend(folder, config)
     _mark_special(backend, special_tokens, config)
     return Tokenizer(
         backend,
@@ -32,15 +48,39 @@ def tokenizer_from_folder(folder: Path, model_config: dict[str, Any]) -> Tokeniz
     )
 
 
-def _backend(path: Path) -> Backend:
-    if not path.is_file():
-        raise ModelNotFound(
-            f"tokenizer: there is no {path}; where transformers supports the model, write one with "
-            f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained({str(path.parent)!r})"
-        )
+def _read_file(path: Path) -> Backend:
     check_size("tokenizer", path, MAX_TOKENIZER_BYTES)
     with refusing(f"tokenizer: {path} is not a tokenizer"):
         return Backend.from_file(str(path))
+
+
+def _convert_backend(folder: Path, config: dict[str, Any]) -> Backend:
+    if config.get("auto_map"):
+        raise ModelRefused(
+            f"tokenizer: {folder} wants its own tokenizer code to run (auto_map in tokenizer_config.json) and has no "
+            "tokenizer.json; Penstock runs no code from a model, so add a tokenizer.json or choose another model"
+        )
+    if not any(file for pattern in OTHER_FORMATS for file in folder.glob(pattern)):
+        raise ModelNotFound(f"tokenizer: {folder} has no tokenizer.json and no vocabulary that could be converted")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    with tempfile.TemporaryDirectory() as scratch:
+        target = Path(scratch, "tokenizer.json")
+        command = [sys.executable, "-c", CONVERSION, str(folder.resolve()), str(target)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=CONVERSION_LIMIT_S, check=False, env=environment
+            )
+        except subprocess.TimeoutExpired:
+            raise ModelRefused(
+                f"tokenizer: transformers took more than {CONVERSION_LIMIT_S} s to convert the one in {folder}; "
+                "add a tokenizer.json"
+            ) from None
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
+            raise ModelRefused(
+                f"tokenizer: {folder} has no tokenizer.json, and transformers cannot make one of what it has: {last}"
+            )
+        return _read_file(target)
 
 
 def _mark_special(backend: Backend, special_tokens: dict[str, str], config: dict[str, Any]) -> None:

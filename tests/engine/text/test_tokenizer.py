@@ -92,14 +92,38 @@ def test_a_broken_tokenizer_json_is_refused(tmp_path: Path, content: bytes) -> N
         load(tmp_path)
 
 
-def test_a_folder_without_tokenizer_json_says_how_to_write_one_and_runs_no_code(tmp_path: Path) -> None:
+def test_a_folder_without_any_vocabulary_says_so(tmp_path: Path) -> None:
+    (samples.folder(tmp_path, samples.byte_level()) / "tokenizer.json").unlink()
+    with pytest.raises(ModelNotFound, match="no tokenizer.json and no vocabulary that could be converted"):
+        load(tmp_path)
+
+
+def test_tokenizer_code_of_a_folder_is_refused_and_not_run(tmp_path: Path) -> None:
     config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     folder = samples.folder(tmp_path, samples.byte_level(), tokenizer_config=config)
     (folder / "own.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')")
     (folder / "tokenizer.json").rename(folder / "vocab.json")
-    with pytest.raises(ModelNotFound, match=r"tokenizer.json; where transformers supports .+save_pretrained\("):
+    with pytest.raises(ModelRefused, match="wants its own tokenizer code to run"):
         load(folder)
     assert not (tmp_path / "canary").exists()
+
+
+def test_another_format_is_converted_by_transformers_in_a_process_of_its_own(tmp_path: Path) -> None:
+    backend = samples.byte_level()
+    folder = samples.folder(tmp_path / "m", backend, tokenizer_config={"tokenizer_class": "GPT2Tokenizer"})
+    (folder / "tokenizer.json").unlink()
+    backend.model.save(str(folder))  # vocab.json and merges.txt
+    tokenizer = load(folder)
+    assert [tokenizer.encode(text) for text in samples.CORPUS] == [backend.encode(text).ids for text in samples.CORPUS]
+
+
+@pytest.mark.slow
+def test_a_format_that_cannot_be_converted_is_refused_with_the_reason(tmp_path: Path) -> None:
+    folder = samples.folder(tmp_path, samples.byte_level(), tokenizer_config={"tokenizer_class": "LlamaTokenizer"})
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"\x00not a model")
+    with pytest.raises(ModelRefused, match="transformers cannot make one of what it has: .+"):
+        load(folder)
 
 
 def test_chat_templates_of_every_place_are_found(tmp_path: Path) -> None:
