@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-BLOCK, NUM_BLOCKS, CONTEXT, NUM_REASONING = 8, 96, 640, 3
+BLOCK, NUM_BLOCKS, CONTEXT, NUM_REASONING = 8, 64, 256, 3
 MODEL, ADAPTER = "reference", "adapter"
 VOCABULARY = [
     f" {a}{b}" for a in ("ba", "de", "fi", "go", "lu", "ma", "ne", "si") for b in ("r", "st", "l", "nd", "mp")
