@@ -10,6 +10,16 @@ from penstock.engine.text.template_messages import Message
 from penstock.engine.text.tokenizer import Tokenizer
 
 
+class Encoded(dict[str, Any]):
+    """A dictionary whose entries can be read as attributes, like transformers' BatchEncoding."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 class FamiliarTokenizer:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer, self._template = tokenizer, template
@@ -23,9 +33,12 @@ class FamiliarTokenizer:
     def __len__(self) -> int:
         return self.vocab_size
 
-    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> dict[str, Any]:
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Encoded:
         many = self._tokenizer.encode_batch([text] if isinstance(text, str) else text, add_special_tokens)
-        return {"input_ids": many[0] if isinstance(text, str) else many}
+        masks = [[1] * len(ids) for ids in many]
+        if isinstance(text, str):
+            return Encoded(input_ids=many[0], attention_mask=masks[0])
+        return Encoded(input_ids=many, attention_mask=masks)
 
     def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
         return [self.decode(ids, skip_special_tokens) for ids in sequences]

@@ -137,7 +137,9 @@ def own_template(llm: LLM) -> None:
     text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     assert llm.generate([text], SamplingParams(max_tokens=3))[0].prompt == text
     assert tokenizer.eos_token == "<eos>" and len(tokenizer) == tokenizer.vocab_size
-    assert tokenizer("ab")["input_ids"] == [97, 98] and tokenizer(["ab", "c"])["input_ids"] == [[97, 98], [99]]
+    assert tokenizer("ab").input_ids == tokenizer("ab")["input_ids"] == [97, 98]
+    assert tokenizer(["ab", "c"]).input_ids == [[97, 98], [99]]
+    assert not hasattr(tokenizer("ab"), "token_type_ids")
     assert tokenizer.batch_decode([[97, 98], [99]], skip_special_tokens=True) == ["ab", "c"]
 
 
