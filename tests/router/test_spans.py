@@ -163,13 +163,18 @@ def test_what_is_refused_and_who_leaves_is_seen(collector: Collector) -> None:
     assert attempts[1].attributes["penstock.router.outcome"] == "gone" and not attempts[1].is_failed
 
 
-@pytest.mark.parametrize("share", [0.0, None])
-def test_who_is_not_recorded_here_is_not_recorded_further_on(collector: Collector, share: float | None) -> None:
+@pytest.mark.parametrize("has_sampler", [True, False])
+def test_who_is_not_recorded_here_is_not_recorded_further_on(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, has_sampler: bool
+) -> None:
+    if has_sampler:
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     with (
         mock_replicas(1, otlp_traces_endpoint=collector.url) as (replica,),
-        running_router(replica.url, telemetry=traced(collector, share)) as router,
+        running_router(replica.url, telemetry=traced(collector)) as router,
     ):
-        given = headers("00") if share is None else {}
+        given = {} if has_sampler else headers("00")
         body = {"prompt": "abc", "max_tokens": 1}
         assert router.http.post("/v1/completions", json=body, headers=given).status_code == 200
         assert router.http.post("/v1/completions", json=body, headers=headers()).status_code == 200
