@@ -5,6 +5,27 @@ longer than the work: with one thread the same tests take about half of the CPU 
 more (the fixture `two_threads`).
 """
 
+import gc
 import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.fork_server import forking
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Exempt all that was imported and collected from garbage collection: a full one takes a second otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_cores() -> Iterator[None]:
+    """Fork the engine cores over the oracle instead of starting them: most of a start is imports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.executor.process_life.subprocess", forking("tests.support.oracle_core"))
+        yield

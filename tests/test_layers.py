@@ -88,7 +88,17 @@ def dotted(path: Path) -> str:
 
 @functools.cache
 def nodes(source: str) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(source)))
+    """Return the imports and the calls of a module."""
+    return tuple(
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom | ast.Call)
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_the_trees() -> Iterator[None]:
+    """Drop the syntax trees after the tests of this file: every later garbage collection would look at each of their nodes."""
+    yield
+    nodes.cache_clear()
 
 
 def name_of(function: ast.expr) -> str:

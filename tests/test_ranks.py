@@ -45,7 +45,8 @@ def test_two_ranks_answer_like_one_and_stop_in_order(server: Command, folder: Pa
         assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()["choices"][0]["text"] == ours
 
 
-@pytest.mark.parametrize("is_idle", [pytest.param(True, marks=pytest.mark.slow), False], ids=["idle", "busy"])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "busy"])
 def test_a_killed_worker_ends_the_server_with_its_name_and_a_code(server: Command, is_idle: bool) -> None:
     url = server.url()
     pids = family(server)

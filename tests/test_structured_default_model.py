@@ -53,6 +53,7 @@ def check_schemas(llm: LLM, seeds: range) -> None:
     assert num_cut <= 1 + len(schemas) // 20
 
 
+@pytest.mark.slow
 def test_answers_to_random_schemas_parse_and_validate(llm: LLM) -> None:
     check_schemas(llm, range(16))
 

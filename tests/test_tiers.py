@@ -74,6 +74,7 @@ def test_tokens_from_the_host_are_those_that_are_computed() -> None:
     assert warm == cold
 
 
+@pytest.mark.slow
 def test_tokens_from_the_disk_are_those_that_are_computed_also_after_a_restart(tmp_path: Path) -> None:
     warm_equals_cold(tmp_path, 6)
 

@@ -25,6 +25,7 @@ def run(capsys: pytest.CaptureFixture[str], *options: str, **job: Any) -> tuple[
     return {line.pop("name"): line for line in lines}, printed
 
 
+@pytest.mark.slow
 def test_it_measures_the_parts_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     parts = "startup,decode,prefill,throughput"
     found, printed = run(capsys, "--parts", parts, "--models", "qwen3-0.6b")

@@ -13,6 +13,7 @@ from penstock.cache.tiers.disk.tier import DiskLimits
 from penstock.cache.tiers.health import HealthLimits
 from tests.support.disk_rig import Rig, key_of, start_python
 from tests.support.lossy_calls import LossyCalls
+from tests.support.refusals import hardest
 
 SMALL = 600  # bytes of a payload, so that many fit into a second
 CELL = cell_bytes(SMALL)
@@ -78,14 +79,10 @@ def mutate_and_read(path: Path, count: int, seed: int) -> None:
         rig.tier.check()
 
 
-def test_changed_bytes_are_a_miss_and_counted(tmp_path: Path) -> None:
-    mutate_and_read(tmp_path, 150, seed=1)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_hundred_thousand_changes_serve_no_wrong_byte(tmp_path: Path) -> None:
-    mutate_and_read(tmp_path, 100_000, seed=2)
+@pytest.mark.parametrize("changes", hardest([150, 100_000], 150))
+def test_changed_bytes_are_a_miss_and_counted(tmp_path: Path, changes: int) -> None:
+    mutate_and_read(tmp_path, changes, seed=1)
 
 
 @pytest.mark.parametrize("size", [0, 1, CELL - 1, CELL + HEADER_BYTES, 3 * CELL + 100])
@@ -164,7 +161,7 @@ def test_a_record_that_has_moved_since_the_last_snapshot_is_found_in_its_new_cel
 LIVES = """
 import os, random, signal, sys, time
 from pathlib import Path
-from tests.support.disk_rig import Rig, key_of
+from tests.support.disk_rig import Rig, key_of, start_python
 path, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 draw = random.Random(seed)
 
@@ -217,20 +214,12 @@ print("whole")
 """
 
 
-def kill_again_and_again(path: Path, rounds: int, seed: int) -> None:
-    with start_python(LIVES, path, rounds, seed, stderr=subprocess.PIPE) as process:
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kills", hardest([6, 20, 1000], 6))
+def test_a_kill_in_the_middle_of_writing_loses_only_what_was_in_flight(tmp_path: Path, kills: int) -> None:
+    with start_python(LIVES, tmp_path, kills, 1, stderr=subprocess.PIPE) as process:
         output, errors = process.communicate()
     assert output == "whole\n", errors
-
-
-def test_a_kill_in_the_middle_of_writing_loses_only_what_was_in_flight(tmp_path: Path) -> None:
-    kill_again_and_again(tmp_path, 20, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_thousand_kills_serve_no_wrong_byte(tmp_path: Path) -> None:
-    kill_again_and_again(tmp_path, 1000, seed=2)
 
 
 def crash_and_reopen(path: Path, schedules: int, seed: int) -> int:
@@ -261,14 +250,10 @@ def crash_and_reopen(path: Path, schedules: int, seed: int) -> int:
     return served
 
 
-def test_lost_torn_and_reordered_writes_are_misses(tmp_path: Path) -> None:
-    assert crash_and_reopen(tmp_path, 20, seed=1) > 20
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_ten_thousand_schedules_of_lost_writes_serve_no_wrong_byte(tmp_path: Path) -> None:
-    assert crash_and_reopen(tmp_path, 10_000, seed=2) > 10_000
+@pytest.mark.parametrize("schedules", hardest([20, 10_000], 20))
+def test_lost_torn_and_reordered_writes_are_misses(tmp_path: Path, schedules: int) -> None:
+    assert crash_and_reopen(tmp_path, schedules, seed=1) > schedules
 
 
 def test_after_a_kill_what_was_flushed_is_there_without_looking_for_it(tmp_path: Path) -> None:

@@ -33,9 +33,6 @@ def random_ids(count: int) -> list[int]:
     return [RNG.choice((RNG.randrange(150_000), RNG.randrange(2**32))) for _ in range(count)]
 
 
-# -- the chain ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("block_size", [1, 2, 7, 8, 9, 15, 16, 17, 21, 22, 23, 24, 25, 32, 33, 64, 128, 256])
 def test_keys_equal_a_hashlib_loop_at_every_length_around_a_block_boundary(block_size: int) -> None:
     tokens, root = random_ids(4 * block_size + 1), RNG.randbytes(32)
@@ -91,9 +88,6 @@ def test_an_id_outside_u32_is_refused_with_its_value_and_position(bad: int, posi
         block_keys(ids, 16)
 
 
-# -- namespaces --------------------------------------------------------------------------------------------------
-
-
 def test_no_two_namespaces_share_a_root() -> None:
     models = [b"", b"\0", b"m", b"None", bytes(32)]
     names = [None, "", b"", "a", b"a", "None", b"\0", "1", "True", "aa", "\ud800", "a" * 256]
@@ -106,8 +100,6 @@ def test_a_root_is_the_digest_of_version_kinds_lengths_and_contents() -> None:
     fields = b"\1" + sizes[0] + b"model" + b"\0" + sizes[1] + b"\2" + sizes[2] + "é".encode()
     assert namespace_root(model=b"model", salt="é") == hashlib.sha256(b"penstock block keys 1" + fields).digest()
 
-
-# -- what must never change ----------------------------------------------------------------------------------------
 
 PINNED = "e90e313348391d1f792a9edf818527cffe85c144238345fe0838db3e386797ee"
 PINNED_TENANT = "049f90cb2968da7f1f29fa8288cfa963f3317dddae89d1664b9d313c90aec309"
@@ -134,9 +126,6 @@ def test_another_process_with_another_hash_seed_gives_the_same_keys() -> None:
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         answer = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         assert answer.stdout.strip() == "".join(PINNED_CHAIN)
-
-
-# -- the garbage collector and the GIL -------------------------------------------------------------------------------
 
 
 def test_the_garbage_collector_tracks_nothing_per_block() -> None:

@@ -21,6 +21,7 @@ def load(name: str) -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_grpo_raises_the_reward_of_a_small_model(tmp_path: Path) -> None:
     """It draws from 420 tokens at random at first, and vowels alone at last."""
     random_model("LlamaConfig", {**SIZES, "vocab_size": 420}).save_pretrained(tmp_path)

@@ -60,6 +60,7 @@ def test_python_that_is_shown_compiles(path: Path) -> None:
             compile(code, path.name, "exec")
 
 
+@pytest.mark.slow
 @needs_model
 def test_the_offline_example_of_the_readme_runs() -> None:
     code = next(code for language, code in BLOCK.findall((ROOT / "README.md").read_text()) if language == "python")

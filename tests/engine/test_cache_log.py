@@ -66,7 +66,7 @@ def promised(message: Submit, known: set[bytes], info: ModelInfo) -> tuple[Reque
 
 
 @pytest.mark.parametrize("host_slots", hardest([0, 200], 200))
-@pytest.mark.parametrize("groups", hardest(SHAPES[2:], SHAPES[3], SHAPES[6]))
+@pytest.mark.parametrize("groups", hardest(SHAPES[2:], SHAPES[6]))
 def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, ...], host_slots: int) -> None:
     """Whatever a router knows of a tier, a request finds at least as much in it and those above; with states alone, all."""
     num_promised = num_found = 0

@@ -181,6 +181,7 @@ async def test_a_stopped_core_fails_the_health_check_and_comes_back(engine: Asyn
     await until(lambda: engine.health().alive)
 
 
+@pytest.mark.slow
 async def test_a_core_that_computes_is_kept_however_silent_it_is(engine: AsyncEngine) -> None:
     """As on a machine so busy that its heartbeats come late."""
     answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=900_000, detokenize=False))

@@ -14,6 +14,7 @@ from penstock.executor.protocol import GroupInfo, Part, SleepLevel, WeightsError
 from tests.support.core_rig import CoreRig
 from tests.support.oracle import OracleExecutor, content_folder
 from tests.support.oracle_engine import oracle_llm
+from tests.support.refusals import hardest
 from tests.support.simulation import submit
 
 PROMPT = list(range(40))
@@ -82,7 +83,7 @@ def test_after_an_update_no_block_of_other_weights_is_hit(tmp_path: Path, groups
 
 @pytest.mark.parametrize("drafts", [None, SpeculativeConfig(method="ngram")], ids=["plain", "with drafts"])
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("num_steps", range(1, 9))
+@pytest.mark.parametrize("num_steps", hardest(range(1, 9), 1, 2, 3, 5))
 def test_requests_that_are_kept_go_on_with_the_new_weights_from_what_they_wrote(
     tmp_path: Path, num_steps: int, groups: str, drafts: SpeculativeConfig | None
 ) -> None:
@@ -103,7 +104,7 @@ def test_requests_that_are_kept_go_on_with_the_new_weights_from_what_they_wrote(
     assert rig.tokens("late") == fresh(path, PROMPT, 12, groups)
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 40))])
+@pytest.mark.parametrize("seed", hardest(range(40), *range(3)))
 def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     groups = rng.choice([*GROUPS])

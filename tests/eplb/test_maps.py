@@ -73,9 +73,6 @@ def test_check_sees_a_table_that_was_changed() -> None:
     made.check()
 
 
-# -- reweighting ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["zipf", "logn1"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_reweighting_moves_nothing_and_lowers_no_layers_balance(shape: tuple[int, int, int, int], kind: str) -> None:
@@ -106,9 +103,6 @@ def test_reweighting_gains_most_of_what_drift_has_taken() -> None:
 def test_experts_without_load_are_split_evenly_or_as_they_were() -> None:
     made = plan(np.zeros((1, 4)), 8, 4)
     assert reweight(np.zeros((1, 4)), made).digest() == made.digest()
-
-
-# -- the choice of a copy ------------------------------------------------------------------------------------------
 
 
 def test_tokens_are_split_over_copies_by_their_weights() -> None:
@@ -162,9 +156,6 @@ def test_a_token_does_not_take_the_same_copy_of_all_its_experts() -> None:
 def test_tokens_and_experts_out_of_range_are_refused(tokens: list[int], experts: list[int]) -> None:
     with pytest.raises(ValueError, match="must lie within 0 to"):
         choose(plan(np.ones((1, 16)), 24, 4), 0, tokens, experts)
-
-
-# -- the load ------------------------------------------------------------------------------------------------------
 
 
 def test_counts_fade_by_their_age_and_the_steps_between() -> None:

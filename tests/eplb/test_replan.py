@@ -126,9 +126,6 @@ def test_limits_out_of_range_are_refused(options: dict[str, Any], words: str) ->
         replan(np.ones((1, 4)), plan(np.ones((1, 4)), 4, 2), **options)
 
 
-# -- laying one placement over another -----------------------------------------------------------------------------
-
-
 def test_ranks_and_slots_in_another_order_are_no_moves() -> None:
     old = plan(skewed("zipf", 5, 64), 72, 8).phy2log
     rng = np.random.default_rng(0)

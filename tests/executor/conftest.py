@@ -1,13 +1,11 @@
-import subprocess
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import penstock.executor  # noqa: F401 - before torch: it sets how torch's threads wait
 from penstock.executor.step.runner import ModelRunner
-from tests.support.fork_server import Child, fork_server
+from tests.support.fork_server import forking
 from tests.support.pretended_gpu import PretendedGpu
 
 
@@ -29,13 +27,7 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of `open_multiproc` are forked, not started: for tests of what ranks say, not of how they live."""
-    ranks = fork_server("penstock.executor.ranks.worker")
-
-    def fork(command: list[str], stdin: int, pass_fds: tuple[int, ...]) -> Child:
-        *_, fd, _, is_tied = command
-        return ranks.start(fd, str(ranks.pid), is_tied, fds={each: each for each in pass_fds})
-
-    starting = SimpleNamespace(**{**vars(subprocess), "Popen": fork})
+    starting = forking("penstock.executor.ranks.worker", "tests.support.oracle_core")
     monkeypatch.setattr("penstock.executor.process_life.subprocess", starting)
 
 

@@ -18,13 +18,13 @@ from tests.executor.test_cpu_layers import executor_with
 from tests.support.adapters import EVERYWHERE, Adapter, check_shared_steps
 from tests.support.checkpoints import REFUSED, edit_weights, executor_of, has_words, prompts, tensor_of
 from tests.support.driver import Driver
+from tests.support.refusals import hardest, hardest_rows
 
 COUNT, TENSORS = 12, "adapter_model.safetensors"
 LLAMA = "llama-wide"
 FULL = Sampling(temperature=0.0, logprobs=-1)
 # Families by what is special about their projections: joined ones, rotated neighbours, a gate among the queries, latents …
-CASES = ["llama", "gemma3", "qwen2-moe", "qwen3.5"]
-CASES_SLOW = ["qwen2", "qwen3", "phi3", "glm4", "qwen3-moe", "granite"]
+CASES = ["gemma3", "qwen3.5", "llama", "qwen2-moe", "qwen2", "qwen3", "phi3", "glm4", "qwen3-moe", "granite"]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 
 
@@ -32,7 +32,7 @@ def with_adapters(case: str, **options: Any) -> UniprocExecutor:
     return executor_of(case, enable_lora=True, **options)
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES_SLOW)])
+@pytest.mark.parametrize("case", hardest(CASES, "gemma3", "qwen3.5"))
 def test_requests_with_several_adapters_and_with_none_share_steps(case: str, tmp_path: Path) -> None:
     """In models with experts, adapters change attention and, where there are any, shared experts."""
     targets = (*EVERYWHERE, *ATTENTION, "gate_up_proj")
@@ -69,10 +69,7 @@ STORED = list(itertools.product((LLAMA, "gemma3"), (torch.float32, torch.bfloat1
 HARDEST = [(LLAMA, torch.bfloat16, "float32"), ("gemma3", torch.float32, "bfloat16")]
 
 
-@pytest.mark.parametrize(
-    ("case", "stored", "dtype"),
-    [pytest.param(*each, marks=() if each in HARDEST else pytest.mark.slow) for each in STORED],
-)
+@pytest.mark.parametrize(("case", "stored", "dtype"), hardest_rows(STORED, HARDEST))
 def test_the_same_bits_alone_and_in_a_batch_of_others(
     case: str, stored: torch.dtype, dtype: DType, tmp_path: Path
 ) -> None:

@@ -146,6 +146,7 @@ print(executor.info.fingerprint.hex())
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_process_comes_to_the_same_model(tmp_path: Path) -> None:
     path = small_file(tmp_path / "model.gguf")
     here = UniprocExecutor(ExecutorConfig(model=str(path), kv_cache_bytes=1 << 20)).info.fingerprint.hex()

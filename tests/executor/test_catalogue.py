@@ -6,18 +6,22 @@ import sys
 from itertools import chain
 from pathlib import Path
 
+import transformers
+
 from penstock.engine.commands import models
 from penstock.engine.text.tools import formats, thinking
 from penstock.executor.loading.fields import Fields
 from penstock.executor.loading.gguf_config import FAMILIES as GGUF
 from penstock.executor.models import catalogue, registry
 from penstock.executor.models.spec import DecoderSpec
-from tests.support.small_models import CASES, RECURRENT, folder
+from tests.support.small_models import CASES, RECURRENT, config_of
 
 
 def config(case: str) -> dict[str, object]:
-    found: dict[str, object] = json.loads((folder(case) / "config.json").read_text())
-    return found
+    """Return the config.json of a small model, without making its weights."""
+    made = config_of(*(CASES | RECURRENT)[case])
+    found: dict[str, object] = json.loads(made.to_json_string())
+    return {**found, "architectures": [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]}
 
 
 def test_every_gguf_architecture_is_in_a_family() -> None:

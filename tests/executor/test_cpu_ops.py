@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from penstock import _csrc
-from penstock.executor.kernels import NO_EXTRAS, Activation, KeyStore, Ops, Rotation, ScoreExtras, cpu_ops
+from penstock.executor.kernels import NO_EXTRAS, Activation, Ops, ScoreExtras, cpu_ops
 from penstock.executor.protocol import ExecutorError
-from tests.support.paged import Cache, attend, latent_step, random
+from tests.support.paged import Cache, attend, latent_step, random, rotated_step
 from tests.support.twins import torch_ops
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -82,21 +82,10 @@ def test_activations_reach_their_limits_without_overflow(level: str, dtype: torc
 def test_rope_writes_the_pages_like_the_twin(
     level: str, dtype: torch.dtype, dim: int, rotated: int, normed: bool
 ) -> None:
-    tokens, q_heads, kv_heads, page = 150, 6, 2, 16
-    ops = cpu_ops.make_ops(dtype, dim, 2, level)
-    merged = random(tokens, (q_heads + 2 * kv_heads) * dim, dtype=dtype).unflatten(1, (-1, dim))
-    q, k, v = merged.split((q_heads, kv_heads, kv_heads), dim=1)
-    angles = 6 * random(300, rotated // 2)
-    positions = torch.randint(300, (tokens,), dtype=torch.int32, generator=torch.Generator().manual_seed(4))
-    slots = torch.randperm(20 * page, generator=torch.Generator().manual_seed(5))[:tokens]
-    weights = (random(dim, seed=6), random(dim, seed=7), 1e-6) if normed else (None, None, 0.0)
-    results = []
-    for kernels in (ops, torch_ops):
-        kv = torch.zeros(20, 3, 2, page, kv_heads * dim, dtype=dtype)
-        arguments = Rotation(angles.cos(), angles.sin(), positions), (kv[:, 1, 0], kv[:, 1, 1]), slots, weights
-        results.append((kernels.rope_and_store(q, k, v, KeyStore(*arguments)), kv))
-    close(results[0][0], results[1][0])
-    close(results[0][1], results[1][1])
+    kernels, cpu = (cpu_ops.make_ops(dtype, dim, 2, level), torch_ops), torch.device("cpu")
+    results = [rotated_step(ops, dtype, cpu, (150, 6, 2, 16), dim, rotated, normed) for ops in kernels]
+    for actual, expected in zip(*results, strict=True):
+        close(actual, expected)
 
 
 @every_level
@@ -276,6 +265,7 @@ def test_the_dot_products_of_integers_and_of_bfloat16_are_chosen_apart(
     assert _csrc.ffi.string(lib.penstock_cpu_level_name(best)).decode() == level, cpu
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
 def test_the_kernels_run_on_torchs_own_threads() -> None:
     script = """

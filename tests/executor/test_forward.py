@@ -20,6 +20,7 @@ from tests.executor.test_updates import changed, named
 from tests.support.checkpoints import executor_of
 from tests.support.default_file import default_file
 from tests.support.driver import Driver
+from tests.support.refusals import hardest_rows
 from tests.support.small_models import folder
 
 RNG = random.Random(5)
@@ -60,18 +61,16 @@ def check(forward: Forward, results: list[RequestOutput]) -> None:
 HARDEST = [
     ("llama-wide", "bfloat16"),  # wide enough for one row to be summed in another order
     ("deepseek-v3", "float32"),  # latents
-    ("gpt-oss", "bfloat16"),  # windows
-    ("gemma4", "bfloat16"),
-    ("gemma3", "float32"),
+    ("gemma4", "bfloat16"),  # windows
     ("granite4-mamba-groups", "bfloat16"),  # states
+    ("gpt-oss", "bfloat16"),
+    ("gemma3", "float32"),
 ]
 NAMES = [*(name for name, _ in HARDEST), "mistral-sliding", "qwen3.5", "qwen3-moe", "qwen3-next", "lfm2"]
 CASES = [*itertools.product(NAMES, ("float32", "bfloat16"))]
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"), [pytest.param(*each, marks=() if each in HARDEST else pytest.mark.slow) for each in CASES]
-)
+@pytest.mark.parametrize(("case", "dtype"), hardest_rows(CASES, HARDEST[:4]))
 def test_what_was_sampled_in_any_batch_and_chunk_and_behind_hits_has_the_bits_of_the_function(
     case: str, dtype: str
 ) -> None:
@@ -85,9 +84,7 @@ def test_what_was_sampled_in_any_batch_and_chunk_and_behind_hits_has_the_bits_of
     check(open_forward(path, max_num_batched_tokens=16, max_num_seqs=3, **options), results[:15])
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"), [pytest.param(*each, marks=() if each in HARDEST else pytest.mark.slow) for each in CASES]
-)
+@pytest.mark.parametrize(("case", "dtype"), hardest_rows(CASES, HARDEST))
 def test_a_request_goes_on_with_the_same_bits_after_a_preemption(case: str, dtype: str) -> None:
     driver, asked = Driver(executor_of(case, dtype=dtype)), Sampling(temperature=0.0, logprobs=-1)
     expected = driver.trace(driver.admit(PROMPTS[0], asked), count=20)

@@ -182,13 +182,14 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
     assert read_all(path)
 
 
-def test_a_thousand_mutations_are_read_or_refused_but_never_crash(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_mutations_are_read_or_refused_but_never_crash(tmp_path: Path, count: int) -> None:
     whole = small_file(tmp_path / "whole.gguf").read_bytes()
     header_size = whole.index(b"blk.1.ffn_down.weight") + 100
     path = tmp_path / "model.gguf"
     rng = np.random.default_rng(7)
     outcomes = set()
-    for _ in range(1000):
+    for _ in range(count):
         content = bytearray(whole)
         for _ in range(rng.integers(1, 4)):
             at = int(rng.integers(header_size))

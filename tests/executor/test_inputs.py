@@ -13,6 +13,7 @@ from penstock.executor.kernels.state import OPTIONS
 from penstock.executor.protocol import Admission, ExecutorConfig, GroupInfo, Row, Sampling
 from penstock.executor.step.inputs import DeviceInputs, HostInputs
 from penstock.executor.step.layout import Layout
+from tests.support.refusals import hardest
 from tests.support.twins import torch_inputs
 
 CPU = torch.device("cpu")
@@ -95,7 +96,7 @@ def with_groups(row: Row, rng: np.random.Generator) -> Row:
 
 @pytest.mark.parametrize("layout", [ONE, MANY], ids=["one", "many"])
 @pytest.mark.parametrize("payload", [7, 1 << 10])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", hardest(range(4), 3))
 def test_a_device_makes_of_any_step_what_the_host_makes(
     seed: int, payload: int, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:

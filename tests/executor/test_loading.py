@@ -102,6 +102,7 @@ def test_an_auto_map_beside_an_ordinary_architecture_is_ignored(model: Path) -> 
     assert load(model).architecture == "LlamaForCausalLM"
 
 
+@pytest.mark.slow
 def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path) -> None:
     """`python -O` removes assertions: a check that is one would be gone."""
     edit_config(model, architectures=["EvilLM"], auto_map={"AutoModel": "modeling.EvilLM"})

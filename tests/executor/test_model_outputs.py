@@ -27,6 +27,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.support import gguf_files
 from tests.support.checkpoints import WEIGHTS, copied, edit_config, edit_weights, executor_of, prompts, refusal
 from tests.support.driver import Driver
+from tests.support.refusals import hardest_rows
 from tests.support.small_models import CASES, folder, greedy, random_model, reference
 from tests.support.stored_models import OUTER, stored, text_of_images
 
@@ -166,9 +167,6 @@ def test_a_restarted_engine_goes_on_from_states_on_the_disk(case: str, tmp_path:
         assert not is_second or min(result.num_cached_tokens or 0 for result in results) > 0
 
 
-# -- as checkpoints store them --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_a_scale_that_is_no_number_is_refused_by_name(dtype: str, tmp_path: Path) -> None:
     path, name = copied(stored("mxfp4/gpt-oss")[0], tmp_path / "broken"), "model.layers.1.mlp.experts.down_proj_scales"
@@ -195,7 +193,7 @@ IMAGES = [(case, ("model.language_model.", "")) for case in OUTER]
 IMAGES += [(case, ("language_model.model.", "language_model.")) for case in OUTER if case != "gemma4"]
 
 
-@pytest.mark.parametrize(("case", "prefixes"), IMAGES)
+@pytest.mark.parametrize(("case", "prefixes"), hardest_rows(IMAGES, IMAGES[1:6:4]))
 def test_the_text_of_a_model_that_sees_is_the_model(case: str, prefixes: tuple[str, str], tmp_path: Path) -> None:
     executor = executor_of(text_of_images(case, tmp_path / "model", *prefixes))
     assert executor.info.fingerprint == executor_of(case).info.fingerprint

@@ -38,7 +38,8 @@ PLAIN = [
     *("llama-rope-yarn", "mistral-sliding", "gemma3", "gemma2", "gemma4", "gpt-oss", "opt", "smollm3", "ministral3"),
     *("minimax-m2", "hunyuan", "qwen3.5", "granite4-mamba", "deepseek-v2-lite", "deepseek-v2-yarn", "deepseek-v3"),
 ]
-DIVERSE = ("gemma3", "gemma4", "gpt-oss", "opt", "minimax-m2", "qwen3.5", "granite4-mamba", "deepseek-v3")
+DIVERSE = ("gemma2", "gemma4", "gpt-oss", "opt", "smollm3", "minimax-m2", "qwen3.5", "granite4-mamba", "deepseek-v3")
+BY_TORCH = ("gemma4", "gpt-oss", "qwen3.5", "deepseek-v3")
 HARDEST = frozenset(Path(__file__).with_name("stored_models_fast.txt").read_text().split())  # by the rows' ids
 LINES = [line.partition("#")[0].split() for line in Path(__file__).with_name("models.txt").read_text().splitlines()]
 
@@ -92,8 +93,8 @@ def stored_rows() -> Iterator[Row]:
 
 def marked() -> Iterator[Any]:
     without_avx2 = pytest.mark.skipif(not is_computed(), reason="without AVX2 codes become numbers")
-    rows = [(Row(name), name in PLAIN) for name in CASES | RECURRENT]
-    rows += [(Row(name, "torch", 16), name in DIVERSE) for name in PLAIN]
+    rows = [(Row(name), name in DIVERSE) for name in CASES | RECURRENT]
+    rows += [(Row(name, "torch", 16), name in BY_TORCH) for name in PLAIN]
     for speed, _, name, ranks, *by_experts in (line for line in LINES if line[1:2] == ["ranks"]):
         rows.append((Row(name, "ranks", 12, int(ranks), by_experts=bool(by_experts)), speed == "fast"))
     assert {str(row) for row in stored_rows()} >= HARDEST
@@ -160,8 +161,6 @@ def test_tokens_are_those_of_transformers_on_the_same_numbers(row: Row, request:
             assert len(sequences[0].output) == known + 3
         assert driver.generate(*sequences, count=row.num_tokens, chunk=5) == expected
 
-
-# -- under the scheduler ----------------------------------------------------------------------------------------------
 
 COUNT, AMPLE = 24, 300
 WAITING = ("olmo3",)  # its requests are admitted only when all pages that they can ever need are free

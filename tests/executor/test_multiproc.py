@@ -171,10 +171,15 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     assert all_gone(pids)
 
 
-def test_closing_ends_every_process_with_code_0_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "penstock.executor.ranks.worker_watch.STOP_GRACE_S", 60.0
-    )  # a busy machine takes more than five seconds
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_closing_ends_every_process_with_code_0_and_leaves_no_thread(
+    is_forked: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    # A busy machine takes more than five seconds.
+    monkeypatch.setattr("penstock.executor.ranks.worker_watch.STOP_GRACE_S", 60.0)
+    if is_forked:
+        request.getfixturevalue("forked_ranks")
+    folder("llama")  # making it starts a thread of tqdm
     before = {*threading.enumerate()}
     with running(config_of("llama", 2)) as executor:
         Driver(executor).advance()

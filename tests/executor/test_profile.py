@@ -16,6 +16,7 @@ from penstock.executor.step.runner import Launched, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.executor.test_inputs import on_device
+from tests.support.refusals import hardest
 from tests.support.small_models import folder
 
 GIB = 1 << 30
@@ -63,7 +64,7 @@ def test_what_others_take_is_a_limit_and_not_counted_as_ours() -> None:
     assert use(free=20).left(0.9) == 15 * GIB
 
 
-@pytest.mark.parametrize("case", ["qwen3", "deepseek-v2-lite", "opt"])
+@pytest.mark.parametrize("case", hardest(["qwen3", "deepseek-v2-lite", "opt"], "deepseek-v2-lite"))
 @pytest.mark.parametrize("num_tokens", [1, 40, 2048])
 def test_the_largest_steps_are_run_and_measured(case: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the weights, before the cache, and with what the requests of all slots take left out."""

@@ -30,6 +30,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.support.pretended_gpu import PretendedGpu
 from tests.support.pretended_memory import CPU, GPU
 from tests.support.races import Race
+from tests.support.refusals import hardest
 from tests.support.simulation import Simulation, submit
 from tests.support.small_models import folder, greedy
 from tests.support.twins import sampling as sampling_twin
@@ -247,13 +248,8 @@ FORGOTTEN = {
 }
 
 
-FAST = ["to hold before a draw", "to wait for restores"]  # one of what is sent to the host, one of copies
-
-
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "what", [*FAST, *(pytest.param(what, marks=pytest.mark.slow) for what in FORGOTTEN if what not in FAST)]
-)
+@pytest.mark.parametrize("what", hardest(FORGOTTEN, "to wait for restores"))
 def test_whatever_wait_is_forgotten_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, forget, message = FORGOTTEN[what]
     _, options = KINDS[kind]
@@ -264,8 +260,6 @@ def test_whatever_wait_is_forgotten_is_found(what: str, monkeypatch: pytest.Monk
         with pytest.raises(Race, match=message):
             world.live(50)
 
-
-# -- what the sampler sends --------------------------------------------------------------------------------
 
 ASKED = [
     Sampling(temperature=0.0),
@@ -302,9 +296,6 @@ def test_a_copy_from_ordinary_memory_would_be_seen_and_on_a_cpu_nothing_is_copie
     given = np.arange(3)
     assert send(given, CPU).data_ptr() == given.ctypes.data
     assert send_list([1, 2], torch.int64, CPU).tolist() == [1, 2] and len(gpu.copies) == 3
-
-
-# -- the watcher itself ------------------------------------------------------------------------------------
 
 
 def test_streams_that_do_not_wait_for_each_other_race(gpu: PretendedGpu) -> None:

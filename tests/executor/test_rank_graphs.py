@@ -164,6 +164,7 @@ def test_what_only_the_first_rank_does_leaves_the_others_in_step(
     assert replays[0] == replays[1] == [0, 0, 2, 0, 0, 0, 5, 4]
 
 
+@pytest.mark.slow
 def test_experts_move_beneath_captured_graphs(open_ranks: Callable[..., tuple[Threads, list[Recorder]]]) -> None:
     """A graph follows the plan that holds when it is replayed, and the rows that pad its batch count for no load."""
     restless = EplbConfig(window=2, interval=1, redundant_experts=2, target=1.0, min_gain_per_gib=0.0)

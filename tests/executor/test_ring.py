@@ -342,16 +342,11 @@ def read_until_the_writer_is_killed(delay_s: float) -> int:
     return number
 
 
-def test_a_writer_killed_at_any_moment_tears_no_message() -> None:
-    rng = np.random.default_rng(1)
-    assert sum(read_until_the_writer_is_killed(rng.uniform(0.001, 0.05)) for _ in range(8)) > 8
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_two_thousand_killed_writers_tear_no_message() -> None:
-    rng = np.random.default_rng(2)
-    assert sum(read_until_the_writer_is_killed(rng.uniform(0.0, 0.05)) for _ in range(2000)) > 100_000
+@pytest.mark.parametrize(("kills", "least"), [(8, 8), pytest.param(2000, 100_000, marks=pytest.mark.slow)])
+def test_a_writer_killed_at_any_moment_tears_no_message(kills: int, least: int) -> None:
+    rng = np.random.default_rng(1)
+    assert sum(read_until_the_writer_is_killed(rng.uniform(0.0, 0.05)) for _ in range(kills)) > least
 
 
 def _read_in_order(handle: Any, reader: int, count: int) -> None:
@@ -361,22 +356,14 @@ def _read_in_order(handle: Any, reader: int, count: int) -> None:
             assert int(found) == number and content == number.to_bytes(8, "little") * (number % 40)
 
 
-def pass_on(count: int) -> None:
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("count", [5_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
+def test_messages_keep_their_order_and_content(count: int) -> None:
     with MessageQueue.create(2, slots=8, slot_bytes=256) as writer:
         children = [fork(_read_in_order, writer.handle(), reader, count) for reader in range(2)]
         for number in range(count):
             writer.send((b"%d" % number, number.to_bytes(8, "little") * (number % 40)), PATIENCE_S)
         assert [ended(child) for child in children] == [0, 0]
-
-
-def test_thousands_of_messages_keep_their_order_and_content() -> None:
-    pass_on(5_000)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_ten_million_messages_keep_their_order_and_content() -> None:
-    pass_on(10_000_000)
 
 
 def _read_and_stall(handle: Any, write_end: int) -> None:

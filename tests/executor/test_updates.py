@@ -30,6 +30,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.support.adapters import EVERYWHERE, Adapter
 from tests.support.checkpoints import config_of, executor_of, prompts, running
 from tests.support.driver import Driver
+from tests.support.refusals import hardest_rows
 from tests.support.small_models import folder
 from tests.support.stored_models import stored
 from tests.support.twins.lora import add_lora
@@ -65,19 +66,17 @@ _STEPS = iter(range(0, 10**9, 1000))
 
 
 # Fused tensors, biases, experts, packed experts, latents, states.
-HARDEST = ["llama-tied-biases", "gemma4", "phi3", "gpt-oss", "deepseek-v3", "qwen3-next"]
-OTHERS = ["llama", "opt", "mixtral", "glm4-moe", "lfm2", "granite4-moe", "granite4-mamba"]
+HARDEST = [
+    (case, "float32") for case in ("llama-tied-biases", "gemma4", "phi3", "gpt-oss", "deepseek-v3", "qwen3-next")
+]
+HARDEST += [("mixtral", "bfloat16")]
+OTHERS = [
+    (case, "float32") for case in ("llama", "opt", "mixtral", "glm4-moe", "lfm2", "granite4-moe", "granite4-mamba")
+]
+OTHERS += [("llama", "bfloat16")]
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [
-        *((case, "float32") for case in HARDEST),
-        ("mixtral", "bfloat16"),
-        *(pytest.param(case, "float32", marks=pytest.mark.slow) for case in OTHERS),
-        pytest.param("llama", "bfloat16", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("case", "dtype"), hardest_rows(HARDEST + OTHERS, HARDEST))
 def test_an_updated_model_is_the_one_that_a_start_would_have_loaded(case: str, dtype: str, tmp_path: Path) -> None:
     other = changed(named(case))
     path = saved(case, other, tmp_path / "other")
@@ -197,21 +196,11 @@ def on_places(executor: UniprocExecutor) -> UniprocExecutor:
     return executor
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype", "has_places"),
-    [
-        ("llama-wide", "bfloat16", False),
-        ("qwen3-moe", "float32", True),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
-                ("llama-wide", "bfloat16", True),
-                ("qwen3-moe", "float32", False),
-                *((case, "float32", has_places) for case in ("phi3", "qwen3.5") for has_places in (False, True)),
-            )
-        ),
-    ],
-)
+MODELS = [("llama-wide", "bfloat16"), ("qwen3-moe", "float32"), ("phi3", "float32"), ("qwen3.5", "float32")]
+PLACES = [(*model, has_places) for model in MODELS for has_places in (False, True)]
+
+
+@pytest.mark.parametrize(("case", "dtype", "has_places"), hardest_rows(PLACES, [PLACES[0], PLACES[3]]))
 def test_adapters_stay_over_other_weights_as_a_start_would_have_them(
     case: str, dtype: str, has_places: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +320,7 @@ def test_sleep_gives_the_memory_back_and_wake_takes_as_much(
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("case", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("case", [pytest.param("llama", marks=pytest.mark.slow), "qwen3-moe"])
 def test_all_ranks_take_other_weights_or_none_does(case: str, tmp_path: Path) -> None:
     other = changed(named(case))
     path = saved(case, other, tmp_path / "other")

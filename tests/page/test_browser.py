@@ -10,6 +10,7 @@ from penstock.engine.messages import Stats
 from tests.support.default_model import default_model
 from tests.support.fake_engine import FakeEngine
 from tests.support.page_browser import MARKS, streamed, sync_api, visit
+from tests.support.refusals import hardest
 from tests.support.running_server import Running, running, until
 
 pytestmark = MARKS
@@ -41,7 +42,7 @@ def test_a_question_is_answered_with_its_counts_and_again_when_asked(browser: An
         assert page.locator("#talk li").count() == 0 and page.is_visible("#empty")
 
 
-@pytest.mark.parametrize("tools", ["{broken", "null", "3"])
+@pytest.mark.parametrize("tools", hardest(["{broken", "null", "3"], "null"))
 def test_tools_that_are_no_list_are_said_beside_them_and_nothing_is_sent(
     browser: Any, slow: Running, tools: str
 ) -> None:

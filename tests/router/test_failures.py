@@ -67,6 +67,7 @@ def without_retries(router: RunningRouter) -> None:
     router.fleet.budget.share = router.fleet.budget.tokens = 0.0
 
 
+@pytest.mark.slow
 def test_when_one_of_eight_is_killed_no_client_that_waits_for_a_first_byte_notices() -> None:
     with mock_fleet(8, prefill_tps=2000, inter_token_s=0.01) as (router, replicas):
         results = load(router.url, 160, during=lambda: replicas[3].send(signal.SIGKILL))

@@ -17,6 +17,7 @@ from penstock.engine.server import kv_publisher
 from penstock.engine.server.kv_publisher import KvPublisher
 from penstock.engine.server.server_config import KvEventsConfig, ServerConfig, resolve
 from tests.support.fake_engine import INFO
+from tests.support.refusals import hardest
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
 
 TEXTS = [f"number {number}, " * 30 + "and the rest " * number for number in range(12)]
@@ -38,7 +39,7 @@ def held(router: RunningRouter) -> set[bytes]:
     return {f"{text}{count}".encode() for text, count in router.call(matches).items()}
 
 
-@pytest.mark.parametrize("kv_tokens", [1 << 16, 3000])
+@pytest.mark.parametrize("kv_tokens", hardest([1 << 16, 3000], 3000))
 def test_what_is_published_and_what_is_streamed_are_the_same(tmp_path: Path, kv_tokens: int) -> None:
     name = tmp_path / "kv"
     with mock_replicas(1, kv_events=name, kv_tokens=kv_tokens) as (replica,):

@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +31,19 @@ def fork_server(module: str) -> "ForkServer":
     made = ForkServer(module)
     atexit.register(made.close)
     return made
+
+
+def forking(*modules: str) -> SimpleNamespace:
+    """Return a stand-in for `subprocess` in process_life.py: children that run one of these modules are forked."""
+
+    def start(command: list[str], **options: Any) -> "Child | subprocess.Popen[bytes]":
+        *_, module, fd, _, is_tied = command
+        if module not in modules:
+            return subprocess.Popen(command, **options)
+        server = fork_server(module)
+        return server.start(fd, str(server.pid), is_tied, fds={each: each for each in options["pass_fds"]})
+
+    return SimpleNamespace(**{**vars(subprocess), "Popen": start})
 
 
 class ForkServer:
@@ -75,6 +89,10 @@ class Child:
         self.returncode: int | None = None
         self._server = fork_server
         self._fd = os.pidfd_open(pid)
+        self._lock = threading.Lock()  # several threads may wait, and one reaps
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
     def poll(self) -> int | None:
         return self._wait(0)
@@ -90,8 +108,9 @@ class Child:
             ended = select.poll()
             ended.register(self._fd, select.POLLIN)
             if ended.poll(None if timeout is None else timeout * 1000):
-                self.returncode = self._server.reap(self.pid)
-                os.close(self._fd)
+                with self._lock:
+                    if self.returncode is None:
+                        self.returncode = self._server.reap(self.pid)
         return self.returncode
 
     def send_signal(self, number: int) -> None:

@@ -2,8 +2,13 @@
 
 import sys
 
-from penstock.engine.core.process import main
+from penstock.engine.core import process
 from tests.support.oracle import OracleExecutor
 
+
+def main() -> int:
+    return process.main(lambda config, progress: OracleExecutor(config))
+
+
 if __name__ == "__main__":
-    sys.exit(main(lambda config, progress: OracleExecutor(config)))
+    sys.exit(main())

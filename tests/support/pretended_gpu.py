@@ -149,8 +149,6 @@ class PretendedGpu(TorchDispatchMode):
         finally:
             self.host = before
 
-    # -- torch.cuda ----------------------------------------------------------------------------------------
-
     def _patch(self) -> None:
         for name, value in {
             "_lazy_init": lambda: None,
@@ -223,8 +221,6 @@ class PretendedGpu(TorchDispatchMode):
     def unregister(self, address: int) -> int:
         self.races.forget(address)
         return 0
-
-    # -- operations ----------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -335,8 +331,6 @@ class PretendedGpu(TorchDispatchMode):
         if len(self._count) < needed:
             self._count = torch.arange(needed)
         return self._count.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    # -- between host and device ---------------------------------------------------------------------------
 
     def _pin(self, tensor: torch.Tensor) -> Tracked:
         made = self._pinned_like(tensor)

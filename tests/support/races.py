@@ -48,8 +48,6 @@ class Races:
         self._times, self._actors = np.zeros(1 << 16, np.int64), np.zeros(1 << 16, np.int8)  # of accesses, by number
         self._places: list[Place] = [()]
 
-    # -- who, and who waits for whom -----------------------------------------------------------------------
-
     def actor(self, name: str) -> int:
         assert len(self._names) < MAX_ACTORS
         self._names.append(name)
@@ -62,8 +60,6 @@ class Races:
 
     def wait(self, actor: int, moment: Clock) -> None:
         np.maximum(self._clocks[actor], moment, out=self._clocks[actor])
-
-    # -- memory --------------------------------------------------------------------------------------------
 
     def watch(self, name: str, base: int, size: int) -> Memory:
         memory = Memory(name, base, size)

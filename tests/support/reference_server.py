@@ -147,8 +147,6 @@ class ReferenceServer:
             writer.transport.abort()
         await asyncio.sleep(0.01)  # the connections' tasks end
 
-    # -- HTTP ----------------------------------------------------------------------------------------------
-
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open.add(writer)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
@@ -190,8 +188,6 @@ class ReferenceServer:
         held = sum(map(bool, self.pool.users)) + self._num_held
         lines = [f'penstock:kv_device_blocks{{state="held"}} {held}', "vllm:num_requests_running 0"]
         return "\n".join([*lines, f"process_resident_memory_bytes {resident}", f"process_open_fds {files}", ""])
-
-    # -- the engine ----------------------------------------------------------------------------------------
 
     def keys(self, ids: Sequence[int], salt: str, adapter: str) -> Iterator[int]:
         """Yield the key of each whole block: a hash of everything before it, too."""
@@ -390,8 +386,6 @@ class Answer:
         cached += BLOCK if cached and defect == "cached-overcounted" else 0
         counts = {"prompt_tokens": length, "completion_tokens": num_tokens, "total_tokens": length + num_tokens}
         return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
-
-    # -- the format of the answer --------------------------------------------------------------------------
 
     def choice(self, index: int, text: str, tokens: Sequence[Token], finish: str | None, number: int) -> dict[str, Any]:
         """Return a choice, whole (number 0) or the event of its token with this number."""

@@ -1,7 +1,7 @@
 """Reads tables of cases from text files: a folder of tests has what is refused in refusals.txt, the rest in cases.txt."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,11 @@ def cases(file: str, section: str, **names: Any) -> list[Any]:
 def hardest(values: Iterable[Any], *fast: Any) -> list[Any]:
     """Return the values of a parameter; all but the hardest are left to the slow suite."""
     return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def hardest_rows(rows: Iterable[tuple[Any, ...]], fast: Collection[tuple[Any, ...]]) -> list[Any]:
+    """Return values of several parameters; all but the hardest are left to the slow suite."""
+    return [row if row in fast else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
 def _read(path: Path, section: str, names: dict[str, Any]) -> list[Any]:

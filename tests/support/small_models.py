@@ -32,13 +32,19 @@ def reference(case: str) -> Any:
     return random_model(*(CASES | RECURRENT)[case])
 
 
+def config_of(name: str, fields: dict[str, Any]) -> Any:
+    """Return a configuration of transformers, which writes into the dictionaries it is given."""
+    import transformers
+
+    return getattr(transformers, name)(**deepcopy(fields))
+
+
 def random_model(name: str, fields: dict[str, Any]) -> Any:
     """The model, float32; biases and norms are random too, so that none can be forgotten unnoticed."""
     import transformers
 
     torch.manual_seed(7)
-    config = getattr(transformers, name)(**deepcopy(fields))  # which writes into the dictionaries it is given
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(name, fields), dtype=torch.float32)
     randomize(model)
     return model.eval()
 

@@ -13,6 +13,7 @@ import pytest
 from penstock.engine.commands import bench
 from penstock.engine.commands.bench import startup
 from penstock.engine.config import ConfigError
+from tests.support.refusals import hardest
 from tests.support.running_server import until
 
 # Listens at once, answers 503 until it is "loaded", and starts a child of its own as an engine does.
@@ -92,7 +93,7 @@ def test_the_report_and_its_keys(
     assert commands == [["x", "{port}"]] * 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("number", hardest([signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], signal.SIGHUP))
 def test_a_signal_ends_the_server_too(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(SERVER.replace("> after_s", "> 600"))
     pids = tmp_path / "pids"

@@ -29,7 +29,7 @@ PLAIN = Sampling(temperature=0.0, stop_ids=(EOS,))
 
 
 @pytest.mark.parametrize("max_in_flight", hardest([1, 2], 2))
-@pytest.mark.parametrize("seed", hardest(range(6), 0, 3, 4))
+@pytest.mark.parametrize("seed", hardest(range(6), 0, 3))
 def test_answers_keep_to_their_grammars_and_do_not_depend_on_who_else_runs(seed: int, max_in_flight: int) -> None:
     rng = random.Random(seed)
     is_scarce = seed < 3
@@ -268,7 +268,7 @@ def test_what_a_grammar_forces_is_computed_in_one_step_and_not_sampled(max_in_fl
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", hardest(range(4), 1))
 def test_forced_tokens_are_those_that_would_have_been_sampled(seed: int, max_in_flight: int) -> None:
     """Log-probabilities must be computed, so a request that wants them jumps over nothing."""
     rng = random.Random(seed)

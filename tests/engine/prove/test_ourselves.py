@@ -1,5 +1,4 @@
-"""Our own servers, proven: the scheduler over the oracle executor in a second; the default model, every world and every
-fault in the slow suite."""
+"""Our own servers, proven: the scheduler over the oracle executor; the default model, every world and every fault."""
 
 import json
 from pathlib import Path
@@ -11,23 +10,18 @@ from penstock.cli import main
 from penstock.engine.commands.prove.own.faults import FAULTS
 from penstock.engine.commands.prove.own.server import WORLDS
 from tests.support.default_file import needs_model
-from tests.support.programs import Program
 from tests.support.random_adapter import write_adapter
+from tests.support.router_fleet import mock_replicas
 from tests.support.small_models import RECURRENT, random_model
 
 
+@pytest.mark.slow
 def test_no_block_of_a_pool_that_is_far_too_small_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     """The oracle's tokens are hashes of all KV that they read, so a foreign block changes the answer."""
-    small = ("--kv-tokens", "560", "--max-model-len", "320", "--max-num-seqs", "8", "--kv-host-bytes", "20000")
-    replica = Program("-m", "tests.support.mock_replica", *small)
-    try:
-        port = replica.line("").strip()
-        code = main(["prove", f"http://127.0.0.1:{port}", "--exact", "--requests", "300", "--rate", "300"])
+    with mock_replicas(kv_tokens=560, max_model_len=320, max_num_seqs=8, kv_host_bytes=20000) as (replica,):
+        code = main(["prove", replica.url, "--exact", "--requests", "300", "--rate", "300"])
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert code == 0 and result["findings"] == {} and result["answers"]["same"] > 200
-    finally:
-        replica.process.kill()
-        replica.end()
 
 
 @needs_model

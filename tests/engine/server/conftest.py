@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -31,6 +32,12 @@ def qwen(_qwen: Running) -> Running:
     """A server with the template of Qwen3; it says "Hello." until a test lets it say something else."""
     _qwen.engine.reply = "Hello."
     return _qwen
+
+
+@pytest.fixture(scope="session")
+def openai() -> Any:
+    """OpenAI's package. Importing it takes seconds, so only the processes that need it do."""
+    return import_module("openai")
 
 
 @pytest.fixture

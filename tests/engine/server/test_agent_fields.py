@@ -84,7 +84,7 @@ def first(kind: Any) -> Any:
     return next(values(kind, 0))[1]
 
 
-@pytest.mark.parametrize("name", hardest(WALKS, "responses", "messages"))
+@pytest.mark.parametrize("name", hardest(WALKS, "responses"))
 def test_each_field_of_the_package_is_served_refused_or_named_as_ignored(server: Running, name: str) -> None:
     where, path, base = WALKS[name]
     module, _, kind = where.partition(":")

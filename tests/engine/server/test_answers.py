@@ -5,7 +5,6 @@ import base64
 from array import array
 from typing import Any
 
-import openai
 import pytest
 
 from penstock.engine.sampling_params import SamplingParams
@@ -285,7 +284,7 @@ def test_a_model_without_a_template_can_only_complete(server: Running, monkeypat
     assert server.complete(max_tokens=1).status_code == 200
 
 
-def test_errors_raise_the_client_s_own_exceptions(server: Running, client: Any) -> None:
+def test_errors_raise_the_client_s_own_exceptions(server: Running, client: Any, openai: Any) -> None:
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.completions.create(model="gpt-4", prompt="x")
     with pytest.raises(openai.BadRequestError, match="temperature: 3.0 is out of range"):
@@ -300,8 +299,8 @@ def test_errors_raise_the_client_s_own_exceptions(server: Running, client: Any) 
         server.engine.fail_next = None
 
 
-def test_many_streams_at_once_do_not_mix(server: Running) -> None:
-    async def one(client: openai.AsyncOpenAI, at: int) -> str:
+def test_many_streams_at_once_do_not_mix(server: Running, openai: Any) -> None:
+    async def one(client: Any, at: int) -> str:
         stream = await client.completions.create(model=MODEL, prompt=f"<{at}>", max_tokens=40, stream=True)
         return "".join([event.choices[0].text async for event in stream])
 

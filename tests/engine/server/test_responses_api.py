@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import openai
 import pytest
 
 from penstock.engine.server import prompts
@@ -77,7 +76,7 @@ def test_an_answer_that_reaches_its_length_is_incomplete(client: Any) -> None:
     assert last.type == "response.incomplete"
 
 
-def test_a_failure_in_a_stream_is_an_event_and_otherwise_a_status(server: Running, client: Any) -> None:
+def test_a_failure_in_a_stream_is_an_event_and_otherwise_a_status(server: Running, client: Any, openai: Any) -> None:
     server.engine.delay_s = 0.01
     try:
         server.engine.fail_next = "out of blocks"
@@ -120,7 +119,7 @@ def test_reasoning_text_and_calls_are_items_and_can_be_sent_back(qwen: Running) 
 # What is kept.
 
 
-def test_a_response_goes_on_from_the_one_before_it(server: Running, client: Any) -> None:
+def test_a_response_goes_on_from_the_one_before_it(server: Running, client: Any, openai: Any) -> None:
     first = client.responses.create(model=MODEL, input="One", instructions="Not carried over.")
     second = client.responses.create(model=MODEL, input="Two", previous_response_id=first.id)
     third = client.responses.create(model=MODEL, input="Three", previous_response_id=second.id)
@@ -134,14 +133,14 @@ def test_a_response_goes_on_from_the_one_before_it(server: Running, client: Any)
         client.responses.create(model=MODEL, input="Four", previous_response_id=third.id)
 
 
-def test_store_false_keeps_nothing(client: Any) -> None:
+def test_store_false_keeps_nothing(client: Any, openai: Any) -> None:
     response = client.responses.create(model=MODEL, input="Hi", store=False)
     assert response.store is False
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)
 
 
-def test_what_one_key_keeps_is_not_there_for_another() -> None:
+def test_what_one_key_keeps_is_not_there_for_another(openai: Any) -> None:
     with (
         running(api_keys=("sk-a", "sk-b")) as server,
         server.openai("sk-a") as mine,
@@ -156,7 +155,7 @@ def test_what_one_key_keeps_is_not_there_for_another() -> None:
             other.responses.create(model=MODEL, input="Hi", previous_response_id=response.id)
 
 
-def test_requests_are_counted_by_route_and_not_by_id(server: Running, client: Any) -> None:
+def test_requests_are_counted_by_route_and_not_by_id(server: Running, client: Any, openai: Any) -> None:
     client.responses.retrieve(client.responses.create(model=MODEL, input="Hi").id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_x")
@@ -164,7 +163,7 @@ def test_requests_are_counted_by_route_and_not_by_id(server: Running, client: An
     assert "resp_x" not in server.http.get("/metrics").text
 
 
-def test_an_evicted_response_is_a_404_and_cannot_be_gone_on_with(server: Running, client: Any) -> None:
+def test_an_evicted_response_is_a_404_and_cannot_be_gone_on_with(server: Running, client: Any, openai: Any) -> None:
     service = server.app.service
     server.call(lambda: setattr(service, "responses", ResponseStore(max_responses=2)))
     try:

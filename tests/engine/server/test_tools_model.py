@@ -28,6 +28,7 @@ def check(calls: list[tuple[str, str]]) -> None:
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
+@pytest.mark.slow
 def test_required_calls_parse_and_validate_at_a_high_temperature(client: Any) -> None:
     answer = client.chat.completions.create(
         model=MODEL,

@@ -97,9 +97,6 @@ def test_the_default_model_s_template_writes_its_system_prompt() -> None:
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
-# -- messages ----------------------------------------------------------------------------------------------
-
-
 def seen(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a template is given."""
     return [json.loads(line) for line in ChatTemplate(ECHO).render(messages).splitlines()]
@@ -175,9 +172,6 @@ def test_a_template_s_own_refusal_is_told_and_cut_to_a_bounded_length() -> None:
         ChatTemplate("{{ raise_exception(messages[0].content) }}").render([{"role": "user", "content": "no " * 10_000}])
     assert caught.value.field == "messages"
     assert len(str(caught.value)) < 400
-
-
-# -- where templates come from -------------------------------------------------------------------------------
 
 
 def model(path: Path, **files: dict[str, Any]) -> Tokenizer:

@@ -108,6 +108,7 @@ def test_tokenizer_code_of_a_folder_is_refused_and_not_run(tmp_path: Path) -> No
     assert not (tmp_path / "canary").exists()
 
 
+@pytest.mark.slow
 def test_another_format_is_converted_by_transformers_in_a_process_of_its_own(tmp_path: Path) -> None:
     backend = samples.byte_level()
     folder = samples.folder(tmp_path / "m", backend, tokenizer_config={"tokenizer_class": "GPT2Tokenizer"})

@@ -21,7 +21,7 @@ from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.reader import Arguments, CallStart
 from penstock.engine.text.tools.thinking import GEMMA, IMPLIED, SEED, THINK, Marks, Thinking
 from tests.support.call_writers import FORMS, PRINTED, WRITERS, Call
-from tests.support.refusals import cases
+from tests.support.refusals import cases, hardest
 from tests.support.tool_samples import ids_of, lark_matcher, read, verdict
 
 DATA = json.loads(Path(__file__).with_name("calls.json").read_text())
@@ -34,7 +34,9 @@ TOOLS = [TRIP, TREE, FREE, CLOCK]
 SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
 SAMPLE, SHORT, WRONG = ([(name, given) for name, given in DATA[key]] for key in ("sample", "short", "wrong calls"))
 BY_FORMAT = pytest.mark.parametrize("name", WRITERS)
-NEW = pytest.mark.parametrize("name", [name for name, form in FORMS.items() if isinstance(form, NamedCalls)])
+NAMED = [name for name, form in FORMS.items() if isinstance(form, NamedCalls)]
+NEW = pytest.mark.parametrize("name", NAMED)
+KINDS = ("hermes", "deepseek_v3", "qwen3_coder", "glm45", "minimax_m2", "gemma4", "lfm2")  # one format of each kind
 CERTAIN = pytest.mark.parametrize("certain", [False, True], ids=["free", "held"])
 
 
@@ -59,7 +61,7 @@ def test_calls_are_read_as_templates_write_them(name: str, certain: bool) -> Non
         assert (called(found), rest.strip()) == (SAMPLE, content.strip())
 
 
-@BY_FORMAT
+@pytest.mark.parametrize("name", hardest(WRITERS, *KINDS))
 @CERTAIN
 def test_every_cut_gives_the_same(name: str, certain: bool) -> None:
     broken = WRITERS[name]([("trip", {"city": "é <\n{x", "far": True, "tags": ["a, b"]})])
@@ -168,7 +170,7 @@ def test_the_grammar_has_the_calls_of_the_template_and_no_wrong_ones(name: str, 
     assert accepts(name, may, special, "hello [1] {} <x>")
 
 
-@NEW
+@pytest.mark.parametrize("name", hardest(NAMED, *KINDS))
 @pytest.mark.parametrize("must", [False, True], ids=["may", "must"])
 def test_whatever_a_grammar_lets_through_is_read_and_keeps_to_its_schema(name: str, must: bool) -> None:
     words = re.findall(r"<[^<>]+>|[a-z_]+|[^a-z<>\s]+|\s+|.", WRITERS[name](SAMPLE))

@@ -65,7 +65,7 @@ def test_every_cut_gives_the_same_answer_behind_reasoning(marks: Marks, is_open:
                     assert read(pieces, calls_of(name), thinking) == whole
 
 
-@pytest.mark.parametrize("name", hardest(FORMATS, "hermes", "llama3_json"))
+@pytest.mark.parametrize("name", hardest(FORMATS, "hermes"))
 def test_random_texts_lose_nothing_and_do_not_depend_on_the_cut(name: str) -> None:
     choose, form = random.Random(5), FORMATS[name]
     parts = [*form.marks, *form.tokens, CALL[name], CALLS[name], "{", "}", "[", "]", '"', "\\", ",", ":", " ",

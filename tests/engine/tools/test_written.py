@@ -32,7 +32,7 @@ def test_what_calls_nothing_is_content_to_the_letter(name: str) -> None:
         assert read([text], calls_of(name)) == ("", text, []), text
 
 
-@pytest.mark.parametrize("name", hardest(FORMATS, "hermes", "mistral with args"))
+@pytest.mark.parametrize("name", hardest(FORMATS, "hermes"))
 @CERTAIN
 def test_a_text_gives_the_same_calls_and_content_however_it_is_cut(name: str, certain: bool) -> None:
     """In two, short texts in three, in pieces of one length as steps with several tokens bring them, and at random."""

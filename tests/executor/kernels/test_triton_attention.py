@@ -38,7 +38,7 @@ def twins_answer(dtype: torch.dtype, shape: tuple[int, int, int, int], window: i
     return attend(torch_ops, wide, q.double(), ROWS, window)
 
 
-HARDEST = [(torch.float32, SHAPES[2]), (torch.bfloat16, SHAPES[1])]  # no power of two; small pages
+HARDEST = [(torch.bfloat16, SHAPES[1])]  # small pages
 
 
 @matrix("dtype, shape", TOLERANCE, SHAPES, hardest=HARDEST)
@@ -72,6 +72,7 @@ def test_sinks_and_caps_equal_the_twins(
     close(attend(OPS, cache.to(device), q.to(device), ROWS, window, ScoreExtras(cap, sinks.to(device))), expected)
 
 
+@pytest.mark.slow_in_interpreter
 def test_a_sink_takes_its_share_when_a_row_is_cut_among_programs(device: torch.device) -> None:
     rows = [(0, 1, 3000), (1, 1, 40)]
     cache = Cache([3000, 40], 1, 64, 16, torch.float32)
@@ -80,6 +81,7 @@ def test_a_sink_takes_its_share_when_a_row_is_cut_among_programs(device: torch.d
     close(attend(OPS, cache.to(device), q.to(device), rows, None, ScoreExtras(None, sinks.to(device))), expected)
 
 
+@pytest.mark.slow_in_interpreter
 def test_a_batch_of_prefills_alone_and_one_of_decodes_alone(device: torch.device) -> None:
     cache, q = case(torch.float32, SHAPES[0])
     expected = twins_answer(torch.float32, SHAPES[0], None)
@@ -106,7 +108,7 @@ def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(
     "dtype, window",
     (torch.float32, torch.bfloat16),
     (None, 40),
-    hardest=[(torch.bfloat16, 40)],
+    hardest=[],
 )
 def test_a_padded_batch_gets_what_its_rows_get(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
     """Only the device knows the rows, and three more have what is left of the tokens: they get zeros."""
@@ -175,7 +177,8 @@ def test_whatever_the_batch_the_answer_is_the_twins(device: torch.device, seed: 
         close(out, expected)
 
 
-@pytest.mark.parametrize("is_latent", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_latent", [False, True])
 def test_the_bits_are_the_same_in_whatever_order_programs_run(monkeypatch: pytest.MonkeyPatch, is_latent: bool) -> None:
     contexts = [30, 500, 0]
     rows = [(row, 1, context) for row, context in enumerate(contexts)]
@@ -220,6 +223,7 @@ def test_rows_are_split_so_that_they_occupy_the_gpu(rows: int, longest: int, eve
     assert num_splits(rows, 8, longest, 0, tiles.Tile(16, 64, 4, 3, programs=3)) == (even, programs)
 
 
+@pytest.mark.slow_in_interpreter
 def test_tiles_that_see_most_begin_first(device: torch.device) -> None:
     rows = [(0, 1, 9), (1, 40, 40), (2, 41, 3000), (3, 65, 700), (4, 90, 90), (5, 90, 190), (6, 9, 190)]
     batch = Cache([0] * 7, 1, 16, 16, torch.float32).to(device).batch([(row, count, 0) for row, count, _ in rows])
@@ -258,7 +262,7 @@ def test_eight_bit_pages_are_written_and_read(device: torch.device) -> None:
 LATENTS = [(4, 16, 64), (20, 8, 48)]  # heads, rope, rank
 
 
-@matrix("dtype, sizes", TOLERANCE, LATENTS, hardest=[(torch.bfloat16, LATENTS[0]), (torch.float32, LATENTS[1])])
+@matrix("dtype, sizes", TOLERANCE, LATENTS, hardest=[(torch.bfloat16, LATENTS[0])])
 def test_latent_attention_equals_the_twin(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int]
 ) -> None:
@@ -286,7 +290,7 @@ def expanded_case(
     return cache, q, random(heads, nope + value, rank, dtype=dtype, seed=3) * rank**-0.5
 
 
-@matrix("dtype, sizes", TOLERANCE, SIZES, hardest=[(torch.bfloat16, SIZES[0]), (torch.float32, SIZES[1])])
+@matrix("dtype, sizes", TOLERANCE, SIZES, hardest=[(torch.bfloat16, SIZES[0])])
 def test_expanded_attention_equals_the_twin(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int]
 ) -> None:

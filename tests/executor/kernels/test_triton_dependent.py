@@ -49,6 +49,7 @@ def layer(device: torch.device) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.slow_in_interpreter
 def test_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(dependent, "ENABLED", False)
     expected = layer(device)

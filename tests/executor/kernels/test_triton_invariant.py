@@ -108,10 +108,9 @@ CASES: dict[str, tuple[int, int, int, int | None, ScoreExtras]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "plain")]
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow_in_interpreter
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_attention(monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype, name: str) -> None:
     """A token gets the same as a row of its own, in chunks cut anywhere, behind others and beside a graph's padding."""
     monkeypatch.setattr(attention_ops, "FIXED_SPLIT", 64)
@@ -142,6 +141,7 @@ def test_attention(monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype:
         check([(1, 1, 77), (0, chunk, end), (2, 20, 70)])
 
 
+@pytest.mark.slow_in_interpreter
 def test_attention_over_pages_of_eight_bits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(attention_ops, "FIXED_SPLIT", 64)
     cache = Cache([140], 2, 64, 16, torch.bfloat16)
@@ -166,9 +166,8 @@ def test_experts(device: torch.device, dtype: torch.dtype) -> None:
     alike(run, torch.arange(150, device=device)[:, None], (1, 2, 20, 70))
 
 
-@pytest.mark.parametrize(
-    "kind", [*(pytest.param(kind, marks=pytest.mark.slow_in_interpreter) for kind in KINDS[:2]), KINDS[5]]
-)
+@pytest.mark.slow_in_interpreter
+@pytest.mark.parametrize("kind", [*KINDS[:2], KINDS[5]])
 def test_products_with_codes(device: torch.device, kind: tuple[int, int, str | None, bool]) -> None:
     weight = moved(pack([grouped(72, 384, kind)], CPU), device)
     x = random(150, 384, dtype=torch.bfloat16).to(device)

@@ -14,21 +14,19 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.support.adapters import Adapter
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver
-from tests.support.kernel_cases import close, every_dtype
+from tests.support.kernel_cases import TOLERANCE, close, matrix
 from tests.support.paged import random
 from tests.support.small_models import greedy
 from tests.support.twins.lora import add_lora as twin
 
 SHAPES = [(64, [32]), (200, [48, 20, 20]), (128, [130, 64])]
+HARDEST = [(torch.bfloat16, SHAPES[1], 32), (torch.float32, SHAPES[2], 16)]
 
 
-@every_dtype
-@pytest.mark.parametrize(("depth", "widths"), SHAPES, ids=["one part", "three parts", "two parts"])
-@pytest.mark.parametrize("rank", [16, 32])
-def test_sums_equal_the_twin(
-    device: torch.device, dtype: torch.dtype, depth: int, widths: list[int], rank: int
-) -> None:
+@matrix("dtype, shape, rank", TOLERANCE, SHAPES, (16, 32), hardest=HARDEST)
+def test_sums_equal_the_twin(device: torch.device, dtype: torch.dtype, shape: tuple[int, list[int]], rank: int) -> None:
     """Rows of some tiles alone, whole and partly filled; those of no tile stay as they are to the bit."""
+    depth, widths = shape
     rows, places, width = 40, 3, sum(widths)
     x, y = (random(rows, size, dtype=dtype, seed=size).to(device) for size in (depth, width))
     down = random(places, len(widths), rank, depth, dtype=dtype, seed=2).to(device) / depth**0.5

@@ -13,9 +13,8 @@ TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 SIZES, COUNTS = [(1, 2, 16, 16), (1, 2, 24, 40)], [[1, 1, 1], [1, 3, 64, 65], [150]]
 HARDEST = [
-    (torch.float32, SIZES[1], COUNTS[1]),  # no powers of two
     (torch.bfloat16, SIZES[0], COUNTS[2]),
-    (torch.bfloat16, SIZES[1], COUNTS[0]),
+    (torch.bfloat16, SIZES[1], COUNTS[0]),  # no powers of two
 ]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from penstock.executor.kernels.cuda import routing
 from penstock.executor.moe_spec import MoeSpec
-from tests.support.kernel_cases import close
+from tests.support.kernel_cases import close, matrix
 from tests.support.paged import random
 from tests.support.refusals import cases
 from tests.support.twins import torch_ops
@@ -44,8 +44,9 @@ def test_logits_that_are_no_numbers_choose_experts_that_there_are(device: torch.
     assert ((ids >= 0) & (ids < 160)).all()
 
 
-@pytest.mark.parametrize("entries", [0, 1, 32, 33, 200])
-@pytest.mark.parametrize(("first", "num_slots"), [(0, 20), (5, 7)])
+@matrix(
+    "entries, first, num_slots", (0, 1, 32, 33, 200), (0, 5), (7, 20), hardest=[(0, 0, 20), (33, 0, 20), (200, 5, 7)]
+)
 def test_entries_lie_by_slot_and_in_their_order(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, entries: int, first: int, num_slots: int
 ) -> None:

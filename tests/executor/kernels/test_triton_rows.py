@@ -5,12 +5,12 @@ from typing import get_args
 import pytest
 import torch
 
-from penstock.executor.kernels import Activation, KeyStore, NormedRows, Rotation
+from penstock.executor.kernels import Activation, NormedRows
 from penstock.executor.kernels.cuda import few_rows
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.kernels.weight import numbers
-from tests.support.kernel_cases import close, every_dtype
-from tests.support.paged import latent_step, random
+from tests.support.kernel_cases import TOLERANCE, close, every_dtype, matrix
+from tests.support.paged import latent_step, random, rotated_step
 from tests.support.twins import torch_ops
 
 
@@ -69,7 +69,7 @@ def test_rows_and_weights_that_begin_anywhere_are_multiplied_as_well(device: tor
         close(OPS.linear(x, numbers(weight)), torch_ops.linear(x, numbers(weight)))
 
 
-@every_dtype
+@matrix("dtype", TOLERANCE, hardest=[(torch.bfloat16,)])
 def test_products_of_few_rows_add_and_normalize_them(device: torch.device, dtype: torch.dtype) -> None:
     """The sum is the twin's bit for bit. The product rounds once less: the norm's scale is applied to its result."""
     for rows, depth, width in ((1, 1024, 32), (2, 700, 20), (2, 96, 33)):
@@ -104,21 +104,10 @@ def test_activations_reach_their_limits_without_overflow(device: torch.device, a
 def test_rope_writes_the_pages_like_the_twin(
     device: torch.device, dtype: torch.dtype, dim: int, rotated: int, normed: bool, has_v: bool
 ) -> None:
-    tokens, q_heads, kv_heads, page = 7, 3, 2 if has_v else 1, 4
-    merged = random(tokens, (q_heads + 2 * kv_heads) * dim, dtype=dtype).to(device).unflatten(1, (-1, dim))
-    q, k, v = merged.split((q_heads, kv_heads, kv_heads), dim=1)
-    angles = 6 * random(30, rotated // 2).to(device)
-    positions = torch.randint(30, (tokens,), dtype=torch.int32, generator=torch.Generator().manual_seed(4)).to(device)
-    slots = torch.randperm(5 * page, generator=torch.Generator().manual_seed(5))[:tokens].to(device)
-    weights = (random(dim, seed=6).to(device), random(dim, seed=7).to(device), 1e-6) if normed else (None, None, 0.0)
-    results = []
-    for kernels in (OPS, torch_ops):
-        kv = torch.zeros(5, 3, 2, page, kv_heads * dim, dtype=dtype, device=device)
-        pages = (kv[:, 1, 0], kv[:, 1, 1]) if has_v else (kv[:, 1, 0], kv[:, 1, 0])
-        arguments = Rotation(angles.cos(), angles.sin(), positions), pages, slots, weights
-        results.append((kernels.rope_and_store(q, k, v if has_v else None, KeyStore(*arguments)), kv))
-    close(results[0][0], results[1][0])
-    close(results[0][1], results[1][1])
+    sizes = (7, 3, 2 if has_v else 1, 4)
+    results = [rotated_step(ops, dtype, device, sizes, dim, rotated, normed, has_v) for ops in (OPS, torch_ops)]
+    for actual, expected in zip(*results, strict=True):
+        close(actual, expected)
 
 
 @every_dtype

@@ -48,7 +48,7 @@ def options(
     ]
 
 
-@matrix("dtype", TOLERANCE, hardest=[(torch.bfloat16,)])
+@matrix("dtype", TOLERANCE, hardest=[])
 def test_the_tokens_are_the_twins(device: torch.device, dtype: torch.dtype) -> None:
     logits = (3 * random(len(OPTIONS), VOCAB, seed=1)).to(dtype).to(device)
     given = options(OPTIONS, device)
@@ -58,6 +58,7 @@ def test_the_tokens_are_the_twins(device: torch.device, dtype: torch.dtype) -> N
     assert torch.equal(largest, expected_largest)
 
 
+@pytest.mark.slow_in_interpreter
 def test_filters_keep_ties_and_nothing_else(device: torch.device) -> None:
     """On few logits with many ties: over many draws of the twin all that is kept comes up; the kernel draws the same."""
     logits = torch.tensor([4.0, 4.0, 3.0, 3.0, 3.0, 2.0, 1.0, -torch.inf, 0.0, -1.0], device=device)
@@ -131,7 +132,7 @@ def test_any_row_draws_what_the_twin_draws_and_the_same_in_every_batch(device: t
 KEPT = [(1.0, 0.0, 0, 0.9), (1.0, 0.0, 0, 0.0), (1.0, 0.8, 2000, 0.7)]
 
 
-@matrix("kept, is_tied", KEPT, (False, True), hardest=[(KEPT[0], False), (KEPT[2], True)])
+@matrix("kept, is_tied", KEPT, (False, True), hardest=[(KEPT[2], True)])
 def test_thresholds_below_what_the_parts_list_are_found_in_the_row(
     device: torch.device, kept: tuple[float, float, int, float], is_tied: bool
 ) -> None:
@@ -225,7 +226,8 @@ def test_every_penalized_row_gets_its_own_penalties(device: torch.device) -> Non
         close(edited[0], others)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow_in_interpreter), 1])
+@pytest.mark.slow_in_interpreter
+@pytest.mark.parametrize("seed", [0, 1])
 def test_any_batch_of_any_options_samples_what_the_twins_sample(device: torch.device, seed: int) -> None:
     """Requests come and go in slots of a sampler whose rows are in any order; some have masks of grammars."""
     rng = np.random.default_rng(seed)
