@@ -6,7 +6,6 @@ python -m tests.page.screenshots docs
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -19,12 +18,7 @@ TALE = "Write a long story about a river, a bridge and the people who built it."
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    with started() as browser:
-        chat_and_live(browser, folder)
-
-
-def chat_and_live(browser: Any, folder: Path) -> None:
-    with default_model("SmolLM2-135M-Instruct") as server:
+    with started() as browser, default_model("SmolLM2-135M-Instruct") as server:
         with visit(browser, server.url, color_scheme="light", viewport=SIZE) as page:
             page.set_default_timeout(300_000)  # on a busy machine too
             page.set_fields(temperature="0", max_tokens="90")

@@ -9,6 +9,9 @@ from penstock.engine.front.llm import LLM
 from penstock.executor.protocol import Executor, ExecutorConfig
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.oracle import OracleExecutor
+from tests.support.running_server import Running
+
+SECRET = "a secret that is long enough"  # of engines that share blocks
 
 
 class OracleLLM(LLM):
@@ -30,3 +33,13 @@ def oracle_engine(vocab_size: int = 256, *, scheduler: SchedulerConfig | None = 
         scheduler=scheduler or SchedulerConfig(),
     )
     return AsyncEngine(config, core="tests.support.oracle_core", tokenizer=byte_tokenizer())
+
+
+def peer_engine(**options: Any) -> AsyncEngine:
+    """Return an engine that can share blocks over loopback."""
+    return oracle_engine(max_model_len=2000, kv_host_bytes=2**22, **options)
+
+
+def is_connected(server: Running) -> bool:
+    server.complete(max_tokens=1)  # an idle core hears of nothing
+    return 'kv_tier_is_open{model_name="tiny",tier="peer"} 1.0' in server.http.get("/metrics").text
