@@ -65,18 +65,15 @@ def said(executor: Any) -> list[list[int]]:
 _STEPS = iter(range(0, 10**9, 1000))
 
 
-# Fused tensors, biases, experts, packed experts, latents, states.
-HARDEST = [
-    (case, "float32") for case in ("llama-tied-biases", "gemma4", "phi3", "gpt-oss", "deepseek-v3", "qwen3-next")
+# Fused tensors, biases, experts, packed experts, latents, states; then the others.
+CASES = [
+    *("llama-tied-biases", "gemma4", "phi3", "gpt-oss", "deepseek-v3", "qwen3-next"),
+    *("llama", "opt", "mixtral", "glm4-moe", "lfm2", "granite4-moe", "granite4-mamba"),
 ]
-HARDEST += [("mixtral", "bfloat16")]
-OTHERS = [
-    (case, "float32") for case in ("llama", "opt", "mixtral", "glm4-moe", "lfm2", "granite4-moe", "granite4-mamba")
-]
-OTHERS += [("llama", "bfloat16")]
+ROWS = [*((case, "float32") for case in CASES), ("mixtral", "bfloat16"), ("llama", "bfloat16")]
 
 
-@pytest.mark.parametrize(("case", "dtype"), hardest_rows(HARDEST + OTHERS, HARDEST))
+@pytest.mark.parametrize(("case", "dtype"), hardest_rows(ROWS, [*ROWS[:6], ("mixtral", "bfloat16")]))
 def test_an_updated_model_is_the_one_that_a_start_would_have_loaded(case: str, dtype: str, tmp_path: Path) -> None:
     other = changed(named(case))
     path = saved(case, other, tmp_path / "other")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.support.default_file import default_file
-from tests.support.oracle_engine import SECRET, is_connected, peer_engine
+from tests.support.oracle_engine import SECRET, is_connected, peer
 from tests.support.peer_rig import free_addresses
 from tests.support.programs import Command
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
@@ -28,8 +28,8 @@ def fleet() -> Iterator[tuple[Running, Running, RunningRouter]]:
     (address,) = free_addresses(1)
     with contextlib.ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setenv("PENSTOCK_KV_PEER_SECRET", SECRET)
-        prefill = stack.enter_context(running(peer_engine(kv_peer_listen=address)))
-        decode = stack.enter_context(running(peer_engine(kv_peers=(address,))))
+        prefill = stack.enter_context(running(peer(kv_peer_listen=address)))
+        decode = stack.enter_context(running(peer(kv_peers=(address,))))
         until(lambda: is_connected(decode))
         given = f"{prefill.url},prefill={address}"
         router = running_router(decode.url, given, prefill_threshold=64, tokenizes=True)
@@ -58,7 +58,7 @@ def test_tokens_are_a_single_engines_and_the_prompt_was_computed_elsewhere(
 ) -> None:
     _, _, router = fleet
     rng = random.Random(1)
-    with running(peer_engine()) as single:
+    with running(peer()) as single:
         for number in range(12):
             text = f"{number} " + " ".join(rng.choices(WORDS, k=rng.randrange(30, 200)))
             asked: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "seed": number}
@@ -85,7 +85,7 @@ def test_when_the_prefill_engine_is_gone_the_tokens_are_the_same(fleet: tuple[Ru
         "temperature": 0,
     }
     asked |= {"return_token_ids": True, "ignore_eos": True}
-    with running(peer_engine()) as single:
+    with running(peer()) as single:
         expected, _ = streamed(single.http, "/v1/completions", asked)
 
     def move_to(port: int) -> None:

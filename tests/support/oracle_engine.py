@@ -35,7 +35,7 @@ def oracle_engine(vocab_size: int = 256, *, scheduler: SchedulerConfig | None = 
     return AsyncEngine(config, core="tests.support.oracle_core", tokenizer=byte_tokenizer())
 
 
-def peer_engine(**options: Any) -> AsyncEngine:
+def peer(**options: Any) -> AsyncEngine:
     """Return an engine that can share blocks over loopback."""
     return oracle_engine(max_model_len=2000, kv_host_bytes=2**22, **options)
 

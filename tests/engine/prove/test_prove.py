@@ -41,10 +41,7 @@ from tests.support.reference_server import CONTEXT, DEFECTS, MODEL, ReferenceSer
 from tests.support.refusals import cases, hardest
 
 # Defects that only the load finds, and others of each phase. The slow suite plants all.
-FAST = [
-    *("full-pool", "slots-swapped", "finish-lost", "blocks-held", "context-cut", "tool-argument-cut"),
-    "seed-depends-on-batch",
-]
+FAST = ["full-pool", "slots-swapped", "finish-lost", "blocks-held", "context-cut", "tool-argument-cut"]
 # A defect that each case finds, where it is another than positions that are shifted after a hit.
 CULPRITS = {
     "one-token-differs": "hash-ignores-last-token",

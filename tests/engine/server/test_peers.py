@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.oracle_engine import SECRET, is_connected, peer_engine
+from tests.support.oracle_engine import SECRET, is_connected, peer
 from tests.support.peer_rig import free_addresses
 from tests.support.refusals import table
 from tests.support.running_server import Running, running, until
@@ -18,10 +18,7 @@ def pair() -> Iterator[tuple[Running, Running, str]]:
     (address,) = free_addresses(1)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PENSTOCK_KV_PEER_SECRET", SECRET)
-        with (
-            running(peer_engine(kv_peer_listen=address)) as prefill,
-            running(peer_engine(kv_peers=(address,))) as decode,
-        ):
+        with running(peer(kv_peer_listen=address)) as prefill, running(peer(kv_peers=(address,))) as decode:
             yield prefill, decode, address
 
 
