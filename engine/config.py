@@ -98,7 +98,9 @@ class EngineOptions:
     device: Device | None = flag("default: cuda if available, else cpu")
     load_format: LoadFormat | None = flag("dummy: seeded random weights, for benchmarks")
     max_model_len: Count | None = flag(
-        "maximum tokens of prompt and answer (default: what model and memory allow)", "N", read=count
+        "maximum tokens of prompt and answer, or auto: as many as the model allows and the cache holds (default: auto)",
+        "N",
+        read=lambda text: None if text == "auto" else count(text),
     )
     max_num_seqs: Count | None = flag("sequences computed at a time (default: 256)", "N")
     max_num_batched_tokens: Count | None = flag("tokens computed per step (default: 2048 on a CPU, 8192 on a GPU)", "N")

@@ -19,6 +19,7 @@ Array = Any  # an array of numpy, which light commands that import this module d
 ExecutorKind = Literal["auto", "uniproc", "multiproc", "ray"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+ContextLimit = Literal["model", "max_model_len", "kv_cache"]
 LoadFormat = Literal["auto", "dummy"]
 KvDType = Literal["auto", "fp8", "fp8_e4m3"]  # auto: the model's dtype; the other two mean the same
 # The result instead of tokens: the last position's vector, the mean over all positions, or a classifier's label scores.
@@ -234,7 +235,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     vocab_size: int
     hidden_size: int
-    max_model_len: int
+    max_model_len: int  # maximum tokens of prompt and answer
+    context_limit: ContextLimit = "model"  # what max_model_len is determined by
     max_num_batched_tokens: int = 2048  # positions in a step
     block_size: int
     num_blocks: int  # block 0 is never handed out: padding and skipped writes go there

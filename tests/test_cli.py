@@ -195,6 +195,7 @@ def test_a_keyword_may_be_written_as_its_flag_is(name: str) -> None:
     config = engine_config("model", {name: "2GiB", "max_model_len": "4k", "dtype": "half"})
     assert config.executor.kv_cache_bytes == 2**31
     assert (config.executor.max_model_len, config.executor.dtype) == (4000, "float16")
+    assert engine_config("model", {"max_model_len": "auto"}).executor.max_model_len is None
 
 
 def test_an_option_given_under_both_of_its_names_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

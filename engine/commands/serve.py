@@ -147,10 +147,13 @@ def _say_memory(info: ModelInfo) -> None:
     width = max(12, *map(len, info.memory))
     for name, num_bytes in info.memory.items():
         _say(f"  {name:<{width}} {num_bytes / 2**20:10,.0f} MiB")
-    tokens = (info.num_blocks - 1) * info.block_size
-    _say(
-        f"  the cache holds {tokens:,} tokens in blocks of {info.block_size}; a request may have {info.max_model_len:,}"
-    )
+    limit = {
+        "model": "the model's own length",
+        "max_model_len": "max_model_len",
+        "kv_cache": "as many as the cache holds",
+    }
+    _say(f"  the cache has {info.num_blocks - 1:,} blocks of {info.block_size} tokens")
+    _say(f"  a request may have {info.max_model_len:,} tokens with its answer: {limit[info.context_limit]}")
 
 
 def _say_curl(url: str, server: ServerConfig, has_template: bool, classifies: bool = False) -> None:

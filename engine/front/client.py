@@ -22,7 +22,7 @@ from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.front.adapter_files import read_ahead
 from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.front.liveness import TICK_S, Liveness
-from penstock.engine.front.submit import AnswerOptions, begin_answer, check_room
+from penstock.engine.front.submit import AnswerOptions, begin_answer
 from penstock.engine.messages import (
     Abort,
     CacheUpdate,
@@ -237,8 +237,6 @@ class AsyncEngine:
             self.abort,
             **options,
         )
-        if options.get("pooling") is None:
-            check_room(answer.num_prompt_tokens, params.max_tokens, self.info)
         self.admit(params.n)
         self.answers.add(answer)
         for message in answer.messages:

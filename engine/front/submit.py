@@ -76,17 +76,6 @@ def check_length(num_tokens: int, info: ModelInfo, field: str = "prompt", num_an
         raise InvalidRequest(field, f"{num_tokens} tokens; the context holds {holds}, so at most {most} can be given")
 
 
-def check_room(num_tokens: int, max_tokens: int | None, info: ModelInfo, field: str = "max_tokens") -> None:
-    """Raise InvalidRequest unless an answer of `max_tokens` tokens fits into the context after the prompt."""
-    room = info.max_model_len - num_tokens
-    if max_tokens is not None and max_tokens > room:
-        raise InvalidRequest(
-            field,
-            f"{max_tokens} asked for; the prompt has {num_tokens} tokens and the context holds "
-            f"{info.max_model_len}, so at most {room} can follow",
-        )
-
-
 def submissions(
     request_id: str,
     prompt: bytes,
@@ -96,7 +85,8 @@ def submissions(
     kv_transfer: KvTransfer | None = None,
     **fields: Unpack[SubmitFields],
 ) -> list[Submit]:
-    """Return one message per choice, with the ids `request_id.index`.
+    """Return one message per choice, with the ids `request_id.index`. An answer is at most as long as the rest of the
+    context.
 
     Later choices hit the first one's prompt in the prefix cache. `sampling` is derived from `params`; each choice gets
     its own seed.

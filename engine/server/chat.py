@@ -70,7 +70,6 @@ async def ask(
                 request,
                 [prompt],
                 msgspec.structs.replace(params, structured_outputs=held),
-                is_length_asked=max_tokens is not None,
                 kv_transfer=request.kv_transfer_params,
                 shown_ids=frozenset() if plan.is_plain else tools.shown_ids,
             )

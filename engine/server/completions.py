@@ -46,7 +46,6 @@ async def completions(service: Service, call: Call, body: bytes) -> Json | Async
             request,
             prompts,
             params,
-            is_length_asked=request.max_tokens is not None,
             is_continuation=True,
             kv_transfer=request.kv_transfer_params,
         )

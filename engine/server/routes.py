@@ -96,6 +96,7 @@ class Gets:
             "owned_by": "penstock",
             "created": self._started,
             "max_model_len": info.max_model_len,
+            "context_limit": info.context_limit,
             "root": service.model_name,
             "parent": service.model_name if adapter else None,
             "adapter": adapter,  # the digest that is part of the keys of its blocks

@@ -131,15 +131,10 @@ class Service:
         request: PromptRequest,
         prompts: list[list[int]],
         params: SamplingParams,
-        *,
-        is_length_asked: bool = True,
         **options: Any,
     ) -> None:
         """Submit every prompt to the engine, with `params` that have been checked, and add the answers to the call, which is
-        released at its end.
-
-        A default `max_tokens` is limited to the rest of the context.
-        """
+        released at its end."""
         options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt}
         options |= {"adapter": self.adapter_of(call.model), "sampling": params.sampling(self.tokenizer.eos_ids)}
         outputs = params.structured_outputs
@@ -148,9 +143,6 @@ class Service:
             fitting = params
             if params.seed is None and self._seeds is not None:
                 fitting = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
-            if params.max_tokens is not None and not is_length_asked:
-                room = self.info.max_model_len - len(ids)
-                fitting = msgspec.structs.replace(fitting, max_tokens=min(params.max_tokens, room))
             answer = self.engine.generate(ids, fitting, **options)
             call.answers.append(answer)
             self._answers.add(answer)

@@ -96,6 +96,7 @@ class Rank:
             vocab_size=loaded.spec.vocab_size,
             hidden_size=loaded.spec.hidden_size,
             max_model_len=plan.max_model_len,
+            context_limit=plan.context_limit,
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
             num_blocks=plan.num_blocks,

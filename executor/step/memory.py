@@ -18,7 +18,7 @@ from penstock.executor.batch import KvPages, StatePages
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.machine import available_memory
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, GroupInfo
+from penstock.executor.protocol import ContextLimit, ExecutorConfig, ExecutorError, GroupInfo
 
 Runner = TypeVar("Runner")
 
@@ -146,6 +146,7 @@ def measure(
 class KvPlan:
     num_blocks: int  # including block 0, which is never allocated
     max_model_len: int
+    context_limit: ContextLimit  # what max_model_len is determined by
 
 
 def plan_kv(
@@ -175,19 +176,19 @@ def plan_kv(
         num_blocks = min(budget // block_bytes, config.max_num_seqs * pages_for(longest) + 1)
         source = f"the free memory's share for the KV cache ({budget} bytes)"
     num_blocks = group.minimum(num_blocks)
-    if num_blocks < 2:
-        raise ExecutorError(f"{source} holds {num_blocks} blocks of {block_bytes} bytes; at least 2 are needed")
     fits = bisect_right(range(longest + 1), num_blocks - 1, key=pages_for) - 1
     if fits < 1:
         raise ExecutorError(
-            f"{source} holds {num_blocks} blocks of {block_bytes} bytes; a request takes {pages_for(1)}"
+            f"{source} holds {num_blocks} blocks of {block_bytes} bytes; at least {1 + pages_for(1)} are needed"
         )
     if config.max_model_len is not None and config.max_model_len > fits:
         raise ExecutorError(
             f"max_model_len: {config.max_model_len} given; {source} holds one request of {fits} tokens. "
             "Lower max_model_len or raise kv_cache_bytes"
         )
-    return KvPlan(num_blocks, fits)
+    if config.max_model_len is not None:
+        return KvPlan(num_blocks, fits, "max_model_len")
+    return KvPlan(num_blocks, fits, "kv_cache" if fits < longest else "model")
 
 
 def _free_share(world: int) -> int:

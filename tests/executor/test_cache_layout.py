@@ -66,7 +66,7 @@ def test_what_a_request_needs_follows_from_its_groups() -> None:
     config = ExecutorConfig(block_size=16, kv_cache_bytes=92 * 100, max_num_batched_tokens=64)
     plan = plan_kv(config, 100, 4000, RankGroup(), groups=groups)
     assert plan.num_blocks == 92 and plan.max_model_len == 63 * 16
-    with pytest.raises(ExecutorError, match="holds 20 blocks of 100 bytes; a request takes 23"):
+    with pytest.raises(ExecutorError, match="holds 20 blocks of 100 bytes; at least 24 are needed"):
         plan_kv(ExecutorConfig(kv_cache_bytes=2000), 100, 4000, RankGroup(), groups=groups)
 
 

@@ -149,6 +149,35 @@ def test_a_sequence_that_fills_the_context_is_scored_and_embedded(case: str) -> 
     assert open_forward(str(folder(case)), **options).logprobs([whole])[0].tolist() == values and len(values) == 43
 
 
+@pytest.mark.parametrize("case", ["llama", "mistral-sliding", "gemma3", "qwen3.5"])
+def test_an_answer_fills_the_context_that_the_cache_holds_to_the_last_token(case: str) -> None:
+    """With full attention, windows, both, and recurrent states; the longest context is what the block pool can hold."""
+    options: dict[str, Any] = {
+        "skip_tokenizer": True,
+        "dtype": "float32",
+        "block_size": 8,
+        "max_num_batched_tokens": 16,
+    }
+    path, params = str(folder(case)), SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
+    with LLM(path, kv_cache_bytes=2**23, max_model_len="auto", **options) as llm:
+        info = llm.info
+        assert (info.max_model_len, info.context_limit) == (256, "model")
+        (ample,) = llm.generate([BEGINNING[:20]], params, use_tqdm=False)
+    pages = sum(group.most_pages(96, 16, 8) for group in info.groups)
+    with LLM(path, kv_cache_bytes=(pages + 1) * info.block_bytes, max_model_len="auto", **options) as llm:
+        longest, limit = llm.info.max_model_len, llm.info.context_limit
+        # A request of windows alone needs the same pages at 96 tokens and beyond.
+        assert (longest, limit) == ((256, "model") if case == "mistral-sliding" else (96, "kv_cache"))
+        tokens = ample.outputs[0].token_ids[: longest - 20]
+        for number in (20, longest // 2, longest - 1):
+            prompt = [*BEGINNING[:20], *tokens][:number]
+            (result,) = llm.generate([prompt], params, use_tqdm=False)
+            assert [*prompt, *result.outputs[0].token_ids] == [*BEGINNING[:20], *tokens]
+            assert result.outputs[0].finish_reason == "length"
+        with pytest.raises(ValueError, match=f"prompt: {longest} tokens; the context holds {longest} with the answer"):
+            llm.generate([[*BEGINNING[:20], *tokens]], params, use_tqdm=False)
+
+
 def test_what_it_gives_is_a_constant_in_a_loss() -> None:
     forward = open_forward(str(folder("llama")), **OPTIONS)
     (old,), (logits,) = forward.logprobs([PROMPTS[0]]), forward([PROMPTS[0]])

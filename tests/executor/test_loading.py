@@ -239,8 +239,14 @@ def test_lengths_beyond_the_model_or_the_pool_are_refused_with_both_numbers(mode
 
 
 def test_without_max_model_len_the_pool_or_the_model_decides(model: Path) -> None:
-    assert load(model, kv_cache_bytes=100_000).max_model_len == 112
-    assert load(model, kv_cache_bytes=2**21).max_model_len == 256
+    for options, longest, limit in (
+        ({"kv_cache_bytes": 100_000}, 112, "kv_cache"),
+        ({"kv_cache_bytes": 2**21}, 256, "model"),
+        ({"kv_cache_bytes": None, "max_num_seqs": 1}, 256, "model"),  # the pool holds exactly one such request
+        ({"kv_cache_bytes": 100_000, "max_model_len": 112}, 112, "max_model_len"),
+    ):
+        info = load(model, **options)
+        assert (info.max_model_len, info.context_limit) == (longest, limit)
 
 
 def test_the_default_pool_is_no_larger_than_all_requests_need(model: Path) -> None:

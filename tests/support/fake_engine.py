@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from penstock.engine.config import engine_config
 from penstock.engine.front.answer import Answer
 from penstock.engine.front.client import EngineDead, EngineHealth, QueueFull
-from penstock.engine.front.submit import begin_answer, check_room
+from penstock.engine.front.submit import begin_answer
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import CacheUpdate, FinishReason, MissReason, Output, Reuse, Stats, Submit
@@ -117,8 +117,6 @@ class FakeEngine:
         self._count += 1
         answer = begin_answer(str(self._count), prompt, params, self.info, self.tokenizer, self.abort, **fields)
         prompt_ids = answer.prompt_token_ids
-        if options.get("pooling") is None:
-            check_room(len(prompt_ids), params.max_tokens, self.info)
         self.admit(params.n)
         self.submitted.append((prompt_ids, params, options))
         said = prompt_ids if self.reply is None else [*self.tokenizer.encode(self.reply, False), EOS]
@@ -160,9 +158,8 @@ class FakeEngine:
     async def _run(
         self, name: str, answer: Answer, index: int, prompt: list[int], params: SamplingParams, options: Any
     ) -> None:
-        max_tokens = params.max_tokens
-        if max_tokens is None:
-            max_tokens = self.info.max_model_len - len(prompt) if self.reply is None else len(prompt)
+        is_default = params.max_tokens is None and self.reply is not None
+        max_tokens = len(prompt) if is_default else answer.messages[index].max_tokens
         try:
             if options.get("pooling"):
                 await self._step()

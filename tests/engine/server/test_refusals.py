@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import pytest
 
+from penstock.engine.front.answer import Answer
 from penstock.engine.http import body as body_of_http
 from penstock.engine.http import token_form
 from penstock.engine.http.errors import MAX_MESSAGE_CHARS, HttpError
@@ -256,10 +257,18 @@ def test_prompts_that_are_being_tokenized_count_as_queued() -> None:
         assert server.complete("x" * 5000, truncate_prompt_tokens=5).status_code == 200
 
 
-def test_a_refused_prompt_takes_back_those_before_it() -> None:
+def test_a_refused_prompt_takes_back_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(delay_s=0.01)
+    generate = engine.generate
+
+    def generate_one(*given: Any, **options: Any) -> Answer:
+        if engine.submitted:
+            raise InvalidRequest("prompt", "it is the second")
+        return generate(*given, **options)
+
+    monkeypatch.setattr(engine, "generate", generate_one)
     with running(engine) as server:
-        refused(server.complete([[1] * 10, [2] * 995], max_tokens=20), 400, "max_tokens")
+        refused(server.complete([[1] * 10, [2] * 10], max_tokens=20), 400, "prompt")
         assert engine.aborted == ["1.0"]
 
 
@@ -368,6 +377,8 @@ def test_a_list_of_ids_that_is_too_long_is_refused_with_its_length(server: Runni
     for ids, length in (([1] * 4000, 4000), ([1] * 1001, 1001), ([[1], [1] * 4001], 2001)):
         message = refused(server.complete(ids), 400, "prompt")
         assert f"{length} tokens; the context holds 1000 with the answer, so at most 999" in message
+    message = refused(server.post("/v1/embeddings", {"input": [1] * 1001}), 400, "input")
+    assert "1001 tokens; the context holds 1000, so at most 1000 can be given" in message
     message = refused(server.post("/detokenize", {"tokens": [1] * 1001}), 400, "tokens")
     assert "1001 tokens" in message
 

@@ -215,6 +215,26 @@ def test_every_api_says_the_same_whole_and_streamed(name: str) -> None:
                 assert each == first, which
 
 
+@pytest.mark.parametrize("name", APIS)
+def test_an_answer_ends_with_the_context_and_a_prompt_beyond_it_is_refused_with_both_numbers(name: str) -> None:
+    api, field = APIS[name], next(iter(APIS[name].fields))
+    with running(FakeEngine(info=msgspec.structs.replace(INFO, max_model_len=60))) as server:
+        whole = api.whole(api.ask(server).json())
+        assert whole.finish == "length" and whole.usage[0] + whole.usage[2] == 60
+        assert api.streamed(events(api.ask(server, **api.stream))) == whole
+        for number in (59, 60):
+            text = [{"role": "user", "content": "x" * (number - whole.usage[0] + len(HI[0]["content"]))}]
+            answer = api.ask(server, **{field: text})
+            if number == 59:
+                assert api.whole(answer.json()).usage[::2] == (59, 1)
+            else:
+                message = answer.json()["error"]["message"]
+                assert answer.status_code == 400, message
+                assert f"{field}: 60 tokens; the context holds 60 with the answer, so at most 59" in message
+        (choice,) = server.complete([1] * 55, max_tokens=20, return_token_ids=True).json()["choices"]
+        assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 5
+
+
 TABLE = json.loads(Path(__file__).with_name("three_apis.json").read_text())
 FORMAT = TABLE["options"]["a format"]["messages"]["output_config"]["format"]["schema"]
 OPENED = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
