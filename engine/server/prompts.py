@@ -24,7 +24,9 @@ from penstock.executor.protocol import ModelInfo
 T = TypeVar("T")
 
 
-def decode_inputs(field: str, raw: Raw, max_inputs: int, info: ModelInfo) -> list[str] | list[list[int]]:
+def decode_inputs(
+    field: str, raw: Raw, max_inputs: int, info: ModelInfo, num_answered: int = 1
+) -> list[str] | list[list[int]]:
     """Decode a field like `prompt` or `input`: one or many texts or lists of token ids.
 
     Brackets and commas are counted in the raw JSON first, so that three million ids are refused in 10 ms.
@@ -44,18 +46,18 @@ def decode_inputs(field: str, raw: Raw, max_inputs: int, info: ModelInfo) -> lis
         num_lists, num_ids = value.count(b"[") - 1, value.count(b",") + 1
         _check_count(field, num_lists, max_inputs)
         if num_ids > num_lists * info.max_model_len:
-            check_length(-(-num_ids // num_lists), info, field)  # the longest list has at least this many
+            check_length(-(-num_ids // num_lists), info, field, num_answered)  # the longest list has at least this many
         return decode(list[list[int]], raw, field)
     if inside and inside in b"-0123456789":
-        return [decode_ids(field, raw, info)]
+        return [decode_ids(field, raw, info, num_answered)]
     raise InvalidRequest(field, "a string, a list of strings, or one or more lists of token ids is expected")
 
 
-def decode_ids(field: str, raw: Raw, info: ModelInfo) -> list[int]:
+def decode_ids(field: str, raw: Raw, info: ModelInfo, num_answered: int = 0) -> list[int]:
     """Decode a list of token ids; raise InvalidRequest if it is too long for a prompt."""
     num_ids = bytes(raw).count(b",") + 1
     if num_ids > info.max_model_len:  # the full length is allowed if nothing is generated
-        check_length(num_ids, info, field)
+        check_length(num_ids, info, field, num_answered)
     return decode(list[int], raw, field)
 
 

@@ -34,7 +34,7 @@ async def embeddings(service: Service, call: Call, body: bytes) -> Json:
     if request.dimensions not in (None, size):
         what = f"{request.dimensions} given; this model has {size}, and they are not cut"
         raise InvalidRequest("dimensions", what)
-    inputs = decode_inputs("input", request.input, MAX_INPUTS, service.info)
+    inputs = decode_inputs("input", request.input, MAX_INPUTS, service.info, num_answered=0)
     pooling = request.pooling or service.config.pooling
     found = await pooled(service, call, request, "input", inputs, _PARAMS, pooling)
     vectors = await in_thread_if(
@@ -103,7 +103,7 @@ async def classify(service: Service, call: Call, body: bytes) -> Json:
     """Classify every input: its most likely label, and the probabilities of all labels."""
     request = service.accept(call, body, ClassifyRequest)
     labels = labels_of(service.info)
-    inputs = decode_inputs("input", request.input, MAX_INPUTS, service.info)
+    inputs = decode_inputs("input", request.input, MAX_INPUTS, service.info, num_answered=0)
     found = await _numbers(service, call, request, "input", inputs, labels)
     data = [
         {"index": index, "label": labels.names[values.index(max(values))], "probs": values, "num_classes": len(values)}

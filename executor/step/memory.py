@@ -172,7 +172,8 @@ def plan_kv(
         num_blocks = config.kv_cache_bytes // block_bytes
         source = f"kv_cache_bytes ({config.kv_cache_bytes})"
     else:
-        budget = _free_share(group.world) if use is None else use.left(config.gpu_memory_utilization)
+        cpu_bytes = min(CPU_KV_BYTES, int(CPU_KV_SHARE * available_memory())) // group.world
+        budget = cpu_bytes if use is None else use.left(config.gpu_memory_utilization)
         num_blocks = min(budget // block_bytes, config.max_num_seqs * pages_for(longest) + 1)
         source = f"the free memory's share for the KV cache ({budget} bytes)"
     num_blocks = group.minimum(num_blocks)
@@ -189,11 +190,6 @@ def plan_kv(
     if config.max_model_len is not None:
         return KvPlan(num_blocks, fits, "max_model_len")
     return KvPlan(num_blocks, fits, "kv_cache" if fits < longest else "model")
-
-
-def _free_share(world: int) -> int:
-    """Return a rank's share of the main memory for the KV cache."""
-    return min(CPU_KV_BYTES, int(CPU_KV_SHARE * available_memory())) // world
 
 
 def allocate_kv(

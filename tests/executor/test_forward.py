@@ -157,6 +157,7 @@ def test_an_answer_fills_the_context_that_the_cache_holds_to_the_last_token(case
         "dtype": "float32",
         "block_size": 8,
         "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
     }
     path, params = str(folder(case)), SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
     with LLM(path, kv_cache_bytes=2**23, max_model_len="auto", **options) as llm:
