@@ -72,7 +72,6 @@ def test_sinks_and_caps_equal_the_twins(
     close(attend(OPS, cache.to(device), q.to(device), ROWS, window, ScoreExtras(cap, sinks.to(device))), expected)
 
 
-@pytest.mark.slow_in_interpreter
 def test_a_sink_takes_its_share_when_a_row_is_cut_among_programs(device: torch.device) -> None:
     rows = [(0, 1, 3000), (1, 1, 40)]
     cache = Cache([3000, 40], 1, 64, 16, torch.float32)

@@ -132,7 +132,7 @@ def test_any_row_draws_what_the_twin_draws_and_the_same_in_every_batch(device: t
 KEPT = [(1.0, 0.0, 0, 0.9), (1.0, 0.0, 0, 0.0), (1.0, 0.8, 2000, 0.7)]
 
 
-@matrix("kept, is_tied", KEPT, (False, True), hardest=[(KEPT[2], True)])
+@matrix("kept, is_tied", KEPT, (False, True), hardest=[(KEPT[0], False), (KEPT[2], True)])
 def test_thresholds_below_what_the_parts_list_are_found_in_the_row(
     device: torch.device, kept: tuple[float, float, int, float], is_tied: bool
 ) -> None:
