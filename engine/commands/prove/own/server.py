@@ -48,7 +48,7 @@ WORLDS: dict[str, World] = {
     "router": World([TINY, TINY], "--backend {url0} --backend {url1}"),
     "split": World(
         [f"{TINY} {HOST} --kv-peer-listen {{peer}}", f"{TINY} {HOST} --kv-peer {{peer}}"],
-        "--decode {url1} --prefill {url0}={peer} --prefill-threshold 32",
+        "--backend {url1} --backend {url0},prefill={peer} --prefill-threshold 32",
     ),
 }
 
