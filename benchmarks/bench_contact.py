@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from compare import Side, listens, measure
+from compare import Side, measure
 from pairs import ROOT, child, main, rounded, rounds
 from peers import Setup
 
@@ -63,7 +63,7 @@ class Server(NamedTuple):
         url = f"http://127.0.0.1:{port}"
         words = [word.replace("{port}", str(port)) for word in [*self.command, *more]]
         began_s = time.perf_counter()
-        with child("server", words, lambda: listens(port) and answers(url), START_TIMEOUT_S, self.env) as process:
+        with child("server", words, lambda: answers(url), START_TIMEOUT_S, self.env) as process:
             yield url, process.pid, time.perf_counter() - began_s
 
     def evict(self) -> None:

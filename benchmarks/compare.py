@@ -8,8 +8,7 @@ A side is an address, a command with {port} in it, or one of the kinds below wit
 are started here are stopped (SIGSTOP) during the turns of others. Options after `--` go to `penstock bench serve`; the
 ratios are those of the first side over each other one, the medians over the rounds.
 
-    penstock                this checkout              vllm:PYTHON           vLLM of that environment
-    transformers:PYTHON     `transformers serve`       llama.cpp:BINARY      llama-server, with a .gguf as --model
+    penstock: this checkout; vllm:PYTHON: vLLM of that environment; llama.cpp:BINARY: llama-server, with a .gguf as --model
 """
 
 import argparse
@@ -22,7 +21,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
@@ -59,7 +57,6 @@ def command_of(what: str, model: str | None) -> list[str]:
     kind, _, by = what.partition(":")
     commands = {
         "vllm": [by, "-m", "vllm.entrypoints.openai.api_server", "--model", model or ""],
-        "transformers": [str(Path(by).with_name("transformers")) if by else "", "serve", model or ""],
         "llama.cpp": [by, "-m", model or ""],
     }
     if kind == "penstock":
@@ -67,8 +64,7 @@ def command_of(what: str, model: str | None) -> list[str]:
     if kind in commands and by:
         if not model:
             raise SystemExit(f"model: none given, and {kind} needs one")
-        more = ["--continuous-batching"] if kind == "transformers" else []
-        return [*commands[kind], *more, "--port", "{port}"]
+        return [*commands[kind], "--port", "{port}"]
     words = shlex.split(what)
     if not any("{port}" in word for word in words):
         raise SystemExit(

@@ -64,7 +64,6 @@ def test_two_servers_take_turns_and_the_ratios_are_of_the_first(
     ("what", "words"),
     [
         ("vllm:/env/bin/python", ["/env/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "M"]),
-        ("transformers:/env/bin/python", ["/env/bin/transformers", "serve", "M", "--continuous-batching"]),
         ("llama.cpp:/bin/llama-server", ["/bin/llama-server", "-m", "M"]),
         ("my-server --fast", None),
     ],
@@ -87,3 +86,9 @@ def test_a_server_that_ends_is_reported_with_its_last_words() -> None:
         compare.started("b", command, None),
     ):
         pass
+
+
+def test_every_script_can_be_imported() -> None:
+    for path in pairs.HERE.glob("*.py"):
+        if path.stem != "eplb_peer":  # for the environment of vLLM
+            importlib.import_module(path.stem)
